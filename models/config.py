@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
-from localrt.quant.ops.protocol import AttentionSpec, MlpSpec
+from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec
 from localrt.quant.ops.streams import StreamSpec
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "LayerInputs",
     "LayerNames",
     "MixtureSpec",
+    "RecurrentNames",
     "expert_matrices",
 ]
 
@@ -75,6 +76,24 @@ class LayerNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentNames:
+    """A recurrent layer's tensors, below ``model.layers.N.``. ``mix`` are stacked in the order of
+    ``RecurrentWeights``; ``decay_is_rate``: it is not the logarithm of one. ``biased``: both
+    projections have a bias.
+    """
+
+    mix: tuple[str, ...]
+    taps: str
+    out: str
+    decay: str = ""
+    decay_bias: str = ""
+    skip: str = ""
+    out_norm: str = ""
+    decay_is_rate: bool = False
+    biased: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureSpec:
     """A layer's mixture. ``inner`` is an expert's width, ``shared`` that of the shared experts.
 
@@ -102,7 +121,8 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """What a decoder is, whatever file it came from. One ``AttentionSpec`` per layer.
+    """What a decoder is, whatever file it came from. ``attention`` has one entry per layer, which
+    is a ``RecurrentSpec`` where the layer has a state in the place of keys and values.
 
     ``mixtures`` has one entry per layer, None for a dense one; it is empty for a dense model.
     """
@@ -113,7 +133,7 @@ class DecoderConfig:
     intermediate_size: int
     context_length: int
     norm_eps: float
-    attention: tuple[AttentionSpec, ...]
+    attention: tuple[LayerSpec, ...]
     mlp: MlpSpec
     qkv_bias: bool = False
     out_bias: bool = False
@@ -134,11 +154,22 @@ class DecoderConfig:
     scaled_stream: bool = False  # the active stream is scaled before it gates a layer's inputs
     low_rank: int = 0  # of the residual beside attention, where there are streams
     names: LayerNames = LayerNames()
+    recurrent: RecurrentNames | None = None
 
     @property
     def layers(self) -> int:
         """Number of blocks."""
         return len(self.attention)
+
+    @property
+    def attending(self) -> tuple[AttentionSpec, ...]:
+        """The layers that keep keys and values."""
+        return tuple(spec for spec in self.attention if isinstance(spec, AttentionSpec))
+
+    def memory_place(self, layer: int) -> int:
+        """A layer's number among those that keep the same: keys and values, or a state."""
+        kind = isinstance(self.attention[layer], AttentionSpec)
+        return sum(isinstance(spec, AttentionSpec) is kind for spec in self.attention[:layer])
 
     @property
     def sparse(self) -> bool:
@@ -155,7 +186,8 @@ class DecoderConfig:
 
     def cache_of(self, layer: int) -> int:
         """The layer whose keys and values a layer attends to: itself, or an earlier one."""
-        reads = self.attention[layer].reads
+        spec = self.attention[layer]
+        reads = spec.reads if isinstance(spec, AttentionSpec) else None
         return layer if reads is None else reads
 
     def mixture(self, layer: int) -> MixtureSpec | None:

@@ -28,6 +28,7 @@ from localrt.models.parts import (
     PassState,
     Residual,
 )
+from localrt.models.recurrent import Recurrent
 from localrt.models.residency import Check, Residency, Resident
 from localrt.models.streams import (
     JOIN,
@@ -40,7 +41,7 @@ from localrt.models.streams import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import LatentSpec
-from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
+from localrt.quant.ops.protocol import Batch, KVCache, Ops, RecurrentSpec, Vector
 
 __all__ = [
     "Decoder",
@@ -55,7 +56,7 @@ __all__ = [
 def load_attention(
     config: DecoderConfig, layer: int, weights: WeightLoader, at: int | None = None
 ) -> Part:
-    """A layer's attention, ``at`` another place in its cache than its layer's.
+    """A layer's attention or recurrence, ``at`` a place in a cache that has not all layers.
 
     With the first layer's comes what is computed once, before it.
     """
@@ -64,12 +65,18 @@ def load_attention(
         parts.append(load_input_projection(config, weights))
     if layer == 0 and config.streams is not None:
         parts.append(SplitStreams(load_projections(config, weights, SPLIT)))
-    kind = LatentAttention if isinstance(config.attention[layer], LatentSpec) else Attention
-    attention = kind(config, layer, weights, at)
-    if config.streams is not None:
-        parts.append(StreamAttention(config, layer, weights, attention))
+    place = config.memory_place(config.cache_of(layer)) if at is None else at
+    spec = config.attention[layer]
+    mixer: Layer
+    if isinstance(spec, RecurrentSpec):
+        mixer = Recurrent(config, layer, weights, place)
     else:
-        parts.append(Residual(attention, config.residual_scale))
+        kind = LatentAttention if isinstance(spec, LatentSpec) else Attention
+        mixer = kind(config, layer, weights, place)
+    if config.streams is not None:
+        parts.append(StreamAttention(config, layer, weights, mixer))
+    else:
+        parts.append(Residual(mixer, config.residual_scale))
     return _joined(parts)
 
 

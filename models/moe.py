@@ -68,7 +68,7 @@ class SparseMlp:
         self._beside = _BesideDense(config, layer, weights) if spec.beside_dense else None
         norm = _EXPERT_NORM if spec.beside_dense else config.names.mlp_norm
         self.router = RouterWeights(
-            norm=weights.vector(hidden, f"{prefix}{norm}.weight"),
+            norm=weights.vector(hidden, f"{prefix}{norm}.weight", offset=config.norm_offset),
             gate=weights.matrix((count, hidden), f"{prefix}{ROUTER}.weight"),
             gate_bias=optional(spec.gate_bias, count, f"{prefix}{ROUTER}.bias"),
             choice_bias=optional(spec.choice_bias, count, prefix + CHOICE_BIAS),

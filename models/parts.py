@@ -21,6 +21,7 @@ from localrt.quant.ops.aligned import large_floats
 from localrt.quant.ops.arrays import copy_to_host
 from localrt.quant.ops.protocol import (
     Array,
+    AttentionSpec,
     AttentionWeights,
     MlpWeights,
     Ops,
@@ -133,8 +134,10 @@ class Attention:
         at: int | None = None,
     ) -> None:
         names = config.names
-        self.layer = config.cache_of(layer) if at is None else at
-        self.spec = spec = config.attention[layer]
+        self.layer = config.memory_place(config.cache_of(layer)) if at is None else at
+        spec = config.attention[layer]
+        assert isinstance(spec, AttentionSpec), "the layer is of another kind"
+        self.spec = spec
         hidden, size, offset = config.hidden_size, spec.head_dim, config.norm_offset
         rows, own = spec.projected_rows, spec.reads is None
         qkv = names.qkv if len(names.qkv) == 1 else names.qkv[: spec.projections]

@@ -49,6 +49,8 @@ _PUBLISHED = {
     "granite_swa": "granite_swa GraniteSWAForCausalLM GraniteMoeSWAForCausalLM",
     "granite_moe": "granitemoe GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
     "gpt_oss": "gpt-oss GptOssForCausalLM",
+    "qwen3_5": "qwen35 qwen35moe Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration "
+    "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration",
     "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",
     "glm4_moe": "glm4moe Glm4MoeForCausalLM",
 }

@@ -22,7 +22,7 @@ from localrt.models.parts import Embedding, Head, Part, PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
-from localrt.quant.ops.protocol import Array, Batch, Ops
+from localrt.quant.ops.protocol import Array, Batch, Ops, RecurrentSpec
 
 __all__ = ["RehearsedOps", "Share", "rehearse"]
 
@@ -113,7 +113,10 @@ def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, sha
         if share.embedding:
             table = weights.matrix((config.vocab_size, config.hidden_size), EMBEDDING)
             always.append(Embedding(table, config.embedding_scale))
-        for at, layer in enumerate(attention):
+        for place, layer in enumerate(attention):
+            alike = isinstance(config.attention[layer], RecurrentSpec)
+            before = (config.attention[each] for each in attention[:place])
+            at = sum(isinstance(spec, RecurrentSpec) is alike for spec in before)
             always.append(load_attention(config, layer, weights, at))
         experts = ResidentExperts()
         mlps = {

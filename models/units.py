@@ -21,7 +21,7 @@ from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
 from localrt.models.config import EMBEDDING, HEAD, LAYER_EMBEDDING, DecoderConfig
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.moe import ResidentExperts, load_expert
-from localrt.models.weights import WeightLoader, is_ignored, missing_tensor
+from localrt.models.weights import Transform, WeightLoader, is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 
 __all__ = ["TABLES", "Unit", "list_units", "packed_nbytes"]
@@ -109,7 +109,14 @@ class _TensorNames(WeightLoader):
         """See ``WeightLoader``."""
         self._names += [_info(self._tensors, name).name for name in names]
 
-    def vector(self, size: int, *names: str, offset: float = 0.0, scale: float = 1.0) -> None:
+    def vector(
+        self,
+        size: int,
+        *names: str,
+        offset: float = 0.0,
+        scale: float = 1.0,
+        transform: Transform | None = None,
+    ) -> None:
         """See ``WeightLoader``."""
         self._names += [_info(self._tensors, name).name for name in names]
 

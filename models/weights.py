@@ -17,10 +17,15 @@ from localrt.models.checkpoints.base import TensorSource, WeightBlock
 from localrt.quant.formats import unpack
 from localrt.quant.ops.protocol import Ops, Vector, Weight
 
-__all__ = ["VectorKey", "WeightLoader", "is_ignored", "missing_tensor"]
+__all__ = ["Transform", "VectorKey", "WeightLoader", "is_ignored", "missing_tensor"]
 
-VectorKey = tuple[tuple[str, ...], float, float]
-"""The names of a vector's tensors, what is added to their values, and what these are times."""
+Transform = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+"""Of a vector's values as published to those that are computed with; equal ones do the same."""
+
+VectorKey = tuple[tuple[str, ...], float, float, Transform | None]
+"""The names of a vector's tensors, what is added to their values, what these are times, and what
+becomes of them.
+"""
 
 # Derived from the config, read elsewhere, or of another modality: never part of the text model.
 _IGNORED_PARTS = (
@@ -85,15 +90,24 @@ class WeightLoader:
             self._mismatch(names, shapes, shape)
         return self._ops.weight(shape, self._blocks(names))
 
-    def vector(self, size: int, *names: str, offset: float = 0.0, scale: float = 1.0) -> Vector:
+    def vector(
+        self,
+        size: int,
+        *names: str,
+        offset: float = 0.0,
+        scale: float = 1.0,
+        transform: Transform | None = None,
+    ) -> Vector:
         """The values of ``names`` joined in order, ``offset`` added, then times ``scale``."""
         shapes = [self._shape(name) for name in names]
         if any(len(s) != 1 for s in shapes) or sum(s[0] for s in shapes) != size:
             self._mismatch(names, shapes, (size,))
-        key = (names, offset, scale)
+        key = (names, offset, scale, transform)
         if key not in self._vectors:
             values = np.concatenate([self._values(name) for name in names])
             values = (values + np.float32(offset)) * np.float32(scale)
+            if transform is not None:
+                values = transform(values)
             self._vectors[key] = self._ops.vector(values)
         self._used.update(names)
         return self._vectors[key]

@@ -283,7 +283,7 @@ def activation_nbytes(sizes: PassSizes, rows: int) -> int:
 
     Codes are int8 beside their float32 values.
     """
-    queries = max(2 * 4 * sizes.hidden, sizes.query_nbytes)
+    queries = max(2 * 4 * sizes.hidden, sizes.query_nbytes, sizes.mixed_nbytes)
     per_row = 2 * 4 * sizes.hidden + queries + 5 * (sizes.inner + sizes.hidden)
     per_row += 4 * sizes.beside
     # Of a mixture: every row's slots, and the codes of what goes into them.
@@ -325,14 +325,19 @@ def _row_nbytes(sizes: PassSizes, rows: int) -> int:
 
 def kv_buffer_nbytes(shape: ModelShape, kv_format: KvFormat, ctx: int) -> int:
     """What keys and values on the SSD are read through."""
-    return _KV_BUFFERS * max(map(_whole_pages, shape.kv_nbytes(kv_format, ctx)))
+    return _KV_BUFFERS * _largest_kv(shape, kv_format, ctx)
 
 
 def kv_tail_nbytes(shape: ModelShape, kv_format: KvFormat, layers: int) -> int:
     """What ``layers`` whose keys and values live on the SSD keep of a sequence in RAM: the blocks
     that are being written.
     """
-    return layers * 2 * max(map(_whole_pages, shape.kv_nbytes(kv_format, 1)))
+    return layers * 2 * _largest_kv(shape, kv_format, 1)
+
+
+def _largest_kv(shape: ModelShape, kv_format: KvFormat, ctx: int) -> int:
+    sizes = shape.kv_nbytes(kv_format, ctx)
+    return max(_whole_pages(sizes[layer]) for layer in shape.attending)
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -24,7 +24,9 @@ from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.cuda.kernels.runs import scratch_nbytes
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.native.kv import BLOCK, LATENT_FORMATS, block_nbytes
-from localrt.quant.ops.protocol import AttentionSpec
+from localrt.quant.ops.protocol import LayerSpec
+from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.states import StateLayout
 
 __all__ = [
     "KV_FORMATS",
@@ -49,7 +51,8 @@ class KvShape:
     ``latent`` is DeepSeek's: one vector of ``width`` a token, in the place of keys and values, and
     ``row_nbytes`` of queries and of their results for each row of a pass, which are wide there;
     ``macs`` are the multiply-accumulates of one query row with one token held. A layer that
-    ``reads`` another one's keys and values has none of its own.
+    ``reads`` another one's keys and values has none of its own, and neither has a recurrent layer:
+    its ``state`` takes what it takes, however many tokens there are.
     """
 
     groups: int
@@ -58,6 +61,7 @@ class KvShape:
     latent: bool = False
     row_nbytes: int = 0
     reads: int | None = None
+    state: RecurrentSpec | None = None
 
     def token_nbytes(self, kv_format: KvFormat) -> int:
         """Bytes of one token in the layer's cache: none if it attends to another layer's."""
@@ -65,6 +69,8 @@ class KvShape:
 
     def seen_nbytes(self, kv_format: KvFormat) -> int:
         """Bytes of one token that attention reads."""
+        if self.state is not None:
+            return 0
         if not self.latent:
             return block_nbytes(self.groups, self.width, kv_format) // BLOCK
         # int8 is the fewest bits of a latent: ``make_plan`` does not take int4.
@@ -77,15 +83,17 @@ class PassSizes:
     """The numbers that the memory of a pass depends on.
 
     ``inner`` is the widest MLP, ``query_nbytes`` what latent attention's queries and results take
-    for a row (0 without), ``experts_used`` and ``expert_inner`` are a mixture's. ``split_nbytes``
-    are the most that attention of few rows keeps on a card until its runs of keys are joined.
-    ``beside`` are a row's numbers beside the residual stream: layers' own inputs, and streams.
+    for a row (0 without), ``mixed_nbytes`` what a recurrent layer's numbers do, ``experts_used``
+    and ``expert_inner`` are a mixture's. ``split_nbytes`` are the most that attention of few rows
+    keeps on a card until its runs of keys are joined. ``beside`` are a row's numbers beside the
+    residual stream: layers' own inputs, and streams.
     """
 
     hidden: int
     inner: int
     vocab: int
     query_nbytes: int = 0
+    mixed_nbytes: int = 0
     experts_used: int = 0
     expert_inner: int = 0
     split_nbytes: int = 0
@@ -97,11 +105,13 @@ class PassSizes:
         mixtures = [mixture for mixture in config.mixtures if mixture is not None]
         widest = max(mixtures, key=lambda each: each.router.used * each.inner, default=None)
         latents = (spec.row_nbytes for spec in config.attention if isinstance(spec, LatentSpec))
+        states = (spec for spec in config.attention if isinstance(spec, RecurrentSpec))
         return cls(
             hidden=config.hidden_size,
             inner=config.intermediate_size,
             vocab=config.vocab_size,
             query_nbytes=max(latents, default=0),
+            mixed_nbytes=max((spec.pass_nbytes for spec in states), default=0),
             experts_used=0 if widest is None else widest.router.used,
             expert_inner=0 if widest is None else widest.inner,
             split_nbytes=_split_nbytes(map(_kv_shape, config.attention), config.context_length),
@@ -177,6 +187,9 @@ class ModelShape:
             inner=self.inner,
             vocab=self.vocab,
             query_nbytes=max((layer.row_nbytes for layer in self.kv if layer.latent), default=0),
+            mixed_nbytes=max(
+                (layer.state.pass_nbytes for layer in self.kv if layer.state), default=0
+            ),
             experts_used=0 if self.experts is None else self.experts.used,
             expert_inner=expert // (3 * self.hidden),
             split_nbytes=_split_nbytes(self.kv, self.context_length),
@@ -188,13 +201,26 @@ class ModelShape:
         """Whether layers attend to others' keys and values: all attention is on one processor."""
         return any(layer.reads is not None for layer in self.kv)
 
+    @property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that keep keys and values; the others have a state."""
+        return tuple(number for number, layer in enumerate(self.kv) if layer.state is None)
+
     def kv_token_nbytes(self, kv_format: KvFormat) -> tuple[int, ...]:
         """Bytes that one token takes in each layer."""
         return tuple(layer.token_nbytes(kv_format) for layer in self.kv)
 
     def kv_nbytes(self, kv_format: KvFormat, ctx: int) -> tuple[int, ...]:
-        """Bytes of each layer's cache once it holds ``ctx`` tokens; caches grow in steps."""
-        return tuple(grown_capacity(ctx) * size for size in self.kv_token_nbytes(kv_format))
+        """Bytes of each layer's cache once it holds ``ctx`` tokens; caches grow in steps.
+
+        States take their sets: those that are kept to come back to are counted.
+        """
+        layout = StateLayout([layer.state for layer in self.kv if layer.state is not None])
+        states = layout.layer_nbytes(ctx)
+        return tuple(
+            next(states) if layer.state is not None else grown_capacity(ctx) * size
+            for layer, size in zip(self.kv, self.kv_token_nbytes(kv_format), strict=True)
+        )
 
 
 def aligned(nbytes: int) -> int:
@@ -242,7 +268,9 @@ def _numbers_beside(config: DecoderConfig) -> int:
     return 3 * inputs + 2 * streams
 
 
-def _kv_shape(spec: AttentionSpec) -> KvShape:
+def _kv_shape(spec: LayerSpec) -> KvShape:
+    if isinstance(spec, RecurrentSpec):
+        return KvShape(groups=0, width=0, macs=0, state=spec)
     if isinstance(spec, LatentSpec):
         macs = spec.heads * (spec.head_dim + spec.latent)
         return KvShape(
@@ -254,7 +282,8 @@ def _kv_shape(spec: AttentionSpec) -> KvShape:
 
 def _split_nbytes(layers: Iterable[KvShape], context: int) -> int:
     """Latent attention's is part of its scratch on the CPU."""
-    longest, plain = grown_capacity(context), (layer for layer in layers if not layer.latent)
+    longest = grown_capacity(context)
+    plain = (layer for layer in layers if layer.width and not layer.latent)
     heads = ((layer.macs // (2 * layer.width), layer.width) for layer in plain)
     return max((scratch_nbytes(count, width, longest) for count, width in heads), default=0)
 

@@ -105,7 +105,7 @@ class DraftHead:
 
     def cache(self, capacity: int) -> KVCache:
         """An empty cache of its own for one sequence."""
-        return self._ops.kv_cache(self.config.decoder.attention, capacity)
+        return self._ops.kv_cache(self.config.decoder.attending, capacity)
 
     def forward(
         self,

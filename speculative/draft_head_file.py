@@ -82,7 +82,7 @@ class HeadConfig:
             raise CheckpointError(
                 f"{path}: a head has at most {MOST_BLOCKS} blocks, not {decoder.layers}"
             )
-        size = decoder.attention[0].head_dim
+        size = decoder.attending[0].head_dim
         if not kernels_take_heads(size):
             raise CheckpointError(f"{path}: head_dim must be a multiple of 16, to 512, is {size}")
         tokens = raw.sequence("draft_tokens") or []
@@ -106,7 +106,7 @@ class HeadConfig:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight's name and shape, matrices as (out, in)."""
-        spec = self.decoder.attention[0]
+        spec = self.decoder.attending[0]
         hidden, inner = self.decoder.hidden_size, self.decoder.intermediate_size
         q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         block: dict[str, tuple[int, ...]] = {

@@ -228,7 +228,7 @@ class TreeSource(DraftSource):
         first = self._drafter.first(len(history))
         if first is None or kept <= self._start or kept < first:
             kept = self._start = first or 0
-        cache.trim(kept - self._start)
+        kept = self._start + cache.trim(kept - self._start)
         self._known = list(history[:kept])
         if first is None:
             return False

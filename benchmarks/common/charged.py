@@ -162,8 +162,9 @@ class _Cache:
     def advance(self, count: int) -> None:
         self.length += count
 
-    def trim(self, length: int) -> None:
+    def trim(self, length: int) -> int:
         self.length = length
+        return length
 
     def select(self, first: int, rows: Sequence[int]) -> None:
         self.length = first + len(rows)

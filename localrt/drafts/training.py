@@ -235,7 +235,7 @@ def _head(
     """A config with sizes like those of the target's blocks; the vocabulary that was used most."""
     counts = np.bincount(sequences.tokens().reshape(-1), minlength=decoder.vocab_size)
     most = min(training.vocab, decoder.vocab_size)
-    spec = decoder.attention[-1]
+    spec = decoder.attending[-1]
     return {
         "target": target_identity(decoder, parts.tokenizer),
         "draft_tokens": np.sort(np.argsort(-counts, kind="stable")[:most]).tolist(),

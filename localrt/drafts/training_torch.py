@@ -50,7 +50,7 @@ class HeadModel:
     """The head. ``weights`` have the names and shapes of ``HeadConfig.shapes``."""
 
     def __init__(self, config: HeadConfig, device: torch.device | str = "cpu") -> None:
-        self._config, self._spec = config, config.decoder.attention[0]
+        self._config, self._spec = config, config.decoder.attending[0]
         self.weights = {
             name: _initial(name, shape).to(device).requires_grad_()
             for name, shape in config.shapes().items()

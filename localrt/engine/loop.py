@@ -82,8 +82,7 @@ def _prefill(
 ) -> Logits:
     prompt = request.prompt
     # The last token runs again even when all are held: its logits are what we need.
-    held = min(common_prefix(session.tokens, prompt), len(prompt) - 1)
-    session.trim(held)
+    held = session.trim(min(common_prefix(session.tokens, prompt), len(prompt) - 1))
     total = len(prompt) - held
 
     def report(done: int) -> None:

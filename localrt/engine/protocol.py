@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
     from localrt.offload.planner import Plan
     from localrt.quant.ops.kv import BlockCache, FillBlocks
+    from localrt.quant.ops.states import SavedState
     from localrt.speculative.tree import TokenTree
 
 __all__ = [
@@ -136,8 +137,11 @@ class EngineSession(ABC):
         """
 
     @abstractmethod
-    def trim(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens."""
+    def trim(self, length: int) -> int:
+        """Forget everything after the first ``length`` tokens; how many are still held.
+
+        Fewer than ``length`` where the state of a recurrent model cannot go back to it.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -198,9 +202,16 @@ class EngineSession(ABC):
         """What the bytes of ``blocks`` mean."""
         return ""
 
-    def put_tokens(self, tokens: Sequence[int], read: Callable[[FillBlocks], int]) -> int:
+    def put_tokens(
+        self,
+        tokens: Sequence[int],
+        read: Callable[[FillBlocks], int],
+        states: Sequence[SavedState] = (),
+    ) -> int:
         """Hold ``tokens`` instead of what is held: ``read`` fills the cache with their blocks, and
-        returns how many of the tokens they are of, which is returned.
+        returns how many of the tokens they are of. ``states`` are those that were saved with them.
+
+        Returns how many are held.
 
         Raises:
             MemoryBudgetError: there is no room for them.

@@ -52,7 +52,7 @@ from localrt.offload.store.cached import cached_store
 from localrt.offload.store.mending import mend_unit
 from localrt.progress import Progress, ProgressCallback
 from localrt.quant.ops.native.ops import NativeOps
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.protocol import AttentionSpec, Ops
 from localrt.settings import Settings
 
 __all__ = ["load_placed"]
@@ -200,9 +200,10 @@ def _kv_tier(
         private_folder(folder)
     except OSError as error:
         raise StorageError(f"{folder} cannot be made: {error.strerror}") from error
+    places = zip(config.attention, plan.placement.kv, strict=True)
     return KvTier(
-        config.attention,
-        plan.placement.kv,
+        config.attending,
+        [place for spec, place in places if isinstance(spec, AttentionSpec)],
         folder,
         capacity=choice.ctx,
         kv_format=kv_format,

@@ -90,7 +90,7 @@ class HiddenStates:
         *,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        if any(spec.value_norm for spec in config.attention):
+        if any(spec.value_norm for spec in config.attending):
             raise OptionError(
                 f"gptq and mr-gptq do not know {config.architecture}'s layers: use --method rtn"
             )

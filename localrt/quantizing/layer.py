@@ -38,7 +38,7 @@ from localrt.quant.methods import (
     restored_rows,
     rotation,
 )
-from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.attention import AttentionSpec, LatentSpec
 
 __all__ = ["LayerQuantizer", "folded_rotation"]
 
@@ -49,11 +49,13 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # the number in a name
 
 def folded_rotation(config: DecoderConfig, infos: Mapping[str, TensorInfo]) -> int:
     """Block size of the rotation that can be folded into v of every layer; 0 for none."""
-    if any(isinstance(spec, LatentSpec) for spec in config.attention):
+    if any(not isinstance(spec, AttentionSpec) for spec in config.attention):
+        return 0  # a state's columns meet the output's matrix behind a gate
+    if any(isinstance(spec, LatentSpec) for spec in config.attending):
         return 0  # a head's values are not rows of a matrix that meets the output's
     out = infos[f"model.layers.0.{config.names.out}.weight"]
     size = rotation(out.format) if out.format.name in CODECS else 0
-    return size if size and all(spec.head_dim % size == 0 for spec in config.attention) else 0
+    return size if size and all(spec.head_dim % size == 0 for spec in config.attending) else 0
 
 
 class LayerQuantizer:
@@ -78,10 +80,12 @@ class LayerQuantizer:
         self._folded = folded
         self._tiler = tiler
         self._search = search
-        first = config.attention[0]
+        first = next(iter(config.attending), None)
+        states = config.recurrent
         attention: tuple[tuple[str, ...], ...] = (names.qkv, (names.out,))
         self._groups: tuple[tuple[str, ...], ...] = (
             *(latent_groups(first) if isinstance(first, LatentSpec) else attention),
+            *(() if states is None else (states.mix, (states.out,))),
             names.gate_up,
             (names.down,),
             SHARED_GATE_UP,
@@ -217,4 +221,5 @@ class LayerQuantizer:
 
     def _value_rows(self, layer: int) -> int:
         spec = self.config.attention[layer]
+        assert isinstance(spec, AttentionSpec), "values are folded where every layer attends"
         return spec.kv_heads * spec.head_dim

@@ -19,7 +19,7 @@ __all__ = ["read_config"]
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys; windows where ``layer_types`` or ``sliding_window_pattern`` says."""
     config = llama.read_config(raw)
-    attention = config.attention
+    attention = config.attending
     if raw.has("sliding_window"):
         windowed = raw.windowed(_pattern(raw, config.layers))
         attention = tuple(

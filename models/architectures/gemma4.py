@@ -37,7 +37,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         config,
         attention=tuple(
             replace(spec, reads=source)
-            for spec, source in zip(config.attention, sources, strict=True)
+            for spec, source in zip(config.attending, sources, strict=True)
         ),
         qk_norm=True,
         norm_offset=0.0,

@@ -20,7 +20,7 @@ __all__ = ["read_config"]
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys and those of DeepSeek's mixtures; ``use_qk_norm`` in the largest."""
     config = llama.read_config(raw)
-    spec = config.attention[0]
+    spec = config.attending[0]
     share = {"partial_rotary_factor": raw.number("partial_rotary_factor", 0.5)}
     rope = read_rope(raw, spec.head_dim, parameters={**share, **raw.mapping("rope_scaling")})
     normed = raw.flag("use_qk_norm") or raw.has_tensor("model.layers.0.self_attn.q_norm.weight")

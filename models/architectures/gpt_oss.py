@@ -41,7 +41,7 @@ def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ..
 
     GGUF has no word for YaRN's ramp.
     """
-    plain = config.attention[0]
+    plain = config.attending[0]
     parameters = dict(raw.mapping("rope_scaling"))
     parameters.setdefault("truncate", False)
     rope = read_rope(raw, plain.head_dim, parameters=parameters, default_theta=150_000.0)

@@ -21,11 +21,11 @@ def with_factors(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
 
     Logits are divided by theirs.
     """
-    gguf_default = config.attention[0].scale if raw.is_gguf else 1.0
+    gguf_default = config.attending[0].scale if raw.is_gguf else 1.0
     scale = raw.number("attention_multiplier", gguf_default)
     return replace(
         config,
-        attention=tuple(replace(layer, scale=scale) for layer in config.attention),
+        attention=tuple(replace(layer, scale=scale) for layer in config.attending),
         embedding_scale=raw.number("embedding_multiplier", 1.0),
         residual_scale=raw.number("residual_multiplier", 1.0),
         logit_scale=1.0 / raw.number("logits_scaling", 1.0),

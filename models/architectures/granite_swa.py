@@ -25,7 +25,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 
 
 def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ...]:
-    plain = replace(config.attention[0], sinks=True, window=None)
+    plain = replace(config.attending[0], sinks=True, window=None)
     window = raw.integer("sliding_window", 128)
     windowed = raw.windowed([layer % 4 != 0 for layer in range(config.layers)])
     bases = raw.layer_list("layer_rope_theta", config.layers)

@@ -26,5 +26,5 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         beta=scaling_number(scaling, "llama_4_scaling_beta"),
         length=int(scaling_number(scaling, "original_max_position_embeddings")),
     )
-    attention = tuple(replace(spec, temperature=temperature) for spec in config.attention)
+    attention = tuple(replace(spec, temperature=temperature) for spec in config.attending)
     return replace(config, attention=attention)

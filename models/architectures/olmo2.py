@@ -25,7 +25,7 @@ RESULT_NORMS = LayerNames(
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys; OLMo 3 has a ``sliding_window``, for the layers that ``layer_types`` names."""
     config = llama.read_config(raw)
-    full = replace(config.attention[0], joint_norms=True, window=None)
+    full = replace(config.attending[0], joint_norms=True, window=None)
     attention = (full,) * config.layers
     if (window := raw.optional_integer("sliding_window")) is not None:
         theta = raw.number("rope_local_base_freq", raw.number("rope_theta", 10_000.0))

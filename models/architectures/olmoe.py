@@ -18,6 +18,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     if raw.optional_number("clip_qkv") is not None:
         raise UnsupportedModelError("clip_qkv (clipped queries, keys and values) is not supported")
     config = llama.read_config(raw)
-    attention = tuple(replace(layer, joint_norms=True) for layer in config.attention)
+    attention = tuple(replace(layer, joint_norms=True) for layer in config.attending)
     config = replace(config, architecture="olmoe", attention=attention, qk_norm=True)
     return with_mixture(config, read_mixture(raw, config, normalize=False))

@@ -21,10 +21,10 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     kind = parameters.get("rope_type") or parameters.get("type")
     if kind in ("su", "yarn") or raw.has_tensor("rope_factors_long.weight"):
         parameters["rope_type"] = "longrope"
-    rope = read_rope(raw, config.attention[0].head_dim, parameters=parameters)
+    rope = read_rope(raw, config.attending[0].head_dim, parameters=parameters)
     return replace(
         config,
         architecture="phi3",
-        attention=tuple(replace(spec, rope=rope) for spec in config.attention),
+        attention=tuple(replace(spec, rope=rope) for spec in config.attending),
         names=_NAMES,
     )

@@ -28,5 +28,5 @@ def windowed_layers(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpe
         windowed = raw.windowed([layer >= first for layer in range(config.layers)])
     return tuple(
         spec if here else replace(spec, window=None)
-        for spec, here in zip(config.attention, windowed, strict=True)
+        for spec, here in zip(config.attending, windowed, strict=True)
     )

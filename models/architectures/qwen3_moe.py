@@ -21,7 +21,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     inner = raw.integer("moe_intermediate_size")
     normalize = raw.is_gguf or raw.architecture != "Qwen3MoeForCausalLM"
     spec = read_mixture(raw, config, normalize=normalize, inner=inner)
-    attention = config.attention
+    attention = config.attending
     if not raw.flag("use_sliding_window"):
         attention = tuple(replace(layer, window=None) for layer in attention)
     config = replace(config, architecture="qwen3_moe", attention=attention, qk_norm=True)

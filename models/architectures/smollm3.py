@@ -31,6 +31,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
             replace(spec, window=None)
             if rotary[layer]
             else replace(spec, rope=None, window=spec.window if windowed else None)
-            for layer, spec in enumerate(config.attention)
+            for layer, spec in enumerate(config.attending)
         ),
     )

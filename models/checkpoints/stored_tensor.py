@@ -7,9 +7,10 @@ tensor; other sources put in order what does not lie so. Knows neither file form
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,9 @@ from localrt.quant.formats import PackedTensor
 __all__ = ["Bytes", "RowSource", "SourcedCheckpoint", "StoredTensor"]
 
 Bytes = npt.NDArray[np.uint8]
+
+_TAPS = (".conv1d.weight", ".conv.conv.weight")
+"""Of convolutions over tokens, (channels, 1, taps) or (channels, taps): small, and read whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +108,9 @@ class SourcedCheckpoint:
     path: Path
 
     def __init__(self, sources: Mapping[str, RowSource]) -> None:
-        self._sources = sources
+        self._sources = {name: _flat(source) for name, source in sources.items()}
         self.tensors: Mapping[str, TensorInfo] = {
-            name: source.info for name, source in sources.items()
+            name: source.info for name, source in self._sources.items()
         }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
@@ -126,3 +130,11 @@ class SourcedCheckpoint:
         if name not in self._sources:
             raise CheckpointError(f"{self.path} has no tensor {name!r}")
         return self._sources[name]
+
+
+def _flat(source: RowSource) -> RowSource:
+    """A convolution's taps as a vector, other tensors as they are."""
+    info = source.info
+    if not info.name.endswith(_TAPS) or info.format.block != 1:
+        return source
+    return replace(source, info=replace(info, shape=(math.prod(info.shape),)))

@@ -3,7 +3,8 @@
 ``blocks.bin`` holds blocks of 256 tokens one after another, ``tokens.json`` says which tokens they
 are of and each block's CRC-32. Going on with a sequence rewrites only the blocks that changed. The
 description is replaced last, as a whole: a crash in between leaves blocks that do not fit their
-sums, and reading ends before the first of them. It knows bytes, not what made them.
+sums, and reading ends before the first of them. What recurrent layers know lies in a file for each
+number of tokens that it is of, ``state-N.bin``. It knows bytes, not what made them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +27,24 @@ from localrt.errors import StorageError
 from localrt.files import private_file, private_folder, write_text
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks
+from localrt.quant.ops.states import SavedState, reachable
 
 __all__ = ["BlockFile"]
 
-_VERSION = 1
+_VERSION = 2
 _PIECE, _CHECKED = 16 << 20, 4 << 20  # bytes written, and read and checked, at once
-_DATA, _ABOUT = "blocks.bin", "tokens.json"
+_DATA, _ABOUT, _STATE = "blocks.bin", "tokens.json", "state-{}.bin"
 _NO_TOKENS: Tokens = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _StateFile:
+    """What is known of a state's file: ``SavedState``'s numbers, its bytes and their CRC-32."""
+
+    position: int
+    length: int
+    nbytes: int
+    sum: int
 
 
 class BlockFile:
@@ -43,15 +56,24 @@ class BlockFile:
         self.layout = ""
         self._block_bytes = 0
         self._sums: list[int] = []
+        self._states: list[_StateFile] = []
         about = _read_about(folder / _ABOUT)
         if about is not None:
             self.tokens, self._sums = about["tokens"], about["sums"]
             self.layout, self._block_bytes = about["layout"], about["block_bytes"]
+            self._states = about["states"]
 
     @property
     def nbytes(self) -> int:
         """Bytes on the disk."""
-        return len(self._sums) * self._block_bytes
+        states = sum(state.nbytes for state in self._states)
+        return len(self._sums) * self._block_bytes + states
+
+    def reach(self, length: int) -> int:
+        """How many of the first ``length`` tokens can be held again: fewer where states are needed
+        and none was saved there.
+        """
+        return reachable(self._states, length)
 
     def used(self) -> float:
         """When it was last written or read, in seconds since the epoch."""
@@ -71,17 +93,18 @@ class BlockFile:
         layout: str,
         block_bytes: int,
         take: Callable[[int, int], Bytes],
+        states: Sequence[SavedState] = (),
     ) -> None:
         """Make it hold ``tokens``; ``take(first, count)`` gives blocks, (count, block_bytes).
 
-        Blocks of tokens that it holds already stay as they are.
+        Blocks and states of tokens that it holds already stay as they are.
 
         Raises:
             StorageError: the disk is full or fails; the folder is gone then.
         """
         tokens = np.array(tokens, np.int64)
         count = -(-len(tokens) // BLOCK_TOKENS)
-        kept = 0
+        kept, same = 0, 0
         if (layout, block_bytes) == (self.layout, self._block_bytes):
             same = common_prefix(self.tokens, tokens)
             kept = min(same // BLOCK_TOKENS, len(self._sums), count)
@@ -97,7 +120,8 @@ class BlockFile:
                     blocks = take(first, min(step, count - first))
                     sums += [zlib.crc32(block) for block in blocks]
                     _write_all(file, blocks)
-            self._replace_about(tokens, layout, block_bytes, sums)
+            written = self._write_states(states, same)
+            self._replace_about(tokens, layout, block_bytes, sums, written)
         except OSError as error:
             self.delete()
             reason = error.strerror or error
@@ -124,10 +148,41 @@ class BlockFile:
             pass  # as far as it went
         return min(length, len(self.tokens), good * BLOCK_TOKENS)
 
+    def states(self, length: int) -> list[SavedState]:
+        """Those that were saved of the first ``length`` tokens, as far as they are whole."""
+        found = []
+        for state in self._states:
+            if state.position > length:
+                continue
+            try:
+                data = np.fromfile(self.folder / _STATE.format(state.length), np.uint8)
+            except OSError:
+                continue
+            if data.nbytes == state.nbytes and zlib.crc32(data.data) == state.sum:
+                found.append(SavedState(state.position, state.length, data))
+        return found
+
     def delete(self) -> None:
         """Remove it; nothing happens where it is gone."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.tokens, self._sums, self._block_bytes = _NO_TOKENS, [], 0
+        self.tokens, self._sums, self._block_bytes, self._states = _NO_TOKENS, [], 0, []
+
+    def _write_states(self, states: Sequence[SavedState], same: int) -> list[_StateFile]:
+        """Files of those that are not there yet; ``same`` tokens are those that were held."""
+        there = {(old.position, old.length): old for old in self._states if old.length <= same}
+        written = []
+        for state in states:
+            old = there.get((state.position, state.length))
+            if old is None:
+                path = self.folder / _STATE.format(state.length)
+                private_file(path)
+                state.data.tofile(path)
+                sum_ = zlib.crc32(state.data.data)
+                old = _StateFile(state.position, state.length, state.data.nbytes, sum_)
+            written.append(old)
+        for gone in {old.length for old in self._states} - {new.length for new in written}:
+            (self.folder / _STATE.format(gone)).unlink(missing_ok=True)
+        return written
 
     def _read_whole(self, file: Any, first: int, room: Bytes) -> int:
         """Fill ``room``; how many blocks are what was written, up to the first that is not."""
@@ -144,7 +199,12 @@ class BlockFile:
         return len(room)
 
     def _replace_about(
-        self, tokens: Tokens, layout: str, block_bytes: int, sums: list[int]
+        self,
+        tokens: Tokens,
+        layout: str,
+        block_bytes: int,
+        sums: list[int],
+        states: list[_StateFile],
     ) -> None:
         about = {
             "version": _VERSION,
@@ -152,9 +212,11 @@ class BlockFile:
             "block_bytes": block_bytes,
             "tokens": tokens.tolist(),
             "sums": sums,
+            "states": [list(astuple(state)) for state in states],
         }
         write_text(self.folder / _ABOUT, json.dumps(about), private=True, sync=False)
         self.tokens, self.layout, self._block_bytes, self._sums = tokens, layout, block_bytes, sums
+        self._states = states
 
 
 def _read_about(path: Path) -> dict[str, Any] | None:
@@ -167,6 +229,7 @@ def _read_about(path: Path) -> dict[str, Any] | None:
             and len(about["sums"]) == -(-len(about["tokens"]) // BLOCK_TOKENS)
             and all(isinstance(n, int) for n in (about["block_bytes"], *about["tokens"]))
         )
+        about["states"] = [_StateFile(*map(int, state)) for state in about["states"]]
         if whole:
             about["tokens"] = np.array(about["tokens"], np.int64)
     except (OSError, ValueError, KeyError, TypeError, OverflowError):

@@ -174,12 +174,13 @@ class SsdKVCache(NativeKVCache):
                 stored.tail, stored.next_tail = stored.next_tail, stored.tail
                 stored.saves.clear()
 
-    def trim(self, length: int) -> None:
+    def trim(self, length: int) -> int:
         """Forget tokens from ``length`` on."""
         self._abandon()
         super().trim(length)
         for stored in self._stored.values():
             stored.saved = min(stored.saved, length)
+        return length
 
     def _move(self, first: int, rows: Sequence[int]) -> None:
         super()._move(first, rows)

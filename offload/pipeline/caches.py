@@ -11,8 +11,10 @@ from weakref import WeakSet
 
 import numpy as np
 
+from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.kv import BlockCache, Bytes, ReadBlocks, held_blocks, read_pieces
-from localrt.quant.ops.protocol import AttentionSpec, Batch, KVCache, Ops
+from localrt.quant.ops.protocol import Batch, KVCache, LayerSpec, Ops
+from localrt.quant.ops.states import SavedState, StateLayout
 
 __all__ = ["Caches", "SplitCache", "split_batch"]
 
@@ -24,7 +26,7 @@ class SplitCache:
         self,
         host: Ops,
         card: Ops,
-        specs: Sequence[AttentionSpec],
+        specs: Sequence[LayerSpec],
         on_card: frozenset[int],
         capacity: int,
     ) -> None:
@@ -81,10 +83,12 @@ class SplitCache:
         for part in self._parts.values():
             part.advance(count)
 
-    def trim(self, length: int) -> None:
-        """Forget on both."""
-        for part in self._parts.values():
-            part.trim(length)
+    def trim(self, length: int) -> int:
+        """Forget on both; as many stay as both still hold."""
+        while any(part.length > length for part in self._parts.values()):
+            for part in self._parts.values():
+                length = part.trim(min(length, part.length))
+        return length
 
     @property
     def kv_layout(self) -> str:
@@ -111,6 +115,38 @@ class SplitCache:
                 part.fill_blocks(start, len(blocks), held_blocks(columns, start))
                 at += part.block_bytes
 
+    def saved_states(self) -> list[SavedState]:
+        """See ``BlockCache``: what both know after as many tokens."""
+        found = [part.saved_states() for part in self._block_parts()]
+        if not any(found):
+            return []
+        host, card = ({state.length: state for state in states} for states in found)
+        if not host or not card:
+            return list((host or card).values())
+        return [
+            SavedState(host[n].position, n, np.concatenate([host[n].data, card[n].data]))
+            for n in sorted(host.keys() & card.keys())
+            if host[n].position == card[n].position
+        ]
+
+    def restore(self, length: int, states: Sequence[SavedState]) -> int:
+        """See ``BlockCache``."""
+        parts = self._block_parts()
+        for part in parts:
+            own = [self._share(state, part) for state in states]
+            length = part.restore(length, own)
+        return self.trim(length)
+
+    def _share(self, state: SavedState, part: BlockCache) -> SavedState:
+        """What one of the two has of a state."""
+        sizes = [
+            StateLayout(split_layers(specs)[1]).saved_nbytes(state.position, state.length)
+            for specs in (self._host_specs, self._card_specs)
+        ]
+        cut = sizes[0] if split_layers(self._host_specs)[1] else 0
+        on_host = part is self.on(self._host_ops)
+        return replace(state, data=state.data[:cut] if on_host else state.data[cut:])
+
     def _block_parts(self) -> list[BlockCache]:
         return [part for part in self._parts.values() if isinstance(part, BlockCache)]
 
@@ -124,7 +160,7 @@ class Caches:
     """Those that have been made and are still in use. ``on_card`` names the card's layers."""
 
     def __init__(
-        self, specs: Sequence[AttentionSpec], host: Ops, card: Ops | None, on_card: frozenset[int]
+        self, specs: Sequence[LayerSpec], host: Ops, card: Ops | None, on_card: frozenset[int]
     ) -> None:
         self._specs = specs
         self._host, self._card, self._on_card = host, card, on_card

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -19,6 +20,7 @@ from localrt.offload.pipeline.stretches import Stretches
 from localrt.offload.placement import Where
 from localrt.offload.reading.loading import read_units
 from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 __all__ = ["load_resident", "make_stages"]
 
@@ -53,13 +55,15 @@ def make_stages(
         setup.stages[stage.name] = stage
 
     split = len({id(lane.ops) for lane in lanes.values() if lane is not None}) > 1
-    caches: dict[bool, int] = {False: 0, True: 0}  # layers of each lane's cache so far
+    counts = Counter[tuple[bool, bool]]()  # layers of each lane's cache so far, by what they keep
     places: dict[int, int] = {}  # each layer's in its lane's cache
     for layer, (attention, mlp) in enumerate(
         zip(setup.layers("attention"), setup.layers("mlp"), strict=True)
     ):
         side, source = layer in on_card, config.cache_of(layer)
-        at, caches[side] = (caches[side] if split else layer), caches[side] + 1
+        kind = side, isinstance(config.attention[layer], RecurrentSpec)
+        at = counts[kind] if split else config.memory_place(layer)
+        counts[kind] += 1
         if source != layer:
             assert (source in on_card) is side, "layers with one cache attend on one processor"
             at = places[source]
@@ -76,8 +80,8 @@ def make_stages(
             assert not sparse, "of a mixture experts cross"
             add(CrossingStage(mlp, setup.where(mlp), lane, load, card=card, rows=rows))
         else:
-            kind = MixtureStage if sparse else Stage
-            add(kind(mlp, setup.where(mlp), lane, load, layer_moved(lane)))
+            make = MixtureStage if sparse else Stage
+            add(make(mlp, setup.where(mlp), lane, load, layer_moved(lane)))
     moved = partial(forget, joined)
     head = [joined.stage(unit, setup.where(unit), lane_of(unit), moved) for unit in setup.head()]
     for stage in head:

@@ -18,7 +18,7 @@ from localrt.models.config import EMBEDDING, HEAD, LAYER_EMBEDDING
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.moe import ResidentExperts, load_expert
 from localrt.models.registry import ARCHITECTURES, read_config
-from localrt.models.weights import WeightLoader
+from localrt.models.weights import Transform, WeightLoader
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 from localrt.quant.formats import F32, FORMATS, Format
 from localrt.quant.methods.choices import fitting_format
@@ -29,7 +29,7 @@ _DEFAULT_FORMAT = "int4-g32"
 
 # Of ``model_type`` to the name of an architecture's class, in lower case.
 _KINDS = {
-    name.removesuffix("ForCausalLM").lower(): name
+    name.removesuffix("ForCausalLM").lower().replace("_", ""): name
     for name in ARCHITECTURES
     if name.endswith("ForCausalLM")
 }
@@ -168,7 +168,14 @@ class _Asked(WeightLoader):
     def ones(self, size: int) -> Any:
         """See ``WeightLoader``."""
 
-    def vector(self, size: int, *names: str, offset: float = 0.0, scale: float = 1.0) -> Any:
+    def vector(
+        self,
+        size: int,
+        *names: str,
+        offset: float = 0.0,
+        scale: float = 1.0,
+        transform: Transform | None = None,
+    ) -> Any:
         """See ``WeightLoader``."""
         for name in names:
             self._found[name] = TensorInfo(name, (size,), F32, 0)

@@ -73,7 +73,9 @@ class Costs:
         return 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.vocab
 
     def kv_held(self, layer: int) -> int:
-        """Bytes of keys and values that a layer's attention reads."""
+        """Bytes of keys and values that attention reads, or of a state, read and written."""
+        if (state := self.shape.kv[layer].state) is not None:
+            return self.sequences * 2 * 4 * state.state_size
         token = self.shape.kv[layer].seen_nbytes(self.kv_format)
         return self.sequences * self.held * token
 
@@ -126,6 +128,8 @@ class Costs:
 
     def _attention_macs(self, layer: int, rows: int) -> float:
         """Each row sees what its sequence holds, and the rows before it."""
+        if (state := self.shape.kv[layer].state) is not None:
+            return rows * state.macs
         new = max(1, rows // self.sequences)
         return rows * (self.held + (new + 1) / 2) * self.shape.kv[layer].macs
 

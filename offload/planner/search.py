@@ -100,9 +100,10 @@ def _search(
     best = best_candidate(
         request.costs(), rooms, prefill_rows=prefill_rows, exact=exact, notes=notes
     )
-    if best is not None or not request.kv_on_ssd or request.uses_gpu:
+    attending = request.shape.attending
+    if best is not None or not request.kv_on_ssd or request.uses_gpu or not attending:
         return best
-    low, high = 0, request.shape.layers
+    low, high = 0, len(attending)
     while high - low > 1:
         middle = (low + high) // 2
         enough = can_place(request.costs(), _with_kv_on_ssd(request, rooms, middle))
@@ -127,7 +128,8 @@ def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
     }
     buffers = kv_buffer_nbytes(shape, kv_format, request.ctx)
     tails = request.sequences * kv_tail_nbytes(shape, kv_format, layers)
-    return replace(rooms, ram=rooms.ram - buffers - tails, kv_ssd=frozenset(range(layers)) - kept)
+    on_ssd = frozenset(shape.attending[:layers]) - kept
+    return replace(rooms, ram=rooms.ram - buffers - tails, kv_ssd=on_ssd)
 
 
 def _prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequest, Rooms, int]:

@@ -51,7 +51,7 @@ struct Span {
 };
 
 struct AttentionArgs {
-    float *x, *q, *out;          // (R, D), (R, H, E), (R, D)
+    float *x, *q, *out;          // (R, D), (R, H, E), behind them the gates of gated attention, (R, D)
     const float *norm, *qkv_bias, *q_norm, *k_norm, *v_norm, *out_bias, *post_norm;
     const float* sinks;          // (H), or null
     const float *cos, *sin;      // (R, rotary / 2), or null
@@ -63,6 +63,7 @@ struct AttentionArgs {
     int32_t rows, span_count, heads, kv_heads, head_dim, rotary, window;  // window 0: none
     int32_t joint_norms;  // of all heads at once: q_norm (H * E), k_norm (G * E)
     int32_t projections;  // 3: q, k and v; 2: values are the projected keys; 1: the spans' caches are an earlier layer's
+    int32_t gated;        // each head's rows of q are followed by as many of its gate
     float eps, scale, softcap;  // softcap 0: none
 };
 
@@ -74,6 +75,32 @@ struct LatentArgs {
     Stack down, query_up, key_up, value_up, proj;  // without query_up's parts, `down` gives the queries
     int32_t rows, span_count, heads, rotary, latent, nope, value, interleaved;
     float eps, latent_eps, scale;
+};
+
+// One sequence of a pass: its memory of a recurrent layer, and the rows that extend it.
+struct StateSpan {
+    const float* from;       // (H, V / 16, K, 16), after `position` tokens
+    float* to;               // after `fold` tokens; may be `from`
+    const float* rows_from;  // (ring_from, channels + factors), token n's row at n % ring_from
+    float* rows_to;
+    const int32_t* parents;  // (extra + rows): of a tree's rows, -1 for what is before it, -2 for one that nothing needs; or null
+    int32_t ring_from, ring_to, position, fold, held, rows;
+    int32_t extra;           // of the tokens held, so many of the last are a tree's rows
+    int32_t unused;
+};
+
+enum RecurrentKind : int32_t { DELTA, SSM, CONV };
+
+// A recurrent layer: see RecurrentSpec and RecurrentWeights in quant/ops/recurrent.py.
+struct RecurrentArgs {
+    float *x, *out;                        // (R, D)
+    const float *norm, *conv, *taps_bias;  // (D), (T, channels), (channels) or null
+    const float *decay, *decay_bias, *skip, *out_norm, *mix_bias, *out_bias, *post_norm;
+    const StateSpan* spans;
+    Stack mix, proj;
+    int32_t rows, span_count, kind, heads, key_heads, key_size, value_size, taps, width, tiled, channel_decay;
+    int32_t norm_size, norm_width, gate_sigmoid, gate_first;  // norm_width: of the norm's weights
+    float eps, least_step, most_step;
 };
 
 enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI };

@@ -28,4 +28,5 @@ struct Kernels {
     void (*predict_streams)(Context&, const StreamArgs&);
     void (*correct_streams)(Context&, const StreamArgs&);
     void (*join_streams)(Context&, const Stack&, const float* streams, int rows, float* out);
+    void (*recurrent)(Context&, const RecurrentArgs&);
 };

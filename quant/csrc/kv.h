@@ -179,7 +179,7 @@ struct KeyBias {
     int half;
 
     KeyBias(const AttentionArgs& args, const Span& span, int group) {
-        const bool apart = span.format != KV_BF16 && args.near_turns && args.qkv_bias && !args.k_norm;
+        const bool apart = span.format != KV_BF16 && args.near_turns && args.qkv_bias && !args.k_norm && !args.gated;
         near_turns = args.near_turns;
         far_turns = args.far_turns;
         bias = apart ? args.qkv_bias + (size_t)(args.heads + group) * args.head_dim : nullptr;

@@ -119,6 +119,7 @@ LRT_API void lrt_correct_streams(Runtime* r, const StreamArgs* args) { r->kernel
 LRT_API void lrt_join_streams(Runtime* r, const Stack* stack, const float* streams, int rows, float* out) {
     r->kernels.join_streams(r->context, *stack, streams, rows, out);
 }
+LRT_API void lrt_recurrent(Runtime* r, const RecurrentArgs* args) { r->kernels.recurrent(r->context, *args); }
 // Ceilings to measure kernels against: see ceilings.h.
 LRT_API double lrt_multiply_peak(Runtime* r, int rounds) { return r->kernels.multiply_peak(r->context, rounds); }
 LRT_API void lrt_read_all(Runtime* r, const uint8_t* data, int64_t bytes) { r->kernels.read_all(r->context, data, bytes); }

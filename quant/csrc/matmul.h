@@ -105,6 +105,13 @@ inline F16L load_some(const float* from, int count) {
     return F16L::load(lanes);
 }
 
+inline void store_some(F16L x, int count, float* to) {
+    if (count >= 16) return x.store(to);
+    alignas(64) float lanes[16];
+    x.store(lanes);
+    copy_floats(lanes, count, to);
+}
+
 // Where products go: rows of `stride` floats, sums times `factor`, the matrix's last tile cut.
 struct Target {
     float* out;
@@ -119,10 +126,7 @@ struct Target {
         const int valid = columns - 16 * tile;
         if (bias) sum = sum.fma(F16L::set1(factor), load_some(bias + 16 * tile, valid));
         else if (factor != 1.f) sum = sum * F16L::set1(factor);
-        if (valid >= 16) return sum.store(to);
-        float lanes[16];
-        sum.store(lanes);
-        copy_floats(lanes, valid, to);
+        store_some(sum, valid, to);
     }
 };
 

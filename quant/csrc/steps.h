@@ -92,6 +92,15 @@ inline void rotate(float* head, const float* cos, const float* sin, int half) {
     }
 }
 
+// Heads' queries and gates by turns, and `count` numbers in all without the gates: these to `gates`, the rest closes up.
+inline void part_gates(float* line, int heads, int count, int size, float* gates) {
+    for (int h = 0; h < heads; h++) {
+        copy_floats(line + (2 * h + 1) * size, size, gates + h * size);
+        if (h) copy_floats(line + 2 * h * size, size, line + h * size);
+    }
+    for (int i = heads * size; i < count; i++) line[i] = line[i + heads * size];
+}
+
 void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
     const int heads = args.heads, groups = args.kv_heads, size = args.head_dim, width = args.qkv.rows;
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.qkv);
@@ -105,6 +114,7 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             float* line = wide + (size_t)row * width;
             if (args.qkv_bias)
                 for (int i = 0; i < width; i++) line[i] += args.qkv_bias[i];
+            if (args.gated) part_gates(line, heads, width - heads * size, size, args.q + (size_t)(args.rows + row) * heads * size);
             int index = row, owner = 0;
             while (index >= args.spans[owner].rows) index -= args.spans[owner++].rows;
             const Span& span = args.spans[owner];
@@ -160,6 +170,16 @@ void attention_output(Context& context, const AttentionArgs& args) {
     for (int s = 0; s < args.span_count; s++) {
         attend(context, args, args.spans[s], row, joined + (size_t)row * width);
         row += args.spans[s].rows;
+    }
+    if (args.gated) {
+        const float* gates = args.q + (size_t)args.rows * width;
+        parallel(context, args.rows, [&](int row) {
+            float* line = joined + (size_t)row * width;
+            for (int i = 0; i < width; i += 16) {
+                const int n = least(16, width - i);
+                store_some(load_some(line + i, n) * sigmoid16(load_some(gates + (size_t)row * width + i, n)), n, line + i);
+            }
+        });
     }
     const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
     matmul(context, args.proj, acts, args.out);
@@ -344,6 +364,7 @@ void linear(Context& context, const Stack& stack, const float* x, int rows, floa
 #include "experts.h"
 #include "latent.h"
 #include "streams.h"
+#include "recurrent.h"
 #include "scale_search.h"
 
 namespace {
@@ -361,4 +382,4 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 extern const Kernels KERNELS;
 const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear,
                          read_rows, multiply_peak, read_all, search_scales, norm_latent_append, latent_output, norm_rows, project_inputs,
-                         gate_inputs, low_rank, split_streams, predict_streams, correct_streams, join_streams};
+                         gate_inputs, low_rank, split_streams, predict_streams, correct_streams, join_streams, recurrent};

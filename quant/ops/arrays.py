@@ -11,7 +11,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Array", "Pass", "Vector", "Weight", "copy_to_host", "vector_to_host"]
+__all__ = [
+    "Array",
+    "Pass",
+    "Vector",
+    "Weight",
+    "copy_to_host",
+    "put_from_host",
+    "to_host",
+    "vector_to_host",
+]
 
 Array: TypeAlias = Any  # activations, (R, ...)
 Weight: TypeAlias = Any  # a matrix as the implementation keeps it, (out, in)
@@ -26,6 +35,22 @@ def copy_to_host(x: Array, out: npt.NDArray[np.float32]) -> None:
         tensor = x if settle is None else settle()
         x = tensor.detach().float().cpu().numpy()
     out[:] = x
+
+
+def to_host(x: Array) -> npt.NDArray[np.float32]:
+    """Float32 numbers of numpy or torch, on the host."""
+    if isinstance(x, np.ndarray):
+        return x
+    host: npt.NDArray[np.float32] = x.detach().cpu().numpy()
+    return host
+
+
+def put_from_host(x: Array, values: npt.NDArray[np.float32]) -> None:
+    """Fill ``x``, numbers of numpy or torch, with ``values`` of its shape."""
+    if isinstance(x, np.ndarray):
+        x[:] = values
+    else:
+        x.copy_(x.new_tensor(values))
 
 
 def vector_to_host(vector: Vector, out: npt.NDArray[np.float32]) -> None:

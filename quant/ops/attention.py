@@ -64,7 +64,9 @@ class AttentionSpec:
 
     With ``joint_norms``, queries are normed over all heads at once, and so are keys. A layer that
     ``reads`` an earlier one's keys and values has neither of its own. With ``keys_as_values``,
-    values are the projected keys, before their norm and rotation.
+    values are the projected keys, before their norm and rotation. Of ``gated`` attention, each
+    head's rows of the queries' projection are followed by as many for a gate, whose sigmoid scales
+    what the head gives.
     """
 
     heads: int
@@ -81,6 +83,7 @@ class AttentionSpec:
     reads: int | None = None  # the number of the layer whose cache it attends to
     keys_as_values: bool = False
     value_norm: bool = False  # each head's values are normed, without weights
+    gated: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -105,7 +108,8 @@ class AttentionSpec:
     @property
     def projected_rows(self) -> int:
         """Their rows: (H + 2G) * E of an ordinary layer."""
-        return (self.heads + (self.projections - 1) * self.kv_heads) * self.head_dim
+        queries = 2 * self.heads if self.gated else self.heads
+        return (queries + (self.projections - 1) * self.kv_heads) * self.head_dim
 
     @property
     def value_dim(self) -> int:

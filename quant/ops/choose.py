@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from localrt.errors import MissingExtraError, OptionError
-from localrt.quant.ops.attention import AttentionSpec, LatentSpec
+from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.cuda.kernels.kv import FORMATS
+from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.protocol import LayerSpec, Ops
 
 __all__ = ["kernels_take_heads", "make_ops", "why_not_our_kernels"]
 
@@ -17,7 +18,7 @@ _WIDEST = 512  # of a head, latents or rotary numbers: MAX_HEAD in quant/csrc/kv
 
 
 def make_ops(
-    attention: Sequence[AttentionSpec],
+    attention: Sequence[LayerSpec],
     *,
     device: str = "auto",
     compute_format: str | None = None,
@@ -52,7 +53,7 @@ def make_ops(
                 "out, or compute in format bf16"
             )
         kv = parse_kv_format(kv_format)
-        cache_format(attention, kv)  # raises where the two do not go together
+        cache_format(split_layers(attention)[0], kv)  # raises where the two do not go together
         return NativeOps(threads=threads, kv_format=kv)
     on_card = device.startswith("cuda") and compute_format is None
     kept = next((known for known in FORMATS if kv_format in (known, None)), None)
@@ -109,7 +110,7 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def why_not_our_kernels(ops: Ops, attention: Sequence[AttentionSpec], device: str) -> str:
+def why_not_our_kernels(ops: Ops, attention: Sequence[LayerSpec], device: str) -> str:
     """What to tell of ``ops``, made for ``device`` without a format: in a line, why they are not
     our kernels on the GPU that is there; empty where they are, or where there is none.
     """
@@ -124,7 +125,7 @@ def why_not_our_kernels(ops: Ops, attention: Sequence[AttentionSpec], device: st
     return f"the GPU computes without localrt's kernels, on weights in bf16 or NF4: {limit}"
 
 
-def _limit(attention: Sequence[AttentionSpec], index: int) -> str:
+def _limit(attention: Sequence[LayerSpec], index: int) -> str:
     """Why our kernels do not compute on a GPU, and what to do; empty where they do.
 
     A broken install counts as none: torch computes as well, on unpacked weights.
@@ -140,7 +141,7 @@ def _limit(attention: Sequence[AttentionSpec], index: int) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     if 10 * major + minor < OLDEST:
         return f"they need a card of compute capability {OLDEST / 10}, and this has {major}.{minor}"
-    for spec in attention:
+    for spec in split_layers(attention)[0]:
         if isinstance(spec, LatentSpec):
             if not takes_latents(spec.rope_dim, spec.latent):
                 sizes = f"{spec.latent} numbers and {spec.rope_dim} rotary ones"
@@ -157,10 +158,11 @@ def kernels_take_heads(size: int) -> bool:
     return size % 16 == 0 and size <= _WIDEST
 
 
-def _kernels_fit(attention: Sequence[AttentionSpec]) -> bool:
+def _kernels_fit(attention: Sequence[LayerSpec]) -> bool:
+    attending, _ = split_layers(attention)
     return find_library() is not None and all(
         _take_latents(spec) if isinstance(spec, LatentSpec) else kernels_take_heads(spec.head_dim)
-        for spec in attention
+        for spec in attending
     )
 
 

@@ -15,10 +15,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from localrt.quant.ops.states import SavedState
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -68,8 +71,11 @@ class KVCache(Protocol):
     def advance(self, count: int) -> None:
         """Count ``count`` rows that a finished pass has written as held."""
 
-    def trim(self, length: int) -> None:
-        """Forget every token from ``length`` on."""
+    def trim(self, length: int) -> int:
+        """Forget every token from ``length`` on; how many are still held.
+
+        Fewer than ``length`` where a state of recurrent layers cannot go back to it.
+        """
 
     def select(self, first: int, rows: Sequence[int]) -> None:
         """Keep token ``first + rows[i]`` as token ``first + i``, and no other from ``first`` on.
@@ -97,7 +103,16 @@ class BlockCache(KVCache, Protocol):
 
     def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
         """Have ``read`` give blocks ``first`` to ``first + count``, or fewer, into memory that is
-        reserved for them; ``advance`` makes their tokens count.
+        reserved for them; ``restore`` makes their tokens count.
+        """
+
+    def saved_states(self) -> Sequence[SavedState]:
+        """What recurrent layers know, beside the blocks; none where there are no such layers."""
+
+    def restore(self, length: int, states: Sequence[SavedState]) -> int:
+        """Hold the first ``length`` tokens, whose blocks have been filled, in an empty cache.
+
+        Returns how many are held: fewer where recurrent layers have no state for so many.
         """
 
 
@@ -150,6 +165,11 @@ class GrowingCache(ABC):
         """The most tokens it may hold."""
         return self._capacity
 
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+
     @abstractmethod
     def _grow(self, size: int) -> None:
         """Allocate room for ``size`` tokens, zeroed, and keep those held."""
@@ -175,11 +195,22 @@ class GrowingCache(ABC):
         assert self._length + count <= self.allocated, "rows must be written before they count"
         self._length += count
 
-    def trim(self, length: int) -> None:
+    def saved_states(self) -> Sequence[SavedState]:
+        """None: keys and values are all in blocks."""
+        return ()
+
+    def restore(self, length: int, states: Sequence[SavedState]) -> int:
+        """Count tokens as held whose blocks have been filled."""
+        assert not self._length, "an empty cache"
+        self.advance(length)
+        return length
+
+    def trim(self, length: int) -> int:
         """Forget tokens from ``length`` on; memory stays for what comes next."""
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot trim a cache of {self._length} tokens to {length}")
         self._length = length
+        return length
 
     def select(self, first: int, rows: Sequence[int]) -> None:
         """Keep token ``first + rows[i]`` as token ``first + i``, and forget all others behind.

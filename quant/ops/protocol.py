@@ -37,6 +37,7 @@ from localrt.quant.ops.experts import (
 )
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.streams import LowRankWeights, StreamSpec, StreamWeights
 
 __all__ = [
@@ -47,11 +48,14 @@ __all__ = [
     "Batch",
     "Forward",
     "KVCache",
+    "LayerSpec",
     "MlpSpec",
     "MlpWeights",
     "Ops",
     "Pass",
     "Recorder",
+    "RecurrentSpec",
+    "RecurrentWeights",
     "Rope",
     "Span",
     "Vector",
@@ -59,6 +63,9 @@ __all__ = [
 ]
 
 Activation = Literal["silu", "gelu_tanh"]
+
+LayerSpec: TypeAlias = AttentionSpec | RecurrentSpec
+"""What a layer remembers of a sequence: keys and values of each token, or a state."""
 
 Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 """A decoder's ``forward``."""
@@ -197,11 +204,11 @@ class Ops(Protocol):
     def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
         """Bytes that a matrix stored in ``format`` takes once loaded: for estimates before."""
 
-    def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
+    def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
         """Bytes of a cache that has grown to ``length`` tokens."""
 
-    def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> KVCache:
-        """An empty cache for one sequence."""
+    def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
+        """An empty cache for one sequence. Steps number layers of one kind for themselves."""
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -229,7 +236,8 @@ class Ops(Protocol):
     ) -> Array:
         """RMSNorm, QKV projection, per-head norms, rotary; keys and values go to the caches.
 
-        Returns the queries, (R, H, E), times the factors of the spec's temperature.
+        Returns the queries, (R, H, E), times the factors of the spec's temperature; behind them the
+        gates of gated attention, (2R, H, E).
         """
 
     def attention_output(
@@ -253,6 +261,11 @@ class Ops(Protocol):
 
         ``q`` is given up.
         """
+
+    def norm_recurrent(
+        self, x: Array, weights: RecurrentWeights, spec: RecurrentSpec, step: Pass, layer: int
+    ) -> Array:
+        """RMSNorm, a recurrent layer over each row's sequence, output projection: (R, D)."""
 
     def norm_gated_mlp(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
         """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D)."""

@@ -44,8 +44,9 @@ class Cache:
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
 
-    def trim(self, length: int) -> None:
+    def trim(self, length: int) -> int:
         self.length = length
+        return length
 
     def select(self, first: int, rows: Sequence[int]) -> None:
         self.length = first + len(rows)

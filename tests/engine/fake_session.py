@@ -35,8 +35,9 @@ class ScriptedSession(EngineSession):
         logits[self._script(len(self.tokens))] = 10.0
         return logits
 
-    def trim(self, length: int) -> None:
+    def trim(self, length: int) -> int:
         del self.tokens[length:]
+        return length
 
     def close(self) -> None:
         self.closed = True

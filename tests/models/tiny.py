@@ -35,6 +35,7 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.torch.ops import TorchOps
 from tests.models.tiny_deepseek import DEEPSEEK_CONFIGS
 from tests.models.tiny_families import FAMILIES, FAMILY_MIXTURES
+from tests.models.tiny_hybrid import hybrid_configs, hybrid_mixtures
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -141,6 +142,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "smollm3-nope": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1]),
     **DEEPSEEK_CONFIGS,
     **FAMILIES,
+    **hybrid_configs(SIZES),
 }
 
 
@@ -213,6 +215,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     **FAMILY_MIXTURES,
+    **hybrid_mixtures(SIZES),
 }
 
 

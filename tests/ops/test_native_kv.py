@@ -309,7 +309,7 @@ def test_rows_are_the_same_for_any_rows_threads_and_lengths(isa: str, kv_format:
         assert np.array_equal(ours, whole[: len(ours)])
 
 
-@pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(DEEPSEEK_CONFIGS)))
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - set(DEEPSEEK_CONFIGS) - {"glm4-moe-lite"}))
 def test_every_architecture_runs_on_int4(name: str, tiny: Any) -> None:
     folder, theirs = tiny(name)
     ours = load(folder, kv="int4")

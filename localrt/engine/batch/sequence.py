@@ -72,8 +72,7 @@ class BatchSequence(Generic[Owner]):
         """Begin on ``session``, or go on there; what it holds of prompt and answer is kept."""
         tokens = self.tokens
         # The last token runs in any case: its logits are what we need.
-        held = min(common_prefix(session.tokens, tokens), len(tokens) - 1)
-        session.trim(held)
+        held = session.trim(min(common_prefix(session.tokens, tokens), len(tokens) - 1))
         self.pending = tokens[held:]
         if self._answer is None:
             self._answer, self._held = Answer(self.request, session, tokenizer, shared=True), held

@@ -114,21 +114,20 @@ class LlamaCppSession(EngineSession):
             kept = self._api.llama_get_logits(self._context)
             yield np.ctypeslib.as_array(kept, shape=(len(chunk), vocab)).copy()
 
-    def trim(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens."""
+    def trim(self, length: int) -> int:
+        """See ``EngineSession``."""
         if not 0 <= length <= len(self._tokens):
             raise ValueError(f"cannot trim {len(self._tokens)} tokens to {length}")
         if length == len(self._tokens):
-            return
+            return length
         kept = self._tokens[:length]
         memory = self._api.llama_get_memory(self._context)
         if not self._api.llama_memory_seq_rm(memory, 0, length, -1):
             # A recurrent state has no positions to cut at: it is built again from the start.
             self._api.llama_memory_clear(memory, False)
-            self._tokens = []
-            if kept:
-                self.extend(kept)
+            kept = []
         self._tokens = kept
+        return len(kept)
 
     def close(self) -> None:
         """Free the cache."""

@@ -13,6 +13,7 @@ from localrt.errors import LocalrtError
 from localrt.models.timing import PipelineCounts
 from localrt.quant.ops.kv import BlockCache, FillBlocks
 from localrt.quant.ops.protocol import KVCache
+from localrt.quant.ops.states import SavedState
 from localrt.speculative.features import FeatureRows
 from localrt.speculative.tree import TokenTree
 
@@ -140,13 +141,14 @@ class NativeSession(EngineSession):
         """See ``EngineSession``."""
         return self._engine.forecast()
 
-    def trim(self, length: int) -> None:
-        """Forget everything after the first ``length`` tokens."""
+    def trim(self, length: int) -> int:
+        """See ``EngineSession``."""
         if self._cache is not None:
-            self._cache.trim(length)
+            length = self._cache.trim(length)
         if self._features is not None:
             self._features.trim(length)
         del self._tokens[length:]
+        return length
 
     @property
     def blocks(self) -> BlockCache | None:
@@ -160,7 +162,12 @@ class NativeSession(EngineSession):
         blocks = self.blocks
         return "" if blocks is None else f"{blocks.kv_layout} {self._attention_key}"
 
-    def put_tokens(self, tokens: Sequence[int], read: Callable[[FillBlocks], int]) -> int:
+    def put_tokens(
+        self,
+        tokens: Sequence[int],
+        read: Callable[[FillBlocks], int],
+        states: Sequence[SavedState] = (),
+    ) -> int:
         """See ``EngineSession``."""
         blocks = self.blocks
         if blocks is None:
@@ -168,8 +175,7 @@ class NativeSession(EngineSession):
         self.trim(0)
         self._features = None
         self._reserve(blocks, len(tokens))
-        held = read(blocks.fill_blocks)
-        blocks.advance(held)
+        held = blocks.restore(read(blocks.fill_blocks), states)
         self._tokens = list(tokens[:held])
         return held
 

@@ -23,6 +23,7 @@ from localrt.engine.protocol import EngineSession
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks, held_blocks
+from localrt.quant.ops.states import SavedState, reachable
 
 __all__ = ["PromptCache", "model_key"]
 
@@ -55,7 +56,11 @@ class PromptCache:
             return 0
         with self._lock:
             return self._write(
-                session.tokens, session.kv_layout, blocks.block_bytes, blocks.take_blocks
+                session.tokens,
+                session.kv_layout,
+                blocks.block_bytes,
+                blocks.take_blocks,
+                blocks.saved_states(),
             )
 
     def hold(self, session: EngineSession) -> int:
@@ -68,8 +73,9 @@ class PromptCache:
             return 0
         blocks = cache.take_blocks(0, -(-len(tokens) // BLOCK_TOKENS)).copy()
         with self._lock:
-            self._in_ram.append(_RamCopy(tokens, session.kv_layout, blocks))
-        return blocks.nbytes
+            kept = _RamCopy(tokens, session.kv_layout, blocks, cache.saved_states())
+            self._in_ram.append(kept)
+        return kept.nbytes
 
     def settle(self) -> int:
         """Move the copies in RAM to the disk; the bytes of RAM freed.
@@ -81,8 +87,8 @@ class PromptCache:
         with self._lock:
             while self._in_ram:
                 copy = self._in_ram[-1]
-                self._write(copy.tokens, copy.layout, copy.blocks.shape[1], copy.take)
-                freed += self._in_ram.pop().blocks.nbytes
+                self._write(copy.tokens, copy.layout, copy.blocks.shape[1], copy.take, copy.saved)
+                freed += self._in_ram.pop().nbytes
         return freed
 
     def restore(self, session: EngineSession, prompt: Sequence[int]) -> int:
@@ -99,16 +105,17 @@ class PromptCache:
         with self._lock:
             self._look()
             known: list[BlockFile | _RamCopy] = [*self._in_ram, *self._files.values()]
+            most = session.capacity
             shared = [
-                (common_prefix(kept.tokens, wanted), kept)
+                (kept.reach(min(most, common_prefix(kept.tokens, wanted))), kept)
                 for kept in known
                 if kept.layout == session.kv_layout
             ]
             length, kept = max(shared, key=lambda pair: pair[0], default=(0, None))
-            length = min(length, session.capacity)
             if kept is None or length < held + _LEAST_TOKENS:
                 return 0
-            got = session.put_tokens(prompt[:length], partial(kept.read, length))
+            states = kept.states(length)
+            got = session.put_tokens(prompt[:length], partial(kept.read, length), states)
             if isinstance(kept, _RamCopy):
                 self._in_ram.remove(kept)
             elif got < length:  # damaged
@@ -135,8 +142,10 @@ class PromptCache:
         layout: str,
         block_bytes: int,
         take: Callable[[int, int], Bytes],
+        states: Sequence[SavedState],
     ) -> int:
         nbytes = -(-len(tokens) // BLOCK_TOKENS) * block_bytes
+        nbytes += sum(state.data.nbytes for state in states)
         if len(tokens) < _LEAST_TOKENS or nbytes > self.limit:
             return 0
         tokens = np.asarray(tokens, np.int64)
@@ -153,7 +162,7 @@ class PromptCache:
         if file is None:
             file = BlockFile(self.folder / uuid.uuid4().hex)
         self._make_room(max(0, nbytes - file.nbytes), spare=file)
-        file.write(tokens, layout, block_bytes, take)
+        file.write(tokens, layout, block_bytes, take, states)
         self._files[file.folder] = file
         return file.nbytes
 
@@ -186,11 +195,22 @@ class PromptCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RamCopy:
-    """A sequence as ``BlockFile`` gives it, in RAM: blocks (count, block_bytes)."""
+    """A sequence as ``BlockFile`` gives it, in RAM: blocks (count, block_bytes), and states."""
 
     tokens: Tokens
     layout: str
     blocks: Bytes
+    saved: Sequence[SavedState]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.blocks.nbytes) + sum(state.data.nbytes for state in self.saved)
+
+    def reach(self, length: int) -> int:
+        return reachable(self.saved, length)
+
+    def states(self, length: int) -> list[SavedState]:
+        return [state for state in self.saved if state.position <= length]
 
     def take(self, first: int, count: int) -> Bytes:
         return self.blocks[first : first + count]

@@ -48,22 +48,28 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
+from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.native.ops import fast_tiler
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
     Batch,
     Forward,
+    LayerSpec,
     MlpSpec,
     MlpWeights,
+    RecurrentSpec,
+    RecurrentWeights,
     Rope,
     Span,
 )
+from localrt.quant.ops.states import StateCache, StateLayout
 from localrt.quant.ops.torch.attention import visible_keys
 from localrt.quant.ops.torch.experts import gated
 from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.torch.latent import attend_latents
+from localrt.quant.ops.torch.recurrent import mix_rows, new_states
 
 __all__ = ["CudaOps"]
 
@@ -139,14 +145,22 @@ class CudaOps(StreamSteps):
             return padded_rows(shape[0]) * format.row_bytes(shape[1])
         return shape[0] * shape[1] * 2
 
-    def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
-        """Bytes of keys and values once grown to ``length`` tokens."""
-        row = sum(groups * sum(widths) for groups, *widths in self._kv_shapes(layers))
-        return row * grown_capacity(length) * self._kv_dtype(layers).itemsize
+    def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
+        """Bytes of keys, values and states once grown to ``length`` tokens."""
+        attending, states = split_layers(layers)
+        row = sum(groups * sum(widths) for groups, *widths in self._kv_shapes(attending))
+        in_states = StateLayout(states).sequence_nbytes(length)
+        return in_states + row * grown_capacity(length) * self._kv_dtype(attending).itemsize
 
-    def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> TorchKVCache:
-        """An empty cache: bf16, or rows of bytes."""
-        return TorchKVCache(self._kv_shapes(layers), capacity, self._kv_dtype(layers), self._device)
+    def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
+        """An empty cache: bf16, or rows of bytes; states in float32."""
+        attending, states = split_layers(layers)
+        shapes, dtype = self._kv_shapes(attending), self._kv_dtype(attending)
+        cache = TorchKVCache(shapes, capacity, dtype, self._device)
+        return HybridCache(cache, StateCache(states, capacity, self._floats)) if states else cache
+
+    def _floats(self, count: int) -> Tensor:
+        return new_states(count, self._device)
 
     def _kv_dtype(self, layers: Sequence[AttentionSpec]) -> torch.dtype:
         return torch.bfloat16 if self._kv_of(layers) == "bf16" else torch.uint8
@@ -219,8 +233,13 @@ class CudaOps(StreamSteps):
         """(R, H, E); keys and values are written to the caches."""
         h = self._normed(x, weights.norm, spec.eps, weights.qkv)
         qkv = linear(h, weights.qkv, weights.qkv_bias)
-        shape = (qkv.shape[0], spec.heads, spec.head_dim)
+        rows, gates = qkv.shape[0], None
+        if spec.gated:
+            qkv, gates = _without_gates(qkv, spec)
+        shape = (rows if gates is None else 2 * rows, spec.heads, spec.head_dim)
         q = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        if gates is not None:
+            q[rows:] = gates
         cos, sin = self._rope_tables(spec.rope, step)
         for index, (first, stop, span) in enumerate(_ranges(step.spans)):
             k, v = _cache(span).view(layer, span.rows)
@@ -239,7 +258,7 @@ class CudaOps(StreamSteps):
                 kv_format=self.kv_format,
             )
         if spec.temperature is not None:
-            q *= step.factors(spec.temperature)
+            q[:rows] *= step.factors(spec.temperature)
         return q
 
     def attention_output(
@@ -251,8 +270,10 @@ class CudaOps(StreamSteps):
         layer: int,
     ) -> Tensor:
         """(R, D), float32."""
+        q, gates = q.chunk(2) if spec.gated else (q, None)
         # Where the product that follows reads records, they are written at once.
         direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))
+        direct = direct and gates is None
         width = spec.heads * spec.value_dim
         fine = weights.out.fine
         records = empty_records(1, len(q), width, self._device, fine=fine) if direct else None
@@ -278,7 +299,29 @@ class CudaOps(StreamSteps):
                 )
             )
         seen = records or (outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        if gates is not None:
+            assert isinstance(seen, Tensor), "gated rows are no records yet"
+            seen = seen * gates.flatten(1).sigmoid()
         y = linear(seen, weights.out, weights.out_bias, dtype=torch.float32)
+        if weights.post_norm is None:
+            return y
+        return norm(y, weights.post_norm, spec.eps, out=torch.float32)
+
+    def norm_recurrent(
+        self,
+        x: Stream,
+        weights: RecurrentWeights,
+        spec: RecurrentSpec,
+        step: CudaPass,
+        layer: int,
+    ) -> Tensor:
+        """(R, D), float32; row by row in torch between our products."""
+        if not step.states:
+            step.states = [states_of(span.cache).begin(span.rows, span.mask) for span in step.spans]
+        h = self._normed(x, weights.norm, spec.eps, weights.mix)
+        mixed = linear(h, weights.mix, weights.mix_bias, dtype=torch.float32)
+        seen = mix_rows(mixed, weights, spec, step.spans, step.states, layer)
+        y = linear(seen.bfloat16(), weights.out, weights.out_bias, dtype=torch.float32)
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
@@ -501,7 +544,16 @@ def _ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
         first += span.rows
 
 
+def _without_gates(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Queries, keys and values of gated attention, and the gates (R, H, E) from between them."""
+    rows, queries = len(qkv), 2 * spec.heads * spec.head_dim
+    both = qkv[:, :queries].view(rows, spec.heads, 2, spec.head_dim)
+    return torch.cat([both[:, :, 0].flatten(1), qkv[:, queries:]], dim=1), both[:, :, 1]
+
+
 def _cache(span: Span) -> TorchKVCache:
     cache = span.cache
+    if isinstance(cache, HybridCache):
+        cache = cache.kv
     assert isinstance(cache, TorchKVCache), "caches and steps belong to one implementation"
     return cache

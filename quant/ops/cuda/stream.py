@@ -18,6 +18,7 @@ from localrt.quant.ops.attention import AttentionTemperature, Rope
 from localrt.quant.ops.cuda.kernels.products import Records
 from localrt.quant.ops.cuda.kernels.steps import norm, norm_records
 from localrt.quant.ops.protocol import Span
+from localrt.quant.ops.states import StatePass
 
 __all__ = ["CudaPass", "Logits", "Numbers", "Recording", "Stream"]
 
@@ -101,6 +102,8 @@ class CudaPass:
             turns = torch.log1p((self.positions // temperature.length).float())
             self.temperatures[temperature] = (1 + temperature.beta * turns)[:, None, None]
         return self.temperatures[temperature]
+
+    states: list[StatePass] = field(default_factory=list)  # of recurrent layers
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ACTIVATIONS",
     "FAMILIES",
+    "RECURRENT_KINDS",
     "SCORINGS",
     "SOURCES",
     "AttentionArgs",
@@ -42,10 +43,12 @@ __all__ = [
     "LatentArgs",
     "Matrix",
     "MlpArgs",
+    "RecurrentArgs",
     "RouteArgs",
     "SearchArgs",
     "SpanArgs",
     "Stack",
+    "StateSpanArgs",
     "StreamArgs",
     "best_isa",
     "find_library",
@@ -73,6 +76,7 @@ _LAYOUTS = {
     **_numbered("q4_k q5_k q6_k mxfp4 nvfp4 nf4", 19),
 }
 ACTIVATIONS = _numbered("silu gelu_tanh swiglu_oai")
+RECURRENT_KINDS = _numbered("delta ssm conv")
 SCORINGS = _numbered("softmax sigmoid softmax-chosen")
 # How codes and scales are spaced: affine formats with and without a minimum, others by name.
 FAMILIES = _numbered("even even-with-minimum nf4 mxfp4 nvfp4")
@@ -119,6 +123,7 @@ class AttentionArgs(Structure):
         (POINTER(SpanArgs), "spans"),
         (Stack, "qkv proj"),
         (c_int32, "rows span_count heads kv_heads head_dim rotary window joint_norms projections"),
+        (c_int32, "gated"),
         (c_float, "eps scale softcap"),
     )
 
@@ -132,6 +137,29 @@ class LatentArgs(Structure):
         (Stack, "down query_up key_up value_up proj"),
         (c_int32, "rows span_count heads rotary latent nope value interleaved"),
         (c_float, "eps latent_eps scale"),
+    )
+
+
+class StateSpanArgs(Structure):
+    """One sequence of a pass in one recurrent layer."""
+
+    _fields_ = _fields(
+        (c_void_p, "source target rows_from rows_to parents"),
+        (c_int32, "ring_from ring_to position fold held rows extra _"),
+    )
+
+
+class RecurrentArgs(Structure):
+    """A recurrent layer."""
+
+    _fields_ = _fields(
+        (c_void_p, "x out norm conv taps_bias decay decay_bias skip out_norm"),
+        (c_void_p, "mix_bias out_bias post_norm"),
+        (POINTER(StateSpanArgs), "spans"),
+        (Stack, "mix proj"),
+        (c_int32, "rows span_count kind heads key_heads key_size value_size taps width tiled"),
+        (c_int32, "channel_decay norm_size norm_width gate_sigmoid gate_first"),
+        (c_float, "eps least_step most_step"),
     )
 
 
@@ -261,6 +289,7 @@ _SIGNATURES = {
     "lrt_predict_streams": (None, (c_void_p, POINTER(StreamArgs))),
     "lrt_correct_streams": (None, (c_void_p, POINTER(StreamArgs))),
     "lrt_join_streams": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
+    "lrt_recurrent": (None, (c_void_p, POINTER(RecurrentArgs))),
     "lrt_multiply_peak": (c_double, (c_void_p, c_int)),
     "lrt_read_all": (None, (c_void_p, c_void_p, c_int64)),
     "lrt_tile": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),

@@ -32,7 +32,8 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
+from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.layer_inputs import rows_of_tokens
 from localrt.quant.ops.native.abi import (
     ACTIVATIONS,
@@ -48,6 +49,7 @@ from localrt.quant.ops.native.kv import (
     KVMaker,
     NativeKVCache,
     cache_format,
+    map_zeros,
     token_nbytes,
 )
 from localrt.quant.ops.native.passes import (
@@ -56,6 +58,7 @@ from localrt.quant.ops.native.passes import (
     attention_args,
     latent_args,
     native_cache,
+    recurrent_args,
 )
 from localrt.quant.ops.native.streams import StreamSteps
 from localrt.quant.ops.native.weights import (
@@ -66,7 +69,9 @@ from localrt.quant.ops.native.weights import (
     build_weight,
     locate,
 )
-from localrt.quant.ops.protocol import Batch, Forward, MlpSpec, MlpWeights
+from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.states import StateCache, StateLayout
 
 __all__ = ["NativeOps", "NativeWeight", "fast_tiler"]
 
@@ -144,21 +149,27 @@ class NativeOps(StreamSteps):
         """Packed bytes, rows rounded up to whole tiles."""
         return padded_rows(shape[0]) * format.row_bytes(shape[1])
 
-    def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
-        """Bytes of keys and values once grown to ``length`` tokens."""
-        kv_format = cache_format(layers, self._kv_format)
+    def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
+        """Bytes of keys, values and states once grown to ``length`` tokens."""
+        attending, states = split_layers(layers)
+        kv_format = cache_format(attending, self._kv_format)
+        in_states = StateLayout(states).sequence_nbytes(length)
         if self.kv_maker is not None:
-            return self.kv_maker.cache_nbytes(layers, length, kv_format)
-        shapes = [(spec.cached_heads, spec.head_dim) for spec in layers]
-        return token_nbytes(shapes, kv_format) * grown_capacity(length)
+            return in_states + self.kv_maker.cache_nbytes(attending, length, kv_format)
+        shapes = [(spec.cached_heads, spec.head_dim) for spec in attending]
+        return in_states + token_nbytes(shapes, kv_format) * grown_capacity(length)
 
-    def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> NativeKVCache:
+    def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
         """An empty cache."""
-        kv_format = cache_format(layers, self._kv_format)
+        attending, states = split_layers(layers)
+        kv_format = cache_format(attending, self._kv_format)
+        cache: NativeKVCache
         if self.kv_maker is not None:
-            return self.kv_maker.cache(layers, capacity, kv_format)
-        shapes = [(spec.cached_heads, spec.head_dim) for spec in layers]
-        return NativeKVCache(shapes, capacity, kv_format)
+            cache = self.kv_maker.cache(attending, capacity, kv_format)
+        else:
+            shapes = [(spec.cached_heads, spec.head_dim) for spec in attending]
+            cache = NativeKVCache(shapes, capacity, kv_format)
+        return HybridCache(cache, StateCache(states, capacity, _floats)) if states else cache
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -203,12 +214,12 @@ class NativeOps(StreamSteps):
         layer: int,
     ) -> Floats:
         """(R, H, E), already scaled; keys and values are written to the caches."""
-        q = self._array(step.rows, spec.heads * spec.head_dim)
+        q = self._array(step.rows * (2 if spec.gated else 1), spec.heads * spec.head_dim)
         args = attention_args(weights, spec, step, layer, self._turns_of(weights, spec))
         args.x, args.q = x.ctypes.data, q.ctypes.data
         self._api.lrt_norm_qkv_rope_append(self._handle, args)
         if spec.temperature is not None:
-            q *= spec.temperature.factors(step.batch.positions)[:, None]
+            q[: step.rows] *= spec.temperature.factors(step.batch.positions)[:, None]
         return q
 
     def attention_output(
@@ -251,6 +262,23 @@ class NativeOps(StreamSteps):
         for span in step.batch.spans:
             native_cache(span).layer_done(layer, span.rows)
         self._spare[q.shape] = q
+        return out
+
+    def norm_recurrent(
+        self,
+        x: Floats,
+        weights: RecurrentWeights,
+        spec: RecurrentSpec,
+        step: NativePass,
+        layer: int,
+    ) -> Floats:
+        """(R, D)."""
+        out = self._array(step.rows, weights.out.stack.rows)
+        args = recurrent_args(weights, spec, step, layer)
+        args.x, args.out = x.ctypes.data, out.ctypes.data
+        self._api.lrt_recurrent(self._handle, args)
+        for span in step.batch.spans:
+            states_of(span.cache).layer_done(layer)
         return out
 
     def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
@@ -469,3 +497,8 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _floats(count: int) -> Floats:
+    """Zeros, not resident before they are written."""
+    return map_zeros(4 * max(1, count)).view(np.float32)[:count]

@@ -19,12 +19,29 @@ from localrt.quant.ops.attention import (
     LatentWeights,
     Rope,
 )
-from localrt.quant.ops.native.abi import AttentionArgs, LatentArgs, SpanArgs
+from localrt.quant.ops.hybrid_cache import HybridCache, states_of
+from localrt.quant.ops.native.abi import (
+    RECURRENT_KINDS,
+    AttentionArgs,
+    LatentArgs,
+    RecurrentArgs,
+    SpanArgs,
+    StateSpanArgs,
+)
 from localrt.quant.ops.native.kv import BLOCK, KV_FORMATS, LATENT_FORMATS, NativeKVCache
 from localrt.quant.ops.native.weights import NativeVector, address_of
 from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.states import StatePass, tree_parents
 
-__all__ = ["NativePass", "Turns", "attention_args", "latent_args", "native_cache"]
+__all__ = [
+    "NativePass",
+    "Turns",
+    "attention_args",
+    "latent_args",
+    "native_cache",
+    "recurrent_args",
+]
 
 Floats = npt.NDArray[np.float32]
 
@@ -43,6 +60,7 @@ class NativePass:
     latent: dict[int, LatentArgs] = field(default_factory=dict)
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
     tables: dict[Rope, tuple[NativeVector, NativeVector]] = field(default_factory=dict)
+    states: list[tuple[StatePass, npt.NDArray[np.int32] | None]] = field(default_factory=list)
 
     def span_args(self, layer: int) -> ctypes.Array[SpanArgs]:
         """Every sequence's cache of a layer, and what its rows see."""
@@ -56,6 +74,29 @@ class NativePass:
                 stride,
                 _CACHE_FORMATS.index(cache.kv_format),
                 cache.length,
+                span.rows,
+                0 if span.mask is None else span.mask.shape[1] - span.rows,
+            )
+        return spans
+
+    def state_args(self, layer: int) -> ctypes.Array[StateSpanArgs]:
+        """Every sequence's memory of a recurrent layer, and its rows."""
+        spans = (StateSpanArgs * len(self.states))()
+        for index, (span, (states, parents)) in enumerate(
+            zip(self.batch.spans, self.states, strict=True)
+        ):
+            source, target = states.source, states.target
+            spans[index] = StateSpanArgs(
+                source.state(layer).ctypes.data,
+                target.state(layer).ctypes.data,
+                source.ring_of(layer).ctypes.data,
+                target.ring_of(layer).ctypes.data,
+                _address(parents),
+                source.ring,
+                target.ring,
+                int(source.positions[layer]),
+                states.fold,
+                span.cache.length,
                 span.rows,
                 0 if span.mask is None else span.mask.shape[1] - span.rows,
             )
@@ -114,6 +155,7 @@ def attention_args(
         window=spec.window or 0,
         joint_norms=spec.joint_norms,
         projections=spec.projections,
+        gated=spec.gated,
         eps=spec.eps,
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
@@ -155,9 +197,59 @@ def latent_args(
     return args
 
 
+def recurrent_args(
+    weights: RecurrentWeights, spec: RecurrentSpec, step: NativePass, layer: int
+) -> RecurrentArgs:
+    """Of a recurrent layer's only step."""
+    if not step.states:
+        step.states = [_begin_states(span) for span in step.batch.spans]
+    spans = step.state_args(layer)
+    return RecurrentArgs(
+        norm=address_of(weights.norm),
+        conv=address_of(weights.taps),
+        taps_bias=address_of(weights.taps_bias),
+        decay=address_of(weights.decay),
+        decay_bias=address_of(weights.decay_bias),
+        skip=address_of(weights.skip),
+        out_norm=address_of(weights.out_norm),
+        mix_bias=address_of(weights.mix_bias),
+        out_bias=address_of(weights.out_bias),
+        post_norm=address_of(weights.post_norm),
+        spans=spans,
+        mix=weights.mix.stack,
+        proj=weights.out.stack,
+        rows=step.rows,
+        span_count=len(spans),
+        kind=RECURRENT_KINDS[spec.kind],
+        heads=spec.heads,
+        key_heads=spec.key_heads,
+        key_size=spec.key_size,
+        value_size=spec.value_size,
+        taps=spec.taps,
+        width=spec.width,
+        tiled=spec.tiled,
+        channel_decay=spec.channel_decay,
+        norm_size=spec.norm_size,
+        norm_width=0 if weights.out_norm is None else weights.out_norm.values.size,
+        gate_sigmoid=spec.gate == "sigmoid",
+        gate_first=spec.gate_first,
+        eps=spec.eps,
+        least_step=spec.time_steps[0],
+        most_step=spec.time_steps[1],
+    )
+
+
+def _begin_states(span: Span) -> tuple[StatePass, npt.NDArray[np.int32] | None]:
+    """What the pass does to a sequence's states, and the parents of its rows in a tree."""
+    begun = states_of(span.cache).begin(span.rows, span.mask)
+    return begun, None if span.mask is None else tree_parents(span.mask)
+
+
 def native_cache(span: Span) -> NativeKVCache:
-    """Its cache."""
+    """Its cache of keys and values."""
     cache = span.cache
+    if isinstance(cache, HybridCache):
+        cache = cache.kv
     assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
     return cache
 

@@ -31,6 +31,7 @@ class TorchKVCache(GrowingCache):
         device: torch.device,
     ) -> None:
         super().__init__(capacity)
+        self._dtype, self._device = dtype, device
         self._k = [torch.empty(g, 0, e, dtype=dtype, device=device) for g, e, _ in shapes]
         self._v = [torch.empty(g, 0, e, dtype=dtype, device=device) for g, _, e in shapes]
 
@@ -44,7 +45,7 @@ class TorchKVCache(GrowingCache):
         """See ``BlockCache``."""
         alike = groupby((k.shape[0], k.shape[2], v.shape[2]) for k, v in self._layers())
         shapes = "+".join(f"{len(list(group))}x{g}x{e}x{d}" for (g, e, d), group in alike)
-        return f"torch 1 {self._k[0].dtype} {shapes}".replace("torch.", "")
+        return f"torch 1 {self._dtype} {shapes}".replace("torch.", "")
 
     @property
     def block_bytes(self) -> int:
@@ -74,7 +75,7 @@ class TorchKVCache(GrowingCache):
 
     def _put(self, first: int, blocks: npt.NDArray[np.uint8]) -> None:
         count, at = len(blocks), 0
-        data = torch.from_numpy(blocks).to(self._k[0].device)
+        data = torch.from_numpy(blocks).to(self._device)
         for tensor in self._tensors():
             size = BLOCK_TOKENS * tensor.shape[0] * tensor.shape[2] * tensor.element_size()
             part = data[:, at : at + size].contiguous().view(tensor.dtype)
@@ -100,7 +101,7 @@ class TorchKVCache(GrowingCache):
 
     def _move(self, first: int, rows: Sequence[int]) -> None:
         with torch.inference_mode():
-            index = torch.tensor(rows, device=self._k[0].device) + first
+            index = torch.tensor(rows, device=self._device) + first
             for tensor in (*self._k, *self._v):
                 tensor[:, first : first + len(rows)] = tensor[:, index]
 

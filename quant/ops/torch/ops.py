@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,17 +28,21 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
+from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
     Batch,
     Forward,
+    LayerSpec,
     MlpSpec,
     MlpWeights,
     Rope,
     Span,
 )
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.states import StateCache, StateLayout, StatePass
 from localrt.quant.ops.torch.attention import attend_rows, visible_keys
 from localrt.quant.ops.torch.experts import (
     TorchExpertTable,
@@ -50,6 +54,7 @@ from localrt.quant.ops.torch.experts import (
 )
 from localrt.quant.ops.torch.kv import TorchKVCache
 from localrt.quant.ops.torch.latent import attend_latents, latent_queries, latent_values
+from localrt.quant.ops.torch.recurrent import mix_rows, new_states
 from localrt.quant.ops.torch.streams import StreamSteps, rows_of_tokens
 
 __all__ = ["TorchOps"]
@@ -62,6 +67,7 @@ class _Pass:
     spans: tuple[Span, ...]
     tables: dict[Rope, tuple[Tensor, Tensor]]
     masks: dict[tuple[int, int | None], Tensor | None]
+    states: list[StatePass] = field(default_factory=list)
 
 
 class TorchOps(StreamSteps):
@@ -123,15 +129,19 @@ class TorchOps(StreamSteps):
         """Bytes of an unpacked matrix."""
         return shape[0] * shape[1] * self._dtype.itemsize
 
-    def kv_nbytes(self, layers: Sequence[AttentionSpec], length: int) -> int:
-        """Bytes of keys and values once grown to ``length`` tokens."""
-        row = sum(spec.cached_heads * (spec.head_dim + spec.value_dim) for spec in layers)
-        return row * grown_capacity(length) * self._dtype.itemsize
+    def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
+        """Bytes of keys, values and states once grown to ``length`` tokens."""
+        attending, states = split_layers(layers)
+        row = sum(spec.cached_heads * (spec.head_dim + spec.value_dim) for spec in attending)
+        in_states = StateLayout(states).sequence_nbytes(length)
+        return in_states + row * grown_capacity(length) * self._dtype.itemsize
 
-    def kv_cache(self, layers: Sequence[AttentionSpec], capacity: int) -> TorchKVCache:
+    def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
         """An empty cache."""
-        shapes = [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in layers]
-        return TorchKVCache(shapes, capacity, self._dtype, self._device)
+        attending, states = split_layers(layers)
+        shapes = [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in attending]
+        cache = TorchKVCache(shapes, capacity, self._dtype, self._device)
+        return HybridCache(cache, StateCache(states, capacity, self._floats)) if states else cache
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -165,7 +175,10 @@ class TorchOps(StreamSteps):
         heads, groups, size = spec.heads, spec.kv_heads, spec.head_dim
         qkv = self.linear(self._norm(x, weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
         qkv = qkv.view(-1, spec.projected_rows // size, size)  # (R, heads, E)
-        q = qkv[:, :heads]
+        q, gates = qkv[:, :heads], None
+        if spec.gated:
+            q, gates = qkv[:, 0 : 2 * heads : 2], qkv[:, 1 : 2 * heads : 2]
+            qkv = qkv[:, heads:]
         if weights.q_norm is not None:
             q = self._norm_heads(q, weights.q_norm, spec)
         if spec.rope is not None:
@@ -183,7 +196,7 @@ class TorchOps(StreamSteps):
         if spec.rope is not None:
             k = _rotate(k, *self._rope_tables(spec.rope, step))
         _append(k, v, step, layer)
-        return q
+        return q if gates is None else torch.cat([q, gates])
 
     def attention_output(
         self, q: Tensor, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
@@ -191,6 +204,7 @@ class TorchOps(StreamSteps):
         """(R, D)."""
         outputs = []
         row = 0
+        q, gates = q.chunk(2) if spec.gated else (q, None)
         for index, span in enumerate(step.spans):
             rows = q[row : row + span.rows]
             mask = self._mask(index, span, spec.window, step)
@@ -198,6 +212,8 @@ class TorchOps(StreamSteps):
             outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
             row += span.rows
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if gates is not None:
+            joined = joined * gates.flatten(1).sigmoid()
         y = self.linear(joined, weights.out, weights.out_bias)
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
 
@@ -222,6 +238,17 @@ class TorchOps(StreamSteps):
             seen.append(attend_latents(rows, _torch_cache(span), layer, mask, spec))
             row += span.rows
         return self.linear(latent_values(torch.cat(seen), weights, spec), weights.out)
+
+    def norm_recurrent(
+        self, x: Tensor, weights: RecurrentWeights, spec: RecurrentSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, D)."""
+        if not step.states:
+            step.states = [states_of(s.cache).begin(s.rows, s.mask) for s in step.spans]
+        mixed = self.linear(self._norm(x, weights.norm, spec.eps), weights.mix, weights.mix_bias)
+        seen = mix_rows(mixed.float(), weights, spec, step.spans, step.states, layer)
+        y = self.linear(seen.to(self._dtype), weights.out, weights.out_bias)
+        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
 
     def norm_gated_mlp(self, x: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D)."""
@@ -319,6 +346,9 @@ class TorchOps(StreamSteps):
 
     # -- parts -----------------------------------------------------------------------------------
 
+    def _floats(self, count: int) -> Tensor:
+        return new_states(count, self._device)
+
     def _gated_mlp(self, normed: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         wide = self.linear(normed, weights.gate_up)
         if spec.cutoff:
@@ -362,6 +392,8 @@ def _append(k: Tensor, v: Tensor, step: _Pass, layer: int) -> None:
 
 def _torch_cache(span: Span) -> TorchKVCache:
     cache = span.cache
+    if isinstance(cache, HybridCache):
+        cache = cache.kv
     assert isinstance(cache, TorchKVCache), "caches and steps belong to one implementation"
     return cache
 

@@ -117,6 +117,20 @@ def test_architectures(name: str, layers: int, tmp_path: Path) -> None:
     assert relative_error(got, oracle(theirs, ids)) < 0.06
 
 
+def test_recurrent_layers_and_gated_attention(tmp_path: Path) -> None:
+    theirs = save_tiny("qwen3.5", tmp_path, layers=2)
+    ids = tokens(8)
+    ours = load(tmp_path)
+    cache = ours.cache(LENGTH)
+    parts = [ours.forward(Batch.extend([(cache, part)])) for part in (ids[:5], ids[5:6], ids[6:])]
+    got, wanted = np.concatenate(parts), oracle(theirs, ids)
+    off = np.abs(got - wanted).max(1) / np.abs(wanted).max()
+    assert np.median(off) < 0.03
+    assert cache.trim(4) == 4
+    again = ours.forward(Batch.extend([(cache, ids[4:7])]))
+    assert relative_error(again, got[4:7]) < 0.02
+
+
 def test_keys_and_values_in_int8(folder: Path) -> None:
     """A prompt, single tokens, and a cache that holds what the memory account says."""
     ids = tokens(SHORT + 2)

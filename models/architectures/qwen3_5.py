@@ -1,0 +1,71 @@
+"""Qwen3.5 to 3.8 and Qwen3-Next, dense and with mixtures: Gated DeltaNet, full attention at times.
+
+Attention has a gate for every number of a head, and rotates a quarter of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.models.architectures import llama
+from localrt.models.config import DecoderConfig, RecurrentNames
+from localrt.models.mixture_config import read_mixture, sparse_layers, with_mixture
+from localrt.models.raw_config import RawConfig
+from localrt.models.rope import read_rope
+from localrt.quant.ops.protocol import RecurrentSpec
+
+__all__ = ["read_config"]
+
+_KINDS = {"linear_attention": False, "full_attention": True}
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """``layer_types`` says which layers attend; without it, every fourth does."""
+    config = llama.read_config(raw)
+    (plain,) = set(config.attending)
+    rope = read_rope(raw, plain.head_dim, default_share=0.25)
+    attending = replace(plain, rope=rope, gated=True)
+    linear = RecurrentSpec(
+        kind="delta",
+        heads=raw.integer("linear_num_value_heads"),
+        key_heads=raw.integer("linear_num_key_heads"),
+        key_size=raw.integer("linear_key_head_dim"),
+        value_size=raw.integer("linear_value_head_dim"),
+        taps=raw.integer("linear_conv_kernel_dim", 4),
+        eps=config.norm_eps,
+        norm_size=raw.integer("linear_value_head_dim"),
+        tiled=raw.is_gguf,
+    )
+    every = raw.integer("full_attention_interval", 4)
+    kinds = raw.layer_kinds("layer_types", config.layers, _KINDS)
+    kinds = kinds or [(n + 1) % every == 0 for n in range(config.layers)]
+    config = replace(
+        config,
+        architecture="qwen3_5",
+        attention=tuple(attending if attends else linear for attends in kinds),
+        qk_norm=True,
+        norm_offset=0.0 if raw.flag("norm_weights_include_one") else 1.0,
+        recurrent=_names(raw),
+    )
+    if not raw.has("num_experts"):
+        return config
+    inner = raw.integer("moe_intermediate_size")
+    spec = replace(
+        read_mixture(raw, config, normalize=True, inner=inner),
+        shared=raw.integer("shared_expert_intermediate_size"),
+        shared_gate=True,
+    )
+    return with_mixture(config, spec, sparse_layers(raw, config.layers))
+
+
+def _names(raw: RawConfig) -> RecurrentNames:
+    prefix = "linear_attn."
+    return RecurrentNames(
+        mix=tuple(f"{prefix}in_proj_{part}" for part in ("qkv", "z", "b", "a")),
+        taps=f"{prefix}conv1d",
+        out=f"{prefix}out_proj",
+        decay=f"{prefix}{'A' if raw.is_gguf else 'A_log'}",
+        decay_bias=f"{prefix}dt_bias",
+        out_norm=f"{prefix}norm",
+        decay_is_rate=raw.is_gguf,
+    )

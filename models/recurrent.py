@@ -1,0 +1,98 @@
+"""A recurrent layer in a block: which tensors it is made of, whatever architecture calls them.
+
+What they compute is ``quant/ops/recurrent.py``'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.config import DecoderConfig
+from localrt.models.parts import PassState
+from localrt.models.weights import WeightLoader
+from localrt.quant.ops.protocol import Array, Vector, Weight
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+
+__all__ = ["Recurrent"]
+
+
+class Recurrent:
+    """Norm, projections, convolution, state, output projection.
+
+    ``at`` is the layer's number among the recurrent ones of a cache.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader, at: int) -> None:
+        spec, hidden, names = config.attention[layer], config.hidden_size, config.recurrent
+        assert isinstance(spec, RecurrentSpec), "the layer is of another kind"
+        assert names is not None, "an architecture with recurrent layers names their tensors"
+        self.layer, self.spec, self._names = at, spec, names
+        prefix = f"model.layers.{layer}."
+        optional, heads = weights.optional_vector, spec.heads
+        stateful, inner = spec.kind != "conv", spec.inner
+        rates = spec.factors - heads if stateful else 0
+        norm_width = spec.value_size if spec.kind == "delta" else inner
+
+        def vector(present: bool, size: int, name: str) -> Vector | None:
+            return optional(present, size, f"{prefix}{name}")
+
+        decay = None
+        if stateful:
+            transform = None if names.decay_is_rate else _rate
+            decay = weights.vector(heads, f"{prefix}{names.decay}", transform=transform)
+        self.weights = RecurrentWeights(
+            norm=weights.vector(
+                hidden, f"{prefix}{config.names.attention_norm}.weight", offset=config.norm_offset
+            ),
+            mix=weights.matrix(
+                (spec.mix_rows, hidden), *(f"{prefix}{name}.weight" for name in names.mix)
+            ),
+            taps=weights.vector(
+                spec.taps * spec.channels,
+                f"{prefix}{names.taps}.weight",
+                transform=_TapsFirst(spec.taps),
+            ),
+            out=weights.matrix((hidden, inner), f"{prefix}{names.out}.weight"),
+            taps_bias=vector(spec.conv_bias, spec.channels, f"{names.taps}.bias"),
+            decay=decay,
+            decay_bias=vector(stateful, rates, names.decay_bias),
+            skip=vector(spec.kind == "ssm", heads, names.skip),
+            out_norm=vector(spec.norm_size > 0, norm_width, f"{names.out_norm}.weight"),
+            mix_bias=optional(
+                names.biased, spec.mix_rows, *(f"{prefix}{name}.bias" for name in names.mix)
+            ),
+            out_bias=vector(names.biased, hidden, f"{names.out}.bias"),
+            post_norm=None
+            if not config.post_norms
+            else weights.vector(
+                hidden,
+                f"{prefix}{config.names.attention_post_norm}.weight",
+                offset=config.norm_offset,
+            ),
+        )
+
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        return state.ops.norm_recurrent(state.x, self.weights, self.spec, state.step, self.layer)
+
+    def matrices(self) -> dict[str, Weight]:
+        """See ``Layer``."""
+        return {self._names.mix[0]: self.weights.mix, self._names.out: self.weights.out}
+
+
+def _rate(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Rates of decay, of their logarithms."""
+    return -np.exp(values)
+
+
+@dataclass(frozen=True, slots=True)
+class _TapsFirst:
+    """A convolution's taps (T, channels), as files have them the other way round."""
+
+    taps: int
+
+    def __call__(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return np.ascontiguousarray(values.reshape(-1, self.taps).T).reshape(-1)

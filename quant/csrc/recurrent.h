@@ -1,0 +1,366 @@
+// Recurrent layers: a causal convolution over the last rows, then a state that each row reads and adds to. See
+// quant/ops/recurrent.py for the mathematics and quant/ops/states.py for where states and rows lie between passes.
+// Rows are taken one after another in sums of one order, so a row's bits depend on the rows before it alone. Sixteen
+// columns of a head's state are a task: they stay in the first cache while all rows of a pass go by.
+#pragma once
+#include "attention.h"
+
+namespace {
+
+constexpr int MAX_KEY = 256, MAX_TAPS = 8;  // quant/ops/recurrent.py knows them too
+constexpr float KEY_EPS = 1e-6f;            // of the length that keys and queries are divided by
+
+// Where a row's numbers lie among those that the hidden state is projected to, and among its channels.
+struct RecurrentShape {
+    int inner, keys, channels, factors, row, width;          // row: numbers that are kept of one
+    int channels_at, gates_at, strengths_at, decays_at;      // of `width`
+    int q, k, v;                                             // of the channels
+
+    explicit RecurrentShape(const RecurrentArgs& args) : inner(args.heads * args.value_size), keys(args.key_heads * args.key_size) {
+        width = args.mix.rows;
+        factors = args.heads * (args.channel_decay ? args.key_size : 1) + args.heads;
+        if (args.kind == CONV) {
+            inner = channels = args.width;
+            factors = q = k = v = 0;
+            channels_at = 2 * inner;
+            gates_at = inner;
+            strengths_at = decays_at = 0;
+        } else {
+            channels = 2 * keys + inner;
+            const bool delta = args.kind == DELTA;
+            channels_at = delta ? 0 : inner;
+            gates_at = delta ? channels : 0;
+            strengths_at = inner + channels;
+            decays_at = strengths_at + (delta ? args.heads : 0);
+            q = delta ? 0 : inner + keys;
+            k = delta ? keys : inner;
+            v = delta ? 2 * keys : 0;
+        }
+        row = channels + factors;
+    }
+};
+
+// One sequence of a pass: the rows that wait, which the state has not yet, then the new ones.
+struct Rows {
+    const StateSpan* owner;
+    float* past;     // (waiting, row), copies of what waits
+    float* fresh;    // (rows, width), as projected
+    float* factors;  // (waiting + rows, factors)
+    float* dots;     // (waiting + rows, key heads), of queries with keys
+    float* joined;   // (rows, inner), of the new rows
+    int waiting, count, linear, fold;  // `linear` rows follow one another, the others are a tree's
+
+    int parent(int i) const {
+        if (i < linear) return i - 1;
+        const int before = owner->parents[i - linear];
+        return before < 0 ? linear - 1 : linear + before;
+    }
+    bool wanted(int i) const { return i < linear || owner->parents[i - linear] >= -1; }
+    // Rows before the first are what convolutions look back on; zeros before the sequence.
+    const float* before(int i, int row) const {
+        const int token = owner->position + i;
+        return token < 0 ? nullptr : owner->rows_from + (size_t)(token % owner->ring_from) * row;
+    }
+    float* channels(int i, const RecurrentShape& shape) const {
+        return i < waiting ? past + (size_t)i * shape.row : fresh + (size_t)(i - waiting) * shape.width + shape.channels_at;
+    }
+};
+
+inline float softplus(float x) { return x > 20.f ? x : std::log1p(std::exp(x)); }
+inline float sigmoid(float x) { return 1.f / (1.f + std::exp(-x)); }
+
+// A new row's decays, then how much of each head's value is written.
+inline void make_factors(const RecurrentArgs& args, const RecurrentShape& shape, const float* line, float* factors) {
+    const int heads = args.heads, each = args.channel_decay ? args.key_size : 1;
+    float* strengths = factors + heads * each;
+    for (int h = 0; h < heads; h++) {
+        if (args.kind == DELTA) {
+            strengths[h] = sigmoid(line[shape.strengths_at + h]);
+            for (int i = h * each; i < (h + 1) * each; i++)
+                factors[i] = std::exp(args.decay[h] * softplus(line[shape.decays_at + i] + args.decay_bias[i]));
+        } else {
+            const float step = softplus(line[shape.strengths_at + h] + args.decay_bias[h]);
+            strengths[h] = least(args.most_step, most(args.least_step, step));
+            factors[h] = std::exp(args.decay[h] * strengths[h]);
+        }
+    }
+}
+
+// What is kept of new rows until the state has them, and of those before them that stay or are looked back on.
+inline void keep_rows(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows) {
+    const StateSpan& span = *rows.owner;
+    const int first = most(0, span.fold - (args.taps - 1)), held = span.held;
+    auto place = [&](int token) { return span.rows_to + (size_t)(token % span.ring_to) * shape.row; };
+    if (span.rows_to != span.rows_from)
+        for (int token = first; token < held; token++) copy_floats(rows.before(token - span.position, shape.row), shape.row, place(token));
+    for (int token = most(first, held); token < held + span.rows; token++) {
+        const int i = token - span.position;
+        copy_floats(rows.channels(i, shape), shape.channels, place(token));
+        if (shape.factors) copy_floats(rows.factors + (size_t)i * shape.factors, shape.factors, place(token) + shape.channels);
+    }
+}
+
+// The convolution of all rows in place, in channels [begin, end): later rows first, which need the earlier ones' inputs.
+inline void convolve(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows, int begin, int end) {
+    for (int i = rows.count - 1; i >= 0; i--) {
+        if (!rows.wanted(i)) continue;
+        const float* inputs[MAX_TAPS];
+        for (int tap = args.taps - 1, from = i; tap >= 0; tap--) {
+            inputs[tap] = from >= 0 ? rows.channels(from, shape) : rows.before(from, shape.row);
+            from = from >= 0 ? rows.parent(from) : from - 1;
+        }
+        float* out = rows.channels(i, shape);
+        for (int c = begin; c < end; c += 16) {
+            const int n = least(16, end - c);
+            F16L sum = args.taps_bias ? load_some(args.taps_bias + c, n) : F16L::zero();
+            for (int tap = 0; tap < args.taps; tap++)
+                if (inputs[tap]) sum = load_some(args.conv + (size_t)tap * shape.channels + c, n).fma(load_some(inputs[tap] + c, n), sum);
+            if (args.kind != CONV) sum = activate(sum, SILU);
+            store_some(sum, n, out + c);
+        }
+    }
+}
+
+inline float dot(const float* a, const float* b, int size) {
+    F16L sum = F16L::zero();
+    for (int i = 0; i < size; i += 16) sum = load_some(a + i, least(16, size - i)).fma(load_some(b + i, least(16, size - i)), sum);
+    return sum16(sum);
+}
+
+inline void scale(float* x, int size, float factor) {
+    for (int i = 0; i < size; i++) x[i] *= factor;
+}
+
+// Keys and queries of unit length where values are written by the delta rule, and their products.
+inline void normalize_keys(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows, int i) {
+    float* line = rows.channels(i, shape);
+    const int size = args.key_size;
+    for (int g = 0; g < args.key_heads; g++) {
+        float *q = line + shape.q + g * size, *k = line + shape.k + g * size;
+        if (args.kind == DELTA) {
+            scale(q, size, 1.f / std::sqrt(dot(q, q, size) + KEY_EPS) / std::sqrt((float)size));
+            scale(k, size, 1.f / std::sqrt(dot(k, k, size) + KEY_EPS));
+        }
+        rows.dots[(size_t)i * args.key_heads + g] = dot(q, k, size);
+    }
+}
+
+thread_local Scratch saved_columns;  // of a thread's present task: states that a tree's later rows go on from
+
+// Sixteen columns of a head's state (K, 16), and what a row adds: decays times what was there, plus k d'.
+struct Columns {
+    const float* k;
+    const float* decays;  // (K), or one
+    F16L d;
+    bool each;  // a decay for each key channel
+
+    F16L next(F16L s, int i) const { return F16L::set1(k[i]).fma(d, s * F16L::set1(decays[each ? i : 0])); }
+};
+
+// Of a state, after what `add` adds if there is something: products with two vectors. Four sums each: short chains.
+template <bool ADD> inline void step_columns(float* state, int size, const Columns& add, const float* a, const float* b, F16L& x, F16L& y) {
+    F16L xs[4], ys[4];
+    for (int j = 0; j < 4; j++) xs[j] = ys[j] = F16L::zero();
+    int i = 0;
+    auto take = [&](int i, int j) {
+        F16L s = F16L::load(state + 16 * i);
+        if (ADD) {
+            s = add.next(s, i);
+            s.store(state + 16 * i);
+        }
+        xs[j] = s.fma(F16L::set1(a[i]), xs[j]);
+        ys[j] = s.fma(F16L::set1(b[i]), ys[j]);
+    };
+    for (; i + 4 <= size; i += 4)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) take(i + j, j);
+    for (; i < size; i++) take(i, 0);
+    x = (xs[0] + xs[1]) + (xs[2] + xs[3]);
+    y = (ys[0] + ys[1]) + (ys[2] + ys[3]);
+}
+
+inline void add_columns(float* state, int size, const Columns& add) {
+    for (int i = 0; i < size; i++) add.next(F16L::load(state + 16 * i), i).store(state + 16 * i);
+}
+
+// All rows of a sequence for columns [16 block, ...) of a head: outputs take the values' places.
+struct Scan {
+    const RecurrentArgs& args;
+    const RecurrentShape& shape;
+    const Rows& rows;
+    int head, group, column, size, count;  // size: of a key; count: columns
+    alignas(64) float state[16 * MAX_KEY];
+    alignas(64) float ka[MAX_KEY], qa[MAX_KEY];
+
+    Scan(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows, int head, int block)
+        : args(args), shape(shape), rows(rows), head(head),
+          group(args.tiled ? head % args.key_heads : head / (args.heads / args.key_heads)), column(16 * block), size(args.key_size),
+          count(least(16, args.value_size - column)) {}
+
+    // A row's part but for `d`.
+    Columns part(int i) const {
+        const float* factors = rows.factors + (size_t)i * shape.factors;
+        const int each = args.channel_decay ? size : 1;
+        return {rows.channels(i, shape) + shape.k + group * size, factors + head * each, F16L::zero(), args.channel_decay != 0};
+    }
+    // What row i adds, once `pending` is added; its output goes where its value was.
+    template <bool ADD> Columns read(int i, const Columns& pending) {
+        Columns add = part(i);
+        float* line = rows.channels(i, shape);
+        const float* q = line + shape.q + group * size;
+        for (int j = 0; j < size; j++) {
+            const float decay = add.decays[add.each ? j : 0];
+            ka[j] = add.k[j] * decay;
+            qa[j] = q[j] * decay;
+        }
+        F16L known, seen;
+        step_columns<ADD>(state, size, pending, ka, qa, known, seen);
+        float* at = line + shape.v + head * args.value_size + column;
+        const F16L v = load_some(at, count);
+        const float* factors = rows.factors + (size_t)i * shape.factors;
+        const F16L strength = F16L::set1(factors[shape.factors - args.heads + head]);
+        add.d = args.kind == DELTA ? (v - known) * strength : v * strength;
+        F16L out = F16L::set1(rows.dots[(size_t)i * args.key_heads + group]).fma(add.d, seen);
+        if (args.skip) out = F16L::set1(args.skip[head]).fma(v, out);
+        store_some(out, count, at);
+        return add;
+    }
+    void run() {
+        const StateSpan& span = *rows.owner;
+        const int blocks = (args.value_size + 15) / 16;
+        const size_t at = ((size_t)head * blocks + column / 16) * 16 * size;
+        const int numbers = 16 * size;
+        copy_floats(span.from + at, numbers, state);
+        auto folded = [&](int i) {  // the state has i rows
+            if (i == rows.fold && (i || span.to != span.from)) copy_floats(state, numbers, span.to + at);
+        };
+        Columns pending = {nullptr, nullptr, F16L::zero(), false};
+        for (int i = 0; i < rows.linear; i++) {
+            pending = i ? read<true>(i, pending) : read<false>(i, pending);
+            folded(i);
+        }
+        if (rows.linear == rows.count) return;
+        if (rows.linear) add_columns(state, size, pending);
+        folded(rows.linear);
+        grow(numbers);
+    }
+    // A tree's rows. A state that another row goes on from later is saved.
+    void grow(int numbers) {
+        const int first = rows.linear, nodes = rows.count - first;
+        float* saved = scratch<float>(saved_columns, (size_t)(nodes + 1) * numbers);
+        copy_floats(state, numbers, saved);  // before the tree
+        const Columns none = {nullptr, nullptr, F16L::zero(), false};
+        int at = first - 1;  // the row that `state` has last
+        for (int i = first; i < rows.count; i++) {
+            if (!rows.wanted(i)) continue;
+            const int parent = rows.parent(i);
+            if (parent != at) copy_floats(saved + (size_t)(parent - first + 1) * numbers, numbers, state);
+            at = parent;
+            const Columns add = read<false>(i, none);
+            bool next = false, later = false;
+            for (int child = i + 1; child < rows.count; child++)
+                if (rows.wanted(child) && rows.parent(child) == i) (child == i + 1 && !next ? next : later) = true;
+            if (!next && !later) continue;
+            add_columns(state, size, add);
+            at = i;
+            if (later) copy_floats(state, numbers, saved + (size_t)(i - first + 1) * numbers);
+        }
+    }
+};
+
+// Norm and gate of one new row's result.
+inline void finish_row(const RecurrentArgs& args, const RecurrentShape& shape, const float* line, const float* seen, float* out) {
+    const float* gates = line + shape.gates_at;
+    const int inner = shape.inner;
+    auto gate = [&](const float* x) {
+        for (int j = 0; j < inner; j += 16) {
+            const int n = least(16, inner - j);
+            const F16L g = load_some(gates + j, n);
+            const F16L factor = args.kind == CONV ? g : args.gate_sigmoid ? sigmoid16(g) : activate(g, SILU);
+            store_some(load_some(x + j, n) * factor, n, out + j);
+        }
+    };
+    if (args.norm_size && !args.gate_first) {
+        for (int j = 0; j < inner; j += args.norm_size)
+            rms_norm(seen + j, args.out_norm + j % args.norm_width, args.eps, args.norm_size, out + j);
+        gate(out);
+        return;
+    }
+    gate(seen);
+    if (args.norm_size)
+        for (int j = 0; j < inner; j += args.norm_size)
+            rms_norm(out + j, args.out_norm + j % args.norm_width, args.eps, args.norm_size, out + j);
+}
+
+void recurrent(Context& context, const RecurrentArgs& args) {
+    const RecurrentShape shape(args);
+    const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.mix);
+    float* wide = scratch<float>(context.wide, (size_t)args.rows * shape.width);
+    matmul(context, args.mix, acts, wide);
+    finish_rows(context, wide, args.rows, shape.width, args.mix_bias, nullptr, 0);
+    float* joined = scratch<float>(context.joined, (size_t)args.rows * shape.inner);
+    int all = 0, waiting = 0;
+    for (int s = 0; s < args.span_count; s++) {
+        const StateSpan& span = args.spans[s];
+        waiting += span.held - span.position;
+        all += span.held - span.position + span.rows;
+    }
+    float* past = scratch<float>(context.gated, (size_t)waiting * shape.row + (size_t)all * (shape.factors + args.key_heads));
+    float *factors = past + (size_t)waiting * shape.row, *dots = factors + (size_t)all * shape.factors;
+    Rows* list = scratch<Rows>(context.places, args.span_count);
+    int* owners = scratch<int>(context.tasks, 2 * (size_t)all);  // of every row: its span, and its number there
+    int *numbers = owners + all, row = 0, fresh = 0;
+    for (int s = 0; s < args.span_count; s++) {
+        const StateSpan& span = args.spans[s];
+        const int old = span.held - span.position, count = old + span.rows;
+        list[s] = {&span, past, wide + (size_t)fresh * shape.width, factors + (size_t)row * shape.factors,
+                   dots + (size_t)row * args.key_heads, joined + (size_t)fresh * shape.inner, old, count,
+                   span.parents ? old - span.extra : count, span.fold - span.position};
+        for (int i = 0; i < count; i++) owners[row + i] = s, numbers[row + i] = i;
+        past += (size_t)old * shape.row;
+        row += count;
+        fresh += span.rows;
+    }
+    parallel(context, all, [&](int task) {
+        const Rows& rows = list[owners[task]];
+        const int i = numbers[task];
+        float* line = rows.factors + (size_t)i * shape.factors;
+        if (i < rows.waiting) {
+            const float* kept = rows.before(i, shape.row);
+            copy_floats(kept, shape.row, rows.past + (size_t)i * shape.row);
+            copy_floats(kept + shape.channels, shape.factors, line);
+            return;
+        }
+        float* projected = rows.fresh + (size_t)(i - rows.waiting) * shape.width;
+        if (args.kind == CONV)
+            for (int c = 0; c < shape.inner; c++) projected[shape.channels_at + c] *= projected[c];
+        else
+            make_factors(args, shape, projected, line);
+    });
+    for (int s = 0; s < args.span_count; s++) keep_rows(args, shape, list[s]);
+    const int piece = 128, pieces = (shape.channels + piece - 1) / piece;
+    parallel(context, args.span_count * pieces, [&](int task) {
+        const int begin = task % pieces * piece;
+        convolve(args, shape, list[task / pieces], begin, least(shape.channels, begin + piece));
+    });
+    if (args.kind != CONV) {
+        parallel(context, (all + 7) / 8, [&](int task) {
+            for (int i = 8 * task; i < least(all, 8 * task + 8); i++) normalize_keys(args, shape, list[owners[i]], numbers[i]);
+        });
+        const int blocks = (args.value_size + 15) / 16;
+        parallel(context, args.span_count * args.heads * blocks, [&](int task) {
+            Scan(args, shape, list[task / (args.heads * blocks)], task / blocks % args.heads, task % blocks).run();
+        });
+    }
+    parallel(context, (args.rows + 7) / 8, [&](int task) {
+        for (int row = 8 * task; row < least(args.rows, 8 * task + 8); row++) {
+            const float* line = wide + (size_t)row * shape.width;
+            finish_row(args, shape, line, line + shape.channels_at + shape.v, joined + (size_t)row * shape.inner);
+        }
+    });
+    const Acts results = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
+    matmul(context, args.proj, results, args.out);
+    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.eps);
+}
+
+}  // namespace

@@ -1,0 +1,107 @@
+"""The memory of a sequence of which some layers keep keys and values, and others a state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from localrt.quant.ops.attention import AttentionSpec
+from localrt.quant.ops.kv import BlockCache, Bytes, GrowingCache, KVCache, ReadBlocks
+from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.states import SavedState, StateCache
+
+__all__ = ["HybridCache", "split_layers", "states_of"]
+
+Kv = TypeVar("Kv", bound=GrowingCache)  # an implementation's
+
+
+class HybridCache(Generic[Kv]):
+    """See ``KVCache``. ``kv`` has the layers that attend, ``states`` the others."""
+
+    def __init__(self, kv: Kv, states: StateCache) -> None:
+        self.kv, self.states = kv, states
+        self.grows_in_place = kv.grows_in_place
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.kv.length
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens it may hold."""
+        return self.kv.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.kv.nbytes + self.states.nbytes
+
+    @property
+    def kv_layout(self) -> str:
+        """See ``BlockCache``."""
+        layout = self._blocks.kv_layout
+        return f"{layout} and {self.states.layout.name}" if layout else ""
+
+    @property
+    def block_bytes(self) -> int:
+        """See ``BlockCache``: of keys and values."""
+        return self._blocks.block_bytes
+
+    def take_blocks(self, first: int, count: int) -> Bytes:
+        """See ``BlockCache``."""
+        return self._blocks.take_blocks(first, count)
+
+    def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
+        """See ``BlockCache``."""
+        self._blocks.fill_blocks(first, count, read)
+
+    def saved_states(self) -> list[SavedState]:
+        """See ``BlockCache``."""
+        return self.states.saved()
+
+    def restore(self, length: int, states: Sequence[SavedState]) -> int:
+        """See ``BlockCache``."""
+        length = self.states.restore(states, length)
+        return self._blocks.restore(length, ())
+
+    @property
+    def _blocks(self) -> BlockCache:
+        cache: object = self.kv
+        assert isinstance(cache, BlockCache), "every cache of keys and values is one"
+        return cache
+
+    def reserve(self, length: int) -> None:
+        """Make room for ``length`` tokens in all."""
+        self.kv.reserve(length)
+        self.states.reserve(length)
+
+    def advance(self, count: int) -> None:
+        """Count rows as held."""
+        self.kv.advance(count)
+        self.states.advance(count)
+
+    def trim(self, length: int) -> int:
+        """Forget tokens from ``length`` on, and those behind the nearest state that is kept."""
+        return self.kv.trim(self.states.trim(length))
+
+    def select(self, first: int, rows: Sequence[int]) -> None:
+        """Keep some rows of a tree."""
+        self.kv.select(first, rows)
+        self.states.select(first, rows)
+
+
+def split_layers(
+    layers: Sequence[AttentionSpec | RecurrentSpec],
+) -> tuple[list[AttentionSpec], list[RecurrentSpec]]:
+    """Those that attend, and those that have a state."""
+    return (
+        [spec for spec in layers if isinstance(spec, AttentionSpec)],
+        [spec for spec in layers if isinstance(spec, RecurrentSpec)],
+    )
+
+
+def states_of(cache: KVCache) -> StateCache:
+    """The states of a sequence that has some."""
+    assert isinstance(cache, HybridCache), "caches are made for their layers"
+    return cache.states

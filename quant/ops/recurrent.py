@@ -1,0 +1,150 @@
+"""What a recurrent layer is to the compute room: its shape, behaviour and weights.
+
+A recurrent layer sums up a sequence in a state of fixed size, (heads, key size, value size). For
+each token, with its key k, query q, value v and a decay a from 0 to 1,
+
+    state <- a * state + k d'        output = q' state
+
+where d is v for ``ssm`` (Mamba-2, Dao and Gu 2024: k, q, v are B, C, dt x) and what the state does
+not know yet for ``delta``, b (v - a k' state) (Gated DeltaNet, Yang et al. 2025; with a decay for
+each key channel, KDA, Kimi 2025). Before it, a causal convolution over the last few rows mixes
+neighbours, channel by channel; a ``conv`` layer (LFM2) is that convolution alone, between gates.
+
+Tokens are taken one after another, whoever else is in a pass: a row's bits depend on the rows
+before it alone. A token costs no more arithmetic so than in chunks, whose products save nothing but
+loads and stores, and these stay in a core's first cache, where a few columns of a state fit.
+
+Shapes: R rows, D hidden size, H heads, G key heads, K key size, V value size, T taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from localrt.quant.ops.arrays import Vector, Weight
+
+__all__ = ["RecurrentKind", "RecurrentSpec", "RecurrentWeights"]
+
+RecurrentKind = Literal["delta", "ssm", "conv"]
+
+_MOST_SIZE, _MOST_TAPS = 256, 8  # what the compiled kernels have room for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSpec:
+    """Shape and behaviour of one recurrent layer.
+
+    ``heads`` share ``key_heads`` keys and queries: neighbours do, or with ``tiled`` every
+    ``key_heads``-th. ``channel_decay``: a decay for every key channel (KDA). The result is normed
+    over ``norm_size`` numbers (0: it is not) and gated by ``gate`` of the gates, before the norm
+    with ``gate_first``. Of ``ssm``, time steps stay within ``time_steps``. Of ``conv``, heads and
+    sizes are 1, and ``width`` is the number of channels.
+    """
+
+    kind: RecurrentKind
+    heads: int
+    key_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+    eps: float
+    width: int = 0
+    tiled: bool = False
+    channel_decay: bool = False
+    conv_bias: bool = False
+    norm_size: int = 0
+    gate: Literal["silu", "sigmoid"] = "silu"
+    gate_first: bool = False
+    time_steps: tuple[float, float] = (0.0, float("inf"))
+
+    def __post_init__(self) -> None:
+        if self.key_heads < 1 or self.heads % self.key_heads:
+            raise ValueError(
+                f"heads ({self.heads}) must be a multiple of key_heads ({self.key_heads})"
+            )
+        for name, most in (
+            ("key_size", _MOST_SIZE),
+            ("value_size", _MOST_SIZE),
+            ("taps", _MOST_TAPS),
+        ):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be from 1 to {most}, is {getattr(self, name)}")
+        if self.kind == "conv" and self.width < 1:
+            raise ValueError(f"width must be at least 1, is {self.width}")
+
+    @property
+    def inner(self) -> int:
+        """Numbers of a row that the output projection reads: H V."""
+        return self.width or self.heads * self.value_size
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys of a row: G K."""
+        return self.key_heads * self.key_size
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return self.width or 2 * self.keys + self.inner
+
+    @property
+    def factors(self) -> int:
+        """Numbers of a row beside its channels: decays, and how much of a value is written."""
+        if self.kind == "conv":
+            return 0
+        return self.heads * (self.key_size if self.channel_decay else 1) + self.heads
+
+    @property
+    def mix_rows(self) -> int:
+        """Numbers that a row is projected to."""
+        if self.kind == "conv":
+            return 3 * self.width
+        steps = self.factors if self.kind == "delta" else self.heads
+        return self.channels + self.inner + steps
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a sequence's state; columns go by sixteen."""
+        if self.kind == "conv":
+            return 0
+        return self.heads * self.key_size * (-(-self.value_size // 16) * 16)
+
+    @property
+    def row_size(self) -> int:
+        """Numbers that are kept of a row until the state has it."""
+        return self.channels + self.factors
+
+    @property
+    def pass_nbytes(self) -> int:
+        """Float32 bytes of a row of a pass: as projected, its factors, and its result."""
+        return 4 * (self.mix_rows + self.factors + self.key_heads + self.inner)
+
+    @property
+    def macs(self) -> int:
+        """Multiply-accumulates of a row beside its projections."""
+        state = 0 if self.kind == "conv" else 4 * self.heads * self.key_size * self.value_size
+        return state + self.taps * self.channels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentWeights:
+    """One unit of a recurrent layer.
+
+    ``mix`` stacks what the hidden state is projected to, in this order: of ``delta`` queries, keys,
+    values, gates (H V), strengths b (H), decays (H); of ``ssm`` gates (H V), values, keys B,
+    queries C, time steps (H); of ``conv`` the gate before (D), the gate behind, values.
+    """
+
+    norm: Vector  # (D,)
+    mix: Weight
+    taps: Vector  # (T, channels): the oldest row's first
+    out: Weight  # (D, H V)
+    taps_bias: Vector = None  # (channels,)
+    decay: Vector = None  # (H,): negative rates
+    decay_bias: Vector = None  # (H,)
+    skip: Vector = None  # (H,): of ``ssm``, how much of a value goes past the state
+    out_norm: Vector = None  # (V,) of each head's; (H V,) where it is normed over more than a head
+    mix_bias: Vector = None
+    out_bias: Vector = None
+    post_norm: Vector = None

@@ -1,0 +1,429 @@
+"""The memory of recurrent layers of one sequence: states, which cannot be cut, and the way back.
+
+``StateCache`` is a ``KVCache`` beside which no other is needed: tokens are appended, taken back,
+selected from a tree. A ``StateSet`` is what all layers know of the tokens so far: each layer's
+state after ``position`` tokens, and the rows since (with those before that its convolution looks
+back on). The rows of a short pass wait there until the next pass adds them to the state: taking
+them back costs nothing, and a tree's rows leave no trace. A long pass makes a new set, but for its
+last few rows.
+
+A set that is *kept* does not change any more: the next pass leaves it and makes another. So a
+sequence goes back to where a set was kept, and to each of the few tokens before, without computing
+anything. Kept are the ends of what was read at once, and every so many tokens of an answer, as many
+sets as take the memory of ``_KEPT_NBYTES``; the one goes that is closest to its neighbours, as seen
+from the end. It knows no devices: arrays come from an implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.quant.ops.arrays import put_from_host, to_host
+from localrt.quant.ops.recurrent import RecurrentSpec
+
+__all__ = [
+    "SHORT_ROWS",
+    "SavedState",
+    "StateCache",
+    "StateLayout",
+    "StatePass",
+    "StateSet",
+    "reachable",
+    "tree_parents",
+]
+
+SHORT_ROWS = 4
+"""A pass of so many rows leaves states as they are; so many of a longer one's last rows wait."""
+
+_KEPT_NBYTES = 256 << 20
+_MOST_KEPT = 32
+_KEEP_EVERY = 256  # tokens of an answer
+
+Alloc = Callable[[int], Any]
+"""A zeroed float32 array of so many numbers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedState:
+    """A set as it is saved: ``data`` has the states after ``position`` tokens and the rows from
+    there to ``length``, and those that these look back on. It serves every length in between.
+    """
+
+    position: int
+    length: int
+    data: npt.NDArray[np.uint8]
+
+
+class _Saved(Protocol):
+    """A state that was saved, or what is known of one."""
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+
+def reachable(states: Sequence[_Saved], length: int) -> int:
+    """How many of the first ``length`` tokens can be held again with ``states``; all without any,
+    for then none are needed.
+    """
+    fitting = (min(length, state.length) for state in states if state.position <= length)
+    return max(fitting, default=0) if states else length
+
+
+class StateLayout:
+    """Where the layers of ``specs`` lie in a set: states one after another, then rows."""
+
+    def __init__(self, specs: Sequence[RecurrentSpec]) -> None:
+        self.specs = tuple(specs)
+        self.back = max((spec.taps - 1 for spec in specs), default=0)
+        self.states = list(accumulate((spec.state_size for spec in specs), initial=0))
+        self.rows = list(accumulate((spec.row_size for spec in specs), initial=0))
+
+    def ring(self, waiting: int) -> int:
+        """Rows of a ring in which ``waiting`` rows wait beside those that convolutions look back
+        on.
+        """
+        return self.back + max(waiting, 2 * SHORT_ROWS)
+
+    def nbytes(self, waiting: int = 0) -> int:
+        """Bytes of a set."""
+        return 4 * (self.states[-1] + self.ring(waiting) * self.rows[-1])
+
+    @property
+    def name(self) -> str:
+        """What the numbers of a set mean."""
+        alike = groupby((spec.state_size, spec.row_size, spec.taps) for spec in self.specs)
+        parts = (f"{len(list(same))}x{'.'.join(map(str, sizes))}" for sizes, same in alike)
+        return f"states 1 {'+'.join(parts)}"
+
+    def saved_nbytes(self, position: int, length: int) -> int:
+        """Bytes of a set that is saved."""
+        return 4 * (self.states[-1] + (length - self.first(position)) * self.rows[-1])
+
+    def first(self, position: int) -> int:
+        """The first token whose row is needed behind a state."""
+        return max(0, position - self.back)
+
+    @property
+    def kept(self) -> int:
+        """Sets that may be kept of a sequence."""
+        return min(_MOST_KEPT, max(1, _KEPT_NBYTES // max(1, self.nbytes())))
+
+    def sets(self, length: int) -> int:
+        """Sets of a sequence of ``length`` tokens, at most: two, and those kept so far."""
+        return 2 + min(self.kept, -(-length // _KEEP_EVERY))
+
+    def sequence_nbytes(self, length: int) -> int:
+        """Bytes of a sequence of ``length`` tokens, at most."""
+        return sum(self.layer_nbytes(length))
+
+    def layer_nbytes(self, length: int) -> Iterator[int]:
+        """The same of each layer."""
+        if self.specs:
+            sets, ring = self.sets(length), self.ring(0)
+            for spec in self.specs:
+                yield 4 * sets * (spec.state_size + ring * spec.row_size)
+
+
+class StateSet:
+    """Each layer's state after ``positions[layer]`` tokens, and a ring of the rows since.
+
+    Token n's row is row ``n % ring`` of a layer's ring, (ring, row size). ``length`` is how many
+    tokens there are rows for, once the set is kept.
+    """
+
+    def __init__(self, layout: StateLayout, alloc: Alloc, waiting: int = 0) -> None:
+        self.layout = layout
+        self.ring = layout.ring(waiting)
+        self.states = alloc(layout.states[-1])
+        self.rows = alloc(self.ring * layout.rows[-1])
+        self.positions: npt.NDArray[np.int64] = np.zeros(len(layout.specs), np.int64)
+        self.length = 0
+        self.kept = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return int(self.states.nbytes + self.rows.nbytes)
+
+    @property
+    def position(self) -> int:
+        """Tokens that cannot be taken back."""
+        return int(self.positions.max(initial=0))
+
+    def state(self, layer: int) -> Any:
+        """A layer's state, a view."""
+        first, last = self.layout.states[layer : layer + 2]
+        return self.states[first:last]
+
+    def ring_of(self, layer: int) -> Any:
+        """A layer's rows, (ring, row size), a view."""
+        first, last = self.layout.rows[layer : layer + 2]
+        return self.rows[self.ring * first : self.ring * last].reshape(self.ring, last - first)
+
+    def save(self, length: int) -> SavedState | None:
+        """What is needed to come back to ``length`` tokens; None where layers have come apart."""
+        position = self.position
+        if (self.positions != position).any():
+            return None
+        tokens = np.arange(self.layout.first(position), length)
+        rings = map(self.ring_of, range(len(self.positions)))
+        parts = [self.states, *(ring[tokens % self.ring] for ring in rings)]
+        data = np.concatenate([np.asarray(to_host(part)).reshape(-1) for part in parts])
+        return SavedState(position, length, data.view(np.uint8))
+
+    def load(self, saved: SavedState, alloc: Alloc) -> None:
+        """The opposite."""
+        if self.ring < self.layout.ring(saved.length - saved.position):
+            self.widen(alloc, saved.length - saved.position, 0)
+        numbers = saved.data.view(np.float32)
+        tokens = np.arange(self.layout.first(saved.position), saved.length)
+        put_from_host(self.states, numbers[: self.layout.states[-1]])
+        at = self.layout.states[-1]
+        for layer, (first, last) in enumerate(pairwise(self.layout.rows)):
+            count = len(tokens) * (last - first)
+            rows = numbers[at : at + count].reshape(len(tokens), -1)
+            ring = self.ring_of(layer)
+            for token, row in zip(tokens.tolist(), rows, strict=True):
+                put_from_host(ring[token % self.ring], row)
+            at += count
+        self.positions[:], self.length = saved.position, saved.length
+
+    def widen(self, alloc: Alloc, waiting: int, length: int) -> None:
+        """Have room for ``waiting`` rows; those of the last tokens of ``length`` stay."""
+        old = [self.ring_of(layer) for layer in range(len(self.positions))]
+        tokens = np.arange(max(0, length - self.ring), length)
+        before, self.ring = self.ring, self.layout.ring(waiting)
+        self.rows = alloc(self.ring * self.layout.rows[-1])
+        for layer, rows in enumerate(old):
+            self.ring_of(layer)[tokens % self.ring] = rows[tokens % before]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePass:
+    """What a pass does to a sequence's states.
+
+    ``target`` will have the states after ``fold`` tokens, and the rows from there on; it is
+    ``source`` itself where that may change.
+    """
+
+    source: StateSet
+    target: StateSet
+    fold: int
+
+
+class StateCache:
+    """See ``KVCache``."""
+
+    grows_in_place = True
+
+    def __init__(self, specs: Sequence[RecurrentSpec], capacity: int, alloc: Alloc) -> None:
+        self.layout = StateLayout(specs)
+        self._capacity = capacity
+        self._alloc = alloc
+        self._length = 0
+        self._now = StateSet(self.layout, alloc)
+        self._kept: list[StateSet] = []  # by their lengths
+        self._spare: StateSet | None = None
+        self._pass: StatePass | None = None
+        self._reads = self._grows = False  # the pass in flight: tokens in order, a tree's rows
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self._length
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens it may hold."""
+        return self._capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        target = None if self._pass is None else self._pass.target
+        sets = {id(each): each for each in (self._now, self._spare, target, *self._kept) if each}
+        return sum(each.nbytes for each in sets.values())
+
+    def reserve(self, length: int) -> None:
+        """Nothing grows with the tokens."""
+        if length > self._capacity:
+            raise ValueError(f"{length} tokens exceed the cache's capacity of {self._capacity}")
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin(self, rows: int, mask: npt.NDArray[np.bool_] | None) -> StatePass:
+        """A pass of ``rows`` begins, behind the tokens held; ``advance`` makes it count.
+
+        ``mask`` is a ``Span``'s: tokens of the tree that it is of are not taken into a state.
+        """
+        self._give_up()
+        tree, extra = mask is not None, 0 if mask is None else mask.shape[1] - rows
+        now, end = self._now, self._length + rows
+        self._reads, self._grows = not tree and rows > 1, tree
+        long = not tree and rows > SHORT_ROWS
+        fold = end - SHORT_ROWS if long else self._length - extra
+        if now.kept or long:
+            target = self._spare or StateSet(self.layout, self._alloc)
+            self._spare = None
+            if target.ring < self.layout.ring(end - fold):
+                target.widen(self._alloc, end - fold, 0)
+        else:
+            target, waiting = now, end - int(now.positions.min(initial=self._length))
+            if now.ring < self.layout.ring(waiting):
+                now.widen(self._alloc, waiting, self._length)
+        self._pass = StatePass(now, target, fold)
+        return self._pass
+
+    def layer_done(self, layer: int) -> None:
+        """A layer's part of the target is made."""
+        assert self._pass is not None, "a pass has begun"
+        self._pass.target.positions[layer] = self._pass.fold
+
+    def advance(self, count: int) -> None:
+        """Count the rows of the pass that has ended as held."""
+        done = self._pass
+        assert done is not None, "rows must be computed before they count"
+        self._pass = None
+        self._length += count
+        if done.target is not self._now:
+            old, self._now = self._now, done.target
+            if not old.kept:
+                self._spare = old
+        if not self._reads:
+            self._spare = None  # as long as tokens come one by one
+        if not self._grows:  # else ``select`` says which of its rows stay
+            self._keep()
+
+    def _keep(self) -> None:
+        """Have what is held now be a place to come back to, if it is worth it."""
+        now, last = self._now, self._kept[-1].length if self._kept else 0
+        if not self._reads and self._length - last < _KEEP_EVERY:
+            return
+        now.length = self._length
+        if not now.kept:
+            now.kept = True
+            self._kept.append(now)
+        while len(self._kept) > self.layout.kept:
+            self._drop(self._least())
+
+    # -- saving and restoring --------------------------------------------------------------------
+
+    def saved(self) -> list[SavedState]:
+        """What is held, and all that was kept on the way: to be read before the next pass."""
+        sets = {id(each): (each, each.length) for each in self._kept}
+        if self._length:
+            sets[id(self._now)] = self._now, self._length
+        found = (each.save(length) for each, length in sets.values())
+        return sorted((one for one in found if one is not None), key=lambda one: one.length)
+
+    def restore(self, states: Sequence[SavedState], length: int) -> int:
+        """Hold the most tokens that ``states`` have of the first ``length``; how many that is.
+
+        Raises:
+            ValueError: numbers of another layout.
+        """
+        self.trim(0)
+        for state in states:
+            if state.position > length:
+                continue
+            if state.data.nbytes != self.layout.saved_nbytes(state.position, state.length):
+                raise ValueError("a saved state has other sizes than this model's")
+            if self._now.kept:
+                self._now = self._empty()
+            self._now.load(state, self._alloc)
+            self._length = self._now.length = min(length, state.length)
+            self._now.kept = True
+            self._kept.append(self._now)
+            while len(self._kept) > self.layout.kept:
+                self._drop(self._least())
+        return self._length
+
+    # -- going back ------------------------------------------------------------------------------
+
+    def trim(self, length: int) -> int:
+        """Forget tokens from ``length`` on; how many stay, fewer where no state is kept there."""
+        if not 0 <= length <= self._length:
+            raise ValueError(f"cannot trim a cache of {self._length} tokens to {length}")
+        self._give_up()
+        if length == self._length:
+            return length
+        for each in [each for each in self._kept if each.position > length]:
+            self._drop(each)
+        if self._now.position > length:
+            last = max(self._kept, key=lambda each: min(each.length, length), default=None)
+            if last is None:
+                last, length = self._empty(), 0
+            if not self._now.kept:
+                self._spare = self._spare or self._now
+            self._now, length = last, min(last.length, length)
+        for each in self._kept:
+            each.length = min(each.length, length)
+        self._length = length
+        return length
+
+    def select(self, first: int, rows: Sequence[int]) -> None:
+        """Keep token ``first + rows[i]`` as token ``first + i``, and no other from ``first`` on."""
+        if any(b <= a for a, b in pairwise(rows)) or (rows and rows[0] < 0):
+            raise ValueError(f"rows must ascend from 0: {list(rows)}")
+        now = self._now
+        assert not now.kept, "a tree's rows are not kept"
+        if not now.position <= first <= self._length:
+            raise ValueError(f"cannot select from token {first} of {self._length}")
+        if rows and rows[-1] >= len(rows):
+            index = first + np.asarray(rows)
+            for layer in range(len(now.positions)):
+                ring = now.ring_of(layer)
+                ring[(first + np.arange(len(rows))) % now.ring] = ring[index % now.ring]
+        self._length = first + len(rows)
+        self._keep()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        """A pass that did not end: its target is of no use."""
+        done, self._pass = self._pass, None
+        if done is not None and done.target is not self._now:
+            self._spare = done.target
+
+    def _empty(self) -> StateSet:
+        """A set of no tokens."""
+        return StateSet(self.layout, self._alloc)
+
+    def _drop(self, gone: StateSet) -> None:
+        gone.kept = False
+        self._kept.remove(gone)
+
+    def _least(self) -> StateSet:
+        """The kept set that is worth least: where a return would cost little more without it.
+
+        The last one is worth most: an answer is generated again, and a turn written anew, from it.
+        """
+        places = [0, *(each.length for each in self._kept)]
+        end = self._kept[-1].length
+
+        def worth(index: int) -> float:
+            return (places[index + 1] - places[index]) / (end - places[index + 1] + _KEEP_EVERY)
+
+        return self._kept[min(range(len(self._kept) - 1), key=worth)] if end else self._kept[0]
+
+
+def tree_parents(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
+    """The parent of each of a tree's rows: those held already, then the new ones.
+
+    ``mask`` is a ``Span``'s, (rows, held + rows). -1 is the token before the tree, -2 a row that no
+    new one follows.
+    """
+    parents = np.full(mask.shape[1], -2, np.int32)
+    for row in mask:
+        path = np.flatnonzero(row)
+        parents[path] = [-1, *path[:-1]]
+    return parents

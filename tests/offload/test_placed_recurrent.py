@@ -1,0 +1,92 @@
+"""Recurrent layers placed: streamed, on a card, beside keys and values on the SSD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localrt.errors import CancelledError
+from localrt.offload.experts.scheduler import ExpertCosts
+from localrt.offload.kv.tier import KvTier
+from localrt.offload.placement import Where
+from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.ops.protocol import Batch
+from tests.offload.cards.carded import on_card
+from tests.offload.experts.rates import Rate
+from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pack_tiny, tokens
+
+pytestmark = needs_kernels
+
+COSTS = ExpertCosts(cpu=Rate(0.0, 1e-5, 0.0), gpu=Rate(1e-5, 0.0, 0.0), fetch=1e-5)
+
+
+@pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5-moe"])
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    folder = pack_tiny(request.param, tmp_path_factory.mktemp("recurrent"))
+    with closing(Model(folder)) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("kinds", [("attention",), ("attention", "mlp")])
+def test_units_that_stream_change_nothing(model: Model, kinds: tuple[str, ...]) -> None:
+    names = [unit.name for unit in model.store.manifest.units]
+    streamed = [name for name in names if name.endswith(kinds)]
+    here = model.resident.cache(64)
+    with model.placed(streamed) as placed:
+        there = placed.cache(64)
+        for part in (tokens(20), *([token] for token in tokens(6, seed=3))):
+            want = extend(model.resident, here, part)
+            np.testing.assert_array_equal(extend(placed, there, part), want)
+        for cache in (here, there):
+            assert cache.trim(18) == 18
+        want = extend(model.resident, here, tokens(9))
+        np.testing.assert_array_equal(extend(placed, there, tokens(9)), want)
+
+
+def test_a_cancelled_pass_leaves_states_as_they_were(model: Model) -> None:
+    cache, twin = model.resident.cache(64), model.resident.cache(64)
+    for part in (tokens(10), tokens(1)):
+        extend(model.resident, cache, part)
+        extend(model.resident, twin, part)
+    for calls, count in ((2, 1), (4, 1), (3, 12)):
+        with pytest.raises(CancelledError):
+            model.resident.forward(
+                Batch.extend([(cache, tokens(count, seed=calls))]), check=cancel_after(calls)
+            )
+        assert cache.length == 11
+    want = extend(model.resident, twin, tokens(3, seed=1))
+    np.testing.assert_array_equal(extend(model.resident, cache, tokens(3, seed=1)), want)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_card_computes_the_same(model: Model, late: bool) -> None:
+    """With the first layer's state in RAM, the others on the card."""
+    names = [unit.name for unit in model.store.manifest.units]
+    here = model.resident.cache(64)
+    card = [name for name in names if name.startswith(("layers.1", "layers.2"))]
+    where = {name: Where.VRAM for name in card if "expert" not in name}
+    with on_card(model, where, late=late, expert_costs=COSTS) as placed:
+        there = placed.cache(64)
+        for part in (tokens(20), [1], tokens(2, seed=3), [5]):
+            want = extend(model.resident, here, part)
+            np.testing.assert_array_equal(extend(placed, there, part), want)
+
+
+def test_keys_and_values_on_the_ssd_leave_states_in_ram(model: Model, tmp_path: Path) -> None:
+    ops = NativeOps(threads=1)
+    specs = model.config.attending
+    tier = KvTier(specs, ["ssd"] * len(specs), tmp_path, capacity=600, kv_format="bf16")
+    ops.kv_maker = tier
+    here = model.ops.kv_cache(model.config.attention, 600)
+    there = ops.kv_cache(model.config.attention, 600)
+    assert there.kv_layout == "", "what is on the SSD is not taken out"
+    for part in (tokens(400), tokens(120, seed=2), [7]):
+        want = extend(model.resident, here, part)
+        np.testing.assert_array_equal(extend(model.resident, there, part), want)
+    tier.close()

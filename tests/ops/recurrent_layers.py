@@ -1,0 +1,112 @@
+"""Random recurrent layers of every kind, in sizes that fit nothing, and passes over them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from localrt.quant.formats import F32, PackedTensor
+from localrt.quant.ops.arrays import copy_to_host
+from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+
+Floats = npt.NDArray[np.float32]
+
+HIDDEN = 48
+SPECS = {
+    "delta": RecurrentSpec(
+        kind="delta", heads=6, key_heads=3, key_size=20, value_size=24, taps=4, eps=1e-6,
+        norm_size=24,
+    ),
+    "delta-tiled": RecurrentSpec(
+        kind="delta", heads=6, key_heads=3, key_size=7, value_size=40, taps=3, eps=1e-6,
+        norm_size=40, tiled=True,
+    ),
+    "delta-channels": RecurrentSpec(
+        kind="delta", heads=4, key_heads=4, key_size=16, value_size=16, taps=4, eps=1e-6,
+        norm_size=16, channel_decay=True, gate="sigmoid",
+    ),
+    "ssm": RecurrentSpec(
+        kind="ssm", heads=6, key_heads=2, key_size=18, value_size=20, taps=4, eps=1e-6,
+        norm_size=60, gate_first=True, conv_bias=True,
+    ),
+    "ssm-bounded": RecurrentSpec(
+        kind="ssm", heads=6, key_heads=2, key_size=18, value_size=20, taps=4, eps=1e-6,
+        time_steps=(0.1, 0.7),
+    ),
+    "conv": RecurrentSpec(
+        kind="conv", heads=1, key_heads=1, key_size=1, value_size=1, taps=3, eps=1e-6, width=HIDDEN
+    ),
+}  # fmt: skip
+
+
+class Layer:
+    """One of ``SPECS`` on an implementation. Rows go in and come out; caches hold its state."""
+
+    def __init__(self, name: str, ops: Ops) -> None:
+        self.spec, self.ops = SPECS[name], ops
+        self.weights = _random_weights(self.spec, ops)
+
+    def cache(self) -> KVCache:
+        """An empty one."""
+        return self.ops.kv_cache([self.spec], 1000)
+
+    def run(self, *parts: tuple[Any, ...], cancelled: bool = False) -> Floats:
+        """A pass over parts (cache, rows, mask if any), which counts unless it is ``cancelled``."""
+        spans = tuple(Span(cache, len(x), *mask) for cache, x, *mask in parts)
+        x = np.concatenate([x for _, x, *_ in parts])
+        batch = Batch(np.zeros(len(x), np.int64), np.arange(len(x)), spans)
+        rows = torch.from_numpy(x.copy()) if self.ops.name == "torch" else x.copy()
+        with self.ops.scope():
+            step = self.ops.begin(batch)
+            out = self.ops.norm_recurrent(rows, self.weights, self.spec, step, 0)
+        if not cancelled:
+            for span in spans:
+                span.cache.advance(span.rows)
+        found = np.empty((len(x), HIDDEN), np.float32)
+        copy_to_host(out, found)
+        return found
+
+
+def random_rows(count: int, seed: int = 0) -> Floats:
+    """(count, HIDDEN)."""
+    return np.random.default_rng(seed).standard_normal((count, HIDDEN), np.float32)
+
+
+def tree_mask(parents: list[int]) -> npt.NDArray[np.bool_]:
+    """What each row of a tree sees of it; -1 is the token before."""
+    mask = np.eye(len(parents), dtype=np.bool_)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            mask[row] |= mask[parent]
+    return mask
+
+
+def _random_weights(spec: RecurrentSpec, ops: Ops) -> RecurrentWeights:
+    draw = np.random.default_rng(1)
+
+    def vector(size: int, scale: float, offset: float = 0.0) -> Any:
+        return ops.vector((draw.standard_normal(size) * scale + offset).astype(np.float32))
+
+    def matrix(rows: int, cols: int) -> Any:
+        values = (draw.standard_normal((rows, cols)) / np.sqrt(cols)).astype(np.float32)
+        block = PackedTensor("w", F32, (rows, cols), values.view(np.uint8).reshape(rows, -1))
+        return ops.weight((rows, cols), [block])
+
+    stateful = spec.kind != "conv"
+    norm_width = spec.value_size if spec.kind == "delta" else spec.inner
+    rates = -np.exp(draw.standard_normal(spec.heads) / 2).astype(np.float32)
+    return RecurrentWeights(
+        norm=vector(HIDDEN, 0.1, 1.0),
+        mix=matrix(spec.mix_rows, HIDDEN),
+        taps=vector(spec.taps * spec.channels, 0.5),
+        out=matrix(HIDDEN, spec.inner),
+        taps_bias=vector(spec.channels, 0.1) if spec.conv_bias else None,
+        decay=ops.vector(rates) if stateful else None,
+        decay_bias=vector(spec.factors - spec.heads, 0.5) if stateful else None,
+        skip=vector(spec.heads, 1.0) if spec.kind == "ssm" else None,
+        out_norm=vector(norm_width, 0.1, 1.0) if spec.norm_size else None,
+    )

@@ -1,0 +1,158 @@
+"""Recurrent layers: the kernels against the textbook, and bits that depend on the past alone."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.quant.ops.hybrid_cache import HybridCache
+from localrt.quant.ops.native.abi import best_isa, find_library
+from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.ops.protocol import KVCache
+from localrt.quant.ops.torch.ops import TorchOps
+from tests.ops.recurrent_layers import SPECS, Layer, random_rows, tree_mask
+
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+ISAS = ["", "portable", *(["avx2"] if best_isa() in ("avx2", "avxvnni", "avx512") else [])]
+ROWS = 40
+LAYERS = st.sampled_from(sorted(SPECS))
+
+
+@pytest.fixture(scope="module")
+def native() -> dict[str, Layer]:
+    return {name: Layer(name, NativeOps(threads=2)) for name in SPECS}
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_kernels_give_what_torch_gives(name: str, isa: str) -> None:
+    x, mask = random_rows(ROWS), tree_mask([-1, 0, 0, 2, 1, 3, 5, 0])
+    both = Layer(name, NativeOps(threads=2, isa=isa)), Layer(name, TorchOps(compute_format="f32"))
+    caches = [layer.cache() for layer in both]
+    for part in ((x[:17],), (x[17:18],), (x[18:26], mask), (x[26:],)):
+        found, wanted = (
+            layer.run((cache, *part)) for layer, cache in zip(both, caches, strict=True)
+        )
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=2e-5)
+        if len(part) == 2:
+            for cache in caches:
+                cache.select(18, [0, 2, 3, 5])
+
+
+@needs_kernels
+@settings(max_examples=40, deadline=None)
+@given(name=LAYERS, cuts=st.lists(st.integers(1, 12), min_size=1, max_size=8))
+def test_passes_of_any_size_give_the_same_bits(
+    native: dict[str, Layer], name: str, cuts: list[int]
+) -> None:
+    layer, ends = native[name], list(accumulate(cuts, initial=0))
+    x = random_rows(ends[-1])
+    whole = layer.run((layer.cache(), x))
+    cache = layer.cache()
+    parts = [layer.run((cache, x[start:stop])) for start, stop in pairwise(ends)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@needs_kernels
+@settings(max_examples=40, deadline=None)
+@given(
+    name=LAYERS,
+    held=st.integers(0, 12),
+    parents=st.lists(st.integers(0, 99), min_size=1, max_size=9),
+    first=st.integers(1, 9),
+)
+def test_a_tree_gives_each_path_the_bits_of_its_tokens(
+    native: dict[str, Layer], name: str, held: int, parents: list[int], first: int
+) -> None:
+    """In one pass, and grown in two."""
+    layer, count = native[name], len(parents)
+    tree = [parent % (row + 1) - 1 for row, parent in enumerate(parents)]
+    mask, x, nodes = tree_mask(tree), random_rows(held), random_rows(count, seed=5)
+
+    def begun() -> KVCache:
+        cache = layer.cache()
+        if held:
+            layer.run((cache, x))
+        return cache
+
+    cache = begun()
+    out = layer.run((cache, nodes, mask))
+    grown, first = begun(), min(first, count)
+    halves = [layer.run((grown, nodes[:first], mask[:first, :first]))]
+    if first < count:
+        halves.append(layer.run((grown, nodes[first:], mask[first:])))
+    np.testing.assert_array_equal(np.concatenate(halves), out)
+    for row in range(count):
+        path = np.flatnonzero(mask[row])
+        alone = begun()
+        np.testing.assert_array_equal(layer.run((alone, nodes[path]))[-1], out[row])
+    kept, after = np.flatnonzero(mask[-1]).tolist(), random_rows(3, seed=7)
+    wanted = layer.run((alone, after))
+    for each in (cache, grown):
+        each.select(held, kept)
+        assert each.length == held + len(kept)
+        np.testing.assert_array_equal(layer.run((each, after)), wanted)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_sequences_of_a_pass_do_not_meet(native: dict[str, Layer], name: str) -> None:
+    layer, x, y = native[name], random_rows(20), random_rows(20, seed=3)
+    wanted = [layer.run((layer.cache(), rows)) for rows in (x, y)]
+    one, two = layer.cache(), layer.cache()
+    first = layer.run((one, x[:7]), (two, y[:2]))
+    last = layer.run((one, x[7:8]), (two, y[2:]))
+    np.testing.assert_array_equal(np.concatenate([first[:7], last[:1]]), wanted[0][:8])
+    np.testing.assert_array_equal(np.concatenate([first[7:], last[1:]]), wanted[1])
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_a_pass_that_does_not_count_leaves_no_trace(
+    native: dict[str, Layer], name: str, rows: int
+) -> None:
+    layer, x = native[name], random_rows(30)
+    cache, twin = layer.cache(), layer.cache()
+    for start, stop in ((0, 11), (11, 12), (12, 13)):
+        layer.run((cache, x[start:stop]))
+        layer.run((twin, x[start:stop]))
+        layer.run((cache, random_rows(rows, seed=9)), cancelled=True)
+    np.testing.assert_array_equal(layer.run((cache, x[13:])), layer.run((twin, x[13:])))
+
+
+@needs_kernels
+@settings(max_examples=40, deadline=None)
+@given(
+    name=LAYERS,
+    cuts=st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    back=st.integers(0, 30),
+    saved=st.booleans(),
+)
+def test_going_back_gives_the_bits_of_what_is_held(
+    native: dict[str, Layer], name: str, cuts: list[int], back: int, saved: bool
+) -> None:
+    """After a trim, and after states were saved and brought back into another cache."""
+    layer, ends = native[name], list(accumulate(cuts, initial=0))
+    x, cache = random_rows(ends[-1] + 3), layer.cache()
+    for start, stop in pairwise(ends):
+        layer.run((cache, x[start:stop]))
+    wanted = max(0, ends[-1] - back)
+    if saved:
+        assert isinstance(cache, HybridCache)
+        states, cache = cache.states.saved(), layer.cache()
+        cache.reserve(wanted)
+        held = cache.restore(wanted, states)
+    else:
+        held = cache.trim(wanted)
+    assert held == cache.length <= wanted
+    # Where several tokens were read at once, their end is come back to.
+    read = [stop for start, stop in pairwise(ends) if stop - start > 1 and stop <= wanted]
+    assert held >= max(read, default=0)
+    out = layer.run((cache, x[held:]))
+    np.testing.assert_array_equal(out, layer.run((layer.cache(), x))[held:])
