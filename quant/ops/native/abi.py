@@ -56,7 +56,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 9
+_ABI_VERSION = 11
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
