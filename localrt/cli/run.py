@@ -135,11 +135,12 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
 
 def _stats(m: Metrics) -> str:
     cached = f", {m.cached_tokens} reused" if m.cached_tokens else ""
+    thought = f" ({m.thinking_tokens} of thinking)" if m.thinking_tokens else ""
     clock = " (simulated)" if m.simulated else ""
     lines = [
         f"prompt {m.prompt_tokens} tokens{cached}, first token after {format_seconds(m.ttft_s)}, "
-        f"prefill {format_rate(m.prefill_tok_s)} tok/s; answer {m.completion_tokens} tokens, "
-        f"{format_rate(m.decode_tok_s)} tok/s{clock}"
+        f"prefill {format_rate(m.prefill_tok_s)} tok/s; answer {m.completion_tokens} tokens"
+        f"{thought}, {format_rate(m.decode_tok_s)} tok/s{clock}"
     ]
     if m.predicted_tok_s is not None and m.pipeline_efficiency is not None:
         lines.append(

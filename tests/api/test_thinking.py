@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.cli import main
 from localrt.errors import OptionError
 from tests.conftest import CHATML, write_tiny_model
 from tests.inside import core_of
@@ -155,6 +158,61 @@ def test_a_bound_answer_may_be_thought_about(thinker: localrt.Model) -> None:
         assert answer.metrics.thinking_tokens == 5
     without = thinker.generate("hi", regex="[ab]{3}")
     assert without.text.strip("ab") == ""
+
+
+def test_channels_end_with_the_message_that_answers(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    with loaded(tmp_path / "channels", HARMONY) as model:
+        options = {"regex": "[ab]{3}", "max_tokens": 120}
+        thought = model.generate("hi", thinking=True, thinking_tokens=5, **options)
+        assert thought.metrics.thinking_tokens == 5
+        assert thought.finish_reason == "stop"
+        answers = (thought, model.generate("hi", **options))
+    for answer in answers:
+        assert localrt.split_thinking(answer.text).answer.strip("ab") == ""
+
+
+def test_a_conversation_goes_on_after_a_limit(thinker: localrt.Model) -> None:
+    chat = thinker.chat(thinking_tokens=4, **GREEDY)
+    for _ in range(2):
+        answer = chat.send("hi")
+        assert answer.metrics.thinking_tokens == 4
+    chat.set(thinking="off")
+    assert chat.send("hi").metrics.thinking_tokens == 0
+    chat.close()
+
+
+def test_on_the_command_line(
+    thinker: localrt.Model,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    path = str(thinker.info.path)
+    few = ["--max-tokens", "40", "--temperature", "0"]
+    assert main(["run", path, "hi", "--thinking-tokens", "3", "--json", *few]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["thinking_tokens"] == 3
+    assert main(["run", path, "hi", "--thinking", "off", "--json", *few]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"]["thinking_tokens"] == 0
+    assert main(["run", str(tiny_folder), "hi", "--thinking", "on", *few]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("localrt: this model does not think")
+    assert error.count("\n") == 1
+    assert main(["run", path, "hi", "--thinking", "perhaps"]) == 2
+
+
+def test_a_picture_in_a_batch_is_one_line(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "cat.png"}}]
+    lines = [{"messages": [{"role": "user", "content": parts}]}, {"prompt": "hi"}]
+    path = tmp_path / "prompts"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    main(["run", str(tiny_folder), "--batch", str(path), "--max-tokens", "2"])
+    out, err = capsys.readouterr()
+    assert "message 1 has a picture (image_url)" in out + err
+    assert "Traceback" not in out + err
 
 
 @pytest.mark.parametrize(

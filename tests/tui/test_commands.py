@@ -118,11 +118,15 @@ async def test_system_and_set(model: FakeModel) -> None:
         assert "max_tokens          40" in listing
         assert "temperature         0.2 (default)" in listing
         assert "seed                -" in listing
-        await screen.say(pilot, "/set max_tokens none")
-        await screen.say(pilot, "/set stop none")
+        await screen.say(pilot, "/set thinking off")
+        assert screen.notices(app)[-1] == 'thinking = "off"'
+        for name in ("thinking", "max_tokens", "stop"):
+            await screen.say(pilot, f"/set {name} none")
         assert model.last_chat.options == {"ignore_eos": True}
         assert screen.notices(app, "error") == []
-        for count, line in enumerate(("temperature -1", "tempertaure 1", "top_p"), 1):
+        for count, line in enumerate(
+            ("temperature -1", "tempertaure 1", "top_p", "thinking perhaps"), 1
+        ):
             await screen.say(pilot, f"/set {line}")
             assert len(screen.notices(app, "error")) == count
             assert model.last_chat.options == {"ignore_eos": True}

@@ -1,0 +1,140 @@
+"""How servers are told whether to think, by their own names and by others'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt.remote.model import connect
+from localrt.serve.bodies import check_fields
+from localrt.serve.calls import chat_call
+from tests.api.test_thinking import TEMPLATE
+from tests.conftest import write_tiny_model
+from tests.fake_endpoint import DONE, HEAD, delta, event, saying
+from tests.serve.conftest import Running, serving
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"reasoning_effort": None, "chat_template_kwargs": None}, {}),
+        ({"reasoning_effort": "none"}, {"thinking": False}),
+        ({"reasoning_effort": "minimal"}, {"thinking": "low"}),
+        ({"reasoning_effort": "xhigh"}, {"thinking": "high"}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"thinking": False}),
+        ({"chat_template_kwargs": {"thinking": True, "other": 1}}, {"thinking": True}),
+        ({"chat_template_kwargs": {"reasoning_effort": "high"}}, {"thinking": "high"}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
+            {"thinking": "low"},
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"thinking": False},
+        ),
+        ({"thinking_tokens": 8}, {"thinking_tokens": 8}),
+        ({"thinking_token_budget": 0}, {"thinking_tokens": 0}),
+        ({"thinking_budget_tokens": -1}, {}),
+    ],
+)
+def test_fields_become_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
+    call = chat_call(check_fields("CHAT", {"messages": HI, **fields}))
+    assert call.options == options
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = write_tiny_model(tmp_path_factory.mktemp("thinker"), template=TEMPLATE)
+    with localrt.load(folder) as model:
+        model.defaults.update(temperature=0.0, max_tokens=40, ignore_eos=True)
+        with serving(model) as running:
+            yield running
+
+
+def test_answers_think_as_long_as_they_are_told(thinker: Running) -> None:
+    for fields, thought in (
+        ({}, 40),
+        ({"thinking_tokens": 5}, 5),
+        ({"reasoning_effort": "none"}, 0),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 0),
+    ):
+        status, got, _ = thinker.chat(**fields)
+        assert status == 200, got
+        assert got["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
+    # From another localrt, too.
+    with connect(thinker.url) as remote:
+        chat = remote.chat(thinking_tokens=5)
+        assert chat.send("hi").metrics.thinking_tokens == 5
+        chat.set(thinking="off", thinking_tokens=None)
+        assert chat.send("hi").metrics.thinking_tokens == 0
+        chat.close()
+
+
+def test_what_cannot_be_is_refused(server: Running) -> None:
+    status, got, _ = server.chat(chat_template_kwargs={"enable_thinking": True})
+    assert (status, got["error"]["message"][:26]) == (400, "this model does not think:")
+    for fields in (
+        {"reasoning_effort": "much"},
+        {"chat_template_kwargs": {"enable_thinking": "no"}},
+        {"thinking_tokens": -2},
+    ):
+        assert server.chat(**fields)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "a picture"),
+        ({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}, "a sound"),
+        ({"type": "file", "file": {"file_id": "f"}}, "a file"),
+    ],
+)
+def test_pictures_sounds_and_files_are_refused(server: Running, part: Any, name: str) -> None:
+    content = [{"type": "text", "text": "What is it?"}, part]
+    body = {"messages": [{"role": "user", "content": content}]}
+    status, got, _ = server.request("POST", "/v1/chat/completions", body)
+    assert status == 400
+    assert got["error"]["param"] == "messages"
+    assert got["error"]["message"].startswith(f"message 1 has {name} ({part['type']})")
+    assert "text only" in got["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"thinking": "low"}, {"reasoning_effort": "low"}),
+        (
+            {"thinking": True},
+            {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
+        ),
+        (
+            {"thinking": "off"},
+            {
+                "chat_template_kwargs": {"enable_thinking": False, "thinking": False},
+                "reasoning_effort": "none",
+            },
+        ),
+        (
+            {"thinking_tokens": 9},
+            dict.fromkeys(
+                ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens"), 9
+            ),
+        ),
+    ],
+)
+def test_other_servers_are_told_in_their_words(
+    options: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    usage = {"completion_tokens": 4, "completion_tokens_details": {"reasoning_tokens": 3}}
+    body = HEAD + delta(content="a") + delta("stop") + event(choices=[], usage=usage) + DONE
+    with saying(body) as running, connect(running.url) as model:
+        assert model.chat().send("hi", **options).metrics.thinking_tokens == 3
+        sent = running.asked[-1].body
+    assert {name: sent[name] for name in fields} == fields
+    assert not {"thinking"} & set(sent)
