@@ -199,7 +199,6 @@ def test_on_the_command_line(
     error = capsys.readouterr().err
     assert error.startswith("localrt: this model does not think")
     assert error.count("\n") == 1
-    assert main(["run", path, "hi", "--thinking", "perhaps"]) == 2
 
 
 def test_a_picture_in_a_batch_is_one_line(
