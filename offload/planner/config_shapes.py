@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
-from localrt.models.config import EMBEDDING, HEAD, LAYER_EMBEDDING
+from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD, LAYER_EMBEDDING
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.moe import ResidentExperts, load_expert
 from localrt.models.registry import ARCHITECTURES, read_config
@@ -27,19 +27,26 @@ __all__ = ["shape_from_config"]
 
 _DEFAULT_FORMAT = "int4-g32"
 
-# Of ``model_type`` to the name of an architecture's class, in lower case.
+# Of ``model_type`` to the name of an architecture's class, both without underscores.
 _KINDS = {
-    name.removesuffix("ForCausalLM").lower().replace("_", ""): name
+    name.removesuffix(ending).replace("_", "").lower(): name
+    for ending in ("ForConditionalGeneration", "ForCausalLM")  # the latter counts
     for name in ARCHITECTURES
-    if name.endswith("ForCausalLM")
+    if name.endswith(ending)
 }
-_ALIASES = {"mistral3": "mistral", "gemma": "gemma2"}  # Gemma lacks some of Gemma 2's norms
+_ALIASES = {"gemma": "gemma2"}  # which lacks some of Gemma 2's norms
 
 # What transformers adds to a config that leaves it out.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "gpt_oss": {"head_dim": 64},
     "smollm3": {"tie_word_embeddings": True},
+    "ernie4_5": {"tie_word_embeddings": True},
+    "ernie4_5_moe": {"tie_word_embeddings": True},
+    "granite_swa": {"tie_word_embeddings": True},
+    "olmo3": {"sliding_window": 4096},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
+    "seed_oss": {"attention_bias": True},
 }
 _QKV_BIAS, _OUT_BIAS = (f"model.layers.0.self_attn.{name}_proj.bias" for name in "qo")
 
@@ -79,14 +86,22 @@ def shape_from_config(
         raise UnsupportedModelError(f"format {format!r} is not known: one of {', '.join(FORMATS)}")
     usual = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, **_DEFAULTS.get(kind, {})}
     model = _Described(architecture, {**usual, **config}, Path(name))
-    if config.get("attention_bias"):
-        model.add(_QKV_BIAS, _OUT_BIAS)
-    elif kind == "qwen2_moe":
-        model.add(_QKV_BIAS)
+    model.add(*_told_by_weights(kind, model.config))
     checkpoint = cast(Checkpoint, model)  # nothing is read of it
     model.tensors = _Asked(FORMATS[expert_format], FORMATS[rest]).tensors_of(checkpoint)
     shape = shape_from_checkpoint(checkpoint)
     return replace(shape, name=name, architecture=kind, notes=tuple(notes))
+
+
+def _told_by_weights(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Small tensors whose presence is part of the config where there are weights."""
+    biased = bool(config.get("attention_bias"))
+    if kind == "ernie4_5_moe":
+        return (f"model.layers.0.{CHOICE_BIAS}",)
+    if kind == "qwen2_moe" or (kind == "glm4_moe" and biased):
+        return (_QKV_BIAS,)
+    both = config.get("attention_out_bias") if kind == "seed_oss" else biased
+    return (*((_QKV_BIAS,) if biased else ()), *((_OUT_BIAS,) if both else ()))
 
 
 def _published_formats(config: Mapping[str, Any], notes: list[str]) -> tuple[str, str]:

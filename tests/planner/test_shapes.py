@@ -15,6 +15,7 @@ from localrt.offload.planner import shape_from_checkpoint, shape_from_config
 from localrt.offload.shapes import parse_kv_format
 from localrt.quant.ops.native.ops import NativeOps
 from tests.models.tiny import save_tiny
+from tests.models.tiny_families import FAMILIES, FAMILY_MIXTURES
 from tests.planner.models import CONFIGS, published
 from tests.real_models import real_model
 
@@ -66,7 +67,16 @@ def test_keys_and_values_of_latent_attention_are_one_vector_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "gemma4", "gemma4-keys-as-values"]
+    "name",
+    [
+        "deepseek-v2",
+        "deepseek-v2-lite",
+        "deepseek-v3",
+        "gemma4",
+        "gemma4-keys-as-values",
+        *FAMILIES,
+        *FAMILY_MIXTURES,
+    ],
 )
 def test_a_config_says_what_is_stored(name: str, tmp_path: Path) -> None:
     """Bytes, work and caches, from the config alone and from the weights."""
