@@ -49,6 +49,8 @@ _PUBLISHED = {
     "granite_swa": "granite_swa GraniteSWAForCausalLM GraniteMoeSWAForCausalLM",
     "granite_moe": "granitemoe GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
     "gpt_oss": "gpt-oss GptOssForCausalLM",
+    "lfm2": "lfm2 Lfm2ForCausalLM lfm2moe Lfm2MoeForCausalLM",
+    "granite_hybrid": "granitehybrid GraniteMoeHybridForCausalLM",
     "qwen3_5": "qwen35 qwen35moe Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration "
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration",
     "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",

@@ -22,7 +22,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     heads = raw.integer("num_attention_heads")
     hidden = raw.integer("hidden_size")
     head_dim = raw.integer("head_dim", hidden // heads)
-    eps = raw.number("rms_norm_eps")
+    eps = raw.number("rms_norm_eps", raw.optional_number("norm_eps"))
     attention = AttentionSpec(
         heads=heads,
         kv_heads=raw.integer("num_key_value_heads", heads),

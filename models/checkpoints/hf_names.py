@@ -57,6 +57,12 @@ _OURS: Mapping[str, str] = {
     # gpt-oss
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.bias": "mlp.gate.bias",
+    # LFM2-MoE
+    "feed_forward.gate.weight": "mlp.gate.weight",
+    "feed_forward.expert_bias": _CHOICE_BIAS,
+    "feed_forward.experts.{}.w1.weight": _GATE_UP[0],
+    "feed_forward.experts.{}.w3.weight": _GATE_UP[1],
+    "feed_forward.experts.{}.w2.weight": _DOWN[0],
     # ERNIE
     "mlp.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
     "mlp.gate.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
@@ -69,6 +75,9 @@ _STACKS: Mapping[str, Stack] = {
     # Gemma 4
     "experts.gate_up_proj": Stack(_GATE_UP),
     "experts.down_proj": Stack(_DOWN),
+    # LFM2-MoE
+    "feed_forward.experts.gate_up_proj": Stack(_GATE_UP),
+    "feed_forward.experts.down_proj": Stack(_DOWN),
     # Granite
     "block_sparse_moe.input_linear.weight": Stack(_GATE_UP),
     "block_sparse_moe.output_linear.weight": Stack(_DOWN),
@@ -76,6 +85,8 @@ _STACKS: Mapping[str, Stack] = {
     "block_sparse_moe.experts.down_proj": Stack(_DOWN),
     "shared_mlp.input_linear.weight": Stack(_SHARED_GATE_UP),
 }
+
+_TOP = {"model.embedding_norm.weight": "model.norm.weight"}  # LFM2
 
 _QWEN3_VL = "Qwen3VLMoeForConditionalGeneration"
 _QWEN3_VL_STACKS: Mapping[str, Stack] = {
@@ -110,6 +121,7 @@ def plain_tensors(
     Raises:
         CheckpointError: two tensors of one name, or a stacked one that does not fit the config.
     """
+    stored = {_TOP.get(name, name): _named(tensor) for name, tensor in stored.items()}
     count = _expert_count(config)
     if count is None:
         return dict(stored)
@@ -121,6 +133,12 @@ def plain_tensors(
                 raise CheckpointError(f"{tensor.file.path}: tensor {name!r} appears twice")
             plain[part.info.name] = part
     return plain
+
+
+def _named(tensor: StoredTensor) -> StoredTensor:
+    """Outside of the layers under its own name."""
+    name = _TOP.get(tensor.info.name)
+    return tensor if name is None else replace(tensor, info=replace(tensor.info, name=name))
 
 
 def _expert_count(config: Mapping[str, Any]) -> int | None:

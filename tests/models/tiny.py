@@ -245,7 +245,7 @@ def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = No
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.rand_like(buffer) + 0.5)
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
     model = model.float().eval()
     model.save_pretrained(folder)

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from transformers import (
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+)
 
 __all__ = ["hybrid_configs", "hybrid_mixtures"]
 
@@ -26,14 +32,60 @@ _DELTA: dict[str, Any] = {
 }
 
 
+_SHORT = ["conv", "full_attention", "conv"]
+_MAMBA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_d_conv": 4,
+    "mamba_expand": 3,
+    "embedding_multiplier": 1.7,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
+
+
 def hybrid_configs(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
     """Those with dense MLPs, by name."""
-    return {"qwen3.5": lambda: Qwen3_5TextConfig(**sizes, **_DELTA)}
+    return {
+        "qwen3.5": lambda: Qwen3_5TextConfig(**sizes, **_DELTA),
+        "lfm2": lambda: Lfm2Config(
+            **sizes, layer_types=_SHORT, block_multiple_of=32, tie_word_embeddings=True
+        ),
+        "lfm2-bias": lambda: Lfm2Config(
+            **sizes, layer_types=_SHORT, block_auto_adjust_ff_dim=False, conv_bias=True
+        ),
+        "granite-hybrid": lambda: GraniteMoeHybridConfig(
+            **sizes,
+            **_MAMBA,
+            num_local_experts=0,
+            shared_intermediate_size=80,
+        ),
+    }
 
 
 def hybrid_mixtures(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
     """Those with mixtures of experts."""
     return {
+        "lfm2-moe": lambda: Lfm2MoeConfig(
+            **sizes,
+            layer_types=_SHORT,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            num_dense_layers=1,
+            routed_scaling_factor=1.7,
+        ),
+        "granite-hybrid-moe": lambda: GraniteMoeHybridConfig(
+            **sizes,
+            **_MAMBA,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            shared_intermediate_size=80,
+            position_embedding_type="rope",
+        ),
         "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
             **sizes,
             **_DELTA,
@@ -41,5 +93,5 @@ def hybrid_mixtures(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             num_experts_per_tok=3,
             moe_intermediate_size=32,
             shared_expert_intermediate_size=64,
-        )
+        ),
     }

@@ -1,0 +1,74 @@
+"""LFM2 and LFM2-MoE (Liquid AI): short convolutions, attention at times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.models.architectures import llama
+from localrt.models.config import DecoderConfig, LayerNames, RecurrentNames
+from localrt.models.mixture_config import read_mixture, with_mixture
+from localrt.models.raw_config import RawConfig
+from localrt.quant.ops.protocol import RecurrentSpec
+
+__all__ = ["read_config"]
+
+_KINDS = {"conv": False, "full_attention": True}
+_NAMES = LayerNames(
+    attention_norm="operator_norm",
+    out="self_attn.out_proj",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    mlp_norm="ffn_norm",
+    gate_up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+)
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """``layer_types``, or ``full_attn_idxs``, say which layers attend."""
+    config = llama.read_config(raw)
+    attending = config.attending[0]
+    short = RecurrentSpec(
+        kind="conv",
+        heads=1,
+        key_heads=1,
+        key_size=1,
+        value_size=1,
+        taps=raw.integer("conv_L_cache", 3),
+        eps=config.norm_eps,
+        width=config.hidden_size,
+        conv_bias=raw.flag("conv_bias"),
+    )
+    kinds = raw.layer_kinds("layer_types", config.layers, _KINDS)
+    if kinds is None:
+        chosen = raw.sequence("full_attn_idxs")
+        kinds = [chosen is None or layer in chosen for layer in range(config.layers)]
+    config = replace(
+        config,
+        architecture="lfm2",
+        intermediate_size=_width(raw, config.intermediate_size),
+        attention=tuple(attending if attends else short for attends in kinds),
+        qk_norm=True,
+        names=LayerNames() if raw.is_gguf else _NAMES,
+        recurrent=RecurrentNames(
+            mix=("conv.in_proj",), taps="conv.conv", out="conv.out_proj", biased=short.conv_bias
+        ),
+    )
+    if not raw.has("num_experts") and not raw.has("num_local_experts"):
+        return config
+    inner = raw.integer("moe_intermediate_size")
+    spec = read_mixture(raw, config, scoring="sigmoid", normalize=True, inner=inner)
+    router = replace(spec.router, scale=raw.number("routed_scaling_factor", 1.0))
+    spec = replace(spec, router=router, choice_bias=raw.flag("use_expert_bias", default=True))
+    dense = raw.optional_integer("num_dense_layers") or 0
+    return with_mixture(config, spec, [layer >= dense for layer in range(config.layers)])
+
+
+def _width(raw: RawConfig, width: int) -> int:
+    """Of an MLP: configs may give three halves of it, to be scaled and rounded."""
+    adjusts = raw.flag("block_auto_adjust_ff_dim", default=raw.has("block_multiple_of"))
+    if raw.is_gguf or not adjusts:
+        return width
+    scaled = int(raw.number("block_ffn_dim_multiplier", 1.0) * int(2 * width / 3))
+    multiple = raw.integer("block_multiple_of", 256)
+    return -(-scaled // multiple) * multiple

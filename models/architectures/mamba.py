@@ -1,0 +1,48 @@
+"""Mamba-2 layers, as the configs of several families describe them: no architecture of its own."""
+
+from __future__ import annotations
+
+from localrt.errors import CheckpointError
+from localrt.models.config import DecoderConfig, RecurrentNames
+from localrt.models.raw_config import RawConfig, positive_number
+from localrt.quant.ops.protocol import RecurrentSpec
+
+__all__ = ["mamba_names", "read_mamba"]
+
+
+def read_mamba(raw: RawConfig, config: DecoderConfig, *, inner: int) -> RecurrentSpec:
+    """A layer by ``mamba_*``; ``inner`` is its width. Results are normed by groups of heads."""
+    heads, groups = raw.integer("mamba_n_heads"), raw.integer("mamba_n_groups", 1)
+    if inner % heads or inner % groups:
+        raise CheckpointError(
+            f"config mamba_n_heads ({heads}) and mamba_n_groups ({groups}) must divide {inner}"
+        )
+    limits = raw.sequence("time_step_limit") or []
+    least, most = (*limits, None, None)[:2]
+    return RecurrentSpec(
+        kind="ssm",
+        heads=heads,
+        key_heads=groups,
+        key_size=raw.integer("mamba_d_state", 128),
+        value_size=inner // heads,
+        taps=raw.integer("mamba_d_conv", 4),
+        eps=config.norm_eps,
+        conv_bias=raw.flag("mamba_conv_bias", default=True),
+        norm_size=inner // groups,
+        gate_first=True,
+        time_steps=(positive_number(least) or 0.0, positive_number(most) or float("inf")),
+    )
+
+
+def mamba_names(prefix: str, *, biased: bool) -> RecurrentNames:
+    """The tensors below ``prefix``."""
+    return RecurrentNames(
+        mix=(f"{prefix}.in_proj",),
+        taps=f"{prefix}.conv1d",
+        out=f"{prefix}.out_proj",
+        decay=f"{prefix}.A_log",
+        decay_bias=f"{prefix}.dt_bias",
+        skip=f"{prefix}.D",
+        out_norm=f"{prefix}.norm",
+        biased=biased,
+    )
