@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.registry import ARCHITECTURES
 from localrt.offload.planner.config_shapes import shape_from_config
 from tests.models.tiny import load_ours, save_tiny
 from tests.mutations import FUZZ, changed, changes_of, is_line, paths, refusal
@@ -28,6 +29,11 @@ MODELS = {
     "qwen3": "use_sliding_window",
     "gemma2": "query_pre_attn_scalar attn_logit_softcapping hidden_activation",
     "gemma3": "rope_local_base_freq sliding_window_pattern final_logit_softcapping text_config",
+    "gemma4-moe": "hidden_size_per_layer_input num_kv_shared_layers attention_k_eq_v",
+    "qwen3.5-moe": "linear_conv_kernel_dim full_attention_interval mtp_num_hidden_layers",
+    "lfm2-moe": "conv_L_cache conv_bias block_auto_adjust_ff_dim full_attn_idxs num_dense_layers",
+    "granite-hybrid-moe": "mamba_d_conv mamba_n_groups position_embedding_type shared_intermediate"
+    "_size",
     "phi3-longrope": "original_max_position_embeddings",
     "smollm3-nope": "no_rope_layer_interval",
     "deepseek-v3": "moe_layer_freq scoring_func num_nextn_predict_layers",
@@ -37,10 +43,20 @@ MODELS = {
     "olmoe": "clip_qkv",
     "granite-moe-shared": "shared_expert_intermediate_size",
     "gpt-oss": "swiglu_alpha swiglu_limit quantization_config",
+    "ministral3": "sliding_window",
+    "olmo3-yarn": "rope_local_base_freq",
+    "exaone4-window": "sliding_window_pattern",
+    "seed-oss": "attention_out_bias",
+    "ernie-moe": "moe_layer_end_index moe_layer_start_index moe_layer_interval",
+    "granite": "embedding_multiplier",
+    "granite-swa": "layer_rope_theta num_local_experts",
+    "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
+    "glm4-moe-lite": "first_k_dense_replace",
+    "qwen3-vl-moe": "vision_config",
 }
 SCALINGS = "rope_type factor rope_theta original_max_position_embeddings beta_fast beta_slow mscale"
 SCALINGS += " mscale_all_dim attention_factor low_freq_factor high_freq_factor long_factor"
-SCALINGS += " short_factor partial_rotary_factor truncate full_attention"
+SCALINGS += " short_factor partial_rotary_factor truncate full_attention llama_4_scaling_beta"
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +118,36 @@ def test_numbers_that_cannot_be_calculated_with(
     config = changed(tiny_config(folder, name), [(place, value)])
     with pytest.raises((CheckpointError, UnsupportedModelError), match=told):
         loaded(folder, name, config, None)
+
+
+LAYER_LISTS = {
+    "olmo3": "layer_types",
+    "gemma2": "layer_types",
+    "gpt-oss": "layer_types",
+    "granite-swa": "layer_rope_theta",
+    "glm4-moe-lite": "mlp_layer_types",
+}
+
+
+@pytest.mark.parametrize("name", LAYER_LISTS)
+def test_lists_that_are_not_of_the_layers(folder: Path, name: str) -> None:
+    key, config = LAYER_LISTS[name], tiny_config(folder, name)
+    layers = len(config[key])
+    wrong: list[tuple[list[Any], str]] = [
+        ([*config[key], config[key][0]], f"{key} has {layers + 1} entries for {layers} layers"),
+        (config[key][1:], f"{key} has {layers - 1} entries for {layers} layers"),
+    ]
+    if key != "layer_rope_theta":
+        told = f"{key} 'chunked_attention' of layer 1 is not supported .known: "
+        wrong.append(([config[key][0], "chunked_attention", config[key][2]], told))
+    for values, told in wrong:
+        with pytest.raises((CheckpointError, UnsupportedModelError), match=told):
+            loaded(folder, name, {**config, key: values}, None)
+
+
+def test_every_architecture_is_tried(folder: Path) -> None:
+    tried = {ARCHITECTURES[tiny_config(folder, name)["architectures"][0]] for name in MODELS}
+    assert tried == set(ARCHITECTURES.values())
 
 
 def test_dynamic_scaling_of_two_dimensions(folder: Path) -> None:
