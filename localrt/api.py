@@ -150,8 +150,9 @@ class Model(Closing):
                 ``"cancelled"``. So does closing the iterator.
             on_progress: called with ``Progress`` while the prompt is computed.
             options: those of ``Options`` and ``Sampling``: ``max_tokens``, ``temperature``,
-                ``top_k``, ``top_p``, ``seed``, ``stop``, ``logprobs``, ``json_schema``, ``draft``
-                and others. One that is None or left out has its value in ``defaults``, or its own.
+                ``top_k``, ``top_p``, ``seed``, ``stop``, ``logprobs``, ``json_schema``,
+                ``tool_choice``, ``draft`` and others. One that is None or left out has its value in
+                ``defaults``, or its own.
 
         Raises:
             OptionError: an unknown option or an impossible value, or no prompt.

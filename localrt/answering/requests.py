@@ -31,7 +31,7 @@ from localrt.text.known_syntaxes import TURN_ENDS
 from localrt.text.structured import Grammars
 from localrt.text.template_syntax import TemplateSyntax
 from localrt.text.thinking import CLOSE, thoughts_apart
-from localrt.text.tools import for_template
+from localrt.text.tools import for_template, functions_to_call
 
 __all__ = ["RequestBuilder"]
 
@@ -87,6 +87,7 @@ class RequestBuilder:
             LocalrtError: the prompt or an option cannot be used.
         """
         chosen = read_options(self._defaults, options)
+        tools = None if chosen.tool_choice == "none" else tools
         cancel = cancel or threading.Event()
         ids = self._prompt_ids(prompt, token_ids, raw, tools, chosen, self._watch(cancel))
         chat = not raw and token_ids is None
@@ -94,7 +95,8 @@ class RequestBuilder:
         stops = (*chosen.stop, *self._template.stop_strings) if chat else chosen.stop
         if stops and self._tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, and the model has none")
-        constraint = self._constraint(chosen)
+        if chosen.forces_a_call and not chat:
+            raise OptionError("tool_choice needs messages: a raw prompt has no tools")
         return Request(
             prompt=ids,
             sampling=chosen.sampling,
@@ -104,8 +106,8 @@ class RequestBuilder:
             logprobs=chosen.logprobs,
             exactness=self._engine.info.exactness,
             speculation=None if self._drafts is None else self._drafts.speculation(chosen),
-            constraint=constraint,
-            parser=self._thinking.parser(ids, tools or ()) if chat else None,
+            constraint=self._constraint(chosen, tools),
+            parser=self._thinking.parser(ids, tools or (), chosen) if chat else None,
             thinking_limit=self._thinking.limit(chosen, tools=bool(tools)) if chat else None,
             cancel=cancel,
             on_progress=on_progress,
@@ -187,15 +189,20 @@ class RequestBuilder:
             self._chat_ends = self._parts.eos_ids | (tokenizer.special_ids & found)
         return self._chat_ends
 
-    def _constraint(self, options: Options) -> MakeConstraint | None:
-        """What binds an answer to the schema or expression that the options give."""
-        if options.json_schema is None and options.regex is None:
+    def _constraint(
+        self, options: Options, tools: Sequence[Mapping[str, Any]] | None
+    ) -> MakeConstraint | None:
+        """What binds an answer: a schema, an expression, or a tool that must be called."""
+        if not options.is_bound:
             return None
         if self._grammars is None:
             engine = self._engine
             take_ram = engine.take_ram if engine.info.streamed else None
             self._grammars = Grammars(self.tokenizer, take_ram)
-        return self._grammars.constraint(options)
+        if not options.forces_a_call:
+            return self._grammars.constraint(options)
+        functions = functions_to_call(options.tool_choice, tools or ())
+        return self._grammars.call(self._syntax.forced, functions)
 
     @cached_property
     def _thinking(self) -> ThinkingControl:

@@ -33,7 +33,7 @@ class ThinkingControl:
     ) -> None:
         self._source = template.tool_source
         self._tokenizer = tokenizer
-        self._calls = answers.calls
+        self._answers = answers
         self._syntax = find_syntax(template, answers.frame)
         self._frame = self._syntax.framed(answers.frame)
 
@@ -55,10 +55,11 @@ class ThinkingControl:
         of the thinking, or its end.
         """
         tags = self._syntax.tags
+        answer = self._frame.answer if options.is_bound and not options.forces_a_call else ""
         if tags is None:
-            return []
+            return self._ids(answer)
         opened = self._opened(ids)
-        tools = tools and not options.is_bound
+        tools = tools and (options.forces_a_call or not options.is_bound)
         # Marks that a template drops are no sign that the model writes them by itself.
         always = not self._syntax.off and (tags.close or not options.is_bound)
         text = ""
@@ -68,26 +69,30 @@ class ThinkingControl:
             text = tags.empty(tools=tools)
         elif options.thinks is True and options.is_bound and not opened:
             text = tags.opening + tags.lead
-        return self._ids(text)
+        return self._ids(text if options.thinks is True else text + answer)
 
     def limit(self, options: Options, *, tools: bool) -> ThinkingLimit | None:
         """What ends a thinking that is too long, or leads from it to a bound answer."""
         tags = self._syntax.tags
         if tags is None or (options.thinking_tokens is None and not options.is_bound):
             return None
-        closes = tags.closes(tools=tools and not options.is_bound)
-        then = closes[-1].partition(tags.closing)[2] if options.is_bound else ""
+        may_call = tools and (options.forces_a_call or not options.is_bound)
+        closes = tags.closes(tools=may_call)
+        then = closes[0].partition(tags.closing)[2] if options.is_bound else ""
         written = tuple(tuple(self._ids(text)) for text in closes)
         return ThinkingLimit(options.thinking_tokens, written, tuple(self._ids(then)))
 
-    def parser(self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]]) -> MakeParser | None:
+    def parser(
+        self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]], options: Options
+    ) -> MakeParser | None:
         """What finds thinking and calls of ``tools`` in an answer to ``ids``."""
         source, frame, opened = self._source, self._frame, self._opened(ids)
         if is_harmony(source):
             return lambda: HarmonyParser(thinking=bool(opened))
         if not source or (self._syntax.tags is None and not tools and frame == USUAL_FRAME):
             return None
-        calls = self._calls if tools else None
+        known = self._answers.forced if options.forces_a_call else self._answers.calls
+        calls = known if tools else None
         return lambda: TextParser(calls, tools, thinking=opened, frame=frame)
 
     def _opened(self, ids: Sequence[int]) -> str:

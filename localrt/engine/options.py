@@ -39,8 +39,9 @@ class Options:
     is the number of guesses in a pass (1 to 2048), ``tree_depth`` how far ahead they may be (1 to
     64).
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON) or ``regex`` bind the answer: it
-    follows them as a whole, unless ``max_tokens`` or a stop string cuts it short. They need the
-    extra ``structured``.
+    follows them as a whole, unless ``max_tokens`` or a stop string cuts it short.
+    ``tool_choice`` says whether the model calls a tool: ``"auto"``, ``"none"``, ``"required"``, or
+    the name of the one that it has to call. Answers that are bound need the extra ``structured``.
     ``thinking`` switches a model's thinking on (``True``, ``"on"``) or off; ``"low"``,
     ``"medium"`` and ``"high"`` say how much, to models that can be told. After
     ``thinking_tokens`` of thinking, the thinking is ended and the answer begins; 0 is off. A model
@@ -60,6 +61,7 @@ class Options:
     regex: str | None = None
     thinking: bool | Effort | None = None
     thinking_tokens: int | None = None
+    tool_choice: str = "auto"
 
     def __post_init__(self) -> None:
         for name, low, high in _BOUNDS:
@@ -77,6 +79,15 @@ class Options:
             raise OptionError(f"regex must be a non-empty string, is {self.regex!r}")
         if self.regex is not None and self.json_schema is not None:
             raise OptionError("json_schema and regex exclude one another: give one of them")
+        if not isinstance(self.tool_choice, str) or not self.tool_choice:
+            raise OptionError(
+                "tool_choice must be 'auto', 'none', 'required' or the name of a tool, is "
+                f"{self.tool_choice!r}"
+            )
+        if self.forces_a_call and (self.regex is not None or self.json_schema is not None):
+            raise OptionError(
+                "a tool that must be called excludes json_schema and regex: give one of them"
+            )
         switched = self.thinking is None or isinstance(self.thinking, bool)
         if not switched and self.thinking not in get_args(Effort):
             raise OptionError(
@@ -92,8 +103,13 @@ class Options:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the answer has to follow a schema or an expression."""
-        return self.json_schema is not None or self.regex is not None
+        """Whether the answer has to follow a schema or an expression, or to be a call."""
+        return self.json_schema is not None or self.regex is not None or self.forces_a_call
+
+    @property
+    def forces_a_call(self) -> bool:
+        """Whether the answer has to be a tool's call."""
+        return self.tool_choice not in ("auto", "none")
 
 
 _ON_OFF = {"on": True, "off": False}

@@ -272,6 +272,12 @@ class _StoppedError(Exception):
     """The answer is not wanted any more."""
 
 
+def _tool_choice(choice: str) -> Any:
+    if choice in ("auto", "none", "required"):
+        return choice
+    return {"type": "function", "function": {"name": choice}}
+
+
 def _body(
     model: str,
     messages: Sequence[Message],
@@ -297,6 +303,7 @@ def _body(
     fields |= _thinking(options)
     if tools:
         fields["tools"] = list(tools)
+        fields["tool_choice"] = _tool_choice(options.tool_choice)
     try:
         return json.dumps(fields, allow_nan=False).encode("ascii")
     except (TypeError, ValueError) as error:

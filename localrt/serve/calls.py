@@ -15,7 +15,7 @@ from localrt.serve.errors import invalid
 from localrt.serve.schemas import EFFORTS, THINKING_LIMITS
 from localrt.text.content import check_text_only
 
-__all__ = ["Call", "Forced", "chat_call", "completion_call", "prompts_of"]
+__all__ = ["Call", "chat_call", "completion_call", "prompts_of"]
 
 Fields = Mapping[str, Any]
 
@@ -24,13 +24,6 @@ _AS_THEY_ARE = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "stop", "ignore_eos", "max_tokens"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Forced:
-    """A tool that must be called: its ``name``, or None where the answer names one of several."""
-
-    name: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +41,6 @@ class Call:
     include_usage: bool = False
     logprobs: bool = False
     echo: Sequence[str] | None = None
-    forced: Forced | None = None
 
     def submissions(self) -> list[dict[str, Any]]:
         """The arguments of every answer, choices of a prompt side by side."""
@@ -81,11 +73,11 @@ def chat_call(fields: Fields) -> Call:
         options["json_schema"] = {"type": "object"}
     elif wanted.get("type") == "json_schema":
         options["json_schema"] = wanted["json_schema"]["schema"]
-    forced, tools, bound = _tool_choice(fields.get("tool_choice"), tools)
-    if bound is not None:
-        if "json_schema" in options:
-            raise invalid("response_format and a tool that must be called exclude one another")
-        options["json_schema"] = bound
+    choice = _tool_choice(fields.get("tool_choice"), tools)
+    if choice not in ("auto", "none") and "json_schema" in options:
+        raise invalid("response_format and a tool that must be called exclude one another")
+    if choice != "auto":
+        options["tool_choice"] = choice
     messages = [_message(message) for message in fields["messages"]]
     try:
         check_text_only(messages)
@@ -96,7 +88,6 @@ def chat_call(fields: Fields) -> Call:
         options=options,
         choices=fields.get("n") or 1,
         logprobs=bool(fields.get("logprobs")),
-        forced=forced,
         **_streaming(fields),
     )
 
@@ -179,36 +170,18 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     return options
 
 
-def _tool_choice(
-    choice: Any, tools: list[dict[str, Any]]
-) -> tuple[Forced | None, list[dict[str, Any]], dict[str, Any] | None]:
-    """The tool that must be called, the tools that the model sees, and the schema that binds it."""
-    if choice in (None, "auto"):
-        return None, tools, None
-    if choice == "none":
-        return None, [], None
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+def _tool_choice(choice: Any, tools: list[dict[str, Any]]) -> str:
+    """``choice`` in the library's words."""
+    if choice in (None, "auto", "none"):
+        return choice or "auto"
     if choice == "required":
-        if not functions:
+        if not tools:
             raise invalid("tool_choice is 'required' and there are no tools", "tool_choice")
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": _parameters(function)},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, function in functions.items()
-        ]
-        return Forced(None), tools, calls[0] if len(calls) == 1 else {"anyOf": calls}
-    name = choice["function"]["name"]
-    if name not in functions:
+        return "required"
+    name: str = choice["function"]["name"]
+    if name not in (tool["function"]["name"] for tool in tools):
         raise invalid(f"tool_choice names {name[:200]!r}, which is not in tools", "tool_choice")
-    return Forced(name), tools, _parameters(functions[name])
-
-
-def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    return function.get("parameters") or {"type": "object", "additionalProperties": False}
+    return name
 
 
 def _message(message: Fields) -> dict[str, Any]:

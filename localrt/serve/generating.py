@@ -7,12 +7,9 @@ of a stream is its last event.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Hashable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -20,10 +17,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from localrt.answering.streams import joined
-from localrt.engine.types import Chunk, Metrics, ToolCall
+from localrt.engine.types import Chunk, Metrics
 from localrt.errors import CancelledError
 from localrt.live import AsyncAnswer
-from localrt.serve.calls import Call, Forced
+from localrt.serve.calls import Call
 from localrt.serve.errors import JsonResponse, error_body, failure, invalid, to_json
 from localrt.serve.payloads import Envelope, Shape, usage
 from localrt.serve.service import Service
@@ -65,7 +62,7 @@ async def answer(request: Request, service: Service, call: Call, shape: Shape) -
         model = service.name
         if not call.stream:
             envelope = Envelope(shape.kind, shape.prefix, model)
-            gathered = _gathered(service, answers, call.forced, began)
+            gathered = _gathered(service, answers, began)
             chunks = await until_gone(request, gathered)
             choices = [shape.whole(index, chunk) for index, chunk in enumerate(chunks)]
             counts = usage([chunk.metrics for chunk in chunks], len(call.prompts))
@@ -116,32 +113,13 @@ def _client(request: Request) -> Hashable:
 # -- whole answers ---------------------------------------------------------------------------------
 
 
-async def _gathered(
-    service: Service, answers: Sequence[AsyncAnswer], forced: Forced | None, began: float
-) -> list[Chunk]:
+async def _gathered(service: Service, answers: Sequence[AsyncAnswer], began: float) -> list[Chunk]:
     """Every answer as one chunk."""
     parts: list[list[Chunk]] = [[] for _ in answers]
     async with aclosing(_merged(service, answers, began)) as merged:
         async for index, chunk in merged:
             parts[index].append(chunk)
-    whole = [joined(chunks) for chunks in parts]
-    return whole if forced is None else [_as_call(chunk, forced) for chunk in whole]
-
-
-def _as_call(chunk: Chunk, forced: Forced) -> Chunk:
-    """A text that was bound to a tool's arguments, as the call that it is."""
-    if chunk.tool_calls:
-        return chunk
-    name, arguments = forced.name, chunk.text
-    if name is None:
-        try:
-            found = json.loads(chunk.text)
-            name, arguments = found["name"], json.dumps(found["arguments"], ensure_ascii=False)
-        except (ValueError, KeyError, TypeError):  # cut short by max_tokens
-            return chunk
-    call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments)
-    reason = "tool_calls" if chunk.finish_reason == "stop" else chunk.finish_reason
-    return replace(chunk, text="", tool_calls=(call,), finish_reason=reason)
+    return [joined(chunks) for chunks in parts]
 
 
 async def _merged(
@@ -202,12 +180,10 @@ async def _events(
                 if chunk.finish_reason is not None:
                     ends[index] = chunk.metrics
                 held[index].append(chunk)
-                if _goes_on(chunk, call):
-                    continue
+                if chunk.finish_reason is None and not chunk.text:
+                    continue  # there is nothing to show yet: a character, or a call, is open
                 found = joined(held[index])
                 held[index] = []
-                if call.forced is not None:
-                    found = _as_call(found, call.forced)
                 for choice in shape.delta(index, found):
                     yield _event(envelope([choice], **more))
         if call.include_usage:
@@ -218,11 +194,6 @@ async def _events(
         if isinstance(error, _ENDS):
             raise
         yield _event(error_body(failure(error)))
-
-
-def _goes_on(chunk: Chunk, call: Call) -> bool:
-    """Whether a chunk has nothing to show yet: a character is open, or a call must be whole."""
-    return chunk.finish_reason is None and (call.forced is not None or not chunk.text)
 
 
 def _event(payload: dict[str, Any]) -> bytes:

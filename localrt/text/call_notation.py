@@ -33,6 +33,7 @@ __all__ = [
     "Mid",
     "Notation",
     "QuotedArguments",
+    "Spelling",
     "TaggedArguments",
     "pattern",
 ]
@@ -187,6 +188,16 @@ class JsonArguments:
         return ends_in_string(text)
 
 
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """A call letter by letter: ``before name middle arguments after``."""
+
+    before: str
+    middle: str
+    after: str
+    arguments: Arguments
+
+
 # -- pairs in tags ---------------------------------------------------------------------------------
 
 
@@ -213,6 +224,7 @@ class TaggedArguments:
     mids: tuple[Mid, ...]
     closing: str
     as_json: bool = False
+    gap: str = ""  # between pairs
 
     def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """See ``Arguments``."""

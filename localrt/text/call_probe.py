@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localrt.errors import TemplateError
+from localrt.text.call_grammar import ID
 from localrt.text.call_notation import (
     Arguments,
     Framed,
@@ -22,6 +23,7 @@ from localrt.text.call_notation import (
     KeywordArguments,
     Mid,
     QuotedArguments,
+    Spelling,
     TaggedArguments,
     pattern,
 )
@@ -252,6 +254,7 @@ class _Probe:
         found = MARK.search(closing)
         closing = found[0] if found else closing
         notation = replace(unit.notation, lead=lead)
+        end = unit.end + tail.find(closing) + len(closing) if closing in tail else unit.end
         return CallSyntax(
             mark + kept,
             closing,
@@ -259,7 +262,29 @@ class _Probe:
             marks=_marks(opening, between, parts.closing, closing),
             kept=kept,
             bare=mark in ("", "<tool_call>"),
+            spelling=self._json_spelling(end),
         )
+
+    def _json_spelling(self, end: int) -> Spelling | None:
+        """The text of ``_alone`` up to ``end``; None where the name does not come first."""
+        text, at = self._alone, self._alone.index(FIRST)
+        try:
+            shape = self._shape()
+            _, arguments_end = shape.place(text, at + len(FIRST))
+        except (ValueError, UnreadableError):
+            return None
+        if self._quotes(shape):
+            return None
+        before, after = text[self._begin : at], text[arguments_end:end]
+        middle = self._without_ids(shape.middle)
+        return Spelling(
+            self._without_ids(before), middle, self._without_ids(after), shape.arguments
+        )
+
+    @staticmethod
+    def _quotes(shape: _Shape) -> bool:
+        """Whether arguments are written as JSON text within JSON."""
+        return isinstance(shape.arguments, JsonArguments) and shape.lead.startswith('"')
 
     # -- a name in a frame -------------------------------------------------------------------------
 
@@ -299,6 +324,11 @@ class _Probe:
             mark=mark,
             end=outer,
         )
+        stop = parts.section_end if parts.section else parts.closing
+        after = tail[: tail.index(stop) + len(stop)] if stop else ""
+        before = opening[len(primed) :]
+        middle = self._without_ids(shape.middle)
+        spelling = None if self._quotes(shape) else Spelling(before, middle, after, arguments)
         spelled = alone[at : shape.place(alone, at + len(FIRST))[1]] + self._special
         return CallSyntax(
             mark,
@@ -306,11 +336,12 @@ class _Probe:
             (frame,),
             marks=_marks(opening, between, parts.closing, parts.section_end, spelled),
             primed=primed,
+            spelling=spelling,
         )
 
     def _without_ids(self, text: str) -> str:
         for call_id in IDS:
-            text = text.replace(call_id, _ID)
+            text = text.replace(call_id, ID)
         return text
 
     def _numbered(self, first: str, second: str) -> str:
@@ -368,7 +399,7 @@ class _Probe:
         if two.find(_NEXT_VALUE, next_key) < 0 or not text.startswith(two[:value_end]):
             raise UnreadableError("pairs are in no order")
         start = _snapped(two, key - len(_common_end(head, gap)))
-        opening = two[start:key]
+        opening = two[start:key].lstrip()
         after = gap[: len(gap) - len(opening)].rstrip()
         if not opening.strip() or not after.strip():
             raise UnreadableError("nothing marks the arguments")
@@ -376,8 +407,9 @@ class _Probe:
         as_json = mid.endswith('"') and after.startswith('"') and _SPECIAL not in self._special
         if as_json:
             mids = (Mid(mid[:-1], after[1:]),)
-        arguments = TaggedArguments(opening.strip(), mids, "", as_json)
-        return _Shape(arguments, two[name_end:start], opening, after)
+        between = gap[len(after) : len(gap) - len(opening)]
+        arguments = TaggedArguments(opening, mids, "", as_json, between)
+        return _Shape(arguments, head[: len(head) - len(opening)], opening, after)
 
     def _mids(self, usual: Mid) -> tuple[Mid, ...]:
         """How values of other kinds are written, beside ``usual`` strings."""
@@ -405,13 +437,13 @@ def _around(text: str, value: str) -> tuple[str, str]:
 
 # -- texts -----------------------------------------------------------------------------------------
 
-_ID, _NUMBERED = "zidzid", "znznzn"
+_NUMBERED = "znznzn"
 
 
 def _expression(literal: str, *, strip: bool = True) -> str:
     """``literal`` as an expression, with what differs from call to call left open."""
     found = pattern(literal.strip() if strip else literal)
-    found = found.replace(_ID, r"(?P<id>[\w.:\-]+)", 1).replace(_ID, r"[\w.:\-]+")
+    found = found.replace(ID, r"(?P<id>[\w.:\-]+)", 1).replace(ID, r"[\w.:\-]+")
     return found.replace(_NUMBERED, r"(?P<index>\d+)")
 
 

@@ -12,15 +12,21 @@ from __future__ import annotations
 import re
 
 from localrt.engine.types import ToolCall
+from localrt.text.call_notation import JsonArguments, Spelling
 from localrt.text.call_syntax import call_of
 from localrt.text.thinking import CLOSE, OPEN, overlap
 from localrt.text.tools import make_call
 
-__all__ = ["HarmonyParser", "is_harmony"]
+__all__ = ["HARMONY_CALL", "HarmonyParser", "is_harmony"]
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _TO = "to="  # a header may begin with the recipient: the prompt ends with the role
 _MARKERS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+HARMONY_CALL = Spelling(
+    f"{_CHANNEL}commentary to=functions.", f" <|constrain|>json{_MESSAGE}", "", JsonArguments()
+)
+"""A call, behind the role."""
+
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
 _MARK = re.compile("|".join(map(re.escape, _MARKERS)))
 

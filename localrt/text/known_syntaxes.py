@@ -15,6 +15,7 @@ from localrt.text.call_notation import (
     KeywordArguments,
     Mid,
     QuotedArguments,
+    Spelling,
     TaggedArguments,
 )
 from localrt.text.call_syntax import (
@@ -58,7 +59,15 @@ def _of(
     return CallSyntax(opening, closing, (Known(parser),), marks=marks, bare=bare)
 
 
-_HERMES = _of("<tool_call>", "</tool_call>", parse_tagged, bare=True)
+_HERMES = CallSyntax(
+    "<tool_call>",
+    "</tool_call>",
+    (Known(parse_tagged),),
+    bare=True,
+    spelling=Spelling(
+        '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", JsonArguments()
+    ),
+)
 _FUNCTOOLS = CallSyntax("functools[", "", (Known(parse_json),), kept="[")
 _DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 

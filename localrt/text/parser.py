@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from localrt.engine.types import ToolCall
-from localrt.text.call_notation import Notation
+from localrt.text.call_notation import JsonArguments, JsonCalls, Notation, Spelling
 from localrt.text.call_syntax import Call, Signatures, signatures
 from localrt.text.thinking import CLOSE, OPEN, overlap
 from localrt.text.tools import make_call
 
-__all__ = ["MARK", "USUAL_FRAME", "AnswerFrame", "CallSyntax", "TextParser"]
+__all__ = [
+    "MARK",
+    "PLAIN_CALLS",
+    "USUAL_FRAME",
+    "AnswerFrame",
+    "CallSyntax",
+    "TextParser",
+]
 
 MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
 """What the tokens look like that models mark the parts of an answer with."""
@@ -33,7 +40,7 @@ class CallSyntax:
     calls. ``kept`` is how much of the opening belongs to the call. With ``bare``, an answer that is
     nothing but JSON, fenced or not, may be a call too, of a tool that was given. ``primed`` is what
     of the opening stands in the prompt already. ``as_text`` says that the template wants arguments
-    as JSON text.
+    as JSON text. ``spelling`` is a call as it has to be written, where that is known.
     """
 
     opening: str
@@ -44,6 +51,7 @@ class CallSyntax:
     bare: bool = False
     primed: str = ""
     as_text: bool = False
+    spelling: Spelling | None = None
 
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
         """The calls between opening and closing; None where it is anything else."""
@@ -69,6 +77,15 @@ class AnswerFrame:
 
 
 USUAL_FRAME = AnswerFrame()
+
+PLAIN_CALLS = CallSyntax(
+    "",
+    "",
+    (JsonCalls(),),
+    bare=True,
+    spelling=Spelling('{"name": "', '", "arguments": ', "}", JsonArguments()),
+)
+"""A JSON object and nothing else, for models whose own way is not known."""
 
 
 class TextParser:

@@ -1,4 +1,4 @@
-"""Answers that follow a JSON schema or a regular expression, token by token, with llguidance.
+"""Answers that follow a JSON schema, an expression or a grammar, token by token, with llguidance.
 
 The tokenizer is prepared once for a model (under a second, 30 MB), a grammar once for each schema.
 It knows tokenizers and grammars; what is done with the tokens that it allows is the loop's.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,18 +20,20 @@ from localrt.engine.request import MakeConstraint
 from localrt.errors import LocalrtError, MissingExtraError, OptionError
 from localrt.offload.account import constraint_nbytes
 from localrt.offload.memory.process import current_rss
+from localrt.text.call_grammar import call_grammar
+from localrt.text.parser import MARK, CallSyntax
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
     from localrt.models.tokenizers import Tokenizer
 
-__all__ = ["Grammars"]
+__all__ = ["SPACES", "Grammars"]
 
 _KEPT = 16  # grammars
 _LONGEST = 128 << 10  # characters; reading takes the square of a schema's properties
 # One space, or a new line and its indentation: a model must not go on with spaces for ever.
-_SPACES = r"(\n[ \t]{0,24}|[ ])?"
+SPACES = r"(\n[ \t]{0,24}|[ ])?"
 
 
 class Grammars:
@@ -60,6 +62,49 @@ class Grammars:
             return None
         name = "json_schema" if options.json_schema is not None else "regex"
         text = options.json_schema or options.regex or ""
+
+        def grammar() -> str:
+            from llguidance import LLMatcher
+
+            if name == "regex":
+                return LLMatcher.grammar_from_regex(text)
+            return LLMatcher.grammar_from_json_schema(
+                _readable(text), overrides={"whitespace_pattern": SPACES}
+            )
+
+        return self._made(name, text, grammar)
+
+    def call(self, syntax: CallSyntax, functions: Sequence[Mapping[str, Any]]) -> MakeConstraint:
+        """What makes the constraint of a call of one of ``functions``, spelled as in ``syntax``.
+
+        Raises:
+            OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
+        """
+        assert syntax.spelling is not None, "no other call can be forced"
+        lark = call_grammar(syntax.spelling, functions, self._terminal, spaces=SPACES)
+
+        def grammar() -> str:
+            from llguidance import LLMatcher
+
+            return LLMatcher.grammar_from_lark(lark)
+
+        return self._made("tool_choice", lark, grammar)
+
+    def _terminal(self, text: str) -> str:
+        """``text`` as terminals of a grammar: strings, and the ids of control tokens in it."""
+        special, found, at = self._tokenizer.special_ids, [], 0
+        for mark in MARK.finditer(text):
+            token = self._tokenizer.token_id(mark[0])
+            if token in special:
+                found += [text[at : mark.start()], f"<[{token}]>"]
+                at = mark.end()
+        found.append(text[at:])
+        strings = (json.dumps(part, ensure_ascii=False) for part in found[::2])
+        tokens = [*found[1::2], ""]
+        pairs = zip(strings, tokens, strict=True)
+        return " ".join(part for pair in pairs for part in pair if part not in ("", '""'))
+
+    def _made(self, name: str, text: str, grammar: Callable[[], str]) -> MakeConstraint:
         if len(text) > _LONGEST:
             raise OptionError(
                 f"{name} is too large: {len(text)} characters, and {_LONGEST} are the most"
@@ -68,7 +113,7 @@ class Grammars:
         with self._lock:
             matcher = self._matchers.get(key)
             if matcher is None:
-                matcher = self._compiled(name, options)
+                matcher = self._compiled(name, grammar)
             self._matchers[key] = matcher
             self._matchers.move_to_end(key)
             while len(self._matchers) > _KEPT:
@@ -76,7 +121,7 @@ class Grammars:
         vocab = self._tokenizer.vocab_size
         return lambda: _GrammarConstraint(matcher.deep_copy(), vocab)
 
-    def _compiled(self, name: str, options: Options) -> LLMatcher:
+    def _compiled(self, name: str, make: Callable[[], str]) -> LLMatcher:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
@@ -84,13 +129,7 @@ class Grammars:
                 f"{name} needs llguidance: install it with pip install 'localrt[structured]'"
             ) from error
         try:
-            if options.json_schema is not None:
-                grammar = LLMatcher.grammar_from_json_schema(
-                    _readable(options.json_schema), overrides={"whitespace_pattern": _SPACES}
-                )
-            else:
-                assert options.regex is not None, "one of the two is asked for"
-                grammar = LLMatcher.grammar_from_regex(options.regex)
+            grammar = make()
         except ValueError as error:
             raise _refused(name, str(error)) from error
         if self._prepared is None:

@@ -13,9 +13,9 @@ from localrt.errors import TemplateError
 from localrt.models.templates.chat_template import MessageTemplate
 from localrt.text.call_probe import probe_calls
 from localrt.text.frame_probe import probe_frame
-from localrt.text.harmony import is_harmony
+from localrt.text.harmony import HARMONY_CALL, is_harmony
 from localrt.text.known_syntaxes import known_syntax, known_with
-from localrt.text.parser import USUAL_FRAME, AnswerFrame, CallSyntax
+from localrt.text.parser import PLAIN_CALLS, USUAL_FRAME, AnswerFrame, CallSyntax
 from localrt.text.probing import UnreadableError, Written
 
 __all__ = ["TemplateSyntax"]
@@ -32,8 +32,10 @@ class TemplateSyntax:
     def of(cls, template: MessageTemplate) -> TemplateSyntax:
         """That of ``template``. gpt-oss' channels are ``localrt.text.harmony``'s."""
         source = template.tool_source
+        if is_harmony(source):
+            return cls(CallSyntax("", "", (), spelling=HARMONY_CALL))
         known = cls(known_syntax(source))
-        if not source or is_harmony(source):
+        if not source:
             return known
 
         def render(
@@ -55,9 +57,9 @@ class TemplateSyntax:
             return cls(found)
 
     @property
-    def is_usual(self) -> bool:
-        """Whether answers without calls may be shown as they come."""
-        return self.frame == USUAL_FRAME
+    def forced(self) -> CallSyntax:
+        """The syntax of a call that must be made."""
+        return PLAIN_CALLS if self.calls.spelling is None else self.calls
 
     def opened(self, prompt: str) -> str:
         """The mark with which the end of a prompt has opened thinking, or nothing."""

@@ -8,14 +8,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localrt.engine.types import ToolCall
+from localrt.errors import OptionError
 from localrt.text.call_syntax import Call
 
-__all__ = ["as_message_calls", "for_template", "make_call"]
+__all__ = ["as_message_calls", "for_template", "functions_to_call", "make_call"]
 
 
 def make_call(call: Call) -> ToolCall:
     """``call`` with an id: its own, or a new one of nine characters, as Mistral's models want."""
     return ToolCall(call.id or uuid.uuid4().hex[:9], call.name, call.arguments)
+
+
+def functions_to_call(choice: str, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The functions of ``tools`` of which one must be called: any, or that of the name ``choice``.
+
+    Raises:
+        OptionError: there is none.
+    """
+    functions = [tool.get("function", tool) for tool in tools]
+    named = [each for each in functions if isinstance(each, Mapping) and each.get("name")]
+    if choice == "required":
+        if not named:
+            raise OptionError("tool_choice is 'required', and there are no tools")
+        return named
+    found = [each for each in named if each["name"] == choice]
+    if not found:
+        raise OptionError(f"tool_choice is {choice[:200]!r}, and there is no such tool in tools")
+    return found
 
 
 def as_message_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

@@ -1,0 +1,217 @@
+"""Grammars (llguidance's Lark) that bind an answer to a call, in the words of the model's template.
+
+Tools' schemas bind the arguments: as JSON where the model writes JSON, value by value where it
+writes them in tags, as keywords or in objects of its own. It knows no tokens but their names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from localrt.text.call_notation import (
+    KeywordArguments,
+    QuotedArguments,
+    Spelling,
+    TaggedArguments,
+)
+
+__all__ = ["ID", "Terminal", "call_grammar"]
+
+Terminal = Callable[[str], str]
+"""Text as the terminals that stand for it: some of its marks are control tokens."""
+
+ID = "zidzid"
+"""Stands for a call's id in a ``Spelling``."""
+
+_ANY_ID = "/[a-zA-Z0-9]{9}/"
+_TEXT = "/(?s:.*)/"
+
+
+def call_grammar(
+    spelling: Spelling,
+    tools: Sequence[Mapping[str, Any]],
+    terminal: Terminal,
+    *,
+    spaces: str = "",
+) -> str:
+    """A call of one of ``tools``, which are functions with a name and parameters.
+
+    ``spaces`` is an expression of what may stand between the parts of JSON.
+    """
+    rules = _Rules(spelling, terminal, spaces)
+    calls = " | ".join(rules.call(tool) for tool in tools)
+    return "\n".join([f"start: {calls}", *rules.lines])
+
+
+class _Rules:
+    """The rules of a grammar as it grows."""
+
+    def __init__(self, spelling: Spelling, terminal: Terminal, spaces: str) -> None:
+        self.lines: list[str] = []
+        self._spelling = spelling
+        self._terminal = terminal
+        self._spaces = spaces
+
+    def call(self, tool: Mapping[str, Any]) -> str:
+        """The rule of a call of ``tool``."""
+        spelling, lit = self._spelling, self._literal
+        arguments, middle = self._arguments(tool.get("parameters")), spelling.middle
+        if not arguments and spelling.after[:1].isspace():
+            middle = middle.rstrip()
+        parts = (lit(spelling.before + tool["name"] + middle), arguments, lit(spelling.after))
+        return self._rule(" ".join(filter(None, parts)))
+
+    def _rule(self, body: str) -> str:
+        name = f"r{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def _literal(self, text: str) -> str:
+        return f" {_ANY_ID} ".join(self._terminal(part) for part in text.split(ID) if part)
+
+    def _arguments(self, schema: Any) -> str:
+        schema = schema if isinstance(schema, Mapping) else {}
+        match self._spelling.arguments:
+            case TaggedArguments() as tags:
+                return self._sequence(
+                    schema, lambda key, value: self._pair(tags, key, value), separator=tags.gap
+                )
+            case KeywordArguments():
+                return self._sequence(schema, self._keyword, separator=", ")
+            case QuotedArguments() as quoted:
+                return self._rule(self._object(schema, quoted, schema))
+        return self._json(schema or {"type": "object", "additionalProperties": False}, schema)
+
+    def _json(self, schema: Any, root: Mapping[str, Any]) -> str:
+        """Any value that ``schema`` allows, which may refer to definitions of ``root``."""
+        given = dict(schema) if isinstance(schema, Mapping) else {}
+        given |= {key: root[key] for key in ("$defs", "definitions") if key in root}
+        if self._spaces:
+            given["x-guidance"] = {"whitespace_pattern": self._spaces}
+        return f"%json {json.dumps(given)}"
+
+    def _sequence(
+        self,
+        schema: Mapping[str, Any],
+        item: Callable[[str, Any], str],
+        separator: str = "",
+    ) -> str:
+        """Every property of ``schema`` once, in their order; those not required may be left out."""
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
+        required = schema.get("required") or ()
+        self._root = schema
+        rest, first = "", ""
+        # From the last one on: what follows a property depends on whether one has come before.
+        for key, value in reversed([*properties.items()]):
+            one = self._rule(item(key, value))
+            mark = self._terminal(separator) if separator else ""
+            later = f"{mark} {one} {rest}".strip()
+            alone = f"{one} {rest}".strip()
+            optional = key not in required
+            rest, first = (
+                self._rule(f"{later} | {rest}" if optional and rest else later)
+                if not optional or rest
+                else self._rule(f"({later})?"),
+                self._rule(f"{alone} | {first}" if optional and first else alone)
+                if not optional or first
+                else self._rule(f"({alone})?"),
+            )
+        return first
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def _pair(self, tags: TaggedArguments, key: str, schema: Any) -> str:
+        is_text = _is_text(schema) and not tags.as_json
+        mids = [mid for mid in tags.mids if mid.string in (None, is_text)]
+        mid = mids[0] if mids else tags.mids[0]
+        opening = self._literal(f"{tags.opening}{key}{mid.before}")
+        closing = self._literal(mid.after)
+        if not is_text:
+            return f"{opening} {self._value(schema)} {closing}"
+        values = _words(schema)
+        if values:
+            return f"{opening} ({self._either(values)}) {closing}"
+        text = f"t{len(self.lines)}"
+        self.lines.append(f"{text}[suffix={json.dumps(mid.after, ensure_ascii=False)}]: {_TEXT}")
+        return f"{opening} {text}"
+
+    def _keyword(self, key: str, schema: Any) -> str:
+        if not _is_text(schema):
+            return f"{self._literal(key + '=')} {self._value(schema)}"
+        values = _words(schema)
+        text = f"({self._either(values)})" if values else r"/[^'\\]*/"
+        quote = self._terminal("'")
+        return f"{self._literal(key + '=')} {quote} {text} {quote}"
+
+    def _value(self, schema: Any) -> str:
+        return self._rule(self._json(schema, self._root))
+
+    def _either(self, words: Iterable[str]) -> str:
+        return " | ".join(self._terminal(word) for word in words)
+
+    def _object(self, schema: Any, quoted: QuotedArguments, root: Mapping[str, Any]) -> str:
+        inside = self._sequence(
+            schema, lambda key, value: self._quoted(quoted, key, value), separator=","
+        )
+        return f"{self._terminal('{')} {inside} {self._terminal('}')}"
+
+    def _quoted(self, quoted: QuotedArguments, key: str, schema: Any) -> str:
+        return f"{self._literal(key + ':')} {self._quoted_value(quoted, schema)}"
+
+    def _quoted_value(self, quoted: QuotedArguments, schema: Any) -> str:
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        if kind == "object" and schema.get("properties"):
+            return self._rule(self._object(schema, quoted, self._root))
+        if kind == "array":
+            item = self._rule(self._quoted_value(quoted, schema.get("items")))
+            return self._rule(f'"[" ({item} ("," {item})*)? "]"')
+        scalars = schema.get("enum") if isinstance(schema, Mapping) else None
+        numbers = isinstance(scalars, list) and not any(
+            isinstance(each, str | list | dict) for each in scalars
+        )
+        if numbers or kind in ("integer", "number", "boolean", "null"):
+            return self._value(schema)
+        if words := _words(schema):
+            quote = self._terminal(quoted.quote)
+            return f"{quote} ({self._either(words)}) {quote}"
+        return self._quoted_text(quoted) if _is_text(schema) else self._anything(quoted)
+
+    def _quoted_text(self, quoted: QuotedArguments) -> str:
+        quote = self._terminal(quoted.quote)
+        if quote.startswith("<["):
+            return f"{quote} {_TEXT} {quote}"
+        text = f"t{len(self.lines)}"
+        self.lines.append(f"{text}[suffix={json.dumps(quoted.quote)}]: {_TEXT}")
+        return f"{quote} {text}"
+
+    def _anything(self, quoted: QuotedArguments) -> str:
+        text = self._rule(self._quoted_text(quoted))
+        plain = self._rule('%json {"type": ["number", "boolean", "null"]}')
+        any_value = f"r{len(self.lines)}"
+        pair = f'/[a-zA-Z_][a-zA-Z0-9_]*/ ":" {any_value}'
+        return self._rule(
+            f'{text} | {plain} | "[" ({any_value} ("," {any_value})*)? "]"'
+            f' | "{{" ({pair} ("," {pair})*)? "}}"'
+        )
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether only strings are allowed, or nothing is said."""
+    if not isinstance(schema, Mapping):
+        return True
+    kind = schema.get("type")
+    if kind is not None:
+        return bool(kind == "string")
+    words = schema.get("enum")
+    if isinstance(words, list):
+        return all(isinstance(word, str) for word in words)
+    return not any(key in schema for key in ("anyOf", "oneOf", "allOf", "$ref", "const"))
+
+
+def _words(schema: Any) -> list[str]:
+    words = schema.get("enum") if isinstance(schema, Mapping) else None
+    known = isinstance(words, list) and all(isinstance(word, str) for word in words)
+    return list(words) if known and words else []
