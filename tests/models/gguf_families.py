@@ -19,6 +19,11 @@ from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 __all__ = ["FAMILY_FILES", "write_family"]
 
 FAMILY_FILES = {
+    "llama-tied-bias": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
     "ministral3": "mistral3",
     "mistral3": "mistral3",
     "olmo2": "olmo2",
@@ -37,7 +42,7 @@ FAMILY_FILES = {
 }
 """What each tiny config's file calls its architecture."""
 
-_PAIRED = ("mistral3", "granite", "granite_swa", "ernie4_5", "ernie4_5-moe")
+_PAIRED = ("ernie4_5", "ernie4_5-moe", "granite", "granite_swa", "llama", "mistral3", "smollm3")
 
 _NEWER = {"granite_swa": ("granite", "granitemoe", "gpt-oss")}
 """What gguf does not know, and where its tensors have the same names."""

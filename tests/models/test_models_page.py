@@ -1,0 +1,53 @@
+"""docs/models.md says of every architecture what it is compared with: here that is looked up."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from localrt.models.registry import ARCHITECTURES
+from tests.models import gguf_mixture
+from tests.models.gguf_families import FAMILY_FILES
+from tests.models.tiny import CONFIGS, MIXTURES
+
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+_CODE = re.compile(r"`([^`]+)`")
+
+
+@cache
+def compared() -> tuple[set[str], set[str]]:
+    """Names in ``config.json`` that tests compare with transformers, in GGUF with llama.cpp."""
+    folders = set()
+    for make in (CONFIGS | MIXTURES).values():
+        config = make()
+        text = config.get_text_config() is config
+        auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
+        folders.add(auto._model_mapping[type(config)].__name__)
+    files = {*FAMILY_FILES.values(), *gguf_mixture.ARCHITECTURES.values(), "deepseek2"}
+    return folders, files
+
+
+def rows() -> dict[str, list[set[str]]]:
+    """The page's table: names in each column after the models' own, by the architecture's file."""
+    found: dict[str, list[set[str]]] = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 5 and (file := _CODE.fullmatch(cells[0])):
+            found[file[1].removesuffix(".py")] = [set(_CODE.findall(cell)) for cell in cells[2:]]
+    return found
+
+
+def test_every_architecture_has_its_row() -> None:
+    assert set(rows()) == set(ARCHITECTURES.values())
+
+
+@pytest.mark.parametrize("module", sorted(set(ARCHITECTURES.values())))
+def test_a_row_says_what_is_tested(module: str) -> None:
+    folders, files = compared()
+    names = {name for name, own in ARCHITECTURES.items() if own == module}
+    expected = [names & folders, names & files, names - folders - files]
+    assert rows().get(module) == expected

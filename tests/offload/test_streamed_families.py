@@ -1,0 +1,61 @@
+"""Every architecture streamed: attention, MLPs, most experts and head, bit for bit as in memory."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from localrt.models.registry import ARCHITECTURES
+from tests.offload.placed import Model, extend, needs_kernels, pack_tiny, passing, tokens
+
+pytestmark = needs_kernels
+
+# A tiny model of each.
+STREAMED = {
+    "deepseek": "glm4-moe-lite",
+    "ernie": "ernie-moe",
+    "exaone4": "exaone4-window",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "gemma4": "gemma4-moe",
+    "glm4_moe": "glm4-moe",
+    "gpt_oss": "gpt-oss",
+    "granite": "granite",
+    "granite_hybrid": "granite-hybrid-moe",
+    "granite_moe": "granite-moe-shared",
+    "granite_swa": "granite-moe-swa",
+    "lfm2": "lfm2-moe",
+    "llama": "llama",
+    "ministral3": "mistral3",
+    "mixtral": "mixtral",
+    "olmo2": "olmo3",
+    "olmoe": "olmoe",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2-moe",
+    "qwen3": "qwen3-vl",
+    "qwen3_5": "qwen3.5-moe",
+    "qwen3_moe": "qwen3-vl-moe",
+    "seed_oss": "seed-oss",
+    "smollm3": "smollm3",
+}
+
+
+def test_none_is_left_out() -> None:
+    assert set(STREAMED) == set(ARCHITECTURES.values())
+
+
+@pytest.mark.parametrize("name", STREAMED.values())
+def test_streaming_changes_no_bit(name: str, tmp_path: Path) -> None:
+    with closing(Model(pack_tiny(name, tmp_path))) as model:
+        here = model.resident.cache(64)
+        # The others of the experts are what their cache has room for.
+        streamed = [n for n in passing(model.store) if not n.endswith(("expert.0", "expert.1"))]
+        with model.placed(streamed) as placed:
+            there = placed.cache(64)
+            for part in (tokens(20), *([token] for token in tokens(3, seed=3))):
+                want = extend(model.resident, here, part)
+                np.testing.assert_array_equal(extend(placed, there, part), want)
