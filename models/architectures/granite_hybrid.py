@@ -19,15 +19,18 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     """Granite's keys, Mamba's, and ``layer_types``."""
     config = replace(llama.read_config(raw), architecture="granite_hybrid")
     config = granite.with_factors(raw, config)
-    rotates = raw.text("position_embedding_type", "") == "rope"
+    rotates = raw.text("position_embedding_type", "rope" if raw.is_gguf else "") == "rope"
     attending = config.attending[0]
     attending = attending if rotates else replace(attending, rope=None)
-    recurrent = read_mamba(raw, config, inner=raw.integer("mamba_expand", 2) * config.hidden_size)
+    heads = raw.integer("mamba_n_heads")
+    size = raw.text("mamba_d_head", "auto")
+    inner = raw.integer("mamba_expand", 2) * config.hidden_size
+    recurrent = read_mamba(raw, config, inner=inner if size == "auto" else heads * int(size))
     kinds = raw.layer_kinds("layer_types", config.layers, _KINDS) or [False] * config.layers
     config = replace(
         config,
         attention=tuple(attending if attends else recurrent for attends in kinds),
-        recurrent=mamba_names("mamba", biased=raw.flag("mamba_proj_bias")),
+        recurrent=mamba_names(raw, "mamba", biased=raw.flag("mamba_proj_bias")),
     )
     if raw.has("num_local_experts") and raw.optional_integer("num_local_experts"):
         return with_experts(raw, config)

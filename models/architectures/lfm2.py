@@ -60,7 +60,8 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     spec = read_mixture(raw, config, scoring="sigmoid", normalize=True, inner=inner)
     router = replace(spec.router, scale=raw.number("routed_scaling_factor", 1.0))
     spec = replace(spec, router=router, choice_bias=raw.flag("use_expert_bias", default=True))
-    dense = raw.optional_integer("num_dense_layers") or 0
+    dense = raw.optional_integer("num_dense_layers")
+    dense = dense or raw.optional_integer("first_k_dense_replace") or 0
     return with_mixture(config, spec, [layer >= dense for layer in range(config.layers)])
 
 

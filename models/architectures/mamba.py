@@ -34,13 +34,14 @@ def read_mamba(raw: RawConfig, config: DecoderConfig, *, inner: int) -> Recurren
     )
 
 
-def mamba_names(prefix: str, *, biased: bool) -> RecurrentNames:
+def mamba_names(raw: RawConfig, prefix: str, *, biased: bool) -> RecurrentNames:
     """The tensors below ``prefix``."""
     return RecurrentNames(
         mix=(f"{prefix}.in_proj",),
         taps=f"{prefix}.conv1d",
         out=f"{prefix}.out_proj",
-        decay=f"{prefix}.A_log",
+        decay=f"{prefix}.{'A' if raw.is_gguf else 'A_log'}",
+        decay_is_rate=raw.is_gguf,
         decay_bias=f"{prefix}.dt_bias",
         skip=f"{prefix}.D",
         out_norm=f"{prefix}.norm",

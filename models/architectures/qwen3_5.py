@@ -47,7 +47,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         norm_offset=0.0 if raw.flag("norm_weights_include_one") else 1.0,
         recurrent=_names(raw),
     )
-    if not raw.has("num_experts"):
+    if not raw.has("num_experts") and not raw.has("num_local_experts"):
         return config
     inner = raw.integer("moe_intermediate_size")
     spec = replace(

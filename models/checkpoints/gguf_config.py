@@ -15,6 +15,7 @@ from localrt.models.checkpoints.gguf_names import (
     CONFIG_KEYS,
     DEEPSEEK_KEYS,
     GEMMA,
+    RECURRENT_KEYS,
     ROPE_SCALING_KEYS,
     SAMPLING_KEYS,
     SCORING,
@@ -66,8 +67,9 @@ def model_config(
     _add_partial_rotary(config)
     _add_rope_scaling(config, architecture, metadata, tensors)
     _add_layer_types(config, f"{architecture}.attention.sliding_window_pattern", metadata)
+    _add_recurrent(config, architecture, metadata)
     _leave_out(config, predicting)
-    if architecture in GEMMA:
+    if architecture in GEMMA or architecture in ("qwen35", "qwen35moe"):
         config["norm_weights_include_one"] = True
     if architecture == "gemma3":
         # Queries are scaled by the head's size, but in the 27B model by hidden size over heads
@@ -226,6 +228,35 @@ def _add_temperature(config: dict[str, Any]) -> None:
         scaling["llama_4_scaling_beta"] = config.pop("llama_4_scaling_beta", None)
         if "mscale_all_dim" in scaling:
             scaling["mscale"] = scaling["mscale_all_dim"]
+
+
+def _add_recurrent(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
+    """Sizes of recurrent layers, and which layers attend: those that have key/value heads."""
+    groups = config.get("num_key_value_heads")
+    if isinstance(groups, list) and 0 in groups:
+        other = "conv" if architecture.startswith("lfm2") else "linear_attention"
+        config["layer_types"] = ["full_attention" if count else other for count in groups]
+        config["num_key_value_heads"] = max(groups)
+    sizes = {
+        name: metadata.integer(f"{architecture}.{key}") for key, name in RECURRENT_KEYS.items()
+    }
+    if not sizes["heads"] or not sizes["inner"]:
+        return
+    if not metadata.flag(f"{architecture}.rope.scaling.finetuned"):  # as Granite says it
+        config["position_embedding_type"] = "nope"
+    value = sizes["inner"] // sizes["heads"]
+    config |= {
+        "linear_num_value_heads": sizes["heads"],
+        "linear_num_key_heads": sizes["key_heads"],
+        "linear_key_head_dim": sizes["key_size"],
+        "linear_value_head_dim": value,
+        "linear_conv_kernel_dim": sizes["taps"],
+        "mamba_n_heads": sizes["heads"],
+        "mamba_n_groups": sizes["key_heads"],
+        "mamba_d_state": sizes["key_size"],
+        "mamba_d_head": value,
+        "mamba_d_conv": sizes["taps"],
+    }
 
 
 def _add_bases(config: dict[str, Any], metadata: GgufMetadata) -> None:

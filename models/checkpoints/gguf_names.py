@@ -16,6 +16,7 @@ __all__ = [
     "DEEPSEEK_KEYS",
     "GEMMA",
     "INTERLEAVED_ROTARY",
+    "RECURRENT_KEYS",
     "ROPE_SCALING_KEYS",
     "SAMPLING_KEYS",
     "SCORING",
@@ -30,6 +31,7 @@ INTERLEAVED_ROTARY = frozenset(
         "ernie4_5-moe",
         "granite",
         "granite_swa",
+        "granitehybrid",
         "granitemoe",
         "llama",
         "mistral3",
@@ -44,6 +46,7 @@ GEMMA = frozenset({"gemma", "gemma2", "gemma3"})
 _TENSORS: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",  # LFM2's, behind the last layer
     "output": "lm_head",
 }
 
@@ -108,6 +111,35 @@ _SANDWICH_NORMS: Mapping[str, str] = {
 _MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}
 """The norm before the MLP, called as if it were attention's."""
 
+_DELTA_NET = {
+    **_MLP_NORM,
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_MAMBA = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_a": "mamba.A",
+    "ssm_d": "mamba.D",
+    "ssm_dt": "mamba.dt_bias",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+}
+_SHORT_CONVOLUTION = {
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+}
+_NO_KIND = ("ssm_a", "ssm_d", "ssm_dt")
+"""What Hugging Face gives neither ``.weight`` nor ``.bias``."""
+
 _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "deepseek2": _LATENT_ATTENTION,
     "exaone4": _SANDWICH_NORMS,
@@ -118,6 +150,20 @@ _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "olmo2": _SANDWICH_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "seed_oss": _MLP_NORM,
+    "granitehybrid": _MAMBA,
+    "lfm2": _SHORT_CONVOLUTION,
+    "lfm2moe": _SHORT_CONVOLUTION,
+    "qwen35": _DELTA_NET,
+    "qwen35moe": _DELTA_NET,
+}
+
+RECURRENT_KEYS: Mapping[str, str] = {
+    # of recurrent layers, after the architecture's name and a dot
+    "ssm.conv_kernel": "taps",
+    "ssm.group_count": "key_heads",
+    "ssm.inner_size": "inner",
+    "ssm.state_size": "key_size",
+    "ssm.time_step_rank": "heads",
 }
 
 CONFIG_KEYS: Mapping[str, str] = {
@@ -147,6 +193,8 @@ CONFIG_KEYS: Mapping[str, str] = {
     "interleave_moe_layer_step": "moe_layer_interval",
     "leading_dense_block_count": "first_k_dense_replace",
     "logit_scale": "logits_scaling",
+    "full_attention_interval": "full_attention_interval",
+    "shortconv.l_cache": "conv_L_cache",
     "residual_scale": "residual_multiplier",
     "rope.dimension_count": "rope_dim",
     "rope.freq_base": "rope_theta",
@@ -194,8 +242,8 @@ SAMPLING_KEYS: Mapping[str, str] = {
 }
 
 _NAME = re.compile(
-    r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>[a-z0-9_]+)"
-    r"(?:\.(?P<expert>\d{1,9}))?\.(?P<kind>weight|bias)"
+    r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>(?:shortconv\.)?[a-z0-9_]+)"
+    r"(?:\.(?P<expert>\d{1,9}))?(?:\.(?P<kind>weight|bias))?"
 )
 
 
@@ -206,14 +254,17 @@ def hf_tensor_name(architecture: str, name: str) -> str:
         return name
     layer, stem, expert, kind = match["layer"], match["stem"], match["expert"], match["kind"]
     if layer is None:
-        return f"{_TENSORS[stem]}.{kind}" if stem in _TENSORS and expert is None else name
+        known = stem in _TENSORS and expert is None and kind is not None
+        return f"{_TENSORS[stem]}.{kind}" if known else name
     if (whole := _WHOLE_NAMES.get(f"{stem}.{kind}")) is not None and expert is None:
         return f"model.layers.{int(layer)}.{whole}"
     if expert is not None:
         hf_stem = _EXPERT_TENSORS.get(stem, "").format(int(expert))
     else:
         hf_stem = _LAYER_TENSORS_OF.get(architecture, {}).get(stem) or _LAYER_TENSORS.get(stem, "")
-    return f"model.layers.{int(layer)}.{hf_stem}.{kind}" if hf_stem else name
+    if not hf_stem or (kind is None and stem not in _NO_KIND):
+        return name
+    return f"model.layers.{int(layer)}.{hf_stem}{'' if stem in _NO_KIND else f'.{kind}'}"
 
 
 def expert_stack(name: str) -> tuple[str, Stack] | None:

@@ -25,8 +25,10 @@ __all__ = ["Bytes", "RowSource", "SourcedCheckpoint", "StoredTensor"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_TAPS = (".conv1d.weight", ".conv.conv.weight")
-"""Of convolutions over tokens, (channels, 1, taps) or (channels, taps): small, and read whole."""
+_VECTORS = (".conv1d.weight", ".conv.conv.weight", ".mamba.norm.weight", ".mamba.A", ".mamba.D")
+"""Small tensors of recurrent layers that files keep in several dimensions: taps of convolutions
+(channels, 1, taps), norms by groups.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +135,8 @@ class SourcedCheckpoint:
 
 
 def _flat(source: RowSource) -> RowSource:
-    """A convolution's taps as a vector, other tensors as they are."""
+    """A small tensor of a recurrent layer as a vector, others as they are."""
     info = source.info
-    if not info.name.endswith(_TAPS) or info.format.block != 1:
+    if not info.name.endswith(_VECTORS) or info.format.block != 1:
         return source
     return replace(source, info=replace(info, shape=(math.prod(info.shape),)))

@@ -20,7 +20,7 @@ _DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
-    "linear_key_head_dim": 20,
+    "linear_key_head_dim": 24,
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 3,
     "rope_parameters": {
@@ -39,7 +39,7 @@ _MAMBA: dict[str, Any] = {
     "mamba_n_groups": 2,
     "mamba_d_state": 20,
     "mamba_d_conv": 4,
-    "mamba_expand": 3,
+    "mamba_expand": 2,
     "embedding_multiplier": 1.7,
     "attention_multiplier": 0.3,
     "residual_multiplier": 0.6,
@@ -76,7 +76,6 @@ def hybrid_mixtures(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             num_experts_per_tok=3,
             moe_intermediate_size=32,
             num_dense_layers=1,
-            routed_scaling_factor=1.7,
         ),
         "granite-hybrid-moe": lambda: GraniteMoeHybridConfig(
             **sizes,

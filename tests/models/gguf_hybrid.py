@@ -1,0 +1,230 @@
+"""Tiny models with recurrent layers as GGUF files, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
+
+__all__ = ["HYBRID_FILES", "write_hybrid"]
+
+HYBRID_FILES = {
+    "qwen3.5": "qwen35",
+    "qwen3.5-moe": "qwen35moe",
+    "lfm2": "lfm2",
+    "lfm2-moe": "lfm2moe",
+    "granite-hybrid": "granitehybrid",
+    "granite-hybrid-moe": "granitehybrid",
+}
+"""What each tiny config's file calls its architecture."""
+
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "operator_norm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "ffn_norm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+}
+_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "model.embedding_norm.weight": "token_embd_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_EXPERTS = re.compile(r"(mlp|feed_forward|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
+
+
+def write_hybrid(theirs: Any, path: Path, name: str) -> Path:
+    """transformers' model, of the tiny config ``name``, as the file ``path``."""
+    architecture, config = HYBRID_FILES[name], theirs.config
+    tensors: dict[str, Array] = {}
+    for key, value in theirs.state_dict().items():
+        tensors |= _tensor(key, value.float().numpy(), architecture, config)
+    if config.tie_word_embeddings:
+        tensors.pop("output.weight", None)
+    metadata = {f"{architecture}.{key}": value for key, value in _metadata(config).items()}
+    metadata["tokenizer.ggml.model"] = "no_vocab"
+    files = write_gguf(path, architecture, metadata, {n: (t, "f32") for n, t in tensors.items()})
+    return files[0]
+
+
+def _tensor(key: str, value: Array, architecture: str, config: Any) -> Mapping[str, Array]:
+    if key in _TOP:
+        one = architecture.startswith("qwen35") and "norm" in key
+        return {_TOP[key]: value + 1 if one else value}
+    _, _, layer, stem = key.split(".", 3)
+    prefix = f"blk.{layer}."
+    if (stacked := _EXPERTS.fullmatch(stem)) is not None:
+        if stacked[2] == "down_proj":
+            return {f"{prefix}ffn_down_exps.weight": value}
+        gate, up = np.split(value, 2, axis=1)
+        return {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
+    if stem.startswith("shared_mlp."):
+        shared = "_shexp" if config.num_local_experts else ""
+        if "output" in stem:
+            return {f"{prefix}ffn_down{shared}.weight": value}
+        gate, up = np.split(value, 2)
+        return {f"{prefix}ffn_gate{shared}.weight": gate, f"{prefix}ffn_up{shared}.weight": up}
+    if stem == "post_attention_layernorm.weight":
+        if architecture.startswith("qwen35"):
+            return {f"{prefix}post_attention_norm.weight": value + 1}
+        return {f"{prefix}ffn_norm.weight": value}
+    if architecture.startswith("qwen35"):
+        value = _value_heads_in_turns(stem, value, config)
+    if architecture == "granitehybrid" and stem.startswith(("self_attn.q", "self_attn.k")):
+        heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
+        value = in_pairs(value, heads)
+    module, _, kind = stem.rpartition(".")
+    if kind == "A_log":
+        rates = -np.exp(value)
+        return {f"{prefix}ssm_a": rates[:, None] if architecture == "granitehybrid" else rates}
+    if kind == "D":
+        return {f"{prefix}ssm_d": value[:, None]}
+    if kind == "dt_bias":
+        return {f"{prefix}ssm_dt.bias": value}
+    if stem == "feed_forward.expert_bias":
+        return {f"{prefix}exp_probs_b.bias": value}
+    if "conv" in module and value.ndim == 3:
+        value = value[:, 0]
+    if module == "mamba.norm":
+        value = value.reshape(config.mamba_n_groups, -1)
+    if module == "mlp.shared_expert_gate":
+        value = value.reshape(-1)
+    plain = module.endswith("norm") and module != "linear_attn.norm"
+    if architecture.startswith("qwen35") and plain:
+        value = value + 1
+    return {f"{prefix}{_NAMES[module]}.{kind}": value}
+
+
+def _value_heads_in_turns(stem: str, value: Array, config: Any) -> Array:
+    """Value heads of each key head side by side, as llama.cpp's converter puts them."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    size, each = config.linear_value_head_dim, values // keys
+
+    def turned(part: Array, width: int, axis: int = 0) -> Array:
+        shape = part.shape
+        split = (*shape[:axis], keys, each, width, *shape[axis + 1 :])
+        return part.reshape(split).swapaxes(axis, axis + 1).reshape(shape)
+
+    module = stem.removeprefix("linear_attn.").removesuffix(".weight")
+    if module in ("in_proj_qkv", "conv1d"):
+        first = 2 * keys * config.linear_key_head_dim
+        return np.concatenate([value[:first], turned(value[first:], size)])
+    if module == "in_proj_z":
+        return turned(value, size)
+    if module == "out_proj" and "linear_attn" in stem:
+        return turned(value, size, axis=1)
+    if module in ("in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+        return turned(value, 1)
+    return value
+
+
+def _metadata(config: Any) -> dict[str, Any]:
+    eps = getattr(config, "rms_norm_eps", None) or config.norm_eps
+    found: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.layer_norm_rms_epsilon": eps,
+        "vocab_size": config.vocab_size,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+    }
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    share = config.rope_parameters.get("partial_rotary_factor") or 1.0
+    found |= {
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "rope.dimension_count": int(head * share),
+    }
+    kinds = config.layer_types
+    groups = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
+    found["attention.head_count_kv"] = groups
+    found["feed_forward_length"] = config.intermediate_size
+    if hasattr(config, "linear_num_key_heads"):
+        found["attention.head_count_kv"] = config.num_key_value_heads
+        found["full_attention_interval"] = 2
+        found["rope.dimension_sections"] = [*config.rope_parameters["mrope_section"], 0]
+        found |= {
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads,
+            "ssm.time_step_rank": config.linear_num_value_heads,
+            "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        }
+    if hasattr(config, "mamba_n_heads"):
+        found |= {
+            "ssm.conv_kernel": config.mamba_d_conv,
+            "ssm.state_size": config.mamba_d_state,
+            "ssm.group_count": config.mamba_n_groups,
+            "ssm.time_step_rank": config.mamba_n_heads,
+            "ssm.inner_size": config.mamba_expand * config.hidden_size,
+            "embedding_scale": config.embedding_multiplier,
+            "attention.scale": config.attention_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "logit_scale": config.logits_scaling,
+            "rope.scaling.finetuned": config.position_embedding_type == "rope",
+        }
+        shared = config.shared_intermediate_size
+        experts = config.num_local_experts
+        found["expert_shared_feed_forward_length" if experts else "feed_forward_length"] = shared
+    if hasattr(config, "conv_L_cache"):
+        found["shortconv.l_cache"] = config.conv_L_cache
+        found["feed_forward_length"] = _lfm2_width(config)
+    if count := getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0):
+        found |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
+        inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        found["expert_feed_forward_length"] = inner
+        if hasattr(config, "shared_expert_intermediate_size"):
+            found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+        if hasattr(config, "num_dense_layers"):
+            found["leading_dense_block_count"] = config.num_dense_layers
+            found["expert_gating_func"] = 2
+            found["expert_weights_scale"] = config.routed_scaling_factor
+    return found
+
+
+def _lfm2_width(config: Any) -> int:
+    if not getattr(config, "block_auto_adjust_ff_dim", False):
+        return int(config.intermediate_size)
+    scaled = int(config.block_ffn_dim_multiplier * int(2 * config.intermediate_size / 3))
+    return -(-scaled // config.block_multiple_of) * int(config.block_multiple_of)
