@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from localrt.text.call_notation import (
+    ID,
     KeywordArguments,
     QuotedArguments,
     Spelling,
     TaggedArguments,
 )
 
-__all__ = ["ID", "Terminal", "call_grammar"]
+__all__ = ["Terminal", "call_grammar"]
 
 Terminal = Callable[[str], str]
 """Text as the terminals that stand for it: some of its marks are control tokens."""
-
-ID = "zidzid"
-"""Stands for a call's id in a ``Spelling``."""
 
 _ANY_ID = "/[a-zA-Z0-9]{9}/"
 _TEXT = "/(?s:.*)/"
@@ -125,8 +123,10 @@ class _Rules:
 
     def _pair(self, tags: TaggedArguments, key: str, schema: Any) -> str:
         is_text = _is_text(schema) and not tags.as_json
-        mids = [mid for mid in tags.mids if mid.string in (None, is_text)]
-        mid = mids[0] if mids else tags.mids[0]
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        kind = "number" if kind == "integer" else kind
+        mids = [mid for mid in tags.mids if mid.string in (None, is_text)] or list(tags.mids)
+        mid = next((each for each in mids if each.kind == kind), mids[0])
         opening = self._literal(f"{tags.opening}{key}{mid.before}")
         closing = self._literal(mid.after)
         if not is_text:

@@ -25,6 +25,7 @@ from localrt.text.call_syntax import (
 )
 
 __all__ = [
+    "ID",
     "Arguments",
     "Framed",
     "JsonArguments",
@@ -37,6 +38,9 @@ __all__ = [
     "TaggedArguments",
     "pattern",
 ]
+
+ID = "zidzid"
+"""Stands for a call's id in a literal."""
 
 _NAME = r"""[^\s<>{}()\[\]"',=]+"""
 
@@ -206,11 +210,13 @@ class Mid:
     """What stands between a key and its value, and behind the value.
 
     ``string`` says what the marks say of the value: that it is a string, or is none, or neither.
+    ``kind`` is the kind of value that they were first seen with, as JSON schemas name it.
     """
 
     before: str
     after: str
     string: bool | None = None
+    kind: str = "string"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localrt.errors import TemplateError
-from localrt.text.call_grammar import ID
 from localrt.text.call_notation import (
     Arguments,
     Framed,
@@ -25,10 +24,20 @@ from localrt.text.call_notation import (
     QuotedArguments,
     Spelling,
     TaggedArguments,
-    pattern,
 )
 from localrt.text.call_syntax import DECODER
-from localrt.text.parser import MARK, CallSyntax, TextParser
+from localrt.text.marked_text import (
+    ID,
+    MARK,
+    NUMBERED,
+    common_end,
+    common_start,
+    expression,
+    inside_mark,
+    marks_in,
+    snapped,
+)
+from localrt.text.parser import CallSyntax, TextParser
 from localrt.text.probing import (
     FIRST,
     IDS,
@@ -37,7 +46,6 @@ from localrt.text.probing import (
     Asked,
     UnreadableError,
     Written,
-    common_start,
 )
 
 __all__ = ["probe_calls"]
@@ -45,6 +53,10 @@ __all__ = ["probe_calls"]
 _KEY, _NEXT_KEY = "zqa", "zqb"
 _VALUE, _NEXT_VALUE = "zvc", "zvd"
 _NUMBER = 730_151
+_VALUES: dict[str, Any] = {
+    **{"number": _NUMBER, "boolean": True, "null": None},
+    **{"object": {"zqk": _NUMBER}, "array": [_NUMBER]},
+}
 # What strings are written with: quotes, a new line, a backslash, tags, a letter beyond ASCII.
 _SPECIAL = "zq\"1'2\n3\\4<5&6é"
 _ONE = {_KEY: _VALUE}
@@ -60,8 +72,6 @@ _READ_BY = [
     for name in (FIRST, SECOND)
 ]
 
-_LONGEST_MARK = 80  # characters
-_IN_NO_MARK = set(">\n{},")
 # Behind which an answer begins, in templates that write an empty thought before a call.
 _THOUGHT_ENDS = ("</think>", "<|END_THINKING|>", "</seed:think>", "[/THINK]", "<channel|>")
 
@@ -171,8 +181,8 @@ class _Probe:
     def _turn_end(self, text: str) -> str:
         """What ends ``text`` as it ends an answer without calls."""
         plain = self._written.plain.rpartition(TEXT)[2]
-        shared = len(_common_end(text.rstrip(), plain.rstrip()))
-        return text[_snapped(text, len(text.rstrip()) - shared) :]
+        shared = len(common_end(text.rstrip(), plain.rstrip()))
+        return text[snapped(text, len(text.rstrip()) - shared) :]
 
     def _opening(self, at: int) -> str:
         """What of ``_alone`` before ``at``, where a call begins, belongs to calls."""
@@ -193,11 +203,11 @@ class _Probe:
         starts = [0]
         if found and FIRST in behind:  # text may come first
             between = behind[: behind.index(FIRST) - lead]
-            starts.append(_snapped(before, len(before) - len(_common_end(before, between))))
+            starts.append(snapped(before, len(before) - len(common_end(before, between))))
         header = written.plain.partition(TEXT)[0]
         for each in (written.prompt, header):
             shared = len(common_start(before, each))
-            while _inside_mark(before, shared):
+            while inside_mark(before, shared):
                 shared = before.rfind("<", 0, shared)
             starts.append(shared)
         return max(starts)
@@ -206,13 +216,13 @@ class _Probe:
         """The marks that open and close calls, and the parts that they are found in."""
         call = opening
         if between:
-            call = _common_end(opening, between)
-            call = opening[_snapped(opening, len(opening) - len(call)) :]
+            call = common_end(opening, between)
+            call = opening[snapped(opening, len(opening) - len(call)) :]
         section = opening[: len(opening) - len(call)].strip()
         end = len(tail) - len(self._turn_end(tail))
         if between:
             shared = len(common_start(between, tail))
-            while _inside_mark(between, shared) or _inside_mark(tail, shared):
+            while inside_mark(between, shared) or inside_mark(tail, shared):
                 shared = max(tail.rfind("<", 0, shared), 0)
             closing = tail[:shared].strip()
         else:
@@ -259,7 +269,7 @@ class _Probe:
             mark + kept,
             closing,
             (notation,),
-            marks=_marks(opening, between, parts.closing, closing),
+            marks=marks_in(opening, between, parts.closing, closing),
             kept=kept,
             bare=mark in ("", "<tool_call>"),
             spelling=self._json_spelling(end),
@@ -312,13 +322,13 @@ class _Probe:
         arguments = shape.arguments
         if isinstance(arguments, TaggedArguments):
             arguments = replace(arguments, closing=parts.closing or outer)
-        ends = "|".join(map(_expression, filter(None, (rest, parts.section_end))))
+        ends = "|".join(map(expression, filter(None, (rest, parts.section_end))))
         frame = Framed(
-            opening=_expression(parts.opening),
-            middle=_expression(middle, strip=False),
-            closing=_expression(parts.closing),
+            opening=expression(parts.opening),
+            middle=expression(middle, strip=False),
+            closing=expression(parts.closing),
             arguments=arguments,
-            section=_expression(parts.section),
+            section=expression(parts.section),
             between=ends,
             id_form=self._written.id_form,
             mark=mark,
@@ -334,7 +344,7 @@ class _Probe:
             mark,
             outer,
             (frame,),
-            marks=_marks(opening, between, parts.closing, parts.section_end, spelled),
+            marks=marks_in(opening, between, parts.closing, parts.section_end, spelled),
             primed=primed,
             spelling=spelling,
         )
@@ -350,11 +360,11 @@ class _Probe:
         if first == second:
             return first
         start = common_start(first, second)
-        end = _common_end(first[len(start) :], second[len(start) :])
+        end = common_end(first[len(start) :], second[len(start) :])
         changed = first[len(start) : len(first) - len(end)]
         if not changed.isdigit():
             raise UnreadableError("calls differ")
-        return f"{start}{_NUMBERED}{end}"
+        return f"{start}{NUMBERED}{end}"
 
     def _shape(self) -> _Shape:
         """How arguments are written."""
@@ -398,7 +408,7 @@ class _Probe:
         head, gap = two[name_end:key], two[value_end:next_key]
         if two.find(_NEXT_VALUE, next_key) < 0 or not text.startswith(two[:value_end]):
             raise UnreadableError("pairs are in no order")
-        start = _snapped(two, key - len(_common_end(head, gap)))
+        start = snapped(two, key - len(common_end(head, gap)))
         opening = two[start:key].lstrip()
         after = gap[: len(gap) - len(opening)].rstrip()
         if not opening.strip() or not after.strip():
@@ -413,18 +423,23 @@ class _Probe:
 
     def _mids(self, usual: Mid) -> tuple[Mid, ...]:
         """How values of other kinds are written, beside ``usual`` strings."""
-        self._special = self._written.calls((FIRST, {_KEY: _SPECIAL}))
-        number = self._written.calls((FIRST, {_KEY: _NUMBER}))
+        written = self._written
+        self._special = written.calls((FIRST, {_KEY: _SPECIAL}))
         mids = [usual]
+        for kind, value in _VALUES.items():
+            text = written.calls((FIRST, {_KEY: value}))
+            key = text.index(_KEY) + len(_KEY)
+            shown = text[key : text.index(usual.after, key)]
+            spelled = next(filter(shown.endswith, (json.dumps(value), str(value))), "")
+            before = shown.removesuffix(spelled)
+            if spelled and before not in (mid.before for mid in mids):  # each says what it is
+                mids[0] = replace(usual, string=True)
+                mids.append(Mid(before, usual.after, string=False, kind=kind))
         if _SPECIAL in self._special:
             before, after = _around(self._special, _SPECIAL)
             if before != usual.before:  # marked, since it would be read as marks
                 end = after.find(usual.after) + len(usual.after)
                 mids.append(Mid(before, after[:end], string=True))
-        if str(_NUMBER) in number:
-            before, _ = _around(number, str(_NUMBER))
-            if before != usual.before:  # each says what it is
-                mids = [replace(usual, string=True), Mid(before, usual.after, string=False)]
         return tuple(mids)
 
 
@@ -435,35 +450,7 @@ def _around(text: str, value: str) -> tuple[str, str]:
     return text[key + len(_KEY) : at], text[at + len(value) :]
 
 
-# -- texts -----------------------------------------------------------------------------------------
-
-_NUMBERED = "znznzn"
-
-
-def _expression(literal: str, *, strip: bool = True) -> str:
-    """``literal`` as an expression, with what differs from call to call left open."""
-    found = pattern(literal.strip() if strip else literal)
-    found = found.replace(ID, r"(?P<id>[\w.:\-]+)", 1).replace(ID, r"[\w.:\-]+")
-    return found.replace(_NUMBERED, r"(?P<index>\d+)")
-
-
-def _marks(*texts: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(mark for text in texts for mark in MARK.findall(text)))
-
-
-def _common_end(one: str, other: str) -> str:
-    return common_start(one[::-1], other[::-1])[::-1]
-
-
-def _inside_mark(text: str, at: int) -> bool:
-    """Whether ``at`` is between the brackets of a tag."""
-    opened = text.rfind("<", max(0, at - _LONGEST_MARK), at)
-    return opened >= 0 and not set(text[opened:at]) & _IN_NO_MARK
-
-
-def _snapped(text: str, at: int) -> int:
-    """``at``, or behind the tag that it is within."""
-    return text.find(">", at) + 1 if _inside_mark(text, at) and ">" in text[at:] else at
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 def _json_unit(text: str) -> _Unit | None:

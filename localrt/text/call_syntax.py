@@ -105,12 +105,13 @@ def json_values(text: str) -> list[Any] | None:
         values.append(value)
 
 
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?P<end>"?)', re.DOTALL)
 
 
 def ends_in_string(text: str) -> bool:
     """Whether JSON that goes on behind ``text`` is within a string there."""
-    return '"' in _STRING.sub("", text)
+    found = list(_STRING.finditer(text))
+    return bool(found) and not found[-1]["end"]
 
 
 def _from_object(value: Any) -> Call | None:

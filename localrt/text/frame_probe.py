@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from localrt.errors import TemplateError
-from localrt.text.parser import MARK, USUAL_FRAME, AnswerFrame
-from localrt.text.probing import FIRST, TEXT, Written, common_start
+from localrt.text.marked_text import MARK, common_start
+from localrt.text.parser import USUAL_FRAME, AnswerFrame
+from localrt.text.probing import FIRST, TEXT, Written
 from localrt.text.thinking import CLOSE, OPEN
 
 __all__ = ["probe_frame"]

@@ -6,7 +6,6 @@ the table of known ones.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +13,11 @@ from typing import Any
 from localrt.engine.types import ToolCall
 from localrt.text.call_notation import JsonArguments, JsonCalls, Notation, Spelling
 from localrt.text.call_syntax import Call, Signatures, signatures
+from localrt.text.marked_text import MARK
 from localrt.text.thinking import CLOSE, OPEN, overlap
 from localrt.text.tools import make_call
 
 __all__ = [
-    "MARK",
     "PLAIN_CALLS",
     "USUAL_FRAME",
     "AnswerFrame",
@@ -26,8 +25,6 @@ __all__ = [
     "TextParser",
 ]
 
-MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
-"""What the tokens look like that models mark the parts of an answer with."""
 
 _BARE = ("{", "[", "```json")  # how an answer that may be nothing but JSON begins
 

@@ -19,7 +19,6 @@ __all__ = [
     "Render",
     "UnreadableError",
     "Written",
-    "common_start",
 ]
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
@@ -117,9 +116,3 @@ class Written:
         call_id = self.id_form.format(name=name, index=index) or IDS[index]
         given = json.dumps(arguments, ensure_ascii=False) if self.as_text else arguments
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
-
-
-def common_start(one: str, other: str) -> str:
-    """What both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]

@@ -21,7 +21,8 @@ from localrt.errors import LocalrtError, MissingExtraError, OptionError
 from localrt.offload.account import constraint_nbytes
 from localrt.offload.memory.process import current_rss
 from localrt.text.call_grammar import call_grammar
-from localrt.text.parser import MARK, CallSyntax
+from localrt.text.marked_text import MARK
+from localrt.text.parser import CallSyntax
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

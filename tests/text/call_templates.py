@@ -80,6 +80,12 @@ _GEMMA_VALUE = (
     "{% if not loop.last %},{% endif %}{% endfor %}]{% else %}{{ v }}{% endif %}{% endmacro %}"
 )
 
+_KIND = (
+    "{% macro kind(v) %}{% if v is boolean %}boolean{% elif v is none %}null{% elif v is number %}"
+    "number{% elif v is string %}string{% elif v is mapping %}object{% else %}array{% endif %}"
+    "{% endmacro %}"
+)
+
 TEMPLATES: dict[str, str] = {
     "Hermes, Qwen": chat(each(f"<tool_call>\n{_JSON}\n</tool_call>", between="\n")),
     "Qwen Coder, Qwen 3.5, Nemotron 3": chat(
@@ -141,6 +147,16 @@ TEMPLATES: dict[str, str] = {
             + "</tool_call:x>\n",
             before="<tool_calls:x>\n",
             after="</tool_calls:x>",
+        )
+    ),
+    "typed tags": _KIND
+    + chat(
+        each(
+            '<call tool="{{ f.name }}" index="{{ loop.index }}">'
+            + _pairs(f'<arg key="{{{{ k }}}}" type="{{{{ kind(v) }}}}">{_JSON_TEXT}</arg>')
+            + "</call>",
+            before="<calls>",
+            after="</calls>",
         )
     ),
     "DeepSeek V3.2": chat(_dsml("function_calls")),
