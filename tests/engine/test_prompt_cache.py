@@ -26,6 +26,8 @@ KINDS = [
     pytest.param("gemma4", {}, id="shared"),
     pytest.param("gemma4", {"format": "f32"}, id="shared-torch"),
     pytest.param("qwen2", {"device": "virtual:1GB@1GB/s,10GB/s,1TFLOPS"}, id="virtual"),
+    pytest.param("qwen3.5", {}, id="states"),
+    pytest.param("granite-hybrid", {"format": "f32"}, id="states-torch"),
 ]
 if KERNELS:
     KINDS += [pytest.param("qwen2", {"kv_format": name}, id=name) for name in ("int8", "int4")]
@@ -103,6 +105,25 @@ def test_one_conversation_keeps_one_file(tmp_path: Path, engine: NativeEngine) -
     cache.save(session)  # holds less: nothing to do
     other = engine.session(2048)
     assert cache.restore(other, ids) == 900
+
+
+def test_states_bring_back_as_much_as_was_saved_of_them(tmp_path: Path) -> None:
+    """To where one was kept; a damaged one is as good as none."""
+    engine = engine_of(tmp_path / "model", "qwen3.5")
+    ids = [int(t) for t in tokens(700)]
+    cache = cache_in(tmp_path)
+    cache.save(filled(engine, ids))
+    other = engine.session(2048)
+    assert cache.restore(other, [*ids[:600], *([3] * 100)]) == 512
+    want = filled(engine, ids[:513]).extend([7]).copy()
+    other.extend(ids[512:513])
+    assert np.array_equal(other.extend([7]), want)
+    for state in cache.folder.rglob("state-512.bin"):
+        state.write_bytes(bytes(state.stat().st_size))
+    again = cache_in(tmp_path)
+    other = engine.session(2048)
+    assert again.restore(other, [*ids[:600], *([3] * 100)]) == 0
+    assert not other.tokens
 
 
 def test_damage_costs_time_only(tmp_path: Path, engine: NativeEngine) -> None:

@@ -1,0 +1,64 @@
+"""A model with recurrent layers in use: going back, guesses, several at once, parked caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import localrt
+from localrt.api import Model
+from tests.models.tiny import save_tiny, tokens
+from tests.offload.placed import needs_kernels
+
+pytestmark = needs_kernels
+
+OPTIONS = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+PROMPT = tokens(1300, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recurrent")
+    save_tiny("qwen3.5", path)
+    return path
+
+
+@pytest.fixture
+def model(folder: Path) -> Iterator[Model]:
+    with localrt.load(folder, ctx=2000, draft="off") as loaded:
+        yield loaded
+
+
+def test_an_answer_that_is_regenerated_reads_one_token(model: Model) -> None:
+    first = model.generate(token_ids=PROMPT, **OPTIONS)
+    again = model.generate(token_ids=PROMPT, **OPTIONS)
+    assert again.token_ids == first.token_ids
+    assert again.metrics.cached_tokens == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("at", [1290, 1100, 700])
+def test_an_edit_reads_from_the_nearest_state(folder: Path, model: Model, at: int) -> None:
+    """One is kept behind every 512 tokens of a prompt."""
+    edited = PROMPT[:at] + tokens(30, seed=9)
+    model.generate(token_ids=PROMPT, **OPTIONS)
+    changed = model.generate(token_ids=edited, **OPTIONS)
+    assert at - 512 <= changed.metrics.cached_tokens <= at
+    with localrt.load(folder, ctx=2000, draft="off") as other:
+        assert other.generate(token_ids=edited, **OPTIONS).token_ids == changed.token_ids
+
+
+def test_guesses_change_nothing(model: Model) -> None:
+    repeating = tokens(40) * 5
+    plain = model.generate(token_ids=repeating, **{**OPTIONS, "max_tokens": 60})
+    for budget in (3, 16):
+        options = {**OPTIONS, "max_tokens": 60, "draft": "ngram", "tree_budget": budget}
+        assert model.generate(token_ids=repeating, **options).token_ids == plain.token_ids
+
+
+def test_several_at_once_get_what_each_gets_alone(model: Model) -> None:
+    prompts = [tokens(count, seed=count) for count in (5, 30, 90)]
+    alone = [model.generate(token_ids=prompt, **OPTIONS).token_ids for prompt in prompts]
+    together = model.generate_batch(token_ids=prompts, **OPTIONS)
+    assert [answer.token_ids for answer in together] == alone
