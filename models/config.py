@@ -148,7 +148,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     layer_scale: bool = False  # a learned factor of the residual stream behind every layer
     inner_sizes: tuple[int, ...] = ()  # of each layer's MLP, where they differ
-    cutoffs: tuple[float, ...] = ()  # of each layer's MLP, see ``MlpSpec``
+    cutoffs: tuple[float | None, ...] = ()  # of each layer's MLP, see ``MlpSpec``
     layer_inputs: LayerInputs | None = None
     streams: StreamSpec | None = None
     scaled_stream: bool = False  # the active stream is scaled before it gates a layer's inputs

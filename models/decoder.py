@@ -74,6 +74,7 @@ def load_attention(
         kind = LatentAttention if isinstance(spec, LatentSpec) else Attention
         mixer = kind(config, layer, weights, place)
     if config.streams is not None:
+        assert isinstance(mixer, Attention), "no model with streams has another kind"
         parts.append(StreamAttention(config, layer, weights, mixer))
     else:
         parts.append(Residual(mixer, config.residual_scale))

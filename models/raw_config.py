@@ -73,6 +73,35 @@ class RawConfig:
             )
         return value
 
+    def index(self, key: str, default: int = 0) -> int:
+        """An integer from 0 on."""
+        return 0 if self._required(key, default) == 0 else self.integer(key, default)
+
+    def integers(self, key: str, layers: int, default: int | None = None) -> tuple[int, ...]:
+        """A positive integer for each layer: a list of them, or one for all."""
+        if not isinstance(self._values.get(key), list | tuple):
+            return (self.integer(key, default),) * layers
+        values = self.layer_list(key, layers) or []
+        limit = _LIMITS.get(key, _DEFAULT_LIMIT)
+        for layer, value in enumerate(values):
+            if type(value) is not int or not 0 < value <= limit:
+                raise self._error(
+                    f"config {key} of layer {layer} must be an integer from 1 to {limit}, is "
+                    f"{value!r:.60}"
+                )
+        return tuple(values)
+
+    def shares(self, key: str, layers: int) -> tuple[float, ...] | None:
+        """A number from 0 on for each layer, or None: a list of them, or one for all."""
+        values = self._values.get(key)
+        listed = [values] * layers if type(values) is float else self.layer_list(key, layers)
+        for layer, value in enumerate(listed or []):
+            if value != 0 and positive_number(value) is None:
+                raise self._error(
+                    f"config {key} of layer {layer} must be a number from 0 on, is {value!r:.60}"
+                )
+        return None if listed is None else tuple(float(value) for value in listed)
+
     def optional_integer(self, key: str) -> int | None:
         """A positive integer, or None when absent, null or zero."""
         return self.integer(key) if self._values.get(key) else None

@@ -35,6 +35,7 @@ _PUBLISHED = {
     "qwen3": "qwen3 Qwen3ForCausalLM qwen3vl Qwen3VLForConditionalGeneration",
     "gemma2": "gemma2 Gemma2ForCausalLM",
     "gemma3": "gemma3 Gemma3ForCausalLM Gemma3ForConditionalGeneration",
+    "gemma3n": "gemma3n Gemma3nForCausalLM Gemma3nForConditionalGeneration",
     "gemma4": "gemma4 Gemma4ForCausalLM Gemma4ForConditionalGeneration",
     "phi3": "phi3 Phi3ForCausalLM",
     "smollm3": "smollm3 SmolLM3ForCausalLM",

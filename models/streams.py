@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from localrt.models.config import DecoderConfig
 from localrt.models.layer_inputs import InputGate
-from localrt.models.parts import Layer, PassState
+from localrt.models.parts import Attention, Layer, PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Weight
 from localrt.quant.ops.streams import LowRankWeights, StreamSpec, StreamWeights
@@ -61,7 +61,7 @@ class StreamAttention:
     """Predicts the streams, and adds attention and the low rank's residual to the active one."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, weights: WeightLoader, attention: Layer
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, attention: Attention
     ) -> None:
         assert config.streams is not None, "the model has several"
         hidden, rank = config.hidden_size, config.low_rank
@@ -70,7 +70,7 @@ class StreamAttention:
         count = self.spec.count
         self.weights = _load_router(config, layer, weights, "prediction", count**3)
         self.low_rank = LowRankWeights(
-            norm=weights.vector(hidden, f"{prefix}{config.names.attention_norm}.weight"),
+            norm=attention.weights.norm,
             left=weights.matrix((rank, hidden), prefix + _LEFT),
             right=weights.matrix((hidden, rank), prefix + _RIGHT),
             post_norm=weights.vector(hidden, prefix + _LOW_RANK_NORM),

@@ -74,7 +74,7 @@ def sandwich_config(
         architecture=architecture,
         vocab_size=raw.integer("vocab_size", vocab_size),
         hidden_size=hidden,
-        intermediate_size=raw.integer("intermediate_size", 9216),
+        intermediate_size=max(raw.integers("intermediate_size", len(windowed), 9216)),
         context_length=raw.integer("max_position_embeddings", context_length),
         norm_eps=full.eps,
         attention=tuple(sliding if here else full for here in windowed),

@@ -18,6 +18,8 @@ from localrt.models.rope import read_rope
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import AttentionSpec
 
+_SOFTCAP = 30.0
+
 __all__ = ["read_config", "read_layer_inputs", "read_sources"]
 
 
@@ -31,6 +33,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         raw, "gemma4", full, sliding, windowed, vocab_size=262_144, context_length=131_072
     )
     sources = read_sources(raw, windowed)
+    sizes = _inner_sizes(raw, sources)
     if raw.text("use_bidirectional_attention", "") == "all":
         raise UnsupportedModelError("attention to later tokens is not supported")
     return replace(
@@ -41,30 +44,40 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         ),
         qk_norm=True,
         norm_offset=0.0,
+        # Files that say none are cut by llama.cpp at what all published models have.
+        final_softcap=config.final_softcap or (_SOFTCAP if raw.is_gguf else None),
         layer_scale=True,
-        inner_sizes=_inner_sizes(raw, config.intermediate_size, sources),
-        intermediate_size=max(_inner_sizes(raw, config.intermediate_size, sources)),
+        inner_sizes=sizes,
+        intermediate_size=max(sizes),
         layer_inputs=read_layer_inputs(raw, config.vocab_size),
         mixtures=(_read_mixture(raw, config),) * layers if raw.flag("enable_moe_block") else (),
     )
 
 
-def read_layer_inputs(raw: RawConfig, vocab_size: int) -> LayerInputs | None:
-    """The per-layer embeddings, where a model has them."""
+def read_layer_inputs(
+    raw: RawConfig, vocab_size: int, default: int | None = None
+) -> LayerInputs | None:
+    """The per-layer embeddings, where a model has them.
+
+    ``vocab_size`` and the width ``default`` count where the config says none.
+    """
     width = raw.optional_integer("hidden_size_per_layer_input")
-    if width is None:
+    if width is None and (default is None or raw.has("hidden_size_per_layer_input")):
         return None
+    width = width or raw.integer("hidden_size_per_layer_input", default)
     rows = raw.integer("vocab_size_per_layer_input", vocab_size)
     return LayerInputs(width=width, vocab_size=rows)
 
 
-def read_sources(raw: RawConfig, windowed: Sequence[bool]) -> list[int | None]:
+def read_sources(raw: RawConfig, windowed: Sequence[bool], default: int = 0) -> list[int | None]:
     """For each layer the one whose keys and values it attends to; None: its own.
+
+    ``default`` is how many share them where the config does not say.
 
     Raises:
         ValueError: there is no earlier layer of its kind.
     """
-    layers, shared = len(windowed), raw.optional_integer("num_kv_shared_layers") or 0
+    layers, shared = len(windowed), raw.index("num_kv_shared_layers", default)
     if shared >= layers:
         raise ValueError(f"num_kv_shared_layers must be below the {layers} layers, is {shared}")
     own = range(layers - shared)
@@ -93,6 +106,8 @@ def _read_kinds(raw: RawConfig, windowed: Sequence[bool]) -> tuple[AttentionSpec
             raw,
             size,
             parameters={
+                # All of it; divisors that a GGUF file has are of full layers
+                "rope_type": "proportional",
                 "rope_theta": raw.number("rope_local_base_freq", 1e4),
                 "partial_rotary_factor": 1.0,
             },
@@ -133,13 +148,14 @@ def _full_heads(raw: RawConfig, windowed: Sequence[bool], *, tied: bool) -> tupl
     return raw.integer("global_head_dim", 512), groups
 
 
-def _inner_sizes(raw: RawConfig, size: int, sources: Sequence[int | None]) -> tuple[int, ...]:
+def _inner_sizes(raw: RawConfig, sources: Sequence[int | None]) -> tuple[int, ...]:
     """Layers without keys and values of their own may have MLPs of twice the width."""
-    listed = raw.sequence("intermediate_sizes")  # as a GGUF file has them
-    if listed is not None:
-        return tuple(listed)
-    wide = raw.flag("use_double_wide_mlp")
-    return tuple(2 * size if wide and source is not None else size for source in sources)
+    sizes = raw.integers("intermediate_size", len(sources), 9216)
+    if not raw.flag("use_double_wide_mlp"):
+        return sizes
+    return tuple(
+        size if source is None else 2 * size for size, source in zip(sizes, sources, strict=True)
+    )
 
 
 def _read_mixture(raw: RawConfig, config: DecoderConfig) -> MixtureSpec:

@@ -27,6 +27,7 @@ _COPIED = {
     "altup.router_norm.weight": "altup.{}_norm.weight",
 }
 _FLAT = ("altup.prediction_coefs.weight", "altup.correction_coefs.weight")
+_STREAM_SCALE = "altup.correct_output_scale"
 _PURPOSES = ("prediction", "correction")
 
 
@@ -45,7 +46,7 @@ def gemma_tensors(
     if not (width or shared):
         return dict(stored)
     layers = config.get("num_hidden_layers")
-    first_shared = layers - shared if type(layers) is int else 0
+    first_shared = layers - shared if type(layers) is int else 0  # a config without is refused
     found: dict[str, RowSource] = {}
     for name, tensor in stored.items():
         match = _LAYER.fullmatch(name)
@@ -53,12 +54,19 @@ def gemma_tensors(
             found[name] = _by_layer(tensor, width)
         elif match is None:
             found[name] = tensor
-        elif shared and int(match[1]) >= first_shared and _KEYS_AND_VALUES.fullmatch(match[2]):
+        elif _is_unused(match[2], int(match[1]) >= first_shared, config):
             continue
         else:
             prefix = name.removesuffix(match[2])
             found |= {part.info.name: part for part in _parts(tensor, prefix, match[2])}
     return found
+
+
+def _is_unused(stem: str, shares: bool, config: Mapping[str, Any]) -> bool:
+    """Whether the model does without a layer's tensor; ``shares``: it has no keys of its own."""
+    if stem == _STREAM_SCALE:
+        return config.get("altup_correct_scale") is False
+    return shares and _KEYS_AND_VALUES.fullmatch(stem) is not None
 
 
 def _by_layer(tensor: RowSource, width: int) -> RowSource:

@@ -28,6 +28,7 @@ __all__ = ["count_layers", "generation_config", "model_config"]
 
 _MOST_LAYERS = 1 << 16
 _LONGEST_ROPE = 1 << 16
+_STANDS_STILL = 1e9  # a rotary divisor that leaves nothing of a frequency
 
 
 def count_layers(architecture: str, metadata: GgufMetadata) -> tuple[int, int]:
@@ -77,6 +78,8 @@ def model_config(
         config["query_pre_attn_scalar"] = scale or config.get("head_dim")
     if architecture in ("deepseek2", "glm4moe"):
         _add_choice(config, tensors)
+    if architecture in ("gemma3n", "gemma4"):
+        _add_gemma(config, architecture, metadata, tensors)
     if architecture == "deepseek2":
         _add_deepseek(config, architecture, metadata)
     if architecture == "mistral3":
@@ -265,6 +268,48 @@ def _add_bases(config: dict[str, Any], metadata: GgufMetadata) -> None:
     if key in metadata and metadata.is_array(key) and metadata.count(key) <= _MOST_LAYERS:
         base = config.get("rope_theta")
         config["layer_rope_theta"] = [base if flag else 0 for flag in metadata[key]]
+
+
+def _add_gemma(
+    config: dict[str, Any],
+    architecture: str,
+    metadata: GgufMetadata,
+    tensors: Mapping[str, StoredTensor],
+) -> None:
+    """Gemma 3n's and Gemma 4's own keys, and what their tensors tell.
+
+    Of two head sizes the plain key has the full layers'. The rotary divisors of these say which of
+    their pairs rotate.
+    """
+    if (table := tensors.get("model.embed_tokens_per_layer.weight")) is not None:
+        config["vocab_size_per_layer_input"] = table.rows
+    key = f"{architecture}.activation_sparsity_scale"
+    if key in metadata and metadata.is_array(key) and metadata.count(key) <= _MOST_LAYERS:
+        cut = [value if value > 0 else None for value in metadata[key]]
+        config["activation_sparsity_scale"] = cut
+    if (left := tensors.get("model.layers.0.laurel.linear_left.weight")) is not None:
+        config["laurel_rank"] = left.rows
+    if architecture == "gemma3n":
+        return
+    config.pop("rope_dim", None)
+    config.pop("partial_rotary_factor", None)
+    full = {"head_dim": config.pop("head_dim", None)}
+    config["head_dim"] = metadata.integer(f"{architecture}.attention.key_length_swa")
+    types, heads = config.get("layer_types"), config.get("num_key_value_heads")
+    first = types.index("full_attention") if types and "full_attention" in types else 0
+    if isinstance(heads, list) and types and len(heads) == len(types):
+        full["num_key_value_heads"] = heads[first]
+        sliding = (n for n, kind in zip(heads, types, strict=True) if kind != "full_attention")
+        config["num_key_value_heads"] = next(sliding, heads[first])
+    config["per_layer_config"] = {str(first): full}
+    config["attention_k_eq_v"] = f"model.layers.{first}.self_attn.v_proj.weight" not in tensors
+    factors = tensors.get("rope_freqs.weight")
+    if factors is not None and factors.info.nbytes <= _LONGEST_ROPE:
+        turning = unpack(factors.read()).reshape(-1) < _STANDS_STILL
+        config["partial_rotary_factor"] = float(turning.mean())
+    config["enable_moe_block"] = bool(config.get("num_local_experts"))
+    config["num_experts"] = config.get("num_local_experts")
+    config["top_k_experts"] = config.get("num_experts_per_tok")
 
 
 def _add_deepseek(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:

@@ -48,6 +48,15 @@ _TENSORS: Mapping[str, str] = {
     "output_norm": "model.norm",
     "token_embd_norm": "model.norm",  # LFM2's, behind the last layer
     "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+
+_TENSOR_STACKS: Mapping[str, str] = {
+    # (streams, rows, columns)
+    "altup_proj": "altup_projections.{}",
+    "altup_unembd_proj": "altup_unembed_projections.{}",
 }
 
 _LAYER_TENSORS: Mapping[str, str] = {
@@ -89,6 +98,10 @@ _WHOLE_NAMES: Mapping[str, str] = {
     # names that Hugging Face gives no ".weight" or ".bias"
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_inp.scale": "mlp.gate.norm.weight",
+    "ffn_down_exps.scale": "mlp.gate.expert_scale",
+    "layer_output_scale.weight": "layer_scalar",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
 }
 
 _LATENT_ATTENTION: Mapping[str, str] = {
@@ -140,11 +153,38 @@ _SHORT_CONVOLUTION = {
 _NO_KIND = ("ssm_a", "ssm_d", "ssm_dt")
 """What Hugging Face gives neither ``.weight`` nor ``.bias``."""
 
+_LAYER_INPUTS: Mapping[str, str] = {
+    **_SANDWICH_NORMS,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+
+_STREAMS: Mapping[str, str] = {
+    **_LAYER_INPUTS,
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+
+_EXPERTS_BESIDE: Mapping[str, str] = {
+    **_LAYER_INPUTS,
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+
 _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "deepseek2": _LATENT_ATTENTION,
     "exaone4": _SANDWICH_NORMS,
     "gemma2": _SANDWICH_NORMS,
     "gemma3": _SANDWICH_NORMS,
+    "gemma3n": _STREAMS,
+    "gemma4": _EXPERTS_BESIDE,
     "glm4moe": _MLP_NORM,
     "gpt-oss": _MLP_NORM,
     "olmo2": _SANDWICH_NORMS,
@@ -173,12 +213,16 @@ CONFIG_KEYS: Mapping[str, str] = {
     "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.scale": "attention_multiplier",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
     "attention.sliding_window": "sliding_window",
     "attention.temperature_scale": "llama_4_scaling_beta",
     "attn_logit_softcapping": "attn_logit_softcapping",
+    "altup.active_idx": "altup_active_idx",
+    "altup.num_inputs": "altup_num_inputs",
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "embedding_scale": "embedding_multiplier",
     "expert_count": "num_local_experts",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -243,7 +287,7 @@ SAMPLING_KEYS: Mapping[str, str] = {
 
 _NAME = re.compile(
     r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>(?:shortconv\.)?[a-z0-9_]+)"
-    r"(?:\.(?P<expert>\d{1,9}))?(?:\.(?P<kind>weight|bias))?"
+    r"(?:\.(?P<expert>\d{1,9}))?(?:\.(?P<kind>weight|bias|scale))?"
 )
 
 
@@ -268,10 +312,16 @@ def hf_tensor_name(architecture: str, name: str) -> str:
 
 
 def expert_stack(name: str) -> tuple[str, Stack] | None:
-    """What a tensor of all experts of a layer holds, and the prefix of its parts' names."""
+    """What a tensor of all experts of a layer holds, and the prefix of its parts' names.
+
+    Or one of all residual streams.
+    """
     match = _NAME.fullmatch(name)
-    if match is None or match["layer"] is None or match["expert"] is not None:
+    if match is None or match["expert"] is not None or match["kind"] == "scale":
         return None
+    if match["layer"] is None:
+        stem = _TENSOR_STACKS.get(match["stem"])
+        return ("model.", Stack((f"{stem}.weight",))) if stem else None
     stems = _EXPERT_STACKS.get(match["stem"])
     if stems is None:
         return None

@@ -112,8 +112,8 @@ struct MlpArgs {
     Stack gate_up, down;
     Stack row_gate;                 // (1, D), or no parts
     int32_t rows, activation;
-    float eps;
-    float cutoff;                   // gates are set off by their mean and so many deviations, and none is below 0; 0: as they are
+    int32_t cut;                    // gates are set off by their mean and `cutoff` deviations, and none is below 0
+    float eps, cutoff;
 };
 
 // A layer's own inputs, and the matrices that join them to the residual stream.

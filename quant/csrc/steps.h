@@ -251,13 +251,13 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     const Gate gate = {args.activation, 0.f};
     Acts gated;
     Halves halves;
-    if (args.cutoff == 0 && can_gate(args.gate_up, args.down, halves)) {
+    if (!args.cut && can_gate(args.gate_up, args.down, halves)) {
         gated = reserve(context.inner, nullptr, args.rows, args.down);
         gated_matmul(context, halves, acts, {gated, gate, args.down.hadamard, nullptr, nullptr});
     } else {
         float* wide = scratch<float>(context.wide, (size_t)args.rows * 2 * inner);
         matmul(context, args.gate_up, acts, wide);
-        if (args.cutoff != 0) parallel(context, args.rows, [&](int row) { cut_gates(wide + (size_t)row * 2 * inner, inner, args.cutoff); });
+        if (args.cut) parallel(context, args.rows, [&](int row) { cut_gates(wide + (size_t)row * 2 * inner, inner, args.cutoff); });
         float* values = scratch<float>(context.gated, (size_t)args.rows * inner + 16);
         gate_rows(context, wide, args.rows, inner, gate, values);
         gated = prepare(context, context.inner, values, nullptr, args.rows, nullptr, 0, args.down);

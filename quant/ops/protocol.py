@@ -81,7 +81,7 @@ class MlpSpec:
 
     activation: Activation
     eps: float
-    cutoff: float = 0.0
+    cutoff: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,10 @@ MODELS = {
     "qwen3": "use_sliding_window",
     "gemma2": "query_pre_attn_scalar attn_logit_softcapping hidden_activation",
     "gemma3": "rope_local_base_freq sliding_window_pattern final_logit_softcapping text_config",
-    "gemma4-moe": "hidden_size_per_layer_input num_kv_shared_layers attention_k_eq_v",
+    "gemma3n": "num_kv_shared_layers activation_sparsity_scale activation_sparsity_pattern laurel"
+    "_rank altup_active_idx altup_num_inputs altup_correct_scale vocab_size_per_layer_input",
+    "gemma4-moe": "use_double_wide_mlp per_layer_config hidden_size_per_layer_input num_kv_shared"
+    "_layers attention_k_eq_v",
     "qwen3.5-moe": "linear_conv_kernel_dim full_attention_interval mtp_num_hidden_layers",
     "lfm2-moe": "conv_L_cache conv_bias block_auto_adjust_ff_dim full_attn_idxs num_dense_layers",
     "granite-hybrid-moe": "mamba_d_conv mamba_n_groups position_embedding_type shared_intermediate"

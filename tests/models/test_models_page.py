@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from localrt.models.registry import ARCHITECTURES
-from tests.models import gguf_mixture
+from tests.models import gguf_gemma, gguf_mixture
 from tests.models.gguf_families import FAMILY_FILES
 from tests.models.tiny import CONFIGS, MIXTURES
 
@@ -27,7 +27,8 @@ def compared() -> tuple[set[str], set[str]]:
         text = config.get_text_config() is config
         auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
         folders.add(auto._model_mapping[type(config)].__name__)
-    files = {*FAMILY_FILES.values(), *gguf_mixture.ARCHITECTURES.values(), "deepseek2"}
+    written = (FAMILY_FILES, gguf_mixture.ARCHITECTURES, gguf_gemma.ARCHITECTURES)
+    files = {"deepseek2"}.union(*(names.values() for names in written))
     return folders, files
 
 

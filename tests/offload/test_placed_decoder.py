@@ -40,6 +40,7 @@ ARCHITECTURES = [
     "gemma2",
     "phi3",
     "deepseek-v2-dense",
+    "gemma3n",
     "gemma4",
 ]
 

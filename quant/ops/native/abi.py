@@ -56,7 +56,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 11
+_ABI_VERSION = 12
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -169,7 +169,7 @@ class MlpArgs(Structure):
     _fields_ = _fields(
         (c_void_p, "x out norm post_norm"),
         (Stack, "gate_up down row_gate"),
-        (c_int32, "rows activation"),
+        (c_int32, "rows activation cut"),
         (c_float, "eps cutoff"),
     )
 

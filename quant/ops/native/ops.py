@@ -472,7 +472,8 @@ class NativeOps(StreamSteps):
             rows=x.shape[0],
             activation=ACTIVATIONS[spec.activation],
             eps=spec.eps,
-            cutoff=spec.cutoff,
+            cut=spec.cutoff is not None,
+            cutoff=spec.cutoff or 0.0,
         )
         if gate is not None:
             args.row_gate = gate.stack

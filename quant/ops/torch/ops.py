@@ -351,7 +351,7 @@ class TorchOps(StreamSteps):
 
     def _gated_mlp(self, normed: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         wide = self.linear(normed, weights.gate_up)
-        if spec.cutoff:
+        if spec.cutoff is not None:
             wide = cut_gates(wide, spec.cutoff)
         return self.linear(gated(wide, spec), weights.down)
 

@@ -1,0 +1,89 @@
+"""Gemma 3n (text): several residual streams, per-layer embeddings, shared keys and values.
+
+Gemma 4 took over the latter two (``gemma4.py``). Layers run on one of the streams and correct the
+others (``models/streams.py``). In the first layers, MLPs keep only a share of their gates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import NormalDist
+
+from localrt.models.architectures import gemma2
+from localrt.models.architectures.gemma4 import read_layer_inputs, read_sources
+from localrt.models.config import DecoderConfig
+from localrt.models.raw_config import RawConfig, positive_number
+from localrt.models.rope import read_rope
+from localrt.quant.ops.protocol import AttentionSpec
+from localrt.quant.ops.streams import StreamSpec
+
+__all__ = ["read_config"]
+
+_LAYERS, _SHARED = 35, 15
+_SPARSE_LAYERS, _SPARSITY = 10, 0.95  # of a config that leaves them out
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """Gemma 3n's ``text_config`` keys."""
+    layers = raw.integer("num_hidden_layers", _LAYERS)
+    windowed = raw.windowed([(layer + 1) % 5 != 0 for layer in range(layers)])
+    full = _read_full(raw)
+    local = {"rope_theta": raw.number("rope_local_base_freq", 1e4), "partial_rotary_factor": 1.0}
+    sliding = replace(
+        full,
+        rope=read_rope(raw, full.head_dim, parameters=local),
+        window=raw.integer("sliding_window", 512),
+    )
+    config = gemma2.sandwich_config(
+        raw, "gemma3n", full, sliding, windowed, vocab_size=262_400, context_length=32_768
+    )
+    sources = read_sources(raw, windowed, _SHARED)
+    streams = raw.integer("altup_num_inputs", 4)
+    return replace(
+        config,
+        attention=tuple(
+            replace(spec, reads=source)
+            for spec, source in zip(config.attending, sources, strict=True)
+        ),
+        qk_norm=True,
+        norm_offset=0.0,
+        inner_sizes=raw.integers("intermediate_size", layers, 16_384),
+        cutoffs=_read_cutoffs(raw, layers),
+        layer_inputs=read_layer_inputs(raw, 262_144, 256),
+        streams=StreamSpec(
+            count=streams, active=raw.index("altup_active_idx", 0), eps=config.norm_eps
+        ),
+        scaled_stream=raw.flag("altup_correct_scale", default=True),
+        low_rank=raw.integer("laurel_rank", 64),
+    )
+
+
+def _read_full(raw: RawConfig) -> AttentionSpec:
+    size = raw.integer("head_dim", 256)
+    scaled = {"rope_theta": raw.number("rope_theta", 1e6), **raw.mapping("rope_scaling")}
+    return AttentionSpec(
+        heads=raw.integer("num_attention_heads", 8),
+        kv_heads=raw.integer("num_key_value_heads", 2),
+        head_dim=size,
+        scale=1.0,
+        eps=raw.number("rms_norm_eps", 1e-6),
+        rope=read_rope(raw, size, parameters=scaled),
+        value_norm=True,
+    )
+
+
+def _read_cutoffs(raw: RawConfig, layers: int) -> tuple[float | None, ...]:
+    """Of each layer, how many deviations above their mean gates are cut; None where none are.
+
+    Configs have the share that is cut, GGUF files the deviations.
+    """
+    deviations = raw.layer_list("activation_sparsity_scale", layers)
+    if deviations is not None:
+        return tuple(positive_number(value) for value in deviations)
+    shares = raw.shares("activation_sparsity_pattern", layers)
+    if shares is None:
+        sparse = _SPARSE_LAYERS if layers > _SPARSE_LAYERS else 0
+        shares = (_SPARSITY,) * sparse + (0.0,) * (layers - sparse)
+    if max(shares) >= 1:
+        raise ValueError(f"activation_sparsity_pattern must be below 1, has {max(shares)}")
+    return tuple(NormalDist().inv_cdf(share) if share else None for share in shares)
