@@ -278,6 +278,20 @@ def test_no_template_breaks_the_search(body: str) -> None:
     assert parser.calls == ()
 
 
+def test_a_template_that_shows_arguments_as_they_are_is_given_json() -> None:
+    """As a mapping, they would come out as Python shows one."""
+    source = chat(
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}<args>"
+        "{{ c.function.arguments }}</call>{% endfor %}"
+    )
+    syntax = TemplateSyntax.of(ChatTemplate(source))
+    assert syntax.calls.as_text
+    text = '<call>weather<args>{"city": "Oslo", "days": null}</call>'
+    parser = TextParser(syntax.calls, [])
+    assert fed(parser, text, [3]) == ""
+    assert json.loads(parser.calls[0].arguments) == {"city": "Oslo", "days": None}
+
+
 class _Counted(ChatTemplate):
     renders = 0
 
