@@ -16,6 +16,7 @@ from localrt.offload.shapes import shape_from_checkpoint
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
 from tests.models.gguf_families import FAMILY_FILES, write_family
+from tests.models.gguf_hybrid import HYBRID_FILES, write_hybrid
 from tests.models.test_architectures import oracle
 from tests.models.test_mixtures import logits_of
 from tests.models.tiny import CONFIGS, relative_error, save_tiny, tokens
@@ -23,11 +24,13 @@ from tests.models.tiny import CONFIGS, relative_error, save_tiny, tokens
 LENGTH = 40
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILY_FILES))
+@pytest.fixture(scope="module", params=sorted(FAMILY_FILES | HYBRID_FILES))
 def gguf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(GGUF file, transformers' model)."""
     path = tmp_path_factory.mktemp(request.param)
     theirs = save_tiny(request.param, path)
+    if request.param in HYBRID_FILES:
+        return write_hybrid(theirs, path / "m.gguf", request.param), theirs
     return write_family(path, path / "m.gguf", request.param), theirs
 
 
