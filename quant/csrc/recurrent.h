@@ -157,8 +157,8 @@ struct Columns {
     F16L next(F16L s, int i) const { return F16L::set1(k[i]).fma(d, s * F16L::set1(decays[each ? i : 0])); }
 };
 
-// Of a state, after what `add` adds if there is something: products with two vectors. Four sums each: short chains.
-template <bool ADD> inline void step_columns(float* state, int size, const Columns& add, const float* a, const float* b, F16L& x, F16L& y) {
+// Of a state, after what `add` adds if there is something: products with one or two vectors. Four sums each: short chains.
+template <bool ADD, bool BOTH> inline void step_columns(float* state, int size, const Columns& add, const float* a, const float* b, F16L& x, F16L& y) {
     F16L xs[4], ys[4];
     for (int j = 0; j < 4; j++) xs[j] = ys[j] = F16L::zero();
     int i = 0;
@@ -169,7 +169,7 @@ template <bool ADD> inline void step_columns(float* state, int size, const Colum
             s.store(state + 16 * i);
         }
         xs[j] = s.fma(F16L::set1(a[i]), xs[j]);
-        ys[j] = s.fma(F16L::set1(b[i]), ys[j]);
+        if (BOTH) ys[j] = s.fma(F16L::set1(b[i]), ys[j]);
     };
     for (; i + 4 <= size; i += 4)
 #pragma GCC unroll 4
@@ -203,8 +203,8 @@ struct Scan {
         const int each = args.channel_decay ? size : 1;
         return {rows.channels(i, shape) + shape.k + group * size, factors + head * each, F16L::zero(), args.channel_decay != 0};
     }
-    // What row i adds, once `pending` is added; its output goes where its value was.
-    template <bool ADD> Columns read(int i, const Columns& pending) {
+    // What row i adds, once `pending` is added; with SEEN, its output goes where its value was.
+    template <bool ADD, bool SEEN> Columns read(int i, const Columns& pending) {
         Columns add = part(i);
         float* line = rows.channels(i, shape);
         const float* q = line + shape.q + group * size;
@@ -213,13 +213,15 @@ struct Scan {
             ka[j] = add.k[j] * decay;
             qa[j] = q[j] * decay;
         }
-        F16L known, seen;
-        step_columns<ADD>(state, size, pending, ka, qa, known, seen);
+        F16L known = F16L::zero(), seen = known;
+        if (SEEN || args.kind == DELTA) step_columns<ADD, SEEN>(state, size, pending, ka, qa, known, seen);
+        else if (ADD) add_columns(state, size, pending);
         float* at = line + shape.v + head * args.value_size + column;
         const F16L v = load_some(at, count);
         const float* factors = rows.factors + (size_t)i * shape.factors;
         const F16L strength = F16L::set1(factors[shape.factors - args.heads + head]);
         add.d = args.kind == DELTA ? (v - known) * strength : v * strength;
+        if (!SEEN) return add;
         F16L out = F16L::set1(rows.dots[(size_t)i * args.key_heads + group]).fma(add.d, seen);
         if (args.skip) out = F16L::set1(args.skip[head]).fma(v, out);
         store_some(out, count, at);
@@ -236,7 +238,8 @@ struct Scan {
         };
         Columns pending = {nullptr, nullptr, F16L::zero(), false};
         for (int i = 0; i < rows.linear; i++) {
-            pending = i ? read<true>(i, pending) : read<false>(i, pending);
+            if (i < rows.waiting) pending = i ? read<true, false>(i, pending) : read<false, false>(i, pending);
+            else pending = i ? read<true, true>(i, pending) : read<false, true>(i, pending);
             folded(i);
         }
         if (rows.linear == rows.count) return;
@@ -256,7 +259,7 @@ struct Scan {
             const int parent = rows.parent(i);
             if (parent != at) copy_floats(saved + (size_t)(parent - first + 1) * numbers, numbers, state);
             at = parent;
-            const Columns add = read<false>(i, none);
+            const Columns add = read<false, true>(i, none);
             bool next = false, later = false;
             for (int child = i + 1; child < rows.count; child++)
                 if (rows.wanted(child) && rows.parent(child) == i) (child == i + 1 && !next ? next : later) = true;
