@@ -31,7 +31,8 @@ _PUBLISHED = {
     "llama": "llama LlamaForCausalLM mistral MistralForCausalLM",
     "ministral3": "mistral3 Ministral3ForCausalLM Mistral3ForConditionalGeneration",
     "mixtral": "MixtralForCausalLM",
-    "qwen2": "qwen2 Qwen2ForCausalLM",
+    "qwen2": "qwen2 Qwen2ForCausalLM qwen2vl Qwen2VLForConditionalGeneration "
+    "Qwen2_5_VLForConditionalGeneration",
     "qwen3": "qwen3 Qwen3ForCausalLM qwen3vl Qwen3VLForConditionalGeneration",
     "gemma2": "gemma2 Gemma2ForCausalLM",
     "gemma3": "gemma3 Gemma3ForCausalLM Gemma3ForConditionalGeneration",

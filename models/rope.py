@@ -81,7 +81,7 @@ def _scaled(
     """The frequencies of ``dim`` rotary dimensions, and what queries and keys are multiplied by."""
     exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
     scale = 1.0
-    if kind == "default":
+    if kind in ("default", "mrope"):  # the latter's three positions of a token are one in text
         inv_freq = theta**-exponents
     elif kind == "linear":
         inv_freq = theta**-exponents / scaling_number(parameters, "factor")

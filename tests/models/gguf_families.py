@@ -35,6 +35,7 @@ FAMILY_FILES = {
     "granite-swa": "granite_swa",
     "ernie": "ernie4_5",
     "ernie-moe": "ernie4_5-moe",
+    "qwen2.5-vl": "qwen2vl",
     "qwen3-vl": "qwen3vl",
     "qwen3-vl-moe": "qwen3vlmoe",
     "glm4-moe": "glm4moe",
@@ -150,7 +151,8 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
     if "mrope_section" in rope:
         found["rope.dimension_sections"] = [*rope["mrope_section"], 0]
-        found["n_deepstack_layers"] = 1
+        if config["model_type"].startswith("qwen3"):
+            found["n_deepstack_layers"] = 1
     if config.get("sliding_window") and "layer_types" in config:
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
         found["attention.sliding_window_pattern"] = kinds

@@ -9,6 +9,7 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    Gemma3Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GraniteConfig,
@@ -18,6 +19,7 @@ from transformers import (
     Mistral3Config,
     Olmo2Config,
     Olmo3Config,
+    Qwen2_5_VLConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
     SeedOssConfig,
@@ -148,6 +150,25 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "ernie": lambda: Ernie4_5Config(**_SIZES, head_dim=32),
     "qwen3-vl": lambda: _with_text(
         Qwen3VLConfig, {**_SIZES, "head_dim": 16, "rope_parameters": _MROPE}, **_QWEN_VISION
+    ),
+    "qwen2.5-vl": lambda: _with_text(
+        Qwen2_5_VLConfig,
+        {**_SIZES, "rope_parameters": _MROPE},
+        **_VISION,
+        num_heads=2,
+        depth=1,
+        out_hidden_size=96,
+    ),
+    "gemma3-images": lambda: _with_text(
+        Gemma3Config,
+        {
+            **_SIZES,
+            "head_dim": 32,
+            "sliding_window": _WINDOW,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+        },
+        **_PIXTRAL,
     ),
     "glm4-moe": lambda: Glm4MoeConfig(**_SIZES, **_GLM, head_dim=32, attention_bias=True),
     "glm4-moe-groups": lambda: Glm4MoeConfig(**_SIZES, **_GLM, n_group=2, topk_group=1),
