@@ -20,6 +20,7 @@ STREAMED = {
     "exaone4": "exaone4-window",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
+    "gemma3n": "gemma3n",
     "gemma4": "gemma4-moe",
     "glm4_moe": "glm4-moe",
     "gpt_oss": "gpt-oss",
