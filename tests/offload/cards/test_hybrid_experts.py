@@ -29,7 +29,7 @@ pytestmark = needs_kernels
 COSTS = ExpertCosts(cpu=Rate(0.0, 4e-5, 1e-6), gpu=Rate(1e-5, 1e-6, 1e-8), fetch=5e-5)
 
 
-@pytest.fixture(scope="module", params=["qwen3-moe", "qwen2-moe", "gpt-oss"])
+@pytest.fixture(scope="module", params=["qwen3-moe", "qwen2-moe", "gpt-oss", "gemma4-moe"])
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:

@@ -28,7 +28,15 @@ from tests.offload.cards.carded import (
     pipeline_threads,
     placements,
 )
-from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pack_synthetic, passing
+from tests.offload.placed import (
+    Model,
+    cancel_after,
+    extend,
+    needs_kernels,
+    pack_synthetic,
+    pack_tiny,
+    passing,
+)
 from tests.waits import naps
 
 pytestmark = needs_kernels
@@ -80,6 +88,22 @@ def test_everything_in_one_place(model: Talking, where: Where) -> None:
         assert (counts.ssd_read_bytes > 0) is where.read
         assert ("link" in counts.busy_s) is (where.copied or where is Where.VRAM)
         assert ("gpu" in counts.busy_s) is where.on_gpu
+
+
+@pytest.mark.parametrize("card", [False, True], ids=["attention here", "attention there"])
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
+def test_inputs_and_streams_move_with_the_residual_stream(
+    name: str, card: bool, tmp_path: Path
+) -> None:
+    """Layers share keys and values: attention is on one processor, MLPs are anywhere."""
+    with closing(Talking(pack_tiny(name, tmp_path))) as model:
+        attention = ORDER[:3] if card else ORDER[3:]
+        where = {
+            unit: attention[n % len(attention)] if unit.endswith(".attention") else ORDER[n % 5]
+            for n, unit in enumerate(passing(model.store))
+        }
+        with on_card(model, where) as decoder:
+            assert_same(conversation(decoder), model.expected)
 
 
 @settings(max_examples=10)
