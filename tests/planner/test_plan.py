@@ -307,3 +307,17 @@ def test_a_mixture_beside_a_card_reads_what_no_memory_holds(name: str) -> None:
     assert bound < 1.1 / plan.prediction.tok_s
     slowest = read / profile.ssd_bytes_s + 2 * shape.pass_nbytes / profile.ram_bytes_s
     assert 1 / plan.prediction.tok_s < slowest
+
+
+@pytest.mark.parametrize("vram", [430, 445, 455, 470])
+def test_layers_that_share_caches_attend_on_one_processor(vram: int) -> None:
+    """Layers 4 and 5 read layer 3's keys and values."""
+    plain = shape(layers=6)
+    kv = (*plain.kv[:4], *(replace(layer, reads=3) for layer in plain.kv[4:]))
+    model = replace(plain, kv=kv)
+    assert sum(model.kv_nbytes("bf16", 512)) == sum(plain.kv_nbytes("bf16", 512)) * 4 // 6
+    budgets = Budgets(ram=200 * MB, vram=vram * MB)
+    plan = planned(model, machine(gpu=True), budgets, ctx=512, exact=False)
+    where = plan.placement.where
+    sides = {w.on_gpu for name, w in where.items() if name.endswith(".attention")}
+    assert len(sides) == 1
