@@ -224,8 +224,10 @@ class ChargedOps:
     def begin(self, batch: Any) -> Any:
         return batch
 
-    def embed(self, table: _Weight, step: Any, scale: float = 1.0, *, tokens: Any = None) -> Any:
-        rows = len(step.tokens if tokens is None else tokens)
+    def embed(
+        self, table: _Weight, step: Any, scale: float = 1.0, *, tokens: Any = None, each: int = 1
+    ) -> Any:
+        rows = len(step.tokens if tokens is None else tokens) * each
         self._moved(rows * table.shape[1])
         return np.empty((rows, table.shape[1]), np.float32)
 
@@ -286,7 +288,7 @@ class ChargedOps:
         self._moved(slots.size)
         return np.empty((len(routing.experts), slots.shape[1]), np.float32)
 
-    def add(self, x: Any, y: Any, scale: float = 1.0) -> Any:
+    def add(self, x: Any, y: Any, scale: float = 1.0, total: float = 1.0) -> Any:
         self._moved(3 * x.size)
         return x
 

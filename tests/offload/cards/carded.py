@@ -44,6 +44,16 @@ def virtual_card(
     return VirtualAccelerator(clock, ops, **settings), clock
 
 
+def all_in_ram(decoder: Decoder) -> bool:
+    """Whether every expert has been read: what is on the SSD is computed by the CPU."""
+    stage: Any = decoder.residency.sparse["gpu"]  # type: ignore[attr-defined]
+    for pool in stage._memory.pools:
+        pool._settle_arrived()
+        if not all(pool.holds(*key) for key in pool._units):
+            return False
+    return True
+
+
 def place_on_card(
     store: StoreCheckpoint, where: Mapping[str, Where], *, slack: tuple[int, int] = (0, 0)
 ) -> Placement:

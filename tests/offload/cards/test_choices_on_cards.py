@@ -32,6 +32,7 @@ from localrt.quant.ops.cuda.kernels.launch import Grid, emulate
 from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.native.ops import NativeOps
+from tests.offload.cards.carded import all_in_ram
 from tests.offload.cards.late_cuda import LateCudaCard
 from tests.offload.experts.rates import Rate
 from tests.offload.placed import MODE, PLENTY, extend, needs_kernels
@@ -88,17 +89,6 @@ def card() -> Iterator[Choosing]:
     before = emulate(launcher)
     yield launcher
     emulate(before)
-
-
-def all_in_ram(decoder: Decoder) -> bool:
-    """Whether every expert has been read: what is on the SSD is computed by the CPU."""
-    stage: Any = decoder.residency.sparse["gpu"]
-    for layer in range(LAYERS):
-        pool = stage._memory.pool(layer)
-        pool._settle_arrived()
-        if not all(pool.holds(layer, expert) for expert in range(COUNT)):
-            return False
-    return True
 
 
 @contextmanager

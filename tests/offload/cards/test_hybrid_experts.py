@@ -20,9 +20,10 @@ from localrt.offload.experts.scheduler import ExpertCosts, split_misses
 from localrt.offload.placement import Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
-from tests.offload.cards.carded import assert_same, conversation, on_card
+from tests.offload.cards.carded import all_in_ram, assert_same, conversation, on_card
 from tests.offload.experts.rates import Rate
 from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pack_tiny
+from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
@@ -124,9 +125,11 @@ def test_all_that_the_card_does_in_a_layer_is_started_before_the_cpu_computes(
     noted(VirtualAccelerator, "send", "rows ")
     # About as long for each of the absent: some are fetched, some are not.
     costs = ExpertCosts(cpu=Rate(0.0, 1e-6, 1e-8), gpu=Rate(0.0, 1e-7, 1e-8), fetch=1e-6)
-    with on_card(model, places(model, 0.5), expert_costs=costs) as placed:
+    link = {"link_bytes_s": 1e12}  # which is never busy: the costs alone decide
+    with on_card(model, places(model, 0.5), expert_costs=costs, card=link) as placed:
+        wait_for(lambda: all_in_ram(placed))
         cache = placed.cache(64)
-        for pair in np.array(tokens(30)).reshape(-1, 2):
+        for pair in np.array(tokens(60)).reshape(-1, 2):
             extend(placed, cache, pair.tolist())
     both = [turn for turn in "".join(order).split("; ") if "cpu" in turn and "card" in turn]
     assert any(turn.count("card") > 1 for turn in both)
