@@ -39,15 +39,13 @@ def latent_groups(spec: LatentSpec) -> tuple[tuple[str, ...], ...]:
 class LatentAttention:
     """Norm, projections down, rotary, cache, attention over latents, projections up.
 
-    ``at`` is the layer's number in the cache, where that does not have all layers.
+    ``at`` is the layer's number in the cache.
     """
 
-    def __init__(
-        self, config: DecoderConfig, layer: int, weights: WeightLoader, at: int | None = None
-    ) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader, at: int) -> None:
         spec, hidden = config.attention[layer], config.hidden_size
         assert isinstance(spec, LatentSpec), "the layer's attention is of another kind"
-        self.layer = layer if at is None else at
+        self.layer = at
         self.spec = spec
 
         def name(stem: str) -> str:

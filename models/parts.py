@@ -131,10 +131,10 @@ class Attention:
         config: DecoderConfig,
         layer: int,
         weights: WeightLoader,
-        at: int | None = None,
+        at: int,
     ) -> None:
         names = config.names
-        self.layer = config.memory_place(config.cache_of(layer)) if at is None else at
+        self.layer = at
         spec = config.attention[layer]
         assert isinstance(spec, AttentionSpec), "the layer is of another kind"
         self.spec = spec

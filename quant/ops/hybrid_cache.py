@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv import BlockCache, Bytes, GrowingCache, KVCache, ReadBlocks
+from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.states import SavedState, StateCache
+from localrt.quant.ops.states import SavedState, StateCache, StatePass
 
-__all__ = ["HybridCache", "split_layers", "states_of"]
+__all__ = ["HybridCache", "begin_states", "split_layers", "states_of"]
 
 Kv = TypeVar("Kv", bound=GrowingCache)  # an implementation's
 
@@ -99,6 +100,11 @@ def split_layers(
         [spec for spec in layers if isinstance(spec, AttentionSpec)],
         [spec for spec in layers if isinstance(spec, RecurrentSpec)],
     )
+
+
+def begin_states(spans: Iterable[Span]) -> list[StatePass]:
+    """What a pass does to the states of its sequences."""
+    return [states_of(span.cache).begin(span.rows, span.mask) for span in spans]
 
 
 def states_of(cache: KVCache) -> StateCache:

@@ -177,7 +177,7 @@ class StateSet:
         tokens = np.arange(self.layout.first(position), length)
         rings = map(self.ring_of, range(len(self.positions)))
         parts = [self.states, *(ring[tokens % self.ring] for ring in rings)]
-        data = np.concatenate([np.asarray(to_host(part)).reshape(-1) for part in parts])
+        data = np.concatenate([to_host(part).reshape(-1) for part in parts])
         return SavedState(position, length, data.view(np.uint8))
 
     def load(self, saved: SavedState, alloc: Alloc) -> None:
@@ -212,18 +212,19 @@ class StatePass:
     """What a pass does to a sequence's states.
 
     ``target`` will have the states after ``fold`` tokens, and the rows from there on; it is
-    ``source`` itself where that may change.
+    ``source`` itself where that may change. ``parents`` are those of a tree's rows (see
+    ``tree_parents``), ``extra`` of which are held already.
     """
 
     source: StateSet
     target: StateSet
     fold: int
+    parents: npt.NDArray[np.int32] | None
+    extra: int
 
 
 class StateCache:
     """See ``KVCache``."""
-
-    grows_in_place = True
 
     def __init__(self, specs: Sequence[RecurrentSpec], capacity: int, alloc: Alloc) -> None:
         self.layout = StateLayout(specs)
@@ -280,7 +281,8 @@ class StateCache:
             target, waiting = now, end - int(now.positions.min(initial=self._length))
             if now.ring < self.layout.ring(waiting):
                 now.widen(self._alloc, waiting, self._length)
-        self._pass = StatePass(now, target, fold)
+        parents = None if mask is None else tree_parents(mask)
+        self._pass = StatePass(now, target, fold, parents, extra)
         return self._pass
 
     def layer_done(self, layer: int) -> None:
@@ -338,7 +340,7 @@ class StateCache:
             if state.data.nbytes != self.layout.saved_nbytes(state.position, state.length):
                 raise ValueError("a saved state has other sizes than this model's")
             if self._now.kept:
-                self._now = self._empty()
+                self._now = StateSet(self.layout, self._alloc)
             self._now.load(state, self._alloc)
             self._length = self._now.length = min(length, state.length)
             self._now.kept = True
@@ -361,7 +363,7 @@ class StateCache:
         if self._now.position > length:
             last = max(self._kept, key=lambda each: min(each.length, length), default=None)
             if last is None:
-                last, length = self._empty(), 0
+                last, length = StateSet(self.layout, self._alloc), 0
             if not self._now.kept:
                 self._spare = self._spare or self._now
             self._now, length = last, min(last.length, length)
@@ -393,10 +395,6 @@ class StateCache:
         done, self._pass = self._pass, None
         if done is not None and done.target is not self._now:
             self._spare = done.target
-
-    def _empty(self) -> StateSet:
-        """A set of no tokens."""
-        return StateSet(self.layout, self._alloc)
 
     def _drop(self, gone: StateSet) -> None:
         gone.kept = False

@@ -48,7 +48,7 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
+from localrt.quant.ops.hybrid_cache import HybridCache, begin_states, split_layers
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.native.ops import fast_tiler
 from localrt.quant.ops.protocol import (
@@ -317,7 +317,7 @@ class CudaOps(StreamSteps):
     ) -> Tensor:
         """(R, D), float32; row by row in torch between our products."""
         if not step.states:
-            step.states = [states_of(span.cache).begin(span.rows, span.mask) for span in step.spans]
+            step.states = begin_states(step.spans)
         h = self._normed(x, weights.norm, spec.eps, weights.mix)
         mixed = linear(h, weights.mix, weights.mix_bias, dtype=torch.float32)
         seen = mix_rows(mixed, weights, spec, step.spans, step.states, layer)

@@ -19,7 +19,7 @@ from localrt.quant.ops.attention import (
     LatentWeights,
     Rope,
 )
-from localrt.quant.ops.hybrid_cache import HybridCache, states_of
+from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.native.abi import (
     RECURRENT_KINDS,
     AttentionArgs,
@@ -32,7 +32,7 @@ from localrt.quant.ops.native.kv import BLOCK, KV_FORMATS, LATENT_FORMATS, Nativ
 from localrt.quant.ops.native.weights import NativeVector, address_of
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
-from localrt.quant.ops.states import StatePass, tree_parents
+from localrt.quant.ops.states import StatePass
 
 __all__ = [
     "NativePass",
@@ -60,7 +60,7 @@ class NativePass:
     latent: dict[int, LatentArgs] = field(default_factory=dict)
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
     tables: dict[Rope, tuple[NativeVector, NativeVector]] = field(default_factory=dict)
-    states: list[tuple[StatePass, npt.NDArray[np.int32] | None]] = field(default_factory=list)
+    states: list[StatePass] = field(default_factory=list)  # of recurrent layers
 
     def span_args(self, layer: int) -> ctypes.Array[SpanArgs]:
         """Every sequence's cache of a layer, and what its rows see."""
@@ -82,23 +82,21 @@ class NativePass:
     def state_args(self, layer: int) -> ctypes.Array[StateSpanArgs]:
         """Every sequence's memory of a recurrent layer, and its rows."""
         spans = (StateSpanArgs * len(self.states))()
-        for index, (span, (states, parents)) in enumerate(
-            zip(self.batch.spans, self.states, strict=True)
-        ):
+        for index, (span, states) in enumerate(zip(self.batch.spans, self.states, strict=True)):
             source, target = states.source, states.target
             spans[index] = StateSpanArgs(
                 source.state(layer).ctypes.data,
                 target.state(layer).ctypes.data,
                 source.ring_of(layer).ctypes.data,
                 target.ring_of(layer).ctypes.data,
-                _address(parents),
+                _address(states.parents),
                 source.ring,
                 target.ring,
                 int(source.positions[layer]),
                 states.fold,
                 span.cache.length,
                 span.rows,
-                0 if span.mask is None else span.mask.shape[1] - span.rows,
+                states.extra,
             )
         return spans
 
@@ -202,7 +200,7 @@ def recurrent_args(
 ) -> RecurrentArgs:
     """Of a recurrent layer's only step."""
     if not step.states:
-        step.states = [_begin_states(span) for span in step.batch.spans]
+        step.states = begin_states(step.batch.spans)
     spans = step.state_args(layer)
     return RecurrentArgs(
         norm=address_of(weights.norm),
@@ -237,12 +235,6 @@ def recurrent_args(
         least_step=spec.time_steps[0],
         most_step=spec.time_steps[1],
     )
-
-
-def _begin_states(span: Span) -> tuple[StatePass, npt.NDArray[np.int32] | None]:
-    """What the pass does to a sequence's states, and the parents of its rows in a tree."""
-    begun = states_of(span.cache).begin(span.rows, span.mask)
-    return begun, None if span.mask is None else tree_parents(span.mask)
 
 
 def native_cache(span: Span) -> NativeKVCache:

@@ -28,7 +28,7 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
+from localrt.quant.ops.hybrid_cache import HybridCache, begin_states, split_layers
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.protocol import (
     AttentionSpec,
@@ -244,7 +244,7 @@ class TorchOps(StreamSteps):
     ) -> Tensor:
         """(R, D)."""
         if not step.states:
-            step.states = [states_of(s.cache).begin(s.rows, s.mask) for s in step.spans]
+            step.states = begin_states(step.spans)
         mixed = self.linear(self._norm(x, weights.norm, spec.eps), weights.mix, weights.mix_bias)
         seen = mix_rows(mixed.float(), weights, spec, step.spans, step.states, layer)
         y = self.linear(seen.to(self._dtype), weights.out, weights.out_bias)

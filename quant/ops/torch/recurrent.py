@@ -13,7 +13,7 @@ from torch import Tensor
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
-from localrt.quant.ops.states import StatePass, tree_parents
+from localrt.quant.ops.states import StatePass
 
 __all__ = ["mix_rows", "new_states"]
 
@@ -95,9 +95,8 @@ def _run(
     rows = torch.cat([padding, old, new])  # those looked back on, those that wait, the new ones
     waiting = held - position
     linear, parents = len(rows) - back, np.zeros(0, np.int32)
-    if span.mask is not None:
-        parents = tree_parents(span.mask)
-        linear = waiting - (len(parents) - span.rows)
+    if states.parents is not None:
+        linear, parents = waiting - states.extra, states.parents
 
     def parent(row: int) -> int:
         if row < linear:
