@@ -20,12 +20,13 @@ from torch import Tensor
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
+from localrt.quant.ops.cuda.caches import cache_nbytes, new_cache
 from localrt.quant.ops.cuda.device import FullCard, upload
 from localrt.quant.ops.cuda.expert_table import CudaExpertTable
 from localrt.quant.ops.cuda.experts import route_rows, run_kinds
 from localrt.quant.ops.cuda.graph import GraphedForward, Recordings
 from localrt.quant.ops.cuda.kernels.attention import attend, fits_records, rope_append
-from localrt.quant.ops.cuda.kernels.kv import CardKvFormat, row_nbytes
+from localrt.quant.ops.cuda.kernels.kv import CardKvFormat
 from localrt.quant.ops.cuda.kernels.latent import attend_latent_rows, latent_append
 from localrt.quant.ops.cuda.kernels.products import (
     MOST_ROWS,
@@ -48,8 +49,8 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.hybrid_cache import HybridCache, begin_states, split_layers
-from localrt.quant.ops.kv import KVCache, grown_capacity
+from localrt.quant.ops.hybrid_cache import begin_states
+from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.native.ops import fast_tiler
 from localrt.quant.ops.protocol import (
     AttentionSpec,
@@ -64,12 +65,11 @@ from localrt.quant.ops.protocol import (
     Rope,
     Span,
 )
-from localrt.quant.ops.states import StateCache, StateLayout
 from localrt.quant.ops.torch.attention import visible_keys
 from localrt.quant.ops.torch.experts import gated
-from localrt.quant.ops.torch.kv import TorchKVCache
+from localrt.quant.ops.torch.kv import kv_of
 from localrt.quant.ops.torch.latent import attend_latents
-from localrt.quant.ops.torch.recurrent import mix_rows, new_states
+from localrt.quant.ops.torch.recurrent import mix_rows
 
 __all__ = ["CudaOps"]
 
@@ -146,36 +146,12 @@ class CudaOps(StreamSteps):
         return shape[0] * shape[1] * 2
 
     def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
-        """Bytes of keys, values and states once grown to ``length`` tokens."""
-        attending, states = split_layers(layers)
-        row = sum(groups * sum(widths) for groups, *widths in self._kv_shapes(attending))
-        in_states = StateLayout(states).sequence_nbytes(length)
-        return in_states + row * grown_capacity(length) * self._kv_dtype(attending).itemsize
+        """See ``caches.py``."""
+        return cache_nbytes(layers, length, self.kv_format)
 
     def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
-        """An empty cache: bf16, or rows of bytes; states in float32."""
-        attending, states = split_layers(layers)
-        shapes, dtype = self._kv_shapes(attending), self._kv_dtype(attending)
-        cache = TorchKVCache(shapes, capacity, dtype, self._device)
-        return HybridCache(cache, StateCache(states, capacity, self._floats)) if states else cache
-
-    def _floats(self, count: int) -> Tensor:
-        return new_states(count, self._device)
-
-    def _kv_dtype(self, layers: Sequence[AttentionSpec]) -> torch.dtype:
-        return torch.bfloat16 if self._kv_of(layers) == "bf16" else torch.uint8
-
-    def _kv_of(self, layers: Sequence[AttentionSpec]) -> CardKvFormat:
-        """Latents are kept in bf16."""
-        latent = any(isinstance(spec, LatentSpec) for spec in layers)
-        return "bf16" if latent else self.kv_format
-
-    def _kv_shapes(self, layers: Sequence[AttentionSpec]) -> list[tuple[int, int, int]]:
-        """Heads, and what a key and a value of each are in memory."""
-        kept = self._kv_of(layers)
-        if kept == "bf16":
-            return [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in layers]
-        return [(spec.cached_heads, *row_nbytes(kept, spec.head_dim)) for spec in layers]
+        """An empty cache."""
+        return new_cache(layers, capacity, self.kv_format, self._device)
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -242,7 +218,7 @@ class CudaOps(StreamSteps):
             q[rows:] = gates
         cos, sin = self._rope_tables(spec.rope, step)
         for index, (first, stop, span) in enumerate(_ranges(step.spans)):
-            k, v = _cache(span).view(layer, span.rows)
+            k, v = kv_of(span).view(layer, span.rows)
             rope_append(
                 qkv[first:stop],
                 q[first:stop],
@@ -279,7 +255,7 @@ class CudaOps(StreamSteps):
         records = empty_records(1, len(q), width, self._device, fine=fine) if direct else None
         outputs = []
         for index, (first, stop, span) in enumerate(_ranges(step.spans)):
-            k, v = _cache(span).view(layer, span.rows)
+            k, v = kv_of(span).view(layer, span.rows)
             outputs.append(
                 attend(
                     q[first:stop],
@@ -351,7 +327,7 @@ class CudaOps(StreamSteps):
                 q[rows],
                 latents[rows],
                 queries[rows],
-                _cache(span).view(layer, span.rows)[0][0],
+                kv_of(span).view(layer, span.rows)[0][0],
                 step.held[index:],
                 cos=cos[rows],
                 sin=sin[rows],
@@ -370,12 +346,12 @@ class CudaOps(StreamSteps):
             rows = q[first:stop]
             if span.rows > MOST_ROWS:
                 mask = self._mask(index, span, step)
-                parts.append(attend_latents(rows, _cache(span), layer, mask, spec))
+                parts.append(attend_latents(rows, kv_of(span), layer, mask, spec))
                 continue
             parts.append(
                 attend_latent_rows(
                     rows,
-                    _cache(span).view(layer, span.rows)[0][0],
+                    kv_of(span).view(layer, span.rows)[0][0],
                     step.held[index:],
                     step.positions[first:stop],
                     rope=spec.rope_dim,
@@ -549,11 +525,3 @@ def _without_gates(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     rows, queries = len(qkv), 2 * spec.heads * spec.head_dim
     both = qkv[:, :queries].view(rows, spec.heads, 2, spec.head_dim)
     return torch.cat([both[:, :, 0].flatten(1), qkv[:, queries:]], dim=1), both[:, :, 1]
-
-
-def _cache(span: Span) -> TorchKVCache:
-    cache = span.cache
-    if isinstance(cache, HybridCache):
-        cache = cache.kv
-    assert isinstance(cache, TorchKVCache), "caches and steps belong to one implementation"
-    return cache

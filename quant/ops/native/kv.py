@@ -34,6 +34,7 @@ __all__ = [
     "NativeKVCache",
     "block_nbytes",
     "cache_format",
+    "map_floats",
     "map_zeros",
     "parse_kv_format",
     "token_nbytes",
@@ -117,6 +118,11 @@ def map_zeros(nbytes: int) -> npt.NDArray[np.uint8]:
             f"there is no memory for a KV cache of {nbytes} bytes: use a smaller context"
         ) from error
     return np.frombuffer(memory, np.uint8)
+
+
+def map_floats(count: int) -> npt.NDArray[np.float32]:
+    """The same, of so many float32 numbers."""
+    return map_zeros(4 * max(1, count)).view(np.float32)[:count]
 
 
 class NativeKVCache(GrowingCache):

@@ -49,7 +49,7 @@ from localrt.quant.ops.native.kv import (
     KVMaker,
     NativeKVCache,
     cache_format,
-    map_zeros,
+    map_floats,
     token_nbytes,
 )
 from localrt.quant.ops.native.passes import (
@@ -169,7 +169,7 @@ class NativeOps(StreamSteps):
         else:
             shapes = [(spec.cached_heads, spec.head_dim) for spec in attending]
             cache = NativeKVCache(shapes, capacity, kv_format)
-        return HybridCache(cache, StateCache(states, capacity, _floats)) if states else cache
+        return HybridCache(cache, StateCache(states, capacity, map_floats)) if states else cache
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -498,8 +498,3 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _floats(count: int) -> Floats:
-    """Zeros, not resident before they are written."""
-    return map_zeros(4 * max(1, count)).view(np.float32)[:count]

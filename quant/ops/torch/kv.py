@@ -13,9 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.kv import BLOCK_TOKENS, GrowingCache, ReadBlocks, read_pieces
+from localrt.quant.ops.hybrid_cache import HybridCache
+from localrt.quant.ops.kv import BLOCK_TOKENS, GrowingCache, KVCache, ReadBlocks, read_pieces
+from localrt.quant.ops.protocol import Span
+from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.states import StateCache
 
-__all__ = ["TorchKVCache"]
+__all__ = ["TorchKVCache", "kv_of", "sequence_cache"]
 
 _ROUND = 64  # divides a step of growth
 
@@ -120,3 +124,29 @@ class TorchKVCache(GrowingCache):
         if rounded:
             stop = -(-stop // _ROUND) * _ROUND
         return self._k[layer][:, :stop], self._v[layer][:, :stop]
+
+
+def sequence_cache(
+    shapes: Sequence[tuple[int, int, int]],
+    dtype: torch.dtype,
+    states: Sequence[RecurrentSpec],
+    capacity: int,
+    device: torch.device,
+) -> KVCache:
+    """An empty cache of layers that attend, as ``TorchKVCache`` takes them, and of ``states``."""
+    kv = TorchKVCache(shapes, capacity, dtype, device)
+
+    def zeros(count: int) -> Tensor:
+        with torch.inference_mode(False):  # they are changed between passes too
+            return torch.zeros(count, dtype=torch.float32, device=device)
+
+    return HybridCache(kv, StateCache(states, capacity, zeros)) if states else kv
+
+
+def kv_of(span: Span) -> TorchKVCache:
+    """A sequence's keys and values."""
+    cache = span.cache
+    if isinstance(cache, HybridCache):
+        cache = cache.kv
+    assert isinstance(cache, TorchKVCache), "caches and steps belong to one implementation"
+    return cache

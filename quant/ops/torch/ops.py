@@ -28,7 +28,7 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.hybrid_cache import HybridCache, begin_states, split_layers
+from localrt.quant.ops.hybrid_cache import begin_states, split_layers
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.protocol import (
     AttentionSpec,
@@ -42,7 +42,7 @@ from localrt.quant.ops.protocol import (
     Span,
 )
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
-from localrt.quant.ops.states import StateCache, StateLayout, StatePass
+from localrt.quant.ops.states import StateLayout, StatePass
 from localrt.quant.ops.torch.attention import attend_rows, visible_keys
 from localrt.quant.ops.torch.experts import (
     TorchExpertTable,
@@ -52,9 +52,9 @@ from localrt.quant.ops.torch.experts import (
     route,
     run_each,
 )
-from localrt.quant.ops.torch.kv import TorchKVCache
+from localrt.quant.ops.torch.kv import kv_of, sequence_cache
 from localrt.quant.ops.torch.latent import attend_latents, latent_queries, latent_values
-from localrt.quant.ops.torch.recurrent import mix_rows, new_states
+from localrt.quant.ops.torch.recurrent import mix_rows
 from localrt.quant.ops.torch.streams import StreamSteps, rows_of_tokens
 
 __all__ = ["TorchOps"]
@@ -140,8 +140,7 @@ class TorchOps(StreamSteps):
         """An empty cache."""
         attending, states = split_layers(layers)
         shapes = [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in attending]
-        cache = TorchKVCache(shapes, capacity, self._dtype, self._device)
-        return HybridCache(cache, StateCache(states, capacity, self._floats)) if states else cache
+        return sequence_cache(shapes, self._dtype, states, capacity, self._device)
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -208,7 +207,7 @@ class TorchOps(StreamSteps):
         for index, span in enumerate(step.spans):
             rows = q[row : row + span.rows]
             mask = self._mask(index, span, spec.window, step)
-            cache = _torch_cache(span)
+            cache = kv_of(span)
             outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
             row += span.rows
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -235,7 +234,7 @@ class TorchOps(StreamSteps):
         for index, span in enumerate(step.spans):
             mask = self._mask(index, span, None, step)
             rows = q[row : row + span.rows]
-            seen.append(attend_latents(rows, _torch_cache(span), layer, mask, spec))
+            seen.append(attend_latents(rows, kv_of(span), layer, mask, spec))
             row += span.rows
         return self.linear(latent_values(torch.cat(seen), weights, spec), weights.out)
 
@@ -346,9 +345,6 @@ class TorchOps(StreamSteps):
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _floats(self, count: int) -> Tensor:
-        return new_states(count, self._device)
-
     def _gated_mlp(self, normed: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         wide = self.linear(normed, weights.gate_up)
         if spec.cutoff is not None:
@@ -386,16 +382,8 @@ def _append(k: Tensor, v: Tensor, step: _Pass, layer: int) -> None:
     """Write new keys and values (R, G, E) to the caches of their sequences."""
     row = 0
     for span in step.spans:
-        _torch_cache(span).write(layer, k[row : row + span.rows], v[row : row + span.rows])
+        kv_of(span).write(layer, k[row : row + span.rows], v[row : row + span.rows])
         row += span.rows
-
-
-def _torch_cache(span: Span) -> TorchKVCache:
-    cache = span.cache
-    if isinstance(cache, HybridCache):
-        cache = cache.kv
-    assert isinstance(cache, TorchKVCache), "caches and steps belong to one implementation"
-    return cache
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -15,15 +15,9 @@ from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
 
-__all__ = ["mix_rows", "new_states"]
+__all__ = ["mix_rows"]
 
 _KEY_EPS = 1e-6  # of the length that keys and queries are divided by
-
-
-def new_states(count: int, device: torch.device) -> Tensor:
-    """Zeros in float32 that may be changed between passes too, outside of inference mode."""
-    with torch.inference_mode(False):
-        return torch.zeros(count, dtype=torch.float32, device=device)
 
 
 def mix_rows(
