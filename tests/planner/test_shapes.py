@@ -11,12 +11,12 @@ import pytest
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
-from localrt.offload.planner import shape_from_checkpoint, shape_from_config
+from localrt.offload.planner import Budgets, shape_from_checkpoint, shape_from_config
 from localrt.offload.shapes import parse_kv_format
 from localrt.quant.ops.native.ops import NativeOps
 from tests.models.tiny import save_tiny
 from tests.models.tiny_families import FAMILIES, FAMILY_MIXTURES
-from tests.planner.models import CONFIGS, published
+from tests.planner.models import CONFIGS, machine, planned, published
 from tests.real_models import real_model
 
 PUBLISHED = {  # billions, of the model cards
@@ -167,3 +167,19 @@ def test_a_real_file_gives_its_known_sizes() -> None:
         shape = shape_from_checkpoint(checkpoint)
     assert shape.pass_nbytes == pytest.approx(980e6, rel=0.01)
     assert shape.layers == 28
+
+
+def test_a_plan_says_that_recurrent_layers_are_slower_on_a_card() -> None:
+    config = {
+        **CONFIGS["llama-3-70b"],
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "norm_eps": 1e-5,
+    }
+    shape = shape_from_config(config, name="m")
+    assert shape.attending == (1,)
+    for gpu in (True, False):
+        budgets = Budgets(ram=20 << 30, vram=16 << 30 if gpu else 0)
+        plan = planned(shape, machine(gpu=gpu), budgets, exact=False, ctx=512)
+        assert any("recurrent layers" in note for note in plan.notes) is gpu
