@@ -54,7 +54,7 @@ _PUBLISHED = {
     "lfm2": "lfm2 Lfm2ForCausalLM lfm2moe Lfm2MoeForCausalLM",
     "granite_hybrid": "granitehybrid GraniteMoeHybridForCausalLM",
     "qwen3_5": "qwen35 qwen35moe Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration "
-    "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3next Qwen3NextForCausalLM",
     "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",
     "glm4_moe": "glm4moe Glm4MoeForCausalLM",
 }

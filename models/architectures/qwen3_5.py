@@ -16,6 +16,7 @@ from localrt.quant.ops.protocol import RecurrentSpec
 
 __all__ = ["read_config"]
 
+_IN_GROUPS = "qwen3next"  # whose files keep the value heads of a key head together
 _KINDS = {"linear_attention": False, "full_attention": True}
 
 
@@ -34,7 +35,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         taps=raw.integer("linear_conv_kernel_dim", 4),
         eps=config.norm_eps,
         norm_size=raw.integer("linear_value_head_dim"),
-        tiled=raw.is_gguf,
+        tiled=raw.is_gguf and raw.architecture != _IN_GROUPS,
     )
     every = raw.integer("full_attention_interval", 4)
     kinds = raw.layer_kinds("layer_types", config.layers, _KINDS)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt.errors import CheckpointError
+from localrt.models.checkpoints.delta_tensors import delta_tensors
 from localrt.models.checkpoints.expert_stacks import split_ranges
 from localrt.models.checkpoints.gemma_tensors import gemma_tensors
 from localrt.models.checkpoints.gguf_config import count_layers, generation_config, model_config
@@ -20,7 +21,11 @@ from localrt.models.checkpoints.gguf_names import (
 )
 from localrt.models.checkpoints.latent_tensors import latent_tensors
 from localrt.models.checkpoints.rotary_rows import rotary_rows
-from localrt.models.checkpoints.stored_tensor import SourcedCheckpoint, StoredTensor
+from localrt.models.checkpoints.stored_tensor import (
+    RowSource,
+    SourcedCheckpoint,
+    StoredTensor,
+)
 from localrt.models.checkpoints.text_model import (
     gguf_block,
     is_beside_decoder,
@@ -59,7 +64,9 @@ class GgufCheckpoint(SourcedCheckpoint):
                 self.architecture, self.metadata, stored, predicting
             )
             self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
-            sources = gemma_tensors(latent_tensors(stored, self.config), self.config)
+            sources: dict[str, RowSource] = dict(stored)
+            for in_models_form in (latent_tensors, gemma_tensors, delta_tensors):
+                sources = in_models_form(sources, self.config)
             if self.architecture in INTERLEAVED_ROTARY:
                 sources |= rotary_rows(stored, self.config, self.path)
             super().__init__(sources)

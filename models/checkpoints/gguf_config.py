@@ -15,6 +15,7 @@ from localrt.models.checkpoints.gguf_names import (
     CONFIG_KEYS,
     DEEPSEEK_KEYS,
     GEMMA,
+    QWEN_DELTA,
     RECURRENT_KEYS,
     ROPE_SCALING_KEYS,
     SAMPLING_KEYS,
@@ -70,7 +71,7 @@ def model_config(
     _add_layer_types(config, f"{architecture}.attention.sliding_window_pattern", metadata)
     _add_recurrent(config, architecture, metadata)
     _leave_out(config, predicting)
-    if architecture in GEMMA or architecture in ("qwen35", "qwen35moe"):
+    if architecture in GEMMA or architecture in QWEN_DELTA:
         config["norm_weights_include_one"] = True
     if architecture == "gemma3":
         # Queries are scaled by the head's size, but in the 27B model by hidden size over heads

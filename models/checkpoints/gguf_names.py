@@ -16,6 +16,7 @@ __all__ = [
     "DEEPSEEK_KEYS",
     "GEMMA",
     "INTERLEAVED_ROTARY",
+    "QWEN_DELTA",
     "RECURRENT_KEYS",
     "ROPE_SCALING_KEYS",
     "SAMPLING_KEYS",
@@ -41,6 +42,7 @@ INTERLEAVED_ROTARY = frozenset(
 """Architectures whose files hold query and key rows in pairs (x0, y0, x1, y1, ...)."""
 
 GEMMA = frozenset({"gemma", "gemma2", "gemma3"})
+QWEN_DELTA = frozenset({"qwen3next", "qwen35", "qwen35moe"})
 """Architectures whose files hold norm weights with the 1 added that Hugging Face adds later."""
 
 _TENSORS: Mapping[str, str] = {
@@ -136,6 +138,11 @@ _DELTA_NET = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
+_DELTA_NET_TOGETHER = {
+    **_DELTA_NET,
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # of first files; others have the four apart
+}
 _MAMBA = {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
@@ -193,6 +200,7 @@ _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "granitehybrid": _MAMBA,
     "lfm2": _SHORT_CONVOLUTION,
     "lfm2moe": _SHORT_CONVOLUTION,
+    "qwen3next": _DELTA_NET_TOGETHER,
     "qwen35": _DELTA_NET,
     "qwen35moe": _DELTA_NET,
 }

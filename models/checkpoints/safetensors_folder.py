@@ -13,6 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from localrt.errors import CheckpointError
+from localrt.models.checkpoints.delta_tensors import delta_tensors
 from localrt.models.checkpoints.gemma_tensors import gemma_tensors
 from localrt.models.checkpoints.hf_config import flatten_config
 from localrt.models.checkpoints.hf_names import INTERLEAVED_ROTARY, plain_tensors
@@ -75,7 +76,8 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         """Every tensor of the decoder, by its plain name."""
         located = self._located(multimodal=multimodal)
         tensors = plain_tensors(self.architecture, self.config, located)
-        tensors = gemma_tensors(latent_tensors(tensors, self.config), self.config)
+        for in_models_form in (latent_tensors, gemma_tensors, delta_tensors):
+            tensors = in_models_form(tensors, self.config)
         if self.architecture in INTERLEAVED_ROTARY:
             tensors |= rotary_rows(tensors, self.config, self.path)
         for name, tensor in tensors.items():

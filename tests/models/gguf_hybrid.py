@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from localrt.models.checkpoints.gguf_names import QWEN_DELTA
 from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 
 __all__ = ["HYBRID_FILES", "write_hybrid"]
 
 HYBRID_FILES = {
+    "qwen3-next": "qwen3next",
     "qwen3.5": "qwen35",
     "qwen3.5-moe": "qwen35moe",
     "lfm2": "lfm2",
@@ -53,6 +55,7 @@ _NAMES = {
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
@@ -73,11 +76,17 @@ _TOP = {
 _EXPERTS = re.compile(r"(mlp|feed_forward|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
 
 
-def write_hybrid(theirs: Any, path: Path, name: str) -> Path:
-    """transformers' model, of the tiny config ``name``, as the file ``path``."""
+def write_hybrid(theirs: Any, path: Path, name: str, *, together: bool = False) -> Path:
+    """transformers' model, of the tiny config ``name``, as the file ``path``.
+
+    ``together`` leaves DeltaNet's projections in one matrix, as the first files of Qwen3-Next do.
+    """
     architecture, config = HYBRID_FILES[name], theirs.config
     tensors: dict[str, Array] = {}
     for key, value in theirs.state_dict().items():
+        if together and key.endswith("in_proj_qkvz.weight"):
+            tensors[f"blk.{key.split('.')[2]}.ssm_in.weight"] = value.float().numpy()
+            continue
         tensors |= _tensor(key, value.float().numpy(), architecture, config)
     if config.tie_word_embeddings:
         tensors.pop("output.weight", None)
@@ -89,7 +98,7 @@ def write_hybrid(theirs: Any, path: Path, name: str) -> Path:
 
 def _tensor(key: str, value: Array, architecture: str, config: Any) -> Mapping[str, Array]:
     if key in _TOP:
-        one = architecture.startswith("qwen35") and "norm" in key
+        one = architecture in QWEN_DELTA and "norm" in key
         return {_TOP[key]: value + 1 if one else value}
     _, _, layer, stem = key.split(".", 3)
     prefix = f"blk.{layer}."
@@ -105,9 +114,11 @@ def _tensor(key: str, value: Array, architecture: str, config: Any) -> Mapping[s
         gate, up = np.split(value, 2)
         return {f"{prefix}ffn_gate{shared}.weight": gate, f"{prefix}ffn_up{shared}.weight": up}
     if stem == "post_attention_layernorm.weight":
-        if architecture.startswith("qwen35"):
+        if architecture in QWEN_DELTA:
             return {f"{prefix}post_attention_norm.weight": value + 1}
         return {f"{prefix}ffn_norm.weight": value}
+    if stem == "linear_attn.in_proj_qkvz.weight":
+        return _apart(prefix, value, config)
     if architecture.startswith("qwen35"):
         value = _value_heads_in_turns(stem, value, config)
     if architecture == "granitehybrid" and stem.startswith(("self_attn.q", "self_attn.k")):
@@ -130,9 +141,19 @@ def _tensor(key: str, value: Array, architecture: str, config: Any) -> Mapping[s
     if module == "mlp.shared_expert_gate":
         value = value.reshape(-1)
     plain = module.endswith("norm") and module != "linear_attn.norm"
-    if architecture.startswith("qwen35") and plain:
+    if architecture in QWEN_DELTA and plain:
         value = value + 1
     return {f"{prefix}{_NAMES[module]}.{kind}": value}
+
+
+def _apart(prefix: str, value: Array, config: Any) -> Mapping[str, Array]:
+    """Queries, keys and values of all key heads, and their gates."""
+    groups, key = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // groups * config.linear_value_head_dim
+    cuts = np.cumsum([key, key, values])
+    parts = np.split(value.reshape(groups, -1, value.shape[1]), cuts, axis=1)
+    *qkv, z = (part.reshape(-1, value.shape[1]) for part in parts)
+    return {f"{prefix}attn_qkv.weight": np.concatenate(qkv), f"{prefix}attn_gate.weight": z}
 
 
 def _value_heads_in_turns(stem: str, value: Array, config: Any) -> Array:

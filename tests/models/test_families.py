@@ -64,6 +64,22 @@ def test_exaones_windows_as_llama_cpp_has_them(
 
 
 @pytest.mark.llamacpp
+def test_first_files_of_qwen3_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep a key head's query, key, values and gates together."""
+    theirs = save_tiny("qwen3-next", tmp_path)
+    path = write_hybrid(theirs, tmp_path / "m.gguf", "qwen3-next", together=True)
+    ids = tokens(LENGTH)
+    ours = logits_of(path, ids)
+    assert relative_error(ours, oracle(theirs, ids)) < 1e-4
+    assert relative_error(ours, llama_cpp_logits(path, ids, monkeypatch)) < 1e-3
+    with closing(open_checkpoint(path)) as checkpoint:
+        name = "model.layers.0.linear_attn.in_proj_qkv.weight"
+        whole = checkpoint.read(name).data
+        pieces = [piece.data for piece in checkpoint.blocks(name, max_bytes=7 * whole.shape[1])]
+        np.testing.assert_array_equal(np.concatenate(pieces), whole)
+
+
+@pytest.mark.llamacpp
 def test_a_block_that_predicts_further_tokens_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from transformers import (
     Lfm2MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
 )
 
 __all__ = ["hybrid_configs", "hybrid_mixtures"]
@@ -84,6 +85,23 @@ def hybrid_mixtures(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             num_experts_per_tok=3,
             shared_intermediate_size=80,
             position_embedding_type="rope",
+        ),
+        "qwen3-next": lambda: Qwen3NextConfig(
+            **sizes,
+            **_DELTA,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=64,
+        ),
+        "qwen3-next-dense-first": lambda: Qwen3NextConfig(
+            **sizes,
+            **_DELTA,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=64,
+            mlp_only_layers=[0],
         ),
         "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
             **sizes,
