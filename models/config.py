@@ -78,13 +78,15 @@ class LayerNames:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentNames:
     """A recurrent layer's tensors, below ``model.layers.N.``. ``mix`` are stacked in the order of
-    ``RecurrentWeights``; ``decay_is_rate``: it is not the logarithm of one. ``biased``: both
-    projections have a bias.
+    ``RecurrentWeights``, as are ``taps``; ``decay_is_rate``: it is not the logarithm of one.
+    ``biased``: both projections have a bias.
     """
 
     mix: tuple[str, ...]
-    taps: str
+    taps: tuple[str, ...]
     out: str
+    gate_up: str = ""
+    decay_up: str = ""
     decay: str = ""
     decay_bias: str = ""
     skip: str = ""

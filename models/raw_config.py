@@ -145,14 +145,24 @@ class RawConfig:
             raise self._error(f"config {key} must be an object, is {value!r:.60}")
         return value
 
-    def nested(self, key: str, name: str) -> RawConfig:
-        """The object ``name`` within the object ``key``, to be read like a config."""
-        values = self.mapping(key).get(name)
+    def nested(self, key: str, name: str | None = None) -> RawConfig:
+        """The object ``key``, or the object ``name`` within it, to be read like a config."""
+        values: Any = self.mapping(key)
+        if name is not None:
+            values = values.get(name)
         if not isinstance(values, Mapping):
             raise self._error(f"config {key}[{name!r}] must be an object, is {values!r:.60}")
-        inner = RawConfig(self._checkpoint, context=self.context)
-        inner._values = values
-        return inner
+        return self._with(values)
+
+    def renamed(self, names: Mapping[str, str]) -> RawConfig:
+        """This config with the keys of ``names`` under their names there."""
+        found = {new: self._values[old] for old, new in names.items() if old in self._values}
+        return self._with({**self._values, **found})
+
+    def _with(self, values: Mapping[str, Any]) -> RawConfig:
+        other = RawConfig(self._checkpoint, context=self.context)
+        other._values = values
+        return other
 
     def choice(self, key: str, default: str, table: Mapping[str, Any]) -> Any:
         """``table``'s value for a string key; an unknown string is not supported."""

@@ -10,13 +10,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.config import DecoderConfig
+from localrt.models.config import DecoderConfig, RecurrentNames
 from localrt.models.parts import PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Array, Vector, Weight
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 
-__all__ = ["Recurrent"]
+__all__ = ["Recurrent", "recurrent_groups"]
+
+
+def recurrent_groups(names: RecurrentNames) -> tuple[tuple[str, ...], ...]:
+    """The matrices, those together that share their input."""
+    widening = ((names.gate_up,), (names.decay_up,)) if names.gate_up else ()
+    return (names.mix, (names.out,), *widening)
 
 
 class Recurrent:
@@ -31,13 +37,16 @@ class Recurrent:
         assert names is not None, "an architecture with recurrent layers names their tensors"
         self.layer, self.spec, self._names = at, spec, names
         prefix = f"model.layers.{layer}."
-        optional, heads = weights.optional_vector, spec.heads
+        optional, heads, rank = weights.optional_vector, spec.heads, spec.low_rank
         stateful, inner = spec.kind != "conv", spec.inner
         rates = spec.factors - heads if stateful else 0
         norm_width = spec.value_size if spec.kind == "delta" else inner
 
         def vector(present: bool, size: int, name: str) -> Vector | None:
             return optional(present, size, f"{prefix}{name}")
+
+        def widening(rows: int, name: str) -> Weight | None:
+            return weights.matrix((rows, rank), f"{prefix}{name}.weight") if rank else None
 
         decay = None
         if stateful:
@@ -52,11 +61,13 @@ class Recurrent:
             ),
             taps=weights.vector(
                 spec.taps * spec.channels,
-                f"{prefix}{names.taps}.weight",
+                *(f"{prefix}{name}.weight" for name in names.taps),
                 transform=_TapsFirst(spec.taps),
             ),
             out=weights.matrix((hidden, inner), f"{prefix}{names.out}.weight"),
-            taps_bias=vector(spec.conv_bias, spec.channels, f"{names.taps}.bias"),
+            taps_bias=optional(
+                spec.conv_bias, spec.channels, *(f"{prefix}{name}.bias" for name in names.taps)
+            ),
             decay=decay,
             decay_bias=vector(stateful, rates, names.decay_bias),
             skip=vector(spec.kind == "ssm", heads, names.skip),
@@ -72,6 +83,8 @@ class Recurrent:
                 f"{prefix}{config.names.attention_post_norm}.weight",
                 offset=config.norm_offset,
             ),
+            gate_up=widening(inner, names.gate_up),
+            decay_up=widening(rates, names.decay_up),
         )
 
     def __call__(self, state: PassState) -> Array:
@@ -80,7 +93,10 @@ class Recurrent:
 
     def matrices(self) -> dict[str, Weight]:
         """See ``Layer``."""
-        return {self._names.mix[0]: self.weights.mix, self._names.out: self.weights.out}
+        groups = recurrent_groups(self._names)
+        own = (self.weights.mix, self.weights.out, self.weights.gate_up, self.weights.decay_up)
+        whole = (weight for weight in own if weight is not None)
+        return {group[0]: weight for group, weight in zip(groups, whole, strict=True)}
 
 
 def _rate(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

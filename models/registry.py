@@ -55,6 +55,7 @@ _PUBLISHED = {
     "granite_hybrid": "granitehybrid GraniteMoeHybridForCausalLM",
     "qwen3_5": "qwen35 qwen35moe Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration "
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3next Qwen3NextForCausalLM",
+    "kimi_linear": "kimi-linear KimiLinearForCausalLM",
     "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",
     "glm4_moe": "glm4moe Glm4MoeForCausalLM",
 }

@@ -26,6 +26,7 @@ from localrt.models.config import (
     DecoderConfig,
 )
 from localrt.models.latent import latent_groups
+from localrt.models.recurrent import recurrent_groups
 from localrt.offload.store.pack import Tiler, stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
@@ -85,7 +86,7 @@ class LayerQuantizer:
         attention: tuple[tuple[str, ...], ...] = (names.qkv, (names.out,))
         self._groups: tuple[tuple[str, ...], ...] = (
             *(latent_groups(first) if isinstance(first, LatentSpec) else attention),
-            *(() if states is None else (states.mix, (states.out,))),
+            *(() if states is None else recurrent_groups(states)),
             names.gate_up,
             (names.down,),
             SHARED_GATE_UP,
@@ -113,7 +114,12 @@ class LayerQuantizer:
         Matrices of other groups are rounded.
         """
         prefix = f"model.layers.{layer}."
-        groups = (group for group in self._groups if group[0] in hessians)
+        groups = (
+            group
+            for group in self._groups
+            if group[0] in hessians
+            and all(f"{prefix}{stem}.weight" in self._infos for stem in group)
+        )
         group_of = {f"{prefix}{stem}.weight": group for group in groups for stem in group}
         done: dict[str, Quantized] = {}
 

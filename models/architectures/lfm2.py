@@ -51,7 +51,10 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         qk_norm=True,
         names=LayerNames() if raw.is_gguf else _NAMES,
         recurrent=RecurrentNames(
-            mix=("conv.in_proj",), taps="conv.conv", out="conv.out_proj", biased=short.conv_bias
+            mix=("conv.in_proj",),
+            taps=("conv.conv",),
+            out="conv.out_proj",
+            biased=short.conv_bias,
         ),
     )
     if not raw.has("num_experts") and not raw.has("num_local_experts"):

@@ -38,7 +38,7 @@ def mamba_names(raw: RawConfig, prefix: str, *, biased: bool) -> RecurrentNames:
     """The tensors below ``prefix``."""
     return RecurrentNames(
         mix=(f"{prefix}.in_proj",),
-        taps=f"{prefix}.conv1d",
+        taps=(f"{prefix}.conv1d",),
         out=f"{prefix}.out_proj",
         decay=f"{prefix}.{'A' if raw.is_gguf else 'A_log'}",
         decay_is_rate=raw.is_gguf,

@@ -63,7 +63,7 @@ def _names(raw: RawConfig) -> RecurrentNames:
     prefix = "linear_attn."
     return RecurrentNames(
         mix=tuple(f"{prefix}in_proj_{part}" for part in ("qkv", "z", "b", "a")),
-        taps=f"{prefix}conv1d",
+        taps=(f"{prefix}conv1d",),
         out=f"{prefix}out_proj",
         decay=f"{prefix}{'A' if raw.is_gguf else 'A_log'}",
         decay_bias=f"{prefix}dt_bias",

@@ -77,11 +77,13 @@ def model_config(
         # Queries are scaled by the head's size, but in the 27B model by hidden size over heads
         scale = _head_size(config) if config.get("num_hidden_layers") == 62 else None
         config["query_pre_attn_scalar"] = scale or config.get("head_dim")
-    if architecture in ("deepseek2", "glm4moe"):
+    if architecture == "kimi-linear":
+        _add_kimi(config, metadata)
+    if architecture in ("deepseek2", "glm4moe", "kimi-linear"):
         _add_choice(config, tensors)
     if architecture in ("gemma3n", "gemma4"):
         _add_gemma(config, architecture, metadata, tensors)
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "kimi-linear"):
         _add_deepseek(config, architecture, metadata)
     if architecture == "mistral3":
         _add_temperature(config)
@@ -261,6 +263,14 @@ def _add_recurrent(config: dict[str, Any], architecture: str, metadata: GgufMeta
         "mamba_d_head": value,
         "mamba_d_conv": sizes["taps"],
     }
+
+
+def _add_kimi(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Sizes of delta layers, which have as many heads as others; experts' shares sum up to 1."""
+    config["linear_head_dim"] = metadata.integer("kimi-linear.kda.head_dim")
+    config["linear_num_heads"] = config.get("num_attention_heads")
+    config["linear_conv_kernel_dim"] = metadata.integer("kimi-linear.ssm.conv_kernel")
+    config.setdefault("norm_topk_prob", True)
 
 
 def _add_bases(config: dict[str, Any], metadata: GgufMetadata) -> None:

@@ -157,6 +157,20 @@ _SHORT_CONVOLUTION = {
     "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.out_proj",
 }
+_KIMI_DELTA = {
+    **_LATENT_ATTENTION,
+    "ssm_conv1d_q": "self_attn.q_conv1d",
+    "ssm_conv1d_k": "self_attn.k_conv1d",
+    "ssm_conv1d_v": "self_attn.v_conv1d",
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a": "self_attn.A",
+    "ssm_dt": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+}
 _NO_KIND = ("ssm_a", "ssm_d", "ssm_dt")
 """What Hugging Face gives neither ``.weight`` nor ``.bias``."""
 
@@ -198,6 +212,7 @@ _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "seed_oss": _MLP_NORM,
     "granitehybrid": _MAMBA,
+    "kimi-linear": _KIMI_DELTA,
     "lfm2": _SHORT_CONVOLUTION,
     "lfm2moe": _SHORT_CONVOLUTION,
     "qwen3next": _DELTA_NET_TOGETHER,

@@ -15,6 +15,7 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 
 __all__ = ["flatten_config"]
 
+_KIMIS_LENGTH = "model_max_length"
 _PACKED_EXPERTS = {"mxfp4": ("GptOssForCausalLM", "gpt_oss")}
 """Ways of quantizing that are read, and whose: names of the architecture and its model_type."""
 
@@ -31,6 +32,7 @@ def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise CheckpointError(f"{path}: text_config is not an object")
     flat.update({key: value for key, value in text.items() if key != "architectures"})
+    flat.setdefault("max_position_embeddings", flat.get(_KIMIS_LENGTH))
     _refuse_quantized(flat, path)
     _add_older_rope(flat, path)
     return flat

@@ -46,6 +46,14 @@ _OURS: Mapping[str, str] = {
     "mlp.experts.{}.w1.weight": _GATE_UP[0],
     "mlp.experts.{}.w3.weight": _GATE_UP[1],
     "mlp.experts.{}.w2.weight": _DOWN[0],
+    # Kimi; transformers calls dense layers so too
+    "block_sparse_moe.gate_proj.weight": "mlp.gate_proj.weight",
+    "block_sparse_moe.up_proj.weight": "mlp.up_proj.weight",
+    "block_sparse_moe.down_proj.weight": "mlp.down_proj.weight",
+    "block_sparse_moe.gate.e_score_correction_bias": _CHOICE_BIAS,
+    "block_sparse_moe.shared_experts.gate_proj.weight": _SHARED_GATE_UP[0],
+    "block_sparse_moe.shared_experts.up_proj.weight": _SHARED_GATE_UP[1],
+    "block_sparse_moe.shared_experts.down_proj.weight": "mlp.shared_experts.down_proj.weight",
     # Granite
     "block_sparse_moe.router.layer.weight": "mlp.gate.weight",
     "block_sparse_moe.router.weight": "mlp.gate.weight",

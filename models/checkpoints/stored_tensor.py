@@ -25,7 +25,15 @@ __all__ = ["Bytes", "RowSource", "SourcedCheckpoint", "StoredTensor"]
 
 Bytes = npt.NDArray[np.uint8]
 
-_VECTORS = (".conv1d.weight", ".conv.conv.weight", ".mamba.norm.weight", ".mamba.A", ".mamba.D")
+_VECTORS = (
+    "conv1d.weight",
+    ".conv.conv.weight",
+    ".mamba.norm.weight",
+    ".mamba.A",
+    ".mamba.D",
+    ".self_attn.A",
+    ".self_attn.A_log",
+)
 """Small tensors of recurrent layers that files keep in several dimensions: taps of convolutions
 (channels, 1, taps), norms by groups.
 """

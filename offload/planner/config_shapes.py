@@ -84,7 +84,8 @@ def shape_from_config(
     expert_format, rest = (format, format) if format else _published_formats(config, notes)
     if rest not in FORMATS:
         raise UnsupportedModelError(f"format {format!r} is not known: one of {', '.join(FORMATS)}")
-    usual = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, **_DEFAULTS.get(kind, {})}
+    usual = {"rms_norm_eps": 1e-6, **_DEFAULTS.get(kind, {})}
+    usual["max_position_embeddings"] = config.get("model_max_length") or 4096
     model = _Described(architecture, {**usual, **config}, Path(name))
     model.add(*_told_by_weights(kind, model.config))
     checkpoint = cast(Checkpoint, model)  # nothing is read of it

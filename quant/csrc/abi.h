@@ -64,6 +64,8 @@ struct AttentionArgs {
     int32_t joint_norms;  // of all heads at once: q_norm (H * E), k_norm (G * E)
     int32_t projections;  // 3: q, k and v; 2: values are the projected keys; 1: the spans' caches are an earlier layer's
     int32_t gated;        // each head's rows of q are followed by as many of its gate
+    int32_t head_gates;   // behind all rows of q, k and v is one of each head's gate
+    int32_t norms_last;   // heads are normed behind their rotation
     float eps, scale, softcap;  // softcap 0: none
 };
 
@@ -98,9 +100,10 @@ struct RecurrentArgs {
     const float *decay, *decay_bias, *skip, *out_norm, *mix_bias, *out_bias, *post_norm;
     const StateSpan* spans;
     Stack mix, proj;
+    Stack gate_up, decay_up;               // of gates and decays that come by way of fewer numbers, or no parts
     int32_t rows, span_count, kind, heads, key_heads, key_size, value_size, taps, width, tiled, channel_decay;
     int32_t norm_size, norm_width, gate_sigmoid, gate_first;  // norm_width: of the norm's weights
-    float eps, least_step, most_step;
+    float eps, norm_eps, strength, least_step, most_step;  // norm_eps: of the result's norm
 };
 
 enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI };

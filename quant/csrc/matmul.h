@@ -327,8 +327,8 @@ inline int next_tiles(const Context& context, int left, int at_once) {
     return (step + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
 }
 
-// out (R, stack.rows) = x (R, K) times the stack's rows.
-inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out) {
+// out (R, stack.rows) = x (R, K) times the stack's rows; from one row of `out` to the next are `stride` floats.
+inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out, int stride) {
     if (acts.rows == 0) return;
     struct Task { const Matrix* matrix; int tile, tiles, column; };
     int left = 0;
@@ -351,12 +351,14 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
     parallel(context, chunks.count * count, [&](int index) {
         const Task& task = tasks[index % count];
         const Matrix& m = *task.matrix;
-        const Target target = {out + task.column, (size_t)stack.rows, m.rows, m.scale, nullptr, nullptr};
+        const Target target = {out + task.column, (size_t)stride, m.rows, m.scale, nullptr, nullptr};
         with_layout(m.layout, [&](auto kind) {
             kind.multiply(m, task.tile, task.tiles, acts, runs, chunks[index / count], target);
         });
     });
 }
+
+inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out) { matmul(context, stack, acts, out, stack.rows); }
 
 // Tiles of gated columns that must stay together: whole groups and rotations of the next matrix.
 inline int gated_unit(const Stack& down) { return most(2, down.hadamard / 16); }

@@ -12,11 +12,12 @@ constexpr float KEY_EPS = 1e-6f;            // of the length that keys and queri
 
 // Where a row's numbers lie among those that the hidden state is projected to, and among its channels.
 struct RecurrentShape {
-    int inner, keys, channels, factors, row, width;          // row: numbers that are kept of one
-    int channels_at, gates_at, strengths_at, decays_at;      // of `width`
+    int inner, keys, channels, factors, row, width, rank;    // row: numbers that are kept of one
+    int channels_at, gates_at, strengths_at, decays_at;      // of `width`; with a rank, gates and decays are behind all others
     int q, k, v;                                             // of the channels
 
     explicit RecurrentShape(const RecurrentArgs& args) : inner(args.heads * args.value_size), keys(args.key_heads * args.key_size) {
+        rank = args.gate_up.count ? args.gate_up.cols : 0;
         width = args.mix.rows;
         factors = args.heads * (args.channel_decay ? args.key_size : 1) + args.heads;
         if (args.kind == CONV) {
@@ -35,6 +36,12 @@ struct RecurrentShape {
             q = delta ? 0 : inner + keys;
             k = delta ? keys : inner;
             v = delta ? 2 * keys : 0;
+            if (rank) {
+                strengths_at = channels + rank;
+                gates_at = width;
+                decays_at = width + inner;
+                width += inner + args.decay_up.rows;
+            }
         }
         row = channels + factors;
     }
@@ -75,7 +82,7 @@ inline void make_factors(const RecurrentArgs& args, const RecurrentShape& shape,
     float* strengths = factors + heads * each;
     for (int h = 0; h < heads; h++) {
         if (args.kind == DELTA) {
-            strengths[h] = sigmoid(line[shape.strengths_at + h]);
+            strengths[h] = args.strength * sigmoid(line[shape.strengths_at + h]);
             for (int i = h * each; i < (h + 1) * each; i++)
                 factors[i] = std::exp(args.decay[h] * softplus(line[shape.decays_at + i] + args.decay_bias[i]));
         } else {
@@ -285,21 +292,33 @@ inline void finish_row(const RecurrentArgs& args, const RecurrentShape& shape, c
     };
     if (args.norm_size && !args.gate_first) {
         for (int j = 0; j < inner; j += args.norm_size)
-            rms_norm(seen + j, args.out_norm + j % args.norm_width, args.eps, args.norm_size, out + j);
+            rms_norm(seen + j, args.out_norm + j % args.norm_width, args.norm_eps, args.norm_size, out + j);
         gate(out);
         return;
     }
     gate(seen);
     if (args.norm_size)
         for (int j = 0; j < inner; j += args.norm_size)
-            rms_norm(out + j, args.out_norm + j % args.norm_width, args.eps, args.norm_size, out + j);
+            rms_norm(out + j, args.out_norm + j % args.norm_width, args.norm_eps, args.norm_size, out + j);
+}
+
+// Of rows (R, width), `stack` times the numbers from `from` on, to `to`.
+inline void widen(Context& context, const Stack& stack, float* wide, int rows, int width, int from, int to) {
+    float* low = scratch<float>(context.joined, (size_t)rows * stack.cols);
+    for (int row = 0; row < rows; row++) copy_floats(wide + (size_t)row * width + from, stack.cols, low + (size_t)row * stack.cols);
+    const Acts acts = prepare(context, context.rows, low, nullptr, rows, nullptr, 0, stack);
+    matmul(context, stack, acts, wide + to, width);
 }
 
 void recurrent(Context& context, const RecurrentArgs& args) {
     const RecurrentShape shape(args);
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.mix);
     float* wide = scratch<float>(context.wide, (size_t)args.rows * shape.width);
-    matmul(context, args.mix, acts, wide);
+    matmul(context, args.mix, acts, wide, shape.width);
+    if (shape.rank) {
+        widen(context, args.gate_up, wide, args.rows, shape.width, shape.channels, shape.gates_at);
+        widen(context, args.decay_up, wide, args.rows, shape.width, shape.strengths_at + args.heads, shape.decays_at);
+    }
     finish_rows(context, wide, args.rows, shape.width, args.mix_bias, nullptr, 0);
     float* joined = scratch<float>(context.joined, (size_t)args.rows * shape.inner);
     int all = 0, waiting = 0;

@@ -115,6 +115,9 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             if (args.qkv_bias)
                 for (int i = 0; i < width; i++) line[i] += args.qkv_bias[i];
             if (args.gated) part_gates(line, heads, width - heads * size, size, args.q + (size_t)(args.rows + row) * heads * size);
+            if (args.head_gates)
+                for (int h = 0; h < heads; h++)
+                    fill_floats(args.q + ((size_t)(args.rows + row) * heads + h) * size, size, line[width - heads + h]);
             int index = row, owner = 0;
             while (index >= args.spans[owner].rows) index -= args.spans[owner++].rows;
             const Span& span = args.spans[owner];
@@ -122,18 +125,22 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
             float* values = copies ? copies + (size_t)row * groups * size : line + (heads + groups) * size;
             if (copies) copy_floats(line + heads * size, groups * size, values);
             for (int g = 0; g < own; g++) KeyBias(args, span, g).take_off(line + (heads + g) * size);
+            auto norm_head = [&](int h) {
+                const float* norm = h < heads ? args.q_norm : args.k_norm;
+                if (norm) rms_norm(line + h * size, norm, args.eps, size, line + h * size);
+            };
             if (args.joint_norms) {
                 if (args.q_norm) rms_norm(line, args.q_norm, args.eps, heads * size, line);
                 if (args.k_norm) rms_norm(line + heads * size, args.k_norm, args.eps, own * size, line + heads * size);
             }
             for (int h = 0; h < heads + own; h++) {
                 float* head = line + h * size;
-                const float* norm = h < heads ? args.q_norm : args.k_norm;
-                if (norm && !args.joint_norms) rms_norm(head, norm, args.eps, size, head);
+                if (!args.joint_norms && !args.norms_last) norm_head(h);
                 if (args.cos) {
                     const int half = args.rotary / 2;
                     rotate(head, args.cos + (size_t)row * half, args.sin + (size_t)row * half, half);
                 }
+                if (args.norms_last) norm_head(h);
             }
             if (args.v_norm)
                 for (int g = 0; g < own; g++) rms_norm(values + g * size, args.v_norm, args.eps, size, values + g * size);

@@ -12,7 +12,7 @@ struct RopeAppend {
     const float *cos, *sin;        // (n, half)
     const float *q_norm, *k_norm;  // (size,) or null; joint ones are of all heads
     i64 k_group, v_group;
-    int row_stride, heads, groups, half, joint;
+    int row_stride, heads, groups, half, joint, last;  // last: norms come behind the rotation
     float eps;
 };
 
@@ -42,7 +42,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
         return;
     }
     const float* norm = query ? args.q_norm : args.k_norm;
-    if (norm) {
+    if (norm && !args.last) {
         float sum = 0;
         if (args.joint) {
             const int width = (query ? args.heads : args.groups) * SIZE;
@@ -69,6 +69,15 @@ extern "C" __global__ void rope_append(RopeAppend args) {
         const int angle = row * args.half + (e < args.half ? e : e - args.half);
         const float turned = times(other[i], args.sin[angle]);
         x[i] = fused(x[i], args.cos[angle], e < args.half ? -turned : turned);
+    }
+    if (norm && args.last) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) sum = fused(x[i], x[i], sum);
+        const float scale = 1.f / sqrtf(sum_of_warp(sum) / (float)SIZE + args.eps);
+#pragma unroll
+        for (int i = 0; i < PIECES; i++)
+            if (lane + 32 * i < SIZE) x[i] = times(times(x[i], scale), norm[lane + 32 * i]);
     }
     if constexpr (KEYS::TURN > 1) rotate<KEYS::TURN>(x, lane);
     if (key)

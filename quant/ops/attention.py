@@ -66,7 +66,8 @@ class AttentionSpec:
     ``reads`` an earlier one's keys and values has neither of its own. With ``keys_as_values``,
     values are the projected keys, before their norm and rotation. Of ``gated`` attention, each
     head's rows of the queries' projection are followed by as many for a gate, whose sigmoid scales
-    what the head gives.
+    what the head gives. With ``head_gates``, each head has one gate; their rows are the last of all
+    projections. ``norms_last``: queries and keys are normed behind their rotation.
     """
 
     heads: int
@@ -84,6 +85,8 @@ class AttentionSpec:
     keys_as_values: bool = False
     value_norm: bool = False  # each head's values are normed, without weights
     gated: bool = False
+    head_gates: bool = False
+    norms_last: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -92,6 +95,15 @@ class AttentionSpec:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, is {self.window}")
+        if self.gated and self.head_gates:
+            raise ValueError("heads have a gate each, or one for every number: not both")
+        if self.norms_last and self.joint_norms:
+            raise ValueError("norms of all heads at once come before their rotation")
+
+    @property
+    def has_gates(self) -> bool:
+        """Whether the sigmoids of gates scale what heads give."""
+        return self.gated or self.head_gates
 
     @property
     def cached_heads(self) -> int:
@@ -107,9 +119,10 @@ class AttentionSpec:
 
     @property
     def projected_rows(self) -> int:
-        """Their rows: (H + 2G) * E of an ordinary layer."""
+        """Their rows, and those of gates: (H + 2G) * E of an ordinary layer."""
         queries = 2 * self.heads if self.gated else self.heads
-        return (queries + (self.projections - 1) * self.kv_heads) * self.head_dim
+        rows = (queries + (self.projections - 1) * self.kv_heads) * self.head_dim
+        return rows + self.heads if self.head_gates else rows
 
     @property
     def value_dim(self) -> int:

@@ -38,8 +38,10 @@ class RecurrentSpec:
     ``heads`` share ``key_heads`` keys and queries: neighbours do, or with ``tiled`` every
     ``key_heads``-th. ``channel_decay``: a decay for every key channel (KDA). The result is normed
     over ``norm_size`` numbers (0: it is not) and gated by ``gate`` of the gates, before the norm
-    with ``gate_first``. Of ``ssm``, time steps stay within ``time_steps``. Of ``conv``, heads and
-    sizes are 1, and ``width`` is the number of channels.
+    with ``gate_first``; ``norm_eps`` is that norm's where it is not ``eps``. What is written of a
+    value is multiplied by ``strength``. With a ``low_rank``, gates and decays are projected in two
+    steps, by way of so many numbers each. Of ``ssm``, time steps stay within ``time_steps``. Of
+    ``conv``, heads and sizes are 1, and ``width`` is the number of channels.
     """
 
     kind: RecurrentKind
@@ -57,6 +59,9 @@ class RecurrentSpec:
     gate: Literal["silu", "sigmoid"] = "silu"
     gate_first: bool = False
     time_steps: tuple[float, float] = (0.0, float("inf"))
+    norm_eps: float | None = None
+    strength: float = 1.0
+    low_rank: int = 0
 
     def __post_init__(self) -> None:
         if self.key_heads < 1 or self.heads % self.key_heads:
@@ -72,6 +77,8 @@ class RecurrentSpec:
                 raise ValueError(f"{name} must be from 1 to {most}, is {getattr(self, name)}")
         if self.kind == "conv" and self.width < 1:
             raise ValueError(f"width must be at least 1, is {self.width}")
+        if self.low_rank and self.kind != "delta":
+            raise ValueError(f"low_rank is of delta layers, not of {self.kind}")
 
     @property
     def inner(self) -> int:
@@ -97,7 +104,14 @@ class RecurrentSpec:
 
     @property
     def mix_rows(self) -> int:
-        """Numbers that a row is projected to."""
+        """Numbers that a row is projected to at first."""
+        if self.low_rank:
+            return self.channels + self.heads + 2 * self.low_rank
+        return self.projected_rows
+
+    @property
+    def projected_rows(self) -> int:
+        """Numbers that a row is projected to in the end."""
         if self.kind == "conv":
             return 3 * self.width
         steps = self.factors if self.kind == "delta" else self.heads
@@ -118,7 +132,8 @@ class RecurrentSpec:
     @property
     def pass_nbytes(self) -> int:
         """Float32 bytes of a row of a pass: as projected, its factors, and its result."""
-        return 4 * (self.mix_rows + self.factors + self.key_heads + self.inner)
+        first = self.mix_rows if self.low_rank else 0
+        return 4 * (first + self.projected_rows + self.factors + self.key_heads + self.inner)
 
     @property
     def macs(self) -> int:
@@ -133,7 +148,9 @@ class RecurrentWeights:
 
     ``mix`` stacks what the hidden state is projected to, in this order: of ``delta`` queries, keys,
     values, gates (H V), strengths b (H), decays (H); of ``ssm`` gates (H V), values, keys B,
-    queries C, time steps (H); of ``conv`` the gate before (D), the gate behind, values.
+    queries C, time steps (H); of ``conv`` the gate before (D), the gate behind, values. With a low
+    rank L, gates and decays are L numbers each in ``mix``, of which ``gate_up`` and ``decay_up``
+    make those.
     """
 
     norm: Vector  # (D,)
@@ -148,3 +165,5 @@ class RecurrentWeights:
     mix_bias: Vector = None
     out_bias: Vector = None
     post_norm: Vector = None
+    gate_up: Weight | None = None  # (H V, L)
+    decay_up: Weight | None = None  # (factors - H, L)

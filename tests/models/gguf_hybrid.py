@@ -15,6 +15,7 @@ from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 __all__ = ["HYBRID_FILES", "write_hybrid"]
 
 HYBRID_FILES = {
+    "kimi-linear": "kimi-linear",
     "qwen3-next": "qwen3next",
     "qwen3.5": "qwen35",
     "qwen3.5-moe": "qwen35moe",
@@ -63,6 +64,17 @@ _NAMES = {
     "mamba.conv1d": "ssm_conv1d",
     "mamba.norm": "ssm_norm",
     "mamba.out_proj": "ssm_out",
+    "self_attn.forget_gate.f_a_proj": "ssm_f_a",
+    "self_attn.forget_gate.f_b_proj": "ssm_f_b",
+    "self_attn.g_a_proj": "ssm_g_a",
+    "self_attn.g_b_proj": "ssm_g_b",
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.o_norm": "ssm_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "conv.in_proj": "shortconv.in_proj",
     "conv.conv": "shortconv.conv",
     "conv.out_proj": "shortconv.out_proj",
@@ -124,6 +136,8 @@ def _tensor(key: str, value: Array, architecture: str, config: Any) -> Mapping[s
     if architecture == "granitehybrid" and stem.startswith(("self_attn.q", "self_attn.k")):
         heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
         value = in_pairs(value, heads)
+    if architecture == "kimi-linear" and (found := _kimi(prefix, stem, value, config)):
+        return found
     module, _, kind = stem.rpartition(".")
     if kind == "A_log":
         rates = -np.exp(value)
@@ -144,6 +158,23 @@ def _tensor(key: str, value: Array, architecture: str, config: Any) -> Mapping[s
     if architecture in QWEN_DELTA and plain:
         value = value + 1
     return {f"{prefix}{_NAMES[module]}.{kind}": value}
+
+
+def _kimi(prefix: str, stem: str, value: Array, config: Any) -> Mapping[str, Array]:
+    """What is no matrix or norm of one name; nothing of others."""
+    if stem.endswith("A_log"):
+        return {f"{prefix}ssm_a": -np.exp(value)}
+    if stem.endswith("e_score_correction_bias"):
+        return {f"{prefix}exp_probs_b.bias": value}
+    if stem == "self_attn.conv1d.weight":
+        parts = zip("qkv", np.split(value, 3), strict=True)
+        return {f"{prefix}ssm_conv1d_{part}.weight": taps[None] for part, taps in parts}
+    if stem == "self_attn.kv_b_proj.weight":
+        heads = value.reshape(config.num_attention_heads, -1, value.shape[1])
+        keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+        keys = np.ascontiguousarray(keys.swapaxes(1, 2))
+        return {f"{prefix}attn_k_b.weight": keys, f"{prefix}attn_v_b.weight": values}
+    return {}
 
 
 def _apart(prefix: str, value: Array, config: Any) -> Mapping[str, Array]:
@@ -188,15 +219,17 @@ def _metadata(config: Any) -> dict[str, Any]:
         "attention.head_count": config.num_attention_heads,
         "attention.layer_norm_rms_epsilon": eps,
         "vocab_size": config.vocab_size,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
     }
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    share = config.rope_parameters.get("partial_rotary_factor") or 1.0
+    rope = getattr(config, "rope_parameters", None) or {}
+    share = rope.get("partial_rotary_factor") or 1.0
     found |= {
         "attention.key_length": head,
         "attention.value_length": head,
         "rope.dimension_count": int(head * share),
     }
+    if "rope_theta" in rope:
+        found["rope.freq_base"] = float(rope["rope_theta"])
     kinds = config.layer_types
     groups = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
     found["attention.head_count_kv"] = groups
@@ -211,6 +244,22 @@ def _metadata(config: Any) -> dict[str, Any]:
             "ssm.group_count": config.linear_num_key_heads,
             "ssm.time_step_rank": config.linear_num_value_heads,
             "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        }
+    if config.model_type == "kimi_linear":
+        latent, rotary = config.kv_lora_rank, config.qk_rope_head_dim
+        found |= {
+            "attention.head_count_kv": [int(kind == "full_attention") for kind in kinds],
+            "attention.kv_lora_rank": latent,
+            "attention.key_length": latent + rotary,
+            "attention.key_length_mla": config.qk_nope_head_dim + rotary,
+            "attention.value_length_mla": config.v_head_dim,
+            "rope.dimension_count": rotary,
+            "kda.head_dim": config.linear_head_dim,
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "leading_dense_block_count": config.mlp_layer_types.count("dense"),
+            "expert_shared_count": config.n_shared_experts,
+            "expert_weights_scale": config.routed_scaling_factor,
+            "expert_gating_func": 2,
         }
     if hasattr(config, "mamba_n_heads"):
         found |= {

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import (
     GraniteMoeHybridConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -49,7 +50,7 @@ _MAMBA: dict[str, Any] = {
 
 
 def hybrid_configs(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
-    """Those with dense MLPs, by name."""
+    """Those with dense MLPs, and with routers of another kind, by name."""
     return {
         "qwen3.5": lambda: Qwen3_5TextConfig(**sizes, **_DELTA),
         "lfm2": lambda: Lfm2Config(
@@ -63,6 +64,21 @@ def hybrid_configs(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             **_MAMBA,
             num_local_experts=0,
             shared_intermediate_size=80,
+        ),
+        # Its router does not choose by its scores alone
+        "kimi-linear": lambda: KimiLinearConfig(
+            **{**sizes, "num_key_value_heads": 4},
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_head_dim=24,
+            linear_num_heads=4,
+            linear_conv_kernel_dim=3,
+            kv_lora_rank=32,
+            qk_nope_head_dim=48,
+            qk_rope_head_dim=16,
+            v_head_dim=32,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
         ),
     }
 

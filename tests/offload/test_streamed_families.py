@@ -28,6 +28,7 @@ STREAMED = {
     "granite_hybrid": "granite-hybrid-moe",
     "granite_moe": "granite-moe-shared",
     "granite_swa": "granite-moe-swa",
+    "kimi_linear": "kimi-linear",
     "lfm2": "lfm2-moe",
     "llama": "llama",
     "ministral3": "mistral3",

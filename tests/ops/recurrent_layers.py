@@ -29,6 +29,14 @@ SPECS = {
         kind="delta", heads=4, key_heads=4, key_size=16, value_size=16, taps=4, eps=1e-6,
         norm_size=16, channel_decay=True, gate="sigmoid",
     ),
+    "delta-low-rank": RecurrentSpec(
+        kind="delta", heads=3, key_heads=3, key_size=24, value_size=20, taps=3, eps=1e-6,
+        norm_size=20, channel_decay=True, gate="sigmoid", low_rank=12,
+    ),
+    "delta-strong": RecurrentSpec(
+        kind="delta", heads=4, key_heads=2, key_size=20, value_size=24, taps=4, eps=1e-6,
+        norm_size=24, norm_eps=0.01, strength=2.0,
+    ),
     "ssm": RecurrentSpec(
         kind="ssm", heads=6, key_heads=2, key_size=18, value_size=20, taps=4, eps=1e-6,
         norm_size=60, gate_first=True, conv_bias=True,
@@ -109,4 +117,6 @@ def _random_weights(spec: RecurrentSpec, ops: Ops) -> RecurrentWeights:
         decay_bias=vector(spec.factors - spec.heads, 0.5) if stateful else None,
         skip=vector(spec.heads, 1.0) if spec.kind == "ssm" else None,
         out_norm=vector(norm_width, 0.1, 1.0) if spec.norm_size else None,
+        gate_up=matrix(spec.inner, spec.low_rank) if spec.low_rank else None,
+        decay_up=matrix(spec.factors - spec.heads, spec.low_rank) if spec.low_rank else None,
     )

@@ -34,6 +34,7 @@ PUBLISHED = {  # billions, of the model cards
     "gpt-oss-120b": (116.83, 5.13),
     "deepseek-v2-lite": (15.7, 2.45),
     "deepseek-v3": (671.0, 36.6),
+    "kimi-linear-48b-a3b": (49.1, 3.1),
 }
 
 

@@ -69,7 +69,7 @@ from localrt.quant.ops.torch.attention import visible_keys
 from localrt.quant.ops.torch.experts import gated
 from localrt.quant.ops.torch.kv import kv_of
 from localrt.quant.ops.torch.latent import attend_latents
-from localrt.quant.ops.torch.recurrent import mix_rows
+from localrt.quant.ops.torch.recurrent import mix_rows, widen
 
 __all__ = ["CudaOps"]
 
@@ -210,7 +210,7 @@ class CudaOps(StreamSteps):
         h = self._normed(x, weights.norm, spec.eps, weights.qkv)
         qkv = linear(h, weights.qkv, weights.qkv_bias)
         rows, gates = qkv.shape[0], None
-        if spec.gated:
+        if spec.has_gates:
             qkv, gates = _without_gates(qkv, spec)
         shape = (rows if gates is None else 2 * rows, spec.heads, spec.head_dim)
         q = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
@@ -231,6 +231,7 @@ class CudaOps(StreamSteps):
                 k_norm=weights.k_norm,
                 eps=spec.eps,
                 joint=spec.joint_norms,
+                norms_last=spec.norms_last,
                 kv_format=self.kv_format,
             )
         if spec.temperature is not None:
@@ -246,7 +247,7 @@ class CudaOps(StreamSteps):
         layer: int,
     ) -> Tensor:
         """(R, D), float32."""
-        q, gates = q.chunk(2) if spec.gated else (q, None)
+        q, gates = q.chunk(2) if spec.has_gates else (q, None)
         # Where the product that follows reads records, they are written at once.
         direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))
         direct = direct and gates is None
@@ -296,6 +297,7 @@ class CudaOps(StreamSteps):
             step.states = begin_states(step.spans)
         h = self._normed(x, weights.norm, spec.eps, weights.mix)
         mixed = linear(h, weights.mix, weights.mix_bias, dtype=torch.float32)
+        mixed = widen(mixed, weights, spec, _wide_linear)
         seen = mix_rows(mixed, weights, spec, step.spans, step.states, layer)
         y = linear(seen.bfloat16(), weights.out, weights.out_bias, dtype=torch.float32)
         if weights.post_norm is None:
@@ -520,8 +522,15 @@ def _ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
         first += span.rows
 
 
+def _wide_linear(x: Tensor, weight: CudaWeight) -> Tensor:
+    """(R, rows), float32, of some columns of float32 rows."""
+    return linear(x.bfloat16().contiguous(), weight, dtype=torch.float32)
+
+
 def _without_gates(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Queries, keys and values of gated attention, and the gates (R, H, E) from between them."""
+    """Queries, keys and values of gated attention, and the gates, (R, H, E) or (R, H, 1)."""
+    if spec.head_gates:
+        return qkv[:, : -spec.heads].contiguous(), qkv[:, -spec.heads :, None]
     rows, queries = len(qkv), 2 * spec.heads * spec.head_dim
     both = qkv[:, :queries].view(rows, spec.heads, 2, spec.head_dim)
     return torch.cat([both[:, :, 0].flatten(1), qkv[:, queries:]], dim=1), both[:, :, 1]

@@ -56,7 +56,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 12
+_ABI_VERSION = 13
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -123,7 +123,7 @@ class AttentionArgs(Structure):
         (POINTER(SpanArgs), "spans"),
         (Stack, "qkv proj"),
         (c_int32, "rows span_count heads kv_heads head_dim rotary window joint_norms projections"),
-        (c_int32, "gated"),
+        (c_int32, "gated head_gates norms_last"),
         (c_float, "eps scale softcap"),
     )
 
@@ -156,10 +156,10 @@ class RecurrentArgs(Structure):
         (c_void_p, "x out norm conv taps_bias decay decay_bias skip out_norm"),
         (c_void_p, "mix_bias out_bias post_norm"),
         (POINTER(StateSpanArgs), "spans"),
-        (Stack, "mix proj"),
+        (Stack, "mix proj gate_up decay_up"),
         (c_int32, "rows span_count kind heads key_heads key_size value_size taps width tiled"),
         (c_int32, "channel_decay norm_size norm_width gate_sigmoid gate_first"),
-        (c_float, "eps least_step most_step"),
+        (c_float, "eps norm_eps strength least_step most_step"),
     )
 
 

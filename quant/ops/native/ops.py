@@ -214,7 +214,7 @@ class NativeOps(StreamSteps):
         layer: int,
     ) -> Floats:
         """(R, H, E), already scaled; keys and values are written to the caches."""
-        q = self._array(step.rows * (2 if spec.gated else 1), spec.heads * spec.head_dim)
+        q = self._array(step.rows * (2 if spec.has_gates else 1), spec.heads * spec.head_dim)
         args = attention_args(weights, spec, step, layer, self._turns_of(weights, spec))
         args.x, args.q = x.ctypes.data, q.ctypes.data
         self._api.lrt_norm_qkv_rope_append(self._handle, args)

@@ -154,6 +154,8 @@ def attention_args(
         joint_norms=spec.joint_norms,
         projections=spec.projections,
         gated=spec.gated,
+        head_gates=spec.head_gates,
+        norms_last=spec.norms_last,
         eps=spec.eps,
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
@@ -202,7 +204,7 @@ def recurrent_args(
     if not step.states:
         step.states = begin_states(step.batch.spans)
     spans = step.state_args(layer)
-    return RecurrentArgs(
+    args = RecurrentArgs(
         norm=address_of(weights.norm),
         conv=address_of(weights.taps),
         taps_bias=address_of(weights.taps_bias),
@@ -232,9 +234,14 @@ def recurrent_args(
         gate_sigmoid=spec.gate == "sigmoid",
         gate_first=spec.gate_first,
         eps=spec.eps,
+        norm_eps=spec.norm_eps or spec.eps,
+        strength=spec.strength,
         least_step=spec.time_steps[0],
         most_step=spec.time_steps[1],
     )
+    if weights.gate_up is not None and weights.decay_up is not None:
+        args.gate_up, args.decay_up = weights.gate_up.stack, weights.decay_up.stack
+    return args
 
 
 def native_cache(span: Span) -> NativeKVCache:

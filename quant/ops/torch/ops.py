@@ -54,7 +54,7 @@ from localrt.quant.ops.torch.experts import (
 )
 from localrt.quant.ops.torch.kv import kv_of, sequence_cache
 from localrt.quant.ops.torch.latent import attend_latents, latent_queries, latent_values
-from localrt.quant.ops.torch.recurrent import mix_rows
+from localrt.quant.ops.torch.recurrent import mix_rows, widen
 from localrt.quant.ops.torch.streams import StreamSteps, rows_of_tokens
 
 __all__ = ["TorchOps"]
@@ -173,27 +173,24 @@ class TorchOps(StreamSteps):
         """(R, H, E); keys and values are written to the caches."""
         heads, groups, size = spec.heads, spec.kv_heads, spec.head_dim
         qkv = self.linear(self._norm(x, weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
-        qkv = qkv.view(-1, spec.projected_rows // size, size)  # (R, heads, E)
-        q, gates = qkv[:, :heads], None
+        gates = None
+        if spec.head_gates:
+            qkv, gates = qkv[:, :-heads], qkv[:, -heads:, None].expand(-1, -1, size)
+        qkv = qkv.reshape(len(qkv), -1, size)  # (R, heads, E)
+        q = qkv[:, :heads]
         if spec.gated:
             q, gates = qkv[:, 0 : 2 * heads : 2], qkv[:, 1 : 2 * heads : 2]
             qkv = qkv[:, heads:]
-        if weights.q_norm is not None:
-            q = self._norm_heads(q, weights.q_norm, spec)
-        if spec.rope is not None:
-            q = _rotate(q, *self._rope_tables(spec.rope, step))
+        q = self._norm_and_turn(q, weights.q_norm, spec, step)
         if (temperature := spec.temperature) is not None:
             factors = 1 + temperature.beta * torch.log1p(step.positions // temperature.length)
             q = q * factors.to(q.dtype)[:, None, None]
         if spec.reads is not None:
             return q
         k, v = qkv[:, heads : heads + groups], qkv[:, -groups:]
-        if weights.k_norm is not None:
-            k = self._norm_heads(k, weights.k_norm, spec)
+        k = self._norm_and_turn(k, weights.k_norm, spec, step)
         if weights.v_norm is not None:
             v = self._norm(v, weights.v_norm, spec.eps)
-        if spec.rope is not None:
-            k = _rotate(k, *self._rope_tables(spec.rope, step))
         _append(k, v, step, layer)
         return q if gates is None else torch.cat([q, gates])
 
@@ -203,7 +200,7 @@ class TorchOps(StreamSteps):
         """(R, D)."""
         outputs = []
         row = 0
-        q, gates = q.chunk(2) if spec.gated else (q, None)
+        q, gates = q.chunk(2) if spec.has_gates else (q, None)
         for index, span in enumerate(step.spans):
             rows = q[row : row + span.rows]
             mask = self._mask(index, span, spec.window, step)
@@ -245,6 +242,7 @@ class TorchOps(StreamSteps):
         if not step.states:
             step.states = begin_states(step.spans)
         mixed = self.linear(self._norm(x, weights.norm, spec.eps), weights.mix, weights.mix_bias)
+        mixed = widen(mixed, weights, spec, self.linear)
         seen = mix_rows(mixed.float(), weights, spec, step.spans, step.states, layer)
         y = self.linear(seen.to(self._dtype), weights.out, weights.out_bias)
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
@@ -351,7 +349,17 @@ class TorchOps(StreamSteps):
             wide = cut_gates(wide, spec.cutoff)
         return self.linear(gated(wide, spec), weights.down)
 
-    def _norm_heads(self, x: Tensor, weight: Tensor, spec: AttentionSpec) -> Tensor:
+    def _norm_and_turn(
+        self, x: Tensor, weight: Tensor | None, spec: AttentionSpec, step: _Pass
+    ) -> Tensor:
+        """Queries or keys (R, heads, E) with the norms and rotation that a layer has."""
+        if not spec.norms_last:
+            x = self._norm_heads(x, weight, spec)
+        if spec.rope is not None:
+            x = _rotate(x, *self._rope_tables(spec.rope, step))
+        return self._norm_heads(x, weight, spec) if spec.norms_last else x
+
+    def _norm_heads(self, x: Tensor, weight: Tensor | None, spec: AttentionSpec) -> Tensor:
         """Norms of queries or keys (R, heads, E): each head's, or one over all."""
         if not spec.joint_norms:
             return self._norm(x, weight, spec.eps)

@@ -5,6 +5,8 @@ It knows states and rows (``quant/ops/states.py``), not models.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -15,9 +17,22 @@ from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
 
-__all__ = ["mix_rows"]
+__all__ = ["mix_rows", "widen"]
 
 _KEY_EPS = 1e-6  # of the length that keys and queries are divided by
+
+
+def widen(
+    mixed: Tensor, weights: RecurrentWeights, spec: RecurrentSpec, linear: Callable[..., Tensor]
+) -> Tensor:
+    """Rows as projected in the end, of those (R, mix_rows) that are projected at first."""
+    if weights.gate_up is None:
+        return mixed
+    rank = spec.low_rank
+    sizes = [spec.channels, rank, spec.heads, rank]
+    channels, gates, strengths, decays = torch.split(mixed, sizes, dim=1)
+    gates, decays = linear(gates, weights.gate_up), linear(decays, weights.decay_up)
+    return torch.cat([channels, gates, strengths, decays], dim=1)
 
 
 def mix_rows(
@@ -61,7 +76,8 @@ def _factors(mixed: Tensor, weights: RecurrentWeights, spec: RecurrentSpec) -> T
     rates = weights.decay.float()
     steps = F.softplus(decays + weights.decay_bias.float())
     if spec.kind == "delta":
-        return torch.cat([_decays(steps, rates, spec), strengths.sigmoid()], dim=1)
+        strengths = spec.strength * strengths.sigmoid()
+        return torch.cat([_decays(steps, rates, spec), strengths], dim=1)
     steps = steps.clamp(*spec.time_steps)
     return torch.cat([(steps * rates).exp(), steps], dim=1)
 
@@ -168,7 +184,8 @@ def _finish(seen: Tensor, mixed: Tensor, weights: RecurrentWeights, spec: Recurr
         seen = seen * factor
     parts = seen.view(len(seen), -1, spec.norm_size)
     weight = weights.out_norm.float().view(-1, spec.norm_size)
-    normed: Tensor = (F.rms_norm(parts, (spec.norm_size,), eps=spec.eps) * weight).flatten(1)
+    eps = spec.norm_eps or spec.eps
+    normed: Tensor = (F.rms_norm(parts, (spec.norm_size,), eps=eps) * weight).flatten(1)
     return normed if spec.gate_first else normed * factor
 
 

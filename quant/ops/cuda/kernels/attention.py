@@ -84,6 +84,7 @@ class _RopeAppend(Structure):
         ("groups", c_int),
         ("half", c_int),
         ("joint", c_int),
+        ("last", c_int),
         ("eps", c_float),
     )
 
@@ -106,14 +107,15 @@ def rope_append(
     k_norm: Tensor | None,
     eps: float,
     joint: bool = False,
+    norms_last: bool = False,
     kv_format: CardKvFormat = "bf16",
 ) -> None:
     """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16; q goes to q (n, H, E), k and v
     behind the ``held`` tokens (one int64 on the device) of the caches (G, allocated, E).
 
     cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms go over all heads at
-    once: their weights are (H * E,) and (G * E,). A quantized cache has rows of bytes, and queries
-    against it are rotated.
+    once: their weights are (H * E,) and (G * E,). ``norms_last`` come behind the rotation. A
+    quantized cache has rows of bytes, and queries against it are rotated.
     """
     n, heads, size = q.shape
     groups = k_cache.shape[0]
@@ -134,6 +136,7 @@ def rope_append(
         groups,
         0 if cos is None else cos.shape[1],
         joint,
+        norms_last,
         eps,
     )
     blocks = -(-(heads + 2 * groups) // (_THREADS // 32))

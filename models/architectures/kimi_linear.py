@@ -1,0 +1,90 @@
+"""Kimi-Linear (Moonshot): Kimi Delta Attention, latent attention without rotation at times.
+
+Its delta layers have a decay for each key channel, and make decays and gates by way of few numbers.
+Experts are DeepSeek-V3's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.models.architectures import deepseek
+from localrt.models.config import DecoderConfig, RecurrentNames
+from localrt.models.raw_config import RawConfig
+from localrt.quant.ops.attention import LatentSpec, Rope
+from localrt.quant.ops.protocol import RecurrentSpec
+
+__all__ = ["read_config"]
+
+_KINDS = {"linear_attention": False, "full_attention": True}
+_KEYS = {
+    "moe_renormalize": "norm_topk_prob",
+    "moe_router_activation_func": "scoring_func",
+    "num_expert_group": "n_group",
+    "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """DeepSeek-V3's keys, some under names of their own, and those of the delta layers.
+
+    ``layer_types``, or the numbers from 1 of ``full_attn_layers``, say which layers attend.
+    """
+    raw = raw.renamed(_KEYS)
+    config = deepseek.read_config(raw)
+    nested = raw.nested("linear_attn_config") if raw.has("linear_attn_config") else None
+    kinds = raw.layer_kinds("layer_types", config.layers, _KINDS)
+    if kinds is None:
+        numbers = (nested or raw).sequence("full_attn_layers") or []
+        kinds = [layer + 1 in numbers for layer in range(config.layers)]
+    attending, linear = _standing_still(config.attending[0]), _delta(raw, nested, config)
+    return replace(
+        config,
+        architecture="kimi_linear",
+        attention=tuple(attending if attends else linear for attends in kinds),
+        recurrent=_names(raw),
+    )
+
+
+def _standing_still(spec: object) -> LatentSpec:
+    """Its rotary part is one that turns nothing."""
+    assert isinstance(spec, LatentSpec), "as DeepSeek's"
+    return replace(spec, rope=Rope((0.0,) * (spec.rope_dim // 2)), interleaved=False)
+
+
+def _delta(raw: RawConfig, nested: RawConfig | None, config: DecoderConfig) -> RecurrentSpec:
+    def number(key: str, nested_key: str) -> int:
+        return raw.integer(key) if nested is None else nested.integer(nested_key)
+
+    size = number("linear_head_dim", "head_dim")
+    heads = number("linear_num_heads", "num_heads")
+    return RecurrentSpec(
+        kind="delta",
+        heads=heads,
+        key_heads=heads,
+        key_size=size,
+        value_size=size,
+        taps=number("linear_conv_kernel_dim", "short_conv_kernel_size"),
+        eps=config.norm_eps,
+        channel_decay=True,
+        norm_size=size,
+        gate="sigmoid",
+        low_rank=size,
+    )
+
+
+def _names(raw: RawConfig) -> RecurrentNames:
+    prefix = "self_attn."
+    return RecurrentNames(
+        mix=tuple(f"{prefix}{part}_proj" for part in ("q", "k", "v", "g_a", "b", "f_a")),
+        taps=tuple(f"{prefix}{part}_conv1d" for part in "qkv"),
+        out=f"{prefix}o_proj",
+        gate_up=f"{prefix}g_b_proj",
+        decay_up=f"{prefix}f_b_proj",
+        decay=f"{prefix}{'A' if raw.is_gguf else 'A_log'}",
+        decay_bias=f"{prefix}dt_bias",
+        out_norm=f"{prefix}o_norm",
+        decay_is_rate=raw.is_gguf,
+    )
