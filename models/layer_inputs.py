@@ -68,9 +68,10 @@ class InputGate:
     def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader) -> None:
         assert config.layer_inputs is not None, "the model's layers have inputs"
         hidden, width = config.hidden_size, config.layer_inputs.width
-        prefix = f"model.layers.{layer}."
+        prefix, activation = f"model.layers.{layer}.", config.mlp.activation
+        assert activation != "relu2", "what lets inputs through is a gate"
         self.spec = InputGateSpec(
-            layer=layer, width=width, activation=config.mlp.activation, eps=config.norm_eps
+            layer=layer, width=width, activation=activation, eps=config.norm_eps
         )
         self.weights = InputGateWeights(
             gate=weights.matrix((width, hidden), f"{prefix}{_GATE}.weight"),

@@ -177,7 +177,8 @@ class Attention:
 
 
 class GatedMlp:
-    """``down(activation(gate(norm(x))) * up(norm(x)))``.
+    """``down(activation(gate(norm(x))) * up(norm(x)))``, or without a gate
+    ``down(activation(up(norm(x))))``.
 
     ``post_norm`` names the norm of the result where it is not the layer's.
     """
@@ -194,7 +195,8 @@ class GatedMlp:
             if names.mlp_norm
             else None,
             gate_up=weights.matrix(
-                (2 * inner, hidden), *(f"{prefix}{n}.weight" for n in names.gate_up)
+                ((2 if self.spec.gated else 1) * inner, hidden),
+                *(f"{prefix}{n}.weight" for n in names.gate_up),
             ),
             down=weights.matrix((hidden, inner), f"{prefix}{names.down}.weight"),
             post_norm=weights.vector(hidden, f"{prefix}{post_norm}.weight", offset=offset)

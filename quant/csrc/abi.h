@@ -98,6 +98,7 @@ struct RecurrentArgs {
     float *x, *out;                        // (R, D)
     const float *norm, *conv, *taps_bias;  // (D), (T, channels), (channels) or null
     const float *decay, *decay_bias, *skip, *out_norm, *mix_bias, *out_bias, *post_norm;
+    const float* mix_scale;                // of what a row is projected to, or null
     const StateSpan* spans;
     Stack mix, proj;
     Stack gate_up, decay_up;               // of gates and decays that come by way of fewer numbers, or no parts
@@ -106,7 +107,8 @@ struct RecurrentArgs {
     float eps, norm_eps, strength, least_step, most_step;  // norm_eps: of the result's norm
 };
 
-enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI };
+// RELU2 is the square of what is above 0; it has no gate, and `gate_up` is up alone.
+enum Activation : int32_t { SILU, GELU_TANH, SWIGLU_OAI, RELU2 };
 
 struct MlpArgs {
     const float* x;
@@ -116,7 +118,7 @@ struct MlpArgs {
     Stack row_gate;                 // (1, D), or no parts
     int32_t rows, activation;
     int32_t cut;                    // gates are set off by their mean and `cutoff` deviations, and none is below 0
-    float eps, cutoff;
+    float eps, cutoff, gate_scale;
 };
 
 // A layer's own inputs, and the matrices that join them to the residual stream.

@@ -39,13 +39,21 @@ inline F16L sigmoid16(F16L x) {
     return one / (one + exp16(F16L::zero() - x));
 }
 
-// What joins gates and ups.
+// Whether a stack's first half gates the other; else the activation is that of all.
+inline bool has_gate(int activation) { return activation != RELU2; }
+
+// What joins gates and ups, or makes of ups what has no gate.
 struct Gate {
     int activation;
     float limit;
+    float scale = 1.f;  // of gates
 
     F16L operator()(F16L gate, F16L up) const {
-        if (activation != SWIGLU_OAI) return activate(gate, activation) * up;
+        if (activation == RELU2) {
+            up = up.max(F16L::zero());
+            return up * up;
+        }
+        if (activation != SWIGLU_OAI) return activate(gate * F16L::set1(scale), activation) * up;
         const F16L most = F16L::set1(limit);
         gate = gate.min(most);
         up = up.min(most).max(negated(most));

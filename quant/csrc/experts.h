@@ -46,7 +46,7 @@ struct Busy {
     bool gated;             // its gates go straight to codes
     Halves halves;
     Acts in, inner;
-    float *wide, *values;   // of one that is not gated: (rows, 2F), (rows, F)
+    float *wide, *values;   // of one whose gates take another way, or that has none: (rows, 2F or F), (rows, F)
     const int32_t* slots;   // of its rows
 };
 
@@ -66,8 +66,9 @@ struct Crowd {
     int32_t *of, *place;        // an expert's index here or -1; a slot's place among its expert's rows
     int32_t* slots;
     int hidden, inner;
+    bool gates;                 // the activation has some
 
-    Crowd(Context& context, const ExpertArgs& args) : args(args), count(0), missing(-1), total(0), hidden(0), inner(0) {
+    Crowd(Context& context, const ExpertArgs& args) : args(args), count(0), missing(-1), total(0), hidden(0), inner(0), gates(has_gate(args.activation)) {
         const int every = args.rows * args.used;
         of = scratch<int32_t>(context.places, (size_t)2 * args.count + 2 * every);
         int32_t* loads = of + args.count;
@@ -99,7 +100,7 @@ struct Crowd {
             b.first = total;
             b.slots = slots + first_slot;
             b.rotation = rotation_of(b.expert->gate_up.hadamard);
-            b.gated = can_gate(b.expert->gate_up, b.expert->down, b.halves);
+            b.gated = gates && can_gate(b.expert->gate_up, b.expert->down, b.halves);
             total += Runs(b.rows).padded();
             first_slot += b.rows;
         }
@@ -112,6 +113,8 @@ struct Crowd {
         if (!there) missing = e < 0 ? args.count : e;
         return there;
     }
+    size_t ups() const { return gates ? inner : 0; }     // where they begin in a row
+    size_t width() const { return inner + ups(); }
     int at(int slot) const { return args.chosen[(size_t)(slot / args.used) * args.stride + slot % args.used]; }
     // Who fills a slot, if it is asked for.
     const Busy* find(int slot) const {
@@ -198,14 +201,14 @@ inline void reserve_inner(Context& context, Crowd& crowd) {
         if (!crowd.busy[i].gated) loose += crowd.busy[i].rows;
     }
     if (packed) reserve_groups(context.inner, (size_t)crowd.total * (crowd.inner / 32), all);
-    float* wide = scratch<float>(context.wide, (size_t)loose * 2 * crowd.inner);
-    float* values = scratch<float>(context.gated, (size_t)loose * crowd.inner);
+    float* wide = scratch<float>(context.wide, loose * crowd.width());
+    float* values = crowd.gates ? scratch<float>(context.gated, (size_t)loose * crowd.inner) : wide;
     for (int i = 0; i < crowd.count; i++) {
         Busy& b = crowd.busy[i];
         b.inner = rows_from(all, b.first, b.rows);
         if (b.gated) continue;
         b.wide = wide, b.values = values, b.inner.x = values;
-        wide += (size_t)b.rows * 2 * crowd.inner;
+        wide += b.rows * crowd.width();
         values += (size_t)b.rows * crowd.inner;
     }
 }
@@ -274,7 +277,7 @@ inline void multiply_portions(Context& context, const Crowd& crowd, bool down) {
             });
         }
         const Matrix& m = (down ? expert.down : expert.gate_up).parts[portion.part];
-        Target target = {b.wide + portion.column, (size_t)2 * crowd.inner, m.rows, m.scale, nullptr, nullptr};
+        Target target = {b.wide + portion.column, crowd.width(), m.rows, m.scale, nullptr, nullptr};
         if (down) {
             const float* bias = expert.down_bias ? expert.down_bias + portion.column : nullptr;
             target = {args.slots + portion.column, (size_t)crowd.hidden, m.rows, m.scale, bias, b.slots};
@@ -283,7 +286,7 @@ inline void multiply_portions(Context& context, const Crowd& crowd, bool down) {
     });
 }
 
-// Gates and codes of the experts that took another way: their formats differ, or their rotation is too wide.
+// Gates and codes of the experts that took another way: they have none, formats differ, or a rotation is too wide.
 inline void gate_loose(Context& context, const Crowd& crowd) {
     struct Line { int busy, row; };
     Line* lines = scratch<Line>(context.tasks, crowd.total);
@@ -294,9 +297,9 @@ inline void gate_loose(Context& context, const Crowd& crowd) {
     parallel(context, count, [&](int index) {
         const Busy& b = crowd.busy[lines[index].busy];
         const int row = lines[index].row, hadamard = b.expert->down.hadamard;
-        const float *wide = b.wide + (size_t)row * 2 * inner, *bias = b.expert->gate_up_bias;
+        const float *wide = b.wide + row * crowd.width(), *bias = b.expert->gate_up_bias;
         float* values = b.values + (size_t)row * inner;
-        gate_row(wide, wide + inner, 0, inner, {crowd.args.activation, crowd.args.limit}, bias, bias ? bias + inner : nullptr, values);
+        gate_row(wide, wide + crowd.ups(), 0, inner, {crowd.args.activation, crowd.args.limit}, bias, bias ? bias + crowd.ups() : nullptr, values);
         if (hadamard) block_hadamard(values, inner, hadamard);
         if (!b.inner.codes) return;
         const Runs runs(b.rows);

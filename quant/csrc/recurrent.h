@@ -320,6 +320,10 @@ void recurrent(Context& context, const RecurrentArgs& args) {
         widen(context, args.decay_up, wide, args.rows, shape.width, shape.strengths_at + args.heads, shape.decays_at);
     }
     finish_rows(context, wide, args.rows, shape.width, args.mix_bias, nullptr, 0);
+    if (args.mix_scale)
+        parallel(context, args.rows, [&](int row) {
+            for (int i = 0; i < args.mix.rows; i++) wide[(size_t)row * shape.width + i] *= args.mix_scale[i];
+        });
     float* joined = scratch<float>(context.joined, (size_t)args.rows * shape.inner);
     int all = 0, waiting = 0;
     for (int s = 0; s < args.span_count; s++) {

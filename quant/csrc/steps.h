@@ -209,14 +209,15 @@ inline void gate_row(const float* gate, const float* up, int begin, int end, con
     }
 }
 
-// gated (R, F) from wide (R, 2F), which has the gates first.
+// gated (R, F) from wide (R, 2F), which has the gates first; or from (R, F) without gates, which may be `gated`.
 inline void gate_rows(Context& context, const float* wide, int rows, int inner, const Gate& join, float* gated) {
+    const size_t ups = has_gate(join.activation) ? inner : 0;
     // Long rows are cut as well: at one row the gate would otherwise run on one thread.
     const int piece = 2048, pieces = (inner + piece - 1) / piece;
     parallel(context, rows * pieces, [&](int task) {
         const int row = task / pieces, begin = task % pieces * piece, end = least(inner, begin + piece);
-        const float* gate = wide + (size_t)row * 2 * inner;
-        gate_row(gate, gate + inner, begin, end, join, nullptr, nullptr, gated + (size_t)row * inner);
+        const float* gate = wide + row * (inner + ups);
+        gate_row(gate, gate + ups, begin, end, join, nullptr, nullptr, gated + (size_t)row * inner);
     });
 }
 
@@ -255,26 +256,27 @@ inline void cut_gates(float* gates, int inner, float cutoff) {
 void norm_gated_mlp(Context& context, const MlpArgs& args) {
     const int inner = args.down.cols;
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.gate_up);
-    const Gate gate = {args.activation, 0.f};
+    const Gate gate = {args.activation, 0.f, args.gate_scale};
+    const bool gates = has_gate(args.activation);
     Acts gated;
     Halves halves;
-    if (!args.cut && can_gate(args.gate_up, args.down, halves)) {
+    if (gates && !args.cut && can_gate(args.gate_up, args.down, halves)) {
         gated = reserve(context.inner, nullptr, args.rows, args.down);
         gated_matmul(context, halves, acts, {gated, gate, args.down.hadamard, nullptr, nullptr});
     } else {
-        float* wide = scratch<float>(context.wide, (size_t)args.rows * 2 * inner);
+        float* wide = scratch<float>(context.wide, (size_t)args.rows * args.gate_up.rows + 16);
         matmul(context, args.gate_up, acts, wide);
         if (args.cut) parallel(context, args.rows, [&](int row) { cut_gates(wide + (size_t)row * 2 * inner, inner, args.cutoff); });
-        float* values = scratch<float>(context.gated, (size_t)args.rows * inner + 16);
+        float* values = gates ? scratch<float>(context.gated, (size_t)args.rows * inner + 16) : wide;
         gate_rows(context, wide, args.rows, inner, gate, values);
         gated = prepare(context, context.inner, values, nullptr, args.rows, nullptr, 0, args.down);
     }
     matmul(context, args.down, gated, args.out);
     finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.eps);
     if (args.row_gate.count == 0) return;
-    float* gates = scratch<float>(context.wide, args.rows);
-    matmul(context, args.row_gate, prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.row_gate), gates);
-    scale_rows(context, args.out, args.rows, args.down.rows, gates);
+    float* factors = scratch<float>(context.wide, args.rows);
+    matmul(context, args.row_gate, prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.row_gate), factors);
+    scale_rows(context, args.out, args.rows, args.down.rows, factors);
 }
 
 // What rounding a row to int8 leaves over.

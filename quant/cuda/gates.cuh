@@ -16,7 +16,7 @@ FN void store(Bf16* at, float value) {  // to the nearest, ties to even
 
 FN float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-enum { SILU = 1, GELU_TANH, SWIGLU_OAI };
+enum { SILU = 1, GELU_TANH, SWIGLU_OAI, RELU2 };  // the last has no gate
 
 template <int KIND>
 FN float gated(float gate, float up, float limit) {

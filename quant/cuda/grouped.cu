@@ -3,13 +3,16 @@
 // are those of linear.cu. Compiled for
 //
 //   FORMAT PAIRS_ WIDTH NT_   see sums.cuh
-//   GATE                      0 for an expert's last matrix; else its first two, and how they meet
+//   GATE                      0 for an expert's last matrix; else its first two, and how they meet,
+//                             or RELU2 for the first, which is alone
 //   OUT                       float or Bf16
 //   FINE                      see records.cuh
 #include "plan.cuh"
 #include "results.cuh"
 
 using Weights = FORMAT;
+constexpr bool PAIRED = GATE && GATE != RELU2;
+constexpr int MATRIX = GATE ? 0 : DOWN;  // the first that is read
 
 struct Grouped {
     const u8* x;  // records of rows, of which `per` slots each read one
@@ -24,7 +27,7 @@ struct Grouped {
 };
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) grouped(Grouped args) {
-    constexpr int PAIRS = PAIRS_, NT = NT_, UP = GATE ? 1 : 0;
+    constexpr int PAIRS = PAIRS_, NT = NT_, UP = PAIRED ? 1 : 0;
     using S = Sums<Weights, PAIRS, WIDTH, NT, Gathered>;
     constexpr int EACH = PAIRS * S::ROWS * S::COLUMNS * 32;
     __shared__ int offsets[8 * NT];  // of rows
@@ -39,17 +42,17 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) grouped(Grouped args) 
     __syncthreads();
 
     // Pairs of tiles: two that follow one another, or a gate's and the up rows' that belong to it.
-    const int own = lane.g / 4, first = blockIdx.x * (GATE ? PAIRS : 2 * PAIRS), next = GATE ? 1 : 2;
-    const int in_matrix = GATE ? first : first + own;
+    const int own = lane.g / 4, first = blockIdx.x * (PAIRED ? PAIRS : 2 * PAIRS), next = PAIRED ? 1 : 2;
+    const int in_matrix = PAIRED ? first : first + own;
     const int begin = in_matrix < args.tiles ? in_matrix : args.tiles - 1;  // the last may lack neighbours
-    const u8* tile = args.experts[part.expert].tiles[GATE ? own : DOWN] + begin * args.tile_bytes;
+    const u8* tile = args.experts[part.expert].tiles[PAIRED ? own : MATRIX] + begin * args.tile_bytes;
     const int chain = threadIdx.x / 32, chains = blockDim.x / 32;
     S s;
     s.begin(s, args.x, Gathered{offsets, offsets}, lane, chain);
     s.add(s, tile, begin + next < args.tiles ? next * args.tile_bytes : 0, args.steps, lane, chain, chains);
 
     const Expert& expert = args.experts[part.expert];
-    const float *bias = expert.biases[GATE ? 0 : 1], *factors = expert.factors[GATE ? 0 : DOWN];
+    const float *bias = expert.biases[GATE ? 0 : 1], *factors = expert.factors[MATRIX];
     const Ends ends = {{factors, expert.factors[UP]}, {bias, bias && UP ? bias + args.rows : nullptr}};
 #pragma unroll
     for (int nt = 0; nt < NT; nt++) {
@@ -63,10 +66,10 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) grouped(Grouped args) 
             n += nt * 8;
             if (n % RECORD_ROWS) continue;
             n /= RECORD_ROWS;
-            const int t = GATE ? first + at / 2 : first + at, out = t * 16 + row;
-            if (n >= part.count || t >= args.tiles || out >= args.rows || (GATE && (at & 1))) continue;
+            const int t = PAIRED ? first + at / 2 : first + at, out = t * 16 + row;
+            if (n >= part.count || t >= args.tiles || out >= args.rows || (PAIRED && (at & 1))) continue;
             // The same row of the other tile is 16 lanes on.
-            const float value = finished<GATE>(whole<S>(meet[0], i), whole<S>(meet[0], GATE ? i + 16 : i), Weights::UNIT, ends, t, out, args.limit);
+            const float value = finished<GATE>(whole<S>(meet[0], i), whole<S>(meet[0], PAIRED ? i + 16 : i), Weights::UNIT, ends, t, out, args.limit);
             store((OUT*)args.y + (i64)args.slots[part.first + n] * args.y_stride + out, value);
         }
     }

@@ -61,7 +61,9 @@ FN float finished(float sum, float beside, float unit, const Ends& ends, int til
     float value = times(sum, unit);
     if (ends.factors[0]) value = times(value, ends.factors[0][tile]);
     if (ends.biases[0]) value = plus(value, ends.biases[0][row]);
-    if constexpr (KIND != 0) {
+    if constexpr (KIND == RELU2) {
+        value = value > 0 ? value * value : 0;
+    } else if constexpr (KIND != 0) {
         float up = times(beside, unit);
         if (ends.factors[1]) up = times(up, ends.factors[1][tile]);
         if (ends.biases[1]) up = plus(up, ends.biases[1][row]);

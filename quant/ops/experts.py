@@ -29,7 +29,7 @@ __all__ = [
     "Scoring",
 ]
 
-ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oai"]
+ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2"]
 Scoring = Literal["softmax", "sigmoid", "softmax-chosen"]
 
 
@@ -91,20 +91,26 @@ class ExpertSpec:
     """What an expert computes: ``down(activation(gate(x)) * up(x))``.
 
     ``swiglu_oai`` is gpt-oss's: gate at most ``limit``, up within ``limit``,
-    ``gate * sigmoid(1.702 gate) * (up + 1)``.
+    ``gate * sigmoid(1.702 gate) * (up + 1)``. ``relu2`` has no gate: it squares what is above 0
+    of ``up(x)``.
     """
 
     activation: ExpertActivation = "silu"
     limit: float = 7.0
 
+    @property
+    def gated(self) -> bool:
+        """Whether there is a gate."""
+        return self.activation != "relu2"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """One expert's unit. ``gate_up`` stacks the rows of gate and up: (2F, D)."""
+    """One expert's unit. ``gate_up`` stacks the rows of gate and up, or is up alone."""
 
-    gate_up: Weight  # (2F, D)
+    gate_up: Weight  # (2F, D), or (F, D)
     down: Weight  # (D, F)
-    gate_up_bias: Vector | None = None  # (2F,)
+    gate_up_bias: Vector | None = None  # (2F,), or (F,)
     down_bias: Vector | None = None  # (D,)
 
 

@@ -62,7 +62,7 @@ __all__ = [
     "Weight",
 ]
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 
 LayerSpec: TypeAlias = AttentionSpec | RecurrentSpec
 """What a layer remembers of a sequence: keys and values of each token, or a state."""
@@ -73,20 +73,27 @@ Forward: TypeAlias = Callable[..., npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Behaviour of a gated MLP.
+    """Behaviour of an MLP, gated but for ``relu2``, the square of what is above 0.
 
-    With a ``cutoff`` a row's gates are set off by their mean and so many of their standard
-    deviations, and none stays below 0: a fixed share of them counts (Gemma 3n).
+    Gates are times ``gate_scale``. With a ``cutoff`` a row's gates are set off by their mean and so
+    many of their standard deviations, and none stays below 0: a fixed share of them counts
+    (Gemma 3n).
     """
 
     activation: Activation
     eps: float
     cutoff: float | None = None
+    gate_scale: float = 1.0
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is a gate."""
+        return self.activation != "relu2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpWeights:
-    """One gated MLP unit. ``gate_up`` stacks the rows of gate and up: (2F, D).
+    """One MLP unit. ``gate_up`` stacks the rows of gate and up, (2F, D), or is up alone, (F, D).
 
     Without a ``norm`` its input is taken as it is: experts that every row sees get normed rows, and
     some architectures norm results alone.
@@ -268,7 +275,9 @@ class Ops(Protocol):
         """RMSNorm, a recurrent layer over each row's sequence, output projection: (R, D)."""
 
     def norm_gated_mlp(self, x: Array, weights: MlpWeights, spec: MlpSpec) -> Array:
-        """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D)."""
+        """RMSNorm, ``down(activation(gate(x)) * up(x))``: (R, D); without a gate,
+        ``down(activation(up(x)))``.
+        """
 
     def norm(self, x: Array, weight: Vector, eps: float) -> Array:
         """RMSNorm of what a step gave, (R, D), which is given up."""
@@ -353,7 +362,7 @@ class Ops(Protocol):
     def shared_mlp(
         self, normed: Array, weights: MlpWeights, spec: MlpSpec, gate: Weight | None
     ) -> Array:
-        """A gated MLP on rows that are normed already: (R, D).
+        """An MLP on rows that are normed already: (R, D).
 
         ``gate`` (1, D) scales each row of the result by the sigmoid of its product with the row.
         """

@@ -163,6 +163,7 @@ class RecurrentWeights:
     skip: Vector = None  # (H,): of ``ssm``, how much of a value goes past the state
     out_norm: Vector = None  # (V,) of each head's; (H V,) where it is normed over more than a head
     mix_bias: Vector = None
+    mix_scale: Vector = None  # of what a row is projected to, bias and all
     out_bias: Vector = None
     post_norm: Vector = None
     gate_up: Weight | None = None  # (H V, L)

@@ -29,7 +29,7 @@ class Expert:
 
     def __init__(
         self,
-        names: tuple[str, str, str],
+        names: tuple[str, ...],
         seed: int,
         *,
         shape: tuple[int, int] = (HIDDEN, INNER),
@@ -45,12 +45,12 @@ class Expert:
         else:
             self.gate_up = [
                 replace(random_tensor(names[i], inner, hidden, 3 * seed + i), name="gu"[i])
-                for i in range(2)
+                for i in range(len(names) - 1)
             ]
-        self.down = random_tensor(names[2], hidden, inner, 3 * seed + 2)
-        rng = np.random.default_rng(seed)
+        self.down = random_tensor(names[-1], hidden, inner, 3 * seed + 2)
+        rng, wide = np.random.default_rng(seed), sum(t.shape[0] for t in self.gate_up)
         self.biases = (
-            [rng.standard_normal(n).astype(np.float32) for n in (2 * inner, hidden)]
+            [rng.standard_normal(n).astype(np.float32) for n in (wide, hidden)]
             if biased
             else [None, None]
         )
@@ -72,8 +72,10 @@ class Expert:
         wide = np.concatenate([product(x, t, self.rotations[0]) for t in self.gate_up], axis=1)
         if self.biases[0] is not None:
             wide = wide + self.biases[0]
-        gate, up = np.split(wide, 2, axis=1)
-        if spec.activation == "swiglu_oai":
+        gate, up = np.split(wide, 2, axis=1) if spec.gated else (wide, wide)
+        if spec.activation == "relu2":
+            gated = np.maximum(up, 0) ** 2
+        elif spec.activation == "swiglu_oai":
             gate, up = np.minimum(gate, spec.limit), np.clip(up, -spec.limit, spec.limit)
             gated = gate * sigmoid(1.702 * gate) * (up + 1)
         elif spec.activation == "gelu_tanh":
@@ -227,11 +229,12 @@ def test_several_calls_equal_one(rows: int) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2"])
 @pytest.mark.parametrize("names", [("mxfp4",) * 3, ("f32",) * 3])
-def test_activations_and_biases(names: tuple[str, str, str], activation, isa: str) -> None:
+def test_activations_and_biases(names: tuple[str, ...], activation, isa: str) -> None:
     """Widths as gpt-oss has them: whole groups, not whole tiles of anything larger."""
     shape, spec = (160, 96), ExpertSpec(activation=activation, limit=1.5)
+    names = names if spec.gated else names[1:]
     experts = [Expert(names, seed, shape=shape, biased=True) for seed in range(COUNT)]
     ops = NativeOps(threads=2, isa=isa)
     table, x, choice = fill(ops, experts), inputs(30, 160), routing(30)

@@ -35,12 +35,12 @@ def mixture(ops: Any, spec: RouterSpec, expert: ExpertSpec, x: np.ndarray, conve
     def vector(size: int, seed: int) -> Any:
         return ops.vector(np.random.default_rng(seed).uniform(0.1, 1, size).astype(np.float32))
 
-    table = ops.expert_table(spec.count)
+    table, wide = ops.expert_table(spec.count), (2 if expert.gated else 1) * INNER
     for number in range(spec.count):
         weights = ExpertWeights(
-            gate_up=matrix(2 * INNER, HIDDEN, 2 * number),
+            gate_up=matrix(wide, HIDDEN, 2 * number),
             down=matrix(HIDDEN, INNER, 2 * number + 1),
-            gate_up_bias=vector(2 * INNER, number),
+            gate_up_bias=vector(wide, number),
             down_bias=vector(HIDDEN, number),
         )
         table.put(number, weights)
@@ -61,7 +61,7 @@ def mixture(ops: Any, spec: RouterSpec, expert: ExpertSpec, x: np.ndarray, conve
     return routing, np.asarray(ops.combine_experts(slots, routing, extra))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2"])
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.count < 100])
 def test_a_layer_is_torchs(spec: RouterSpec, activation: Any) -> None:
     import torch

@@ -1,4 +1,4 @@
-"""The gated MLP on packed weights: straight to codes or by way of floats, in any batch the same."""
+"""The MLP on packed weights: straight to codes or by way of floats, in any batch the same."""
 
 from __future__ import annotations
 
@@ -26,24 +26,30 @@ def renamed(name: str, rows: int, cols: int, label: str, seed: int):
 
 
 def build(ops: NativeOps, gate: str, up: str, down: str, hadamard: int) -> MlpWeights:
-    parts = [renamed(gate, INNER, HIDDEN, "gate", 1), renamed(up, INNER, HIDDEN, "up", 2)]
+    parts = [renamed(up, INNER, HIDDEN, "up", 2)]
+    if gate:
+        parts.insert(0, renamed(gate, INNER, HIDDEN, "gate", 1))
     last = tile_tensor(random_tensor(down, HIDDEN, INNER, 3), hadamard=hadamard)
     return MlpWeights(
         norm=ops.vector(np.ones(HIDDEN, np.float32)),
-        gate_up=ops.weight((2 * INNER, HIDDEN), parts),
+        gate_up=ops.weight((len(parts) * INNER, HIDDEN), parts),
         down=ops.weight((HIDDEN, INNER), [last]),
     )
 
 
-def reference(x: np.ndarray, gate: str, up: str, down: str, hadamard: int) -> np.ndarray:
+def reference(
+    x: np.ndarray, gate: str, up: str, down: str, hadamard: int, spec: MlpSpec
+) -> np.ndarray:
     """Float64 on the activations that the kernels quantize to."""
     x = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-6).astype(np.float32)
     seen = quantized(x)
     g, u = (
         seen @ unpack(random_tensor(name, INNER, HIDDEN, seed)).astype(np.float64).T
-        for name, seed in ((gate, 1), (up, 2))
+        for name, seed in ((gate or up, 1), (up, 2))
     )
-    product = (g / (1 + np.exp(-g)) * u).astype(np.float32)
+    g = g * spec.gate_scale
+    product = g / (1 + np.exp(-g)) * u if spec.gated else np.maximum(u, 0) ** 2
+    product = product.astype(np.float32)
     if hadamard:
         product = block_hadamard(product, hadamard)
     last = unpack(random_tensor(down, HIDDEN, INNER, 3)).astype(np.float64)
@@ -60,16 +66,18 @@ def reference(x: np.ndarray, gate: str, up: str, down: str, hadamard: int) -> np
         ("nvfp4", "nvfp4", "nvfp4", 128),  # rotations too wide for one task
         ("q4_k", "q5_k", "q4_k", 0),  # layouts that differ
         ("q4_k", "q4_k", "bf16", 0),  # a last matrix that takes floats
+        ("", "q4_k", "q6_k", 0),  # without a gate
+        ("", "int4-g32", "mxfp4", 32),
     ],
 )
 def test_every_way_through_the_mlp(gate: str, up: str, down: str, hadamard: int, isa: str) -> None:
-    spec = MlpSpec(activation="silu", eps=1e-6)
+    spec = MlpSpec(activation="silu" if gate else "relu2", eps=1e-6, gate_scale=0.7)
     x = np.random.default_rng(0).standard_normal((37, HIDDEN)).astype(np.float32)
     two, one = NativeOps(threads=2, isa=isa), NativeOps(threads=1, isa=isa)
     weights = build(two, gate, up, down, hadamard)
     whole = two.norm_gated_mlp(x, weights, spec)
     if down != "bf16":
-        expected = reference(x, gate, up, down, hadamard)
+        expected = reference(x, gate, up, down, hadamard, spec)
         # The last digit of a product may move an activation to the next code.
         assert np.abs(whole - expected).max() < 5e-3 * np.abs(expected).max()
     weights = build(one, gate, up, down, hadamard)

@@ -112,13 +112,14 @@ def ops() -> TorchOps:
     return TorchOps(compute_format="f32")
 
 
-def experts(count: int, seed: int = 0) -> list[ExpertWeights]:
+def experts(count: int, seed: int = 0, *, gated: bool = True) -> list[ExpertWeights]:
     torch.manual_seed(seed)
+    wide = (2 if gated else 1) * INNER
     return [
         ExpertWeights(
-            gate_up=torch.randn(2 * INNER, HIDDEN),
+            gate_up=torch.randn(wide, HIDDEN),
             down=torch.randn(HIDDEN, INNER),
-            gate_up_bias=torch.randn(2 * INNER),
+            gate_up_bias=torch.randn(wide),
             down_bias=torch.randn(HIDDEN),
         )
         for _ in range(count)
@@ -127,7 +128,10 @@ def experts(count: int, seed: int = 0) -> list[ExpertWeights]:
 
 def expected(x: torch.Tensor, weights: ExpertWeights, kind: ExpertSpec) -> torch.Tensor:
     gate, up = (weights.gate_up @ x + weights.gate_up_bias).chunk(2)
-    if kind.activation == "swiglu_oai":
+    if kind.activation == "relu2":
+        wide = weights.gate_up @ x + weights.gate_up_bias
+        inner = torch.where(wide > 0, wide * wide, 0)
+    elif kind.activation == "swiglu_oai":
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
         inner = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
     elif kind.activation == "silu":
@@ -137,9 +141,10 @@ def expected(x: torch.Tensor, weights: ExpertWeights, kind: ExpertSpec) -> torch
     return weights.down @ inner + weights.down_bias
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2"])
 def test_slots_hold_what_experts_give_whoever_fills_them(ops: TorchOps, activation: Any) -> None:
-    kind, all_experts = ExpertSpec(activation=activation, limit=1.5), experts(6)
+    kind = ExpertSpec(activation=activation, limit=1.5)
+    all_experts = experts(6, gated=kind.gated)
     x = torch.randn(9, HIDDEN)
     weights = RouterWeights(norm=torch.ones(HIDDEN), gate=torch.randn(6, HIDDEN))
     normed, routing = ops.norm_route(x, weights, spec(6, 3))

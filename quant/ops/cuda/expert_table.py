@@ -83,15 +83,16 @@ class CudaExpertTable(TorchExpertTable):
 
 def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:
     """An expert's kind and addresses; None where the grouped kernels cannot compute it."""
-    both = _gate_and_up(weights.gate_up)
+    inner = weights.down.shape[1]
+    both = _gate_and_up(weights.gate_up, inner)
     down = weights.down.parts[0]
     if both is None or len(weights.down.parts) != 1 or not isinstance(down, TiledMatrix):
         return None
     (gate, gate_factor), (up, up_factor), format_ = both
     biases = weights.gate_up_bias, weights.down_bias
     kind = ExpertKind(
-        _side(weights.gate_up, format_, 2),
-        _side(weights.down, down.format, 1),
+        Side(format_, inner, weights.gate_up.shape[1]),
+        Side(down.format, *weights.down.shape),
         (weights.gate_up.hadamard, weights.down.hadamard),
         weights.gate_up.fine,
     )
@@ -101,27 +102,24 @@ def _describe(weights: ExpertWeights) -> tuple[ExpertKind, list[int]] | None:
 
 
 def _gate_and_up(
-    weight: CudaWeight,
+    weight: CudaWeight, inner: int
 ) -> tuple[tuple[int, int], tuple[int, int], str] | None:
-    """Addresses of gate's tiles and factors, of up's, and their format."""
+    """Addresses of gate's tiles and factors, of up's, and their format; up is in the place of a
+    gate that there is not.
+    """
     tiles = [part for part in weight.parts if isinstance(part, TiledMatrix)]
-    inner = weight.shape[0] // 2
     first = tiles[0] if tiles else None
     if first is None or len(tiles) != len(weight.parts):
         return None
+    at, factor = first.data.data_ptr(), _address(first.factor)
+    if len(tiles) == 1 and weight.shape[0] == inner:
+        return (at, factor), (0, 0), first.format
     if len(tiles) == 1 and inner % 16 == 0:
-        at, factor = first.data.data_ptr(), _address(first.factor)
         up = at + inner // 16 * first.tile_bytes
         return (at, factor), (up, factor and factor + inner // 16 * 4), first.format
     if len(tiles) == 2 and tiles[1].shape[0] == inner and tiles[1].format == first.format:
-        ends = [(part.data.data_ptr(), _address(part.factor)) for part in tiles]
-        return ends[0], ends[1], first.format
+        return (at, factor), (tiles[1].data.data_ptr(), _address(tiles[1].factor)), first.format
     return None
-
-
-def _side(weight: CudaWeight, format_: str, stacked: int) -> Side:
-    rows, columns = weight.shape
-    return Side(format_, rows // stacked, columns)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -297,6 +297,8 @@ class CudaOps(StreamSteps):
             step.states = begin_states(step.spans)
         h = self._normed(x, weights.norm, spec.eps, weights.mix)
         mixed = linear(h, weights.mix, weights.mix_bias, dtype=torch.float32)
+        if weights.mix_scale is not None:
+            mixed *= weights.mix_scale
         mixed = widen(mixed, weights, spec, _wide_linear)
         seen = mix_rows(mixed, weights, spec, step.spans, step.states, layer)
         y = linear(seen.bfloat16(), weights.out, weights.out_bias, dtype=torch.float32)
@@ -371,7 +373,7 @@ class CudaOps(StreamSteps):
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D), float32."""
         h = self._normed(x, weights.norm, spec.eps, weights.gate_up)
-        inner = gate_up(h, weights.gate_up, spec.activation)
+        inner = gate_up(h, weights.gate_up, spec)
         y = linear(inner, weights.down, dtype=torch.float32)
         if weights.post_norm is None:
             return y
@@ -416,7 +418,7 @@ class CudaOps(StreamSteps):
     def expert_apart(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
         """One expert's results of its rows, (n, D), by products of its own."""
         if weights.gate_up_bias is None and spec.activation != "swiglu_oai":
-            inner = gate_up(rows, weights.gate_up, spec.activation)
+            inner = gate_up(rows, weights.gate_up, spec)
         else:
             both = linear(rows, weights.gate_up, weights.gate_up_bias, dtype=torch.float32)
             inner = gated(both, spec).bfloat16()
@@ -436,7 +438,7 @@ class CudaOps(StreamSteps):
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: CudaWeight | None
     ) -> Tensor:
         """(R, D), float32."""
-        inner = gate_up(normed, weights.gate_up, spec.activation)
+        inner = gate_up(normed, weights.gate_up, spec)
         y = linear(inner, weights.down, dtype=torch.float32)
         if gate is None:
             return y

@@ -23,6 +23,9 @@ from localrt.quant.ops.cuda.kernels.products import (
 from localrt.quant.ops.cuda.kernels.rows import unpack_rows
 from localrt.quant.ops.cuda.kernels.steps import gate, rotate_blocks
 from localrt.quant.ops.cuda.weight import CudaWeight
+from localrt.quant.ops.experts import ExpertSpec
+from localrt.quant.ops.protocol import MlpSpec
+from localrt.quant.ops.torch.experts import gated
 
 __all__ = ["gate_up", "linear", "multiply_heads", "reads_records"]
 
@@ -74,10 +77,13 @@ def linear(
     return out
 
 
-def gate_up(x: Tensor | Records, weight: CudaWeight, activation: str) -> Tensor:
+def gate_up(x: Tensor | Records, weight: CudaWeight, spec: MlpSpec | ExpertSpec) -> Tensor:
     """activation(gate) * up of stacked halves, (R, rows / 2) in bf16: in one kernel where they are
-    whole tiles.
+    whole tiles. Without a gate, the activation of all rows.
     """
+    if not spec.gated or (isinstance(spec, MlpSpec) and spec.gate_scale != 1.0):
+        return gated(linear(x, weight, dtype=torch.float32), spec).bfloat16()
+    activation = spec.activation
     part, inner, rows = weight.parts[0], weight.shape[0] // 2, _rows(x)
     if (
         len(weight.parts) > 1

@@ -56,7 +56,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 13
+_ABI_VERSION = 14
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -75,7 +75,7 @@ _LAYOUTS = {
     **_numbered("int8 int8m", 9),
     **_numbered("q4_k q5_k q6_k mxfp4 nvfp4 nf4", 19),
 }
-ACTIVATIONS = _numbered("silu gelu_tanh swiglu_oai")
+ACTIVATIONS = _numbered("silu gelu_tanh swiglu_oai relu2")
 RECURRENT_KINDS = _numbered("delta ssm conv")
 SCORINGS = _numbered("softmax sigmoid softmax-chosen")
 # How codes and scales are spaced: affine formats with and without a minimum, others by name.
@@ -154,7 +154,7 @@ class RecurrentArgs(Structure):
 
     _fields_ = _fields(
         (c_void_p, "x out norm conv taps_bias decay decay_bias skip out_norm"),
-        (c_void_p, "mix_bias out_bias post_norm"),
+        (c_void_p, "mix_bias out_bias post_norm mix_scale"),
         (POINTER(StateSpanArgs), "spans"),
         (Stack, "mix proj gate_up decay_up"),
         (c_int32, "rows span_count kind heads key_heads key_size value_size taps width tiled"),
@@ -170,7 +170,7 @@ class MlpArgs(Structure):
         (c_void_p, "x out norm post_norm"),
         (Stack, "gate_up down row_gate"),
         (c_int32, "rows activation cut"),
-        (c_float, "eps cutoff"),
+        (c_float, "eps cutoff gate_scale"),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 
-from localrt.quant.ops.experts import ExpertWeights, RouterSpec, RouterWeights
+from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
 from localrt.quant.ops.native.abi import SCORINGS, ExpertArgs, ExpertParts, RouteArgs
 from localrt.quant.ops.native.weights import address_of
 
@@ -24,8 +24,15 @@ class NativeExpertTable:
     def __init__(self, count: int) -> None:
         self._parts = (ExpertParts * count)()
         self._weights: list[ExpertWeights | None] = [None] * count
-        self._shape: tuple[int, int] | None = None
+        self._shape: tuple[int, int, int] | None = None
         self.args = ExpertArgs(table=ctypes.addressof(self._parts), count=count)
+
+    def takes(self, spec: ExpertSpec) -> bool:
+        """Whether the experts have the matrices that ``spec`` computes with."""
+        if self._shape is None:
+            return True
+        _, inner, rows = self._shape
+        return rows == (2 if spec.gated else 1) * inner
 
     def put(self, expert: int, weights: ExpertWeights) -> None:
         """Point at an expert's weights, which stay where they are.
@@ -56,18 +63,19 @@ class NativeExpertTable:
     def _require_fit(self, expert: int, weights: ExpertWeights) -> None:
         gate_up, down = weights.gate_up.stack, weights.down.stack
         hidden, inner = down.rows, down.cols
-        if (gate_up.rows, gate_up.cols) != (2 * inner, hidden):
+        if gate_up.rows not in (inner, 2 * inner) or gate_up.cols != hidden:
             raise ValueError(
                 f"expert {expert}: gate and up are {gate_up.rows} x {gate_up.cols}, "
                 f"down is {hidden} x {inner}"
             )
-        for bias, size in ((weights.gate_up_bias, 2 * inner), (weights.down_bias, hidden)):
+        for bias, size in ((weights.gate_up_bias, gate_up.rows), (weights.down_bias, hidden)):
             if bias is not None and bias.values.size != size:
                 raise ValueError(f"expert {expert}: a bias has {bias.values.size} of {size} values")
+        shape = (hidden, inner, gate_up.rows)
         if self._shape is None:
-            self._shape = (hidden, inner)
-        elif self._shape != (hidden, inner):
-            raise ValueError(f"expert {expert} is {hidden} x {inner}, others are {self._shape}")
+            self._shape = shape
+        elif self._shape != shape:
+            raise ValueError(f"expert {expert} is {hidden} x {inner}, others are {self._shape[:2]}")
 
 
 def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:

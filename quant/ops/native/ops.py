@@ -342,6 +342,7 @@ class NativeOps(StreamSteps):
             ValueError: one of them is not in the table; nothing is computed then.
         """
         assert isinstance(table, NativeExpertTable), "tables belong to one implementation"
+        assert table.takes(spec), "the experts have a gate, or none"
         args = table.args
         chosen = np.ascontiguousarray(routing.experts, np.int32)
         args.rows, args.stride = chosen.shape
@@ -474,6 +475,7 @@ class NativeOps(StreamSteps):
             eps=spec.eps,
             cut=spec.cutoff is not None,
             cutoff=spec.cutoff or 0.0,
+            gate_scale=spec.gate_scale,
         )
         if gate is not None:
             args.row_gate = gate.stack

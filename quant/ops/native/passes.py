@@ -215,6 +215,7 @@ def recurrent_args(
         mix_bias=address_of(weights.mix_bias),
         out_bias=address_of(weights.out_bias),
         post_norm=address_of(weights.post_norm),
+        mix_scale=address_of(weights.mix_scale),
         spans=spans,
         mix=weights.mix.stack,
         proj=weights.out.stack,

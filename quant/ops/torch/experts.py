@@ -143,8 +143,12 @@ def cut_gates(gate_up: Tensor, cutoff: float) -> Tensor:
 
 
 def gated(gate_up: Tensor, spec: ExpertSpec | MlpSpec) -> Tensor:
-    """The activation of stacked gate and up, (R, 2F) to (R, F)."""
+    """The activation of stacked gate and up, (R, 2F) to (R, F); or of up alone, (R, F)."""
+    if not spec.gated:
+        return F.relu(gate_up).square()
     gate, up = gate_up.chunk(2, -1)
+    if isinstance(spec, MlpSpec) and spec.gate_scale != 1.0:
+        gate = gate * spec.gate_scale
     if spec.activation == "silu":
         return F.silu(gate) * up
     if spec.activation == "gelu_tanh":

@@ -242,6 +242,8 @@ class TorchOps(StreamSteps):
         if not step.states:
             step.states = begin_states(step.spans)
         mixed = self.linear(self._norm(x, weights.norm, spec.eps), weights.mix, weights.mix_bias)
+        if weights.mix_scale is not None:
+            mixed = mixed * weights.mix_scale
         mixed = widen(mixed, weights, spec, self.linear)
         seen = mix_rows(mixed.float(), weights, spec, step.spans, step.states, layer)
         y = self.linear(seen.to(self._dtype), weights.out, weights.out_bias)

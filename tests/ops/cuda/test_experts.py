@@ -43,6 +43,7 @@ class Expert:
         biased: bool = False,
         apart: bool = False,
         rotated: int = 0,
+        gated: bool = True,
     ) -> None:
         rng = np.random.default_rng(seed)
         self.gate, self.up = (random_tensor(names[0], inner, hidden, seed + i) for i in (0, 50))
@@ -50,11 +51,12 @@ class Expert:
         biases = [rng.standard_normal(n).astype(np.float32) for n in (2 * inner, hidden)]
         self.biases = biases if biased else [np.zeros_like(b) for b in biases]
         self.rotated = rotated
-        blocks = [self.gate, self.up]
+        blocks = [self.gate, self.up] if gated else [self.up]
+        first = biases[0] if gated else biases[0][inner:]
         self.weights = ExpertWeights(
             gate_up=self._weight(ops, blocks, apart, rotated),
             down=self._weight(ops, [self.down], apart, rotated),
-            gate_up_bias=ops.vector(biases[0]) if biased else None,
+            gate_up_bias=ops.vector(first) if biased else None,
             down_bias=ops.vector(biases[1]) if biased else None,
         )
 
@@ -80,7 +82,9 @@ class Expert:
         first, second = np.split(self.biases[0].astype(np.float64), 2)
         x = turned(x)
         g, u = x @ gate.T + first, x @ up.T + second
-        if spec.activation == "swiglu_oai":
+        if spec.activation == "relu2":
+            inner = np.maximum(u, 0) ** 2
+        elif spec.activation == "swiglu_oai":
             g, u = np.minimum(g, spec.limit), np.clip(u, -spec.limit, spec.limit)
             inner = g / (1 + np.exp(-1.702 * g)) * (u + 1)
         elif spec.activation == "silu":
@@ -175,6 +179,8 @@ def test_every_format(ops: CudaOps, alone: None, name: str, rows: int) -> None:
         ("gelu_tanh", False, True, 0, ("nvfp4", "nvfp4")),
         ("silu", True, False, 0, ("int4-g32", "q8_0")),
         ("silu", False, True, 32, ("mxfp4", "mxfp4")),
+        ("relu2", False, False, 0, ("int4-g32", "q8_0")),
+        ("relu2", True, True, 32, ("mxfp4", "mxfp4")),
     ],
 )
 def test_whatever_experts_are_like(
@@ -183,9 +189,12 @@ def test_whatever_experts_are_like(
 ) -> None:  # fmt: skip
     spec = ExpertSpec(activation=activation, limit=0.9)
     experts = [
-        Expert(ops, names, 64, 32, seed=n, biased=biased, apart=apart, rotated=rotated)
+        Expert(
+            ops, names, 64, 32, seed=n, biased=biased, apart=apart, rotated=rotated,
+            gated=spec.gated,
+        )
         for n in range(COUNT)
-    ]
+    ]  # fmt: skip
     x, routing = inputs(rows, 64), routed(rows)
     got = filled(ops, experts, x, routing, spec)
     assert error(got, experts, x, routing, spec) < CLOSE

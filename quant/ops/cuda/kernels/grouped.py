@@ -38,7 +38,10 @@ __all__ = [
 ]
 
 ADDRESSES = 8
-"""Of an expert: tiles of gate, up and down; their factors; biases of gate and up, and of down."""
+"""Of an expert: tiles of gate, up and down; their factors; biases of gate and up, and of down.
+
+Without a gate, up is in its place.
+"""
 
 MOST_EXPERTS = 1024
 """Of a layer."""
@@ -166,7 +169,10 @@ def rows_at_once(rows: int, used: int, experts: int) -> int:
 def grouped_gate_up(
     x: Records, plan: Plan, table: Tensor, side: Side, activation: str, limit: float
 ) -> Tensor:
-    """activation(gate) * up of each of the plan's slots, bf16: (R * K, F), others undefined."""
+    """activation(gate) * up of each of the plan's slots, bf16: (R * K, F), others undefined.
+
+    Of ``relu2``, which has no gate, activation(up).
+    """
     slots = len(plan.slots)
     out = torch.empty(slots, side.rows, dtype=torch.bfloat16, device=table.device)
     _launch(x, out, plan, table, side, activation, limit, plan.used)
@@ -224,7 +230,8 @@ def _launch(
         limit,
     )
     program = grouped_program(side.format, plan.size, gate, y.dtype, fine=x.fine)
-    grid = (tiles if gate else -(-tiles // 2), len(plan.parts), 1)
+    paired = gate not in (None, "relu2")
+    grid = (tiles if paired else -(-tiles // 2), len(plan.parts), 1)
     launch(y.device, program, grid, 32 * chains_of(side.format, side.columns), args)
 
 

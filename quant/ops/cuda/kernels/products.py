@@ -35,7 +35,7 @@ __all__ = [
 MOST_ROWS = 64
 """For more rows it is quicker to unpack the weights once."""
 
-GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3}
+GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4}
 
 _MOST_CHAINS = 8
 _SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
