@@ -59,7 +59,9 @@ def expert_matrices(number: int) -> tuple[str, ...]:
 class LayerNames:
     """A layer's tensors, below ``model.layers.N.``; the defaults are Llama's.
 
-    Without ``attention_norm`` and ``mlp_norm``, the residual stream is read as it is.
+    Without ``attention_norm`` and ``mlp_norm``, the residual stream is read as it is. What has a
+    ``post_norm`` is normed before it joins the stream. Behind three of ``qkv`` come the gates of
+    heads that have one each.
     """
 
     attention_norm: str = "input_layernorm"
@@ -79,7 +81,8 @@ class LayerNames:
 class RecurrentNames:
     """A recurrent layer's tensors, below ``model.layers.N.``. ``mix`` are stacked in the order of
     ``RecurrentWeights``, as are ``taps``; ``decay_is_rate``: it is not the logarithm of one.
-    ``biased``: both projections have a bias.
+    ``biased``: both projections have a bias. ``block`` names what is around such a layer, where
+    this differs from what is around those that attend.
     """
 
     mix: tuple[str, ...]
@@ -93,6 +96,7 @@ class RecurrentNames:
     out_norm: str = ""
     decay_is_rate: bool = False
     biased: bool = False
+    block: LayerNames | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +144,6 @@ class DecoderConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
-    post_norms: bool = False  # norms on the outputs of attention and MLP
     norm_offset: float = 0.0  # added to every norm weight (Gemma publishes w - 1)
     embedding_scale: float = 1.0
     final_softcap: float | None = None
@@ -177,6 +180,12 @@ class DecoderConfig:
     def sparse(self) -> bool:
         """Whether any layer is a mixture of experts."""
         return any(self.mixtures)
+
+    def names_of(self, layer: int) -> LayerNames:
+        """The names of a layer's tensors."""
+        block = self.recurrent.block if self.recurrent else None
+        recurrent = not isinstance(self.attention[layer], AttentionSpec)
+        return block if block is not None and recurrent else self.names
 
     def inner_size(self, layer: int) -> int:
         """Width of a layer's dense MLP."""

@@ -66,7 +66,7 @@ class SparseMlp:
         prefix = f"model.layers.{layer}."
         count, optional = spec.router.count, weights.optional_vector
         self._beside = _BesideDense(config, layer, weights) if spec.beside_dense else None
-        norm = _EXPERT_NORM if spec.beside_dense else config.names.mlp_norm
+        norm = _EXPERT_NORM if spec.beside_dense else config.names_of(layer).mlp_norm
         self.router = RouterWeights(
             norm=weights.vector(hidden, f"{prefix}{norm}.weight", offset=config.norm_offset),
             gate=weights.matrix((count, hidden), f"{prefix}{ROUTER}.weight"),
@@ -148,7 +148,9 @@ class _BesideDense:
         prefix, hidden = f"model.layers.{layer}.", config.hidden_size
         self.dense = GatedMlp(config, layer, weights, _DENSE_POST_NORM)
         self._expert_norm = weights.vector(hidden, f"{prefix}{_EXPERT_POST_NORM}.weight")
-        self._norm = weights.vector(hidden, f"{prefix}{config.names.mlp_post_norm}.weight")
+        self._norm = weights.vector(
+            hidden, f"{prefix}{config.names_of(layer).mlp_post_norm}.weight"
+        )
         self._eps = config.norm_eps
 
     def join(self, state: PassState, rows: Array) -> Array:

@@ -133,14 +133,16 @@ class Attention:
         weights: WeightLoader,
         at: int,
     ) -> None:
-        names = config.names
+        names = config.names_of(layer)
         self.layer = at
         spec = config.attention[layer]
         assert isinstance(spec, AttentionSpec), "the layer is of another kind"
         self.spec = spec
         hidden, size, offset = config.hidden_size, spec.head_dim, config.norm_offset
         rows, own = spec.projected_rows, spec.reads is None
-        qkv = names.qkv if len(names.qkv) == 1 else names.qkv[: spec.projections]
+        qkv = names.qkv
+        if len(qkv) > 1:
+            qkv = (*qkv[: spec.projections], *(qkv[3:] if spec.head_gates else ()))
         self._first, self._out = qkv[0], names.out
         joint, optional = spec.joint_norms, weights.optional_vector
         prefix = f"model.layers.{layer}."
@@ -161,7 +163,7 @@ class Attention:
                 names.k_norm, size * (spec.kv_heads if joint else 1), config.qk_norm and own
             ),
             v_norm=weights.ones(size) if spec.value_norm and own else None,
-            post_norm=norm(names.attention_post_norm, hidden, config.post_norms),
+            post_norm=norm(names.attention_post_norm, hidden, bool(names.attention_post_norm)),
             sinks=optional(spec.sinks, spec.heads, f"{prefix}{names.sinks}"),
         )
 
@@ -186,7 +188,7 @@ class GatedMlp:
     def __init__(
         self, config: DecoderConfig, layer: int, weights: WeightLoader, post_norm: str = ""
     ) -> None:
-        self._names = names = config.names
+        self._names = names = config.names_of(layer)
         hidden, inner, offset = config.hidden_size, config.inner_size(layer), config.norm_offset
         prefix, post_norm = f"model.layers.{layer}.", post_norm or names.mlp_post_norm
         self.spec = config.mlp_of(layer)
@@ -200,7 +202,7 @@ class GatedMlp:
             ),
             down=weights.matrix((hidden, inner), f"{prefix}{names.down}.weight"),
             post_norm=weights.vector(hidden, f"{prefix}{post_norm}.weight", offset=offset)
-            if config.post_norms
+            if post_norm
             else None,
         )
 

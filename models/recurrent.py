@@ -33,6 +33,7 @@ class Recurrent:
 
     def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader, at: int) -> None:
         spec, hidden, names = config.attention[layer], config.hidden_size, config.recurrent
+        around = config.names_of(layer)
         assert isinstance(spec, RecurrentSpec), "the layer is of another kind"
         assert names is not None, "an architecture with recurrent layers names their tensors"
         self.layer, self.spec, self._names = at, spec, names
@@ -54,7 +55,7 @@ class Recurrent:
             decay = weights.vector(heads, f"{prefix}{names.decay}", transform=transform)
         self.weights = RecurrentWeights(
             norm=weights.vector(
-                hidden, f"{prefix}{config.names.attention_norm}.weight", offset=config.norm_offset
+                hidden, f"{prefix}{around.attention_norm}.weight", offset=config.norm_offset
             ),
             mix=weights.matrix(
                 (spec.mix_rows, hidden), *(f"{prefix}{name}.weight" for name in names.mix)
@@ -77,10 +78,10 @@ class Recurrent:
             ),
             out_bias=vector(names.biased, hidden, f"{names.out}.bias"),
             post_norm=None
-            if not config.post_norms
+            if not around.attention_post_norm
             else weights.vector(
                 hidden,
-                f"{prefix}{config.names.attention_post_norm}.weight",
+                f"{prefix}{around.attention_post_norm}.weight",
                 offset=config.norm_offset,
             ),
             gate_up=widening(inner, names.gate_up),

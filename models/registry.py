@@ -44,6 +44,7 @@ _PUBLISHED = {
     "qwen3_moe": "qwen3moe Qwen3MoeForCausalLM qwen3vlmoe Qwen3VLMoeForConditionalGeneration",
     "olmoe": "olmoe OlmoeForCausalLM",
     "olmo2": "olmo2 Olmo2ForCausalLM Olmo3ForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
     "exaone4": "exaone4 Exaone4ForCausalLM",
     "seed_oss": "seed_oss SeedOssForCausalLM",
     "ernie": "ernie4_5 Ernie4_5ForCausalLM ernie4_5-moe Ernie4_5_MoeForCausalLM",
@@ -52,6 +53,7 @@ _PUBLISHED = {
     "granite_moe": "granitemoe GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
     "gpt_oss": "gpt-oss GptOssForCausalLM",
     "lfm2": "lfm2 Lfm2ForCausalLM lfm2moe Lfm2MoeForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
     "granite_hybrid": "granitehybrid GraniteMoeHybridForCausalLM",
     "qwen3_5": "qwen35 qwen35moe Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration "
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3next Qwen3NextForCausalLM",

@@ -31,7 +31,6 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         architecture="exaone4",
         attention=attention,
         qk_norm=True,
-        post_norms=True,
         names=RESULT_NORMS,
     )
 

@@ -79,7 +79,6 @@ def sandwich_config(
         norm_eps=full.eps,
         attention=tuple(sliding if here else full for here in windowed),
         mlp=MlpSpec(activation=activation, eps=full.eps),
-        post_norms=True,
         norm_offset=0.0 if raw.flag("norm_weights_include_one") else 1.0,
         embedding_scale=math.sqrt(hidden),
         final_softcap=raw.optional_number("final_logit_softcapping"),

@@ -10,10 +10,10 @@ from localrt.models.mixture_config import read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import RecurrentSpec
 
-__all__ = ["read_config"]
+__all__ = ["NAMES", "convolution_names", "read_config", "short_convolution"]
 
 _KINDS = {"conv": False, "full_attention": True}
-_NAMES = LayerNames(
+NAMES = LayerNames(
     attention_norm="operator_norm",
     out="self_attn.out_proj",
     q_norm="self_attn.q_layernorm",
@@ -28,17 +28,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     """``layer_types``, or ``full_attn_idxs``, say which layers attend."""
     config = llama.read_config(raw)
     attending = config.attending[0]
-    short = RecurrentSpec(
-        kind="conv",
-        heads=1,
-        key_heads=1,
-        key_size=1,
-        value_size=1,
-        taps=raw.integer("conv_L_cache", 3),
-        eps=config.norm_eps,
-        width=config.hidden_size,
-        conv_bias=raw.flag("conv_bias"),
-    )
+    short = short_convolution(raw, config, taps=3)
     kinds = raw.layer_kinds("layer_types", config.layers, _KINDS)
     if kinds is None:
         chosen = raw.sequence("full_attn_idxs")
@@ -49,13 +39,8 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         intermediate_size=_width(raw, config.intermediate_size),
         attention=tuple(attending if attends else short for attends in kinds),
         qk_norm=True,
-        names=LayerNames() if raw.is_gguf else _NAMES,
-        recurrent=RecurrentNames(
-            mix=("conv.in_proj",),
-            taps=("conv.conv",),
-            out="conv.out_proj",
-            biased=short.conv_bias,
-        ),
+        names=LayerNames() if raw.is_gguf else NAMES,
+        recurrent=convolution_names(short),
     )
     if not raw.has("num_experts") and not raw.has("num_local_experts"):
         return config
@@ -66,6 +51,28 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     dense = raw.optional_integer("num_dense_layers")
     dense = dense or raw.optional_integer("first_k_dense_replace") or 0
     return with_mixture(config, spec, [layer >= dense for layer in range(config.layers)])
+
+
+def short_convolution(raw: RawConfig, config: DecoderConfig, *, taps: int) -> RecurrentSpec:
+    """A layer that mixes neighbours alone; ``taps`` where the config does not say how many."""
+    return RecurrentSpec(
+        kind="conv",
+        heads=1,
+        key_heads=1,
+        key_size=1,
+        value_size=1,
+        taps=raw.integer("conv_L_cache", taps),
+        eps=config.norm_eps,
+        width=config.hidden_size,
+        conv_bias=raw.flag("conv_bias"),
+    )
+
+
+def convolution_names(spec: RecurrentSpec) -> RecurrentNames:
+    """The tensors of such a layer."""
+    return RecurrentNames(
+        mix=("conv.in_proj",), taps=("conv.conv",), out="conv.out_proj", biased=spec.conv_bias
+    )
 
 
 def _width(raw: RawConfig, width: int) -> int:

@@ -38,6 +38,5 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         architecture="olmo2",
         attention=attention,
         qk_norm=True,
-        post_norms=True,
         names=RESULT_NORMS,
     )

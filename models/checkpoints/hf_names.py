@@ -94,6 +94,12 @@ _STACKS: Mapping[str, Stack] = {
     "shared_mlp.input_linear.weight": Stack(_SHARED_GATE_UP),
 }
 
+_PUBLISHED = {
+    # what transformers renames too
+    "attention_layer_norm.weight": "input_layernorm.weight",  # OLMo Hybrid
+    "feedforward_layer_norm.weight": "post_attention_layernorm.weight",
+    "self_attn.gate_proj.weight": "self_attn.g_proj.weight",  # LFM3
+}
 _TOP = {"model.embedding_norm.weight": "model.norm.weight"}  # LFM2
 
 _QWEN3_VL = "Qwen3VLMoeForConditionalGeneration"
@@ -129,7 +135,7 @@ def plain_tensors(
     Raises:
         CheckpointError: two tensors of one name, or a stacked one that does not fit the config.
     """
-    stored = {_TOP.get(name, name): _named(tensor) for name, tensor in stored.items()}
+    stored = {named.info.name: named for named in map(_named, stored.values())}
     count = _expert_count(config)
     if count is None:
         return dict(stored)
@@ -144,8 +150,11 @@ def plain_tensors(
 
 
 def _named(tensor: StoredTensor) -> StoredTensor:
-    """Outside of the layers under its own name."""
+    """Under a name that is localrt's whatever the architecture."""
     name = _TOP.get(tensor.info.name)
+    layer = _LAYER.fullmatch(tensor.info.name)
+    if layer is not None and (stem := _PUBLISHED.get(layer["stem"])) is not None:
+        name = layer["prefix"] + stem
     return tensor if name is None else replace(tensor, info=replace(tensor.info, name=name))
 
 

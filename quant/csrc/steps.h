@@ -178,7 +178,7 @@ void attention_output(Context& context, const AttentionArgs& args) {
         attend(context, args, args.spans[s], row, joined + (size_t)row * width);
         row += args.spans[s].rows;
     }
-    if (args.gated) {
+    if (args.gated || args.head_gates) {
         const float* gates = args.q + (size_t)args.rows * width;
         parallel(context, args.rows, [&](int row) {
             float* line = joined + (size_t)row * width;

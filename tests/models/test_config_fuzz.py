@@ -35,6 +35,8 @@ MODELS = {
     "_layers attention_k_eq_v",
     "qwen3.5-moe": "linear_conv_kernel_dim full_attention_interval mtp_num_hidden_layers",
     "qwen3-next": "mlp_only_layers decoder_sparse_step linear_key_head_dim linear_value_head_dim",
+    "lfm3": "use_attention_gate use_sandwich_norm sliding_window sliding_attention",
+    "olmo-hybrid": "rope_theta linear_allow_neg_eigval linear_value_head_dim",
     "kimi-linear": "linear_attn_config full_attn_layers linear_head_dim moe_router_activation_func",
     "lfm2-moe": "conv_L_cache conv_bias block_auto_adjust_ff_dim full_attn_idxs num_dense_layers",
     "granite-hybrid-moe": "mamba_d_conv mamba_n_groups position_embedding_type shared_intermediate"
