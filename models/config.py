@@ -6,10 +6,12 @@ Nothing here knows weights or computes.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
-from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec
+from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec, RecurrentSpec
 from localrt.quant.ops.streams import StreamSpec
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "MixtureSpec",
     "RecurrentNames",
     "expert_matrices",
+    "memory_places",
 ]
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -48,6 +51,18 @@ EXPERT_DOWN = "mlp.experts.{}.down_proj"
 SHARED_GATE_UP = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 SHARED_DOWN = "mlp.shared_experts.down_proj"
 SHARED_GATE = "mlp.shared_expert_gate"
+
+
+def memory_places(layers: Iterable[Sequence[LayerSpec]]) -> Iterator[tuple[int, ...]]:
+    """Of each layer's mixers, the numbers in a cache that is made for those of all ``layers``.
+
+    What keeps keys and values is numbered for itself, and so is what has a state.
+    """
+    counts = Counter[bool]()
+    for mixers in layers:
+        kinds = [isinstance(spec, AttentionSpec) for spec in mixers]
+        yield tuple(counts[kind] for kind in kinds)
+        counts.update(kinds)
 
 
 def expert_matrices(number: int) -> tuple[str, ...]:
@@ -128,9 +143,12 @@ class LayerInputs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """What a decoder is, whatever file it came from. ``attention`` has one entry per layer, which
-    is a ``RecurrentSpec`` where the layer has a state in the place of keys and values.
+    is a ``RecurrentSpec`` where the layer has a state in the place of keys and values, and None
+    where it is an MLP alone. ``beside`` are recurrent layers side by side with each layer's
+    attention.
 
-    ``mixtures`` has one entry per layer, None for a dense one; it is empty for a dense model.
+    ``mixtures`` has one entry per layer, None for a dense one; it is empty for a dense model. A
+    layer without a mixture whose ``inner_sizes`` are 0 has no MLP.
     """
 
     architecture: str
@@ -139,7 +157,7 @@ class DecoderConfig:
     intermediate_size: int
     context_length: int
     norm_eps: float
-    attention: tuple[LayerSpec, ...]
+    attention: tuple[LayerSpec | None, ...]
     mlp: MlpSpec
     qkv_bias: bool = False
     out_bias: bool = False
@@ -160,6 +178,7 @@ class DecoderConfig:
     low_rank: int = 0  # of the residual beside attention, where there are streams
     names: LayerNames = LayerNames()
     recurrent: RecurrentNames | None = None
+    beside: tuple[RecurrentSpec, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -171,10 +190,32 @@ class DecoderConfig:
         """The layers that keep keys and values."""
         return tuple(spec for spec in self.attention if isinstance(spec, AttentionSpec))
 
-    def memory_place(self, layer: int) -> int:
-        """A layer's number among those that keep the same: keys and values, or a state."""
-        kind = isinstance(self.attention[layer], AttentionSpec)
-        return sum(isinstance(spec, AttentionSpec) is kind for spec in self.attention[:layer])
+    def mixers_of(self, layer: int) -> tuple[LayerSpec, ...]:
+        """What a layer mixes its rows with others by: nothing in one that is an MLP alone, or
+        several side by side.
+        """
+        both = (self.attention[layer], *self.beside[layer : layer + 1])
+        return tuple(spec for spec in both if spec is not None)
+
+    @property
+    def mixers(self) -> tuple[tuple[LayerSpec, ...], ...]:
+        """Those of each layer."""
+        return tuple(map(self.mixers_of, range(self.layers)))
+
+    @property
+    def cache_places(self) -> tuple[tuple[int, ...], ...]:
+        """Where each layer's mixers find what they keep in a cache of all layers."""
+        own = tuple(memory_places(self.mixers))
+        return tuple(own[self.cache_of(layer)] for layer in range(self.layers))
+
+    @property
+    def memory(self) -> tuple[LayerSpec, ...]:
+        """What the cache of a sequence is made for: all layers' mixers in order."""
+        return tuple(spec for mixers in self.mixers for spec in mixers)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP, or a mixture in its place."""
+        return self.mixture(layer) is not None or self.inner_size(layer) > 0
 
     @property
     def sparse(self) -> bool:

@@ -27,6 +27,7 @@ from localrt.models.parts import (
     Part,
     PassState,
     Residual,
+    SideBySide,
 )
 from localrt.models.recurrent import Recurrent
 from localrt.models.residency import Check, Residency, Resident
@@ -41,7 +42,7 @@ from localrt.models.streams import (
 )
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import LatentSpec
-from localrt.quant.ops.protocol import Batch, KVCache, Ops, RecurrentSpec, Vector
+from localrt.quant.ops.protocol import Batch, KVCache, LayerSpec, Ops, RecurrentSpec, Vector
 
 __all__ = [
     "Decoder",
@@ -54,9 +55,12 @@ __all__ = [
 
 
 def load_attention(
-    config: DecoderConfig, layer: int, weights: WeightLoader, at: int | None = None
+    config: DecoderConfig,
+    layer: int,
+    weights: WeightLoader,
+    at: Sequence[int] | None = None,
 ) -> Part:
-    """A layer's attention or recurrence, ``at`` a place in a cache that has not all layers.
+    """A layer's attention or recurrence, ``at`` its places in a cache that has not all layers.
 
     With the first layer's comes what is computed once, before it.
     """
@@ -65,20 +69,28 @@ def load_attention(
         parts.append(load_input_projection(config, weights))
     if layer == 0 and config.streams is not None:
         parts.append(SplitStreams(load_projections(config, weights, SPLIT)))
-    place = config.memory_place(config.cache_of(layer)) if at is None else at
-    spec = config.attention[layer]
-    mixer: Layer
-    if isinstance(spec, RecurrentSpec):
-        mixer = Recurrent(config, layer, weights, place)
-    else:
-        kind = LatentAttention if isinstance(spec, LatentSpec) else Attention
-        mixer = kind(config, layer, weights, place)
+    places = config.cache_places[layer] if at is None else at
+    mixers = [
+        _load_mixer(config, layer, weights, spec, place)
+        for spec, place in zip(config.mixers_of(layer), places, strict=True)
+    ]
     if config.streams is not None:
+        (mixer,) = mixers
         assert isinstance(mixer, Attention), "no model with streams has another kind"
         parts.append(StreamAttention(config, layer, weights, mixer))
     else:
-        parts.append(Residual(mixer, config.residual_scale))
+        joining = tuple(Residual(mixer, config.residual_scale) for mixer in mixers)
+        parts.append(joining[0] if len(joining) == 1 else SideBySide(joining))
     return _joined(parts)
+
+
+def _load_mixer(
+    config: DecoderConfig, layer: int, weights: WeightLoader, spec: LayerSpec, place: int
+) -> Layer:
+    if isinstance(spec, RecurrentSpec):
+        return Recurrent(config, layer, weights, spec, place)
+    kind = LatentAttention if isinstance(spec, LatentSpec) else Attention
+    return kind(config, layer, weights, place)
 
 
 def load_mlp(
@@ -147,9 +159,11 @@ def load_resident(config: DecoderConfig, ops: Ops, weights: WeightLoader) -> Res
             rows = weights.matrix(size, LAYER_EMBEDDING)
             body.append(InputRows(rows, input_scale(config), config.layers))
         experts = ResidentExperts()
-        for layer in range(config.layers):
-            body.append(load_attention(config, layer, weights))
-            body.append(load_resident_mlp(config, layer, weights, ops, experts))
+        for layer, at in enumerate(config.cache_places):
+            if at:
+                body.append(load_attention(config, layer, weights, at))
+            if config.has_mlp(layer):
+                body.append(load_resident_mlp(config, layer, weights, ops, experts))
         norm = load_norm(config, weights)
         if config.tied_head:
             weights.skip(HEAD)

@@ -41,6 +41,7 @@ __all__ = [
     "Part",
     "PassState",
     "Residual",
+    "SideBySide",
 ]
 
 Logits = npt.NDArray[np.float32]
@@ -94,6 +95,27 @@ class Residual:
     def __call__(self, state: PassState) -> None:
         """Add to ``state.x``."""
         state.x = state.ops.add(state.x, self.layer(state), self.scale, self.total)
+
+    def matrices(self) -> dict[str, Weight]:
+        """See ``Layer``."""
+        return self.layer.matrices()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SideBySide:
+    """Layers that all see the residual stream as it is before any of them joins it."""
+
+    parts: tuple[Residual, ...]
+
+    def __call__(self, state: PassState) -> None:
+        """Add what they give to ``state.x``, in order."""
+        given = [part.layer(state) for part in self.parts]
+        for part, rows in zip(self.parts, given, strict=True):
+            state.x = state.ops.add(state.x, rows, part.scale, part.total)
+
+    def matrices(self) -> dict[str, Weight]:
+        """See ``Layer``: those of all."""
+        return {name: each for part in self.parts for name, each in part.matrices().items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,10 +31,16 @@ class Recurrent:
     ``at`` is the layer's number among the recurrent ones of a cache.
     """
 
-    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader, at: int) -> None:
-        spec, hidden, names = config.attention[layer], config.hidden_size, config.recurrent
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        weights: WeightLoader,
+        spec: RecurrentSpec,
+        at: int,
+    ) -> None:
+        hidden, names = config.hidden_size, config.recurrent
         around = config.names_of(layer)
-        assert isinstance(spec, RecurrentSpec), "the layer is of another kind"
         assert names is not None, "an architecture with recurrent layers names their tensors"
         self.layer, self.spec, self._names = at, spec, names
         prefix = f"model.layers.{layer}."

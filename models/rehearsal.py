@@ -15,14 +15,14 @@ import numpy as np
 
 from localrt.models.checkpoints.base import TensorInfo, TensorSource, WeightBlock
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, memory_places
 from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
 from localrt.models.moe import ResidentExperts
 from localrt.models.parts import Embedding, Head, Part, PassState
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
-from localrt.quant.ops.protocol import Array, Batch, Ops, RecurrentSpec
+from localrt.quant.ops.protocol import Array, Batch, Ops
 
 __all__ = ["RehearsedOps", "Share", "rehearse"]
 
@@ -56,8 +56,13 @@ class Share:
     @classmethod
     def whole(cls, config: DecoderConfig) -> Share:
         """All of it."""
-        layers = frozenset(range(config.layers))
-        return cls(attention=layers, mlp=layers, embedding=True, head=(config.vocab_size,))
+        layers = range(config.layers)
+        return cls(
+            attention=frozenset(layer for layer in layers if config.mixers_of(layer)),
+            mlp=frozenset(layer for layer in layers if config.has_mlp(layer)),
+            embedding=True,
+            head=(config.vocab_size,),
+        )
 
 
 class _Outline:
@@ -97,7 +102,7 @@ class _Outline:
         for layer in range(config.layers):
             sides = [layer in side for side in (share.attention, share.mlp, share.longest)]
             if any(sides):
-                own = (*sides, config.attention[layer], config.mixture(layer), *tensors[layer])
+                own = (*sides, config.mixers_of(layer), config.mixture(layer), *tensors[layer])
                 kinds.setdefault(own, layer)
         return list(kinds.values())
 
@@ -113,10 +118,8 @@ def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, sha
         if share.embedding:
             table = weights.matrix((config.vocab_size, config.hidden_size), EMBEDDING)
             always.append(Embedding(table, config.embedding_scale))
-        for place, layer in enumerate(attention):
-            alike = isinstance(config.attention[layer], RecurrentSpec)
-            before = (config.attention[each] for each in attention[:place])
-            at = sum(isinstance(spec, RecurrentSpec) is alike for spec in before)
+        places = memory_places(config.mixers_of(layer) for layer in attention)
+        for layer, at in zip(attention, places, strict=True):
             always.append(load_attention(config, layer, weights, at))
         experts = ResidentExperts()
         mlps = {
@@ -129,7 +132,8 @@ def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, sha
         head = _head(outline, config, weights, ops, share)
         for rows in ops.lengths:
             last = rows == max(ops.lengths)
-            cache = ops.kv_cache([config.attention[layer] for layer in attention], rows)
+            memory = [spec for layer in attention for spec in config.mixers_of(layer)]
+            cache = ops.kv_cache(memory, rows)
             step = ops.begin(Batch.extend([(cache, [0] * rows)]))
             wanted = np.arange(rows)[-1:] if last else np.arange(rows)
             state = PassState(ops, step, ops.stream(rows, config.hidden_size), wanted)

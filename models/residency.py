@@ -107,7 +107,7 @@ class Residency:
 
     def cache(self, capacity: int) -> KVCache:
         """An empty KV cache for one sequence."""
-        return self.ops.kv_cache(self.config.attention, capacity)
+        return self.ops.kv_cache(self.config.memory, capacity)
 
     def reserve(self, cache: KVCache, length: int) -> None:
         """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""

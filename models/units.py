@@ -1,12 +1,13 @@
 """The units of a model: the smallest parts that are stored, placed and moved as one.
 
-A layer's attention and its MLP are a unit each, with their norms and biases. So is every expert of
-a mixture; a sparse layer's MLP unit is what all rows need: norm, router, shared experts. The head
-is cut by rows into units no larger than the largest MLP, nor than 8 MB: small units need little to
-pass through, and let what is read for each token be little more than what is missing. The embedding
-is read by row; where it is the head too, it is cut like one. So are per-layer embeddings. What runs
-once, before the first layer or behind the last one, belongs to that layer's unit. This module knows
-names, shapes and sizes, neither files nor devices.
+A layer's attention, with what is side by side with it, and its MLP are a unit each, with their
+norms and biases; a layer may have one of the two alone. So is every expert of a mixture; a sparse
+layer's MLP unit is what all rows need: norm, router, shared experts. The head is cut by rows into
+units no larger than the largest MLP, nor than 8 MB: small units need little to pass through, and
+let what is read for each token be little more than what is missing. The embedding is read by row;
+where it is the head too, it is cut like one. So are per-layer embeddings. What runs once, before
+the first layer or behind the last one, belongs to that layer's unit. This module knows names,
+shapes and sizes, neither files nor devices.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def list_units(tensors: Mapping[str, TensorInfo], config: DecoderConfig) -> tupl
         CheckpointError: a tensor that every such model has is missing.
         UnsupportedModelError: a tensor that belongs to no unit, or is neither matrix nor vector.
     """
-    layers = [unit for n in range(config.layers) for unit in _layer_units(tensors, n, config)]
+    places = enumerate(config.cache_places)
+    layers = [unit for n, at in places for unit in _layer_units(tensors, n, at, config)]
     mlp = max(
         (
             sum(packed_nbytes(tensors[name]) for name in unit.tensors)
@@ -129,20 +131,22 @@ class _TensorNames(WeightLoader):
         """See ``WeightLoader``."""
 
     def take(self) -> tuple[str, ...]:
-        """The names since the last call."""
-        names, self._names = tuple(self._names), []
+        """The names since the last call, once each: layers side by side share a norm."""
+        names, self._names = tuple(dict.fromkeys(self._names)), []
         return names
 
 
 def _layer_units(
-    tensors: Mapping[str, TensorInfo], layer: int, config: DecoderConfig
+    tensors: Mapping[str, TensorInfo], layer: int, at: tuple[int, ...], config: DecoderConfig
 ) -> Iterator[Unit]:
     """Attention, then MLP, then experts: what their parts are made of."""
     names, spec = _TensorNames(tensors), config.mixture(layer)
-    load_attention(config, layer, names)
-    yield Unit(f"layers.{layer}.attention", names.take(), layer)
-    load_mlp(config, layer, names, None if spec is None else ResidentExperts())
-    yield Unit(f"layers.{layer}.mlp", names.take(), layer)
+    if at:
+        load_attention(config, layer, names, at)
+        yield Unit(f"layers.{layer}.attention", names.take(), layer)
+    if config.has_mlp(layer):
+        load_mlp(config, layer, names, None if spec is None else ResidentExperts())
+        yield Unit(f"layers.{layer}.mlp", names.take(), layer)
     for number in range(spec.router.count if spec is not None else 0):
         load_expert(config, layer, number, names)
         yield Unit(f"layers.{layer}.expert.{number}", names.take(), layer)

@@ -366,7 +366,7 @@ def resident_account(checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, ct
     return Account.of(
         [
             ("ram", "weights", weight_nbytes(checkpoint, ops)),
-            ("ram", "keys and values", ops.kv_nbytes(config.attention, ctx)),
+            ("ram", "keys and values", ops.kv_nbytes(config.memory, ctx)),
             ("ram", "scratch", scratch),
         ]
     )

@@ -7,7 +7,7 @@ checkpoint, estimates from a ``config.json`` alone (``config_shapes.py``). It kn
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
@@ -51,13 +51,13 @@ class KvShape:
     ``latent`` is DeepSeek's: one vector of ``width`` a token, in the place of keys and values, and
     ``row_nbytes`` of queries and of their results for each row of a pass, which are wide there;
     ``macs`` are the multiply-accumulates of one query row with one token held. A layer that
-    ``reads`` another one's keys and values has none of its own, and neither has a recurrent layer:
-    its ``state`` takes what it takes, however many tokens there are.
+    ``reads`` another one's keys and values has none of its own, and neither has one that only has a
+    ``state``, which takes what it takes, however many tokens there are.
     """
 
-    groups: int
-    width: int
-    macs: int
+    groups: int = 0
+    width: int = 0
+    macs: int = 0
     latent: bool = False
     row_nbytes: int = 0
     reads: int | None = None
@@ -69,7 +69,7 @@ class KvShape:
 
     def seen_nbytes(self, kv_format: KvFormat) -> int:
         """Bytes of one token that attention reads."""
-        if self.state is not None:
+        if not self.width:
             return 0
         if not self.latent:
             return block_nbytes(self.groups, self.width, kv_format) // BLOCK
@@ -104,8 +104,8 @@ class PassSizes:
         """Those of a model whose config was read."""
         mixtures = [mixture for mixture in config.mixtures if mixture is not None]
         widest = max(mixtures, key=lambda each: each.router.used * each.inner, default=None)
-        latents = (spec.row_nbytes for spec in config.attention if isinstance(spec, LatentSpec))
-        states = (spec for spec in config.attention if isinstance(spec, RecurrentSpec))
+        latents = (spec.row_nbytes for spec in config.memory if isinstance(spec, LatentSpec))
+        states = (spec for spec in config.memory if isinstance(spec, RecurrentSpec))
         return cls(
             hidden=config.hidden_size,
             inner=config.intermediate_size,
@@ -114,7 +114,7 @@ class PassSizes:
             mixed_nbytes=max((spec.pass_nbytes for spec in states), default=0),
             experts_used=0 if widest is None else widest.router.used,
             expert_inner=0 if widest is None else widest.inner,
-            split_nbytes=_split_nbytes(map(_kv_shape, config.attention), config.context_length),
+            split_nbytes=_split_nbytes(map(_kv_shape, config.mixers), config.context_length),
             beside=_numbers_beside(config),
         )
 
@@ -203,8 +203,8 @@ class ModelShape:
 
     @property
     def attending(self) -> tuple[int, ...]:
-        """The layers that keep keys and values; the others have a state."""
-        return tuple(number for number, layer in enumerate(self.kv) if layer.state is None)
+        """The layers that keep keys and values; others have a state, or nothing."""
+        return tuple(number for number, layer in enumerate(self.kv) if layer.width)
 
     def kv_token_nbytes(self, kv_format: KvFormat) -> tuple[int, ...]:
         """Bytes that one token takes in each layer."""
@@ -218,7 +218,7 @@ class ModelShape:
         layout = StateLayout([layer.state for layer in self.kv if layer.state is not None])
         states = layout.layer_nbytes(ctx)
         return tuple(
-            next(states) if layer.state is not None else grown_capacity(ctx) * size
+            grown_capacity(ctx) * size + (0 if layer.state is None else next(states))
             for layer, size in zip(self.kv, self.kv_token_nbytes(kv_format), strict=True)
         )
 
@@ -240,7 +240,7 @@ def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
     stored: Mapping[str, int] = {}
     if isinstance(checkpoint, StoreCheckpoint):
         stored = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}
-    kv = tuple(_kv_shape(spec) for spec in config.attention)
+    kv = tuple(map(_kv_shape, config.mixers))
     ignored = HEAD if config.tied_head else ""
     routers = [mixture.router for mixture in config.mixtures if mixture is not None]
     experts = Experts(count=routers[0].count, used=routers[0].used) if routers else None
@@ -268,16 +268,19 @@ def _numbers_beside(config: DecoderConfig) -> int:
     return 3 * inputs + 2 * streams
 
 
-def _kv_shape(spec: LayerSpec) -> KvShape:
-    if isinstance(spec, RecurrentSpec):
-        return KvShape(groups=0, width=0, macs=0, state=spec)
-    if isinstance(spec, LatentSpec):
-        macs = spec.heads * (spec.head_dim + spec.latent)
-        return KvShape(
-            groups=1, width=spec.head_dim, macs=macs, latent=True, row_nbytes=spec.row_nbytes
-        )
-    macs = 2 * spec.heads * spec.head_dim
-    return KvShape(groups=spec.kv_heads, width=spec.head_dim, macs=macs, reads=spec.reads)
+def _kv_shape(mixers: Sequence[LayerSpec]) -> KvShape:
+    shape = KvShape()
+    for spec in mixers:
+        if isinstance(spec, RecurrentSpec):
+            shape = replace(shape, state=spec)
+        elif isinstance(spec, LatentSpec):
+            macs, width = spec.heads * (spec.head_dim + spec.latent), spec.head_dim
+            own = spec.row_nbytes
+            shape = replace(shape, groups=1, width=width, macs=macs, latent=True, row_nbytes=own)
+        else:
+            macs, width = 2 * spec.heads * spec.head_dim, spec.head_dim
+            shape = replace(shape, groups=spec.kv_heads, width=width, macs=macs, reads=spec.reads)
+    return shape
 
 
 def _split_nbytes(layers: Iterable[KvShape], context: int) -> int:

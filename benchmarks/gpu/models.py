@@ -145,7 +145,7 @@ def resident(name: str, checkpoint: RandomCheckpoint, ops: Any) -> list[Result]:
         values[f"weight_gb_s_{kind}"] = decoded / seconds * weights / 1e9
     values["graph_is_bitwise_equal"] = ok
     if cuda:
-        estimate = weights + ops.kv_nbytes(model.config.attention, 2 * length) + (256 << 20)
+        estimate = weights + ops.kv_nbytes(model.config.memory, 2 * length) + (256 << 20)
         peak = torch.cuda.max_memory_allocated() - before
         values |= {"peak_vram_bytes": peak, "estimate_bytes": estimate}
         ok &= peak <= estimate

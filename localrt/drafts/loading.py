@@ -78,7 +78,7 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
         config = read_config(checkpoint)
         ctx = min(options.ctx or config.context_length, config.context_length)
         ops = make_ops(
-            config.attention,
+            config.memory,
             device="cpu" if options.device.startswith("virtual:") else options.device,
             compute_format=options.format,
             threads=options.threads,

@@ -102,7 +102,7 @@ def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
 
     virtual = options.device.startswith("virtual:")
     ops = make_ops(
-        read_config(target).attention,
+        read_config(target).memory,
         device="cpu" if virtual else options.device,
         kv_format=options.kv_format,
         activations=options.activations,

@@ -56,7 +56,7 @@ def load_native(
     config = read_config(checkpoint, context=options.ctx)
     virtual = options.device.startswith("virtual:")
     ops = make_ops(
-        config.attention,
+        config.memory,
         device="cpu" if virtual else options.device,
         compute_format=options.format,
         kv_format=options.kv_format,
@@ -64,7 +64,7 @@ def load_native(
         threads=options.threads,
     )
     if options.format is None and not virtual:
-        why = why_not_our_kernels(ops, config.attention, options.device)
+        why = why_not_our_kernels(ops, config.memory, options.device)
         notes += [why] if why else []
     infos = checkpoint.tensors.values()
 
@@ -140,7 +140,7 @@ def _fit_context(
     account = resident_account(checkpoint, config, ops, 0)
 
     def fits(tokens: int) -> bool:
-        return account.total() + ops.kv_nbytes(config.attention, tokens) <= budget
+        return account.total() + ops.kv_nbytes(config.memory, tokens) <= budget
 
     ctx = pick_context(options.ctx, config.context_length, fits, notes)
     account = resident_account(checkpoint, config, ops, ctx)

@@ -18,7 +18,7 @@ from localrt.errors import MissingExtraError, OptionError
 from localrt.models.config import EMBEDDING, DecoderConfig
 from localrt.models.decoder import load_attention, load_resident_mlp
 from localrt.models.moe import ResidentExperts
-from localrt.models.parts import PassState, Residual
+from localrt.models.parts import PassState, Residual, SideBySide
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Batch
 
@@ -98,7 +98,7 @@ class HiddenStates:
         self._ops = ops
         self._check = check
         # One cache serves all: a layer reads what a window wrote before the next one writes.
-        cache = ops.kv_cache(config.attention, max(map(len, windows)))
+        cache = ops.kv_cache(config.memory, max(map(len, windows)))
         used, numbers = np.unique(
             np.concatenate([np.array(w) for w in windows]), return_inverse=True
         )
@@ -120,9 +120,7 @@ class HiddenStates:
         """
         with self._ops.scope():
             parts = self._layer(checkpoint, layer)
-            weights = {
-                name: weight for part in parts for name, weight in part.layer.matrices().items()
-            }
+            weights = {name: weight for part in parts for name, weight in part.matrices().items()}
             self._ops.watch(weights.values())
             for hidden, batch in zip(self._hidden, self._batches, strict=True):
                 self._check()
@@ -137,15 +135,19 @@ class HiddenStates:
                 self._check()
                 self._hidden[number] = self._run(parts, self._hidden[number], batch)
 
-    def _layer(self, checkpoint: Checkpoint, layer: int) -> tuple[Residual, Residual]:
-        weights = WeightLoader(checkpoint, self._ops)
-        mlp = load_resident_mlp(self._config, layer, weights, self._ops, ResidentExperts())
-        attention = load_attention(self._config, layer, weights)
-        assert isinstance(attention, Residual), "others have been refused"
-        assert isinstance(mlp, Residual), "as attention"
-        return attention, mlp
+    def _layer(self, checkpoint: Checkpoint, layer: int) -> list[Residual | SideBySide]:
+        weights, parts = WeightLoader(checkpoint, self._ops), list[Residual | SideBySide]()
+        if self._config.mixers_of(layer):
+            attention = load_attention(self._config, layer, weights)
+            assert isinstance(attention, Residual | SideBySide), "others have been refused"
+            parts.append(attention)
+        if self._config.has_mlp(layer):
+            mlp = load_resident_mlp(self._config, layer, weights, self._ops, ResidentExperts())
+            assert isinstance(mlp, Residual), "as attention"
+            parts.append(mlp)
+        return parts
 
-    def _run(self, parts: Sequence[Residual], hidden: Any, batch: Batch) -> Any:
+    def _run(self, parts: Sequence[Residual | SideBySide], hidden: Any, batch: Batch) -> Any:
         """The hidden states behind ``parts``; ``hidden`` is given up."""
         state = PassState(self._ops, self._ops.begin(batch), hidden)
         for part in parts:

@@ -50,7 +50,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # the number in a name
 
 def folded_rotation(config: DecoderConfig, infos: Mapping[str, TensorInfo]) -> int:
     """Block size of the rotation that can be folded into v of every layer; 0 for none."""
-    if any(not isinstance(spec, AttentionSpec) for spec in config.attention):
+    if len(config.attending) < config.layers or config.beside:
         return 0  # a state's columns meet the output's matrix behind a gate
     if any(isinstance(spec, LatentSpec) for spec in config.attending):
         return 0  # a head's values are not rows of a matrix that meets the output's

@@ -5,7 +5,7 @@ Where a card has memory and ``Ops`` of its own, a sequence's keys and values are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from weakref import WeakSet
 
@@ -20,20 +20,22 @@ __all__ = ["Caches", "SplitCache", "split_batch"]
 
 
 class SplitCache:
-    """See ``KVCache``. ``on_card`` names the layers whose cache is the card's."""
+    """See ``KVCache``. ``mixers`` are each layer's; ``on_card`` names those whose cache is the
+    card's.
+    """
 
     def __init__(
         self,
         host: Ops,
         card: Ops,
-        specs: Sequence[LayerSpec],
+        mixers: Sequence[Sequence[LayerSpec]],
         on_card: frozenset[int],
         capacity: int,
     ) -> None:
         self._host_ops = host
-        self._host_specs = [spec for n, spec in enumerate(specs) if n not in on_card]
+        self._host_specs = _specs(mixers, range(len(mixers)), without=on_card)
         self._card_ops = card
-        self._card_specs = [spec for n, spec in enumerate(specs) if n in on_card]
+        self._card_specs = _specs(mixers, sorted(on_card))
         self._parts: dict[int, KVCache] = {
             id(host): host.kv_cache(self._host_specs, capacity),
             id(card): card.kv_cache(self._card_specs, capacity),
@@ -157,14 +159,19 @@ class SplitCache:
 
 
 class Caches:
-    """Those that have been made and are still in use. ``on_card`` names the card's layers."""
+    """Those that have been made and are still in use; ``mixers`` and ``on_card`` as above."""
 
     def __init__(
-        self, specs: Sequence[LayerSpec], host: Ops, card: Ops | None, on_card: frozenset[int]
+        self,
+        mixers: Sequence[Sequence[LayerSpec]],
+        host: Ops,
+        card: Ops | None,
+        on_card: frozenset[int],
     ) -> None:
-        self._specs = specs
+        self._mixers = mixers
+        self._specs = _specs(mixers, range(len(mixers)))
         self._host, self._card, self._on_card = host, card, on_card
-        self._host_specs = [spec for n, spec in enumerate(specs) if n not in on_card]
+        self._host_specs = _specs(mixers, range(len(mixers)), without=on_card)
         self._made: WeakSet[KVCache] = WeakSet()
 
     def make(self, capacity: int) -> KVCache:
@@ -173,7 +180,7 @@ class Caches:
         if self._card is None or self._card is self._host or not self._on_card:
             cache = self._host.kv_cache(self._specs, capacity)
         else:
-            cache = SplitCache(self._host, self._card, self._specs, self._on_card, capacity)
+            cache = SplitCache(self._host, self._card, self._mixers, self._on_card, capacity)
         self._made.add(cache)
         return cache
 
@@ -231,6 +238,15 @@ class Caches:
             return cache.nbytes
         here, all_layers = (self._host.kv_nbytes(s, 1) for s in (self._host_specs, self._specs))
         return cache.nbytes * here // all_layers
+
+
+def _specs(
+    mixers: Sequence[Sequence[LayerSpec]],
+    layers: Iterable[int],
+    without: frozenset[int] = frozenset(),
+) -> list[LayerSpec]:
+    """What some layers keep, in order."""
+    return [spec for layer in layers if layer not in without for spec in mixers[layer]]
 
 
 def _grown_length(cache: KVCache, rows: int) -> int:

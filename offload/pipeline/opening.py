@@ -111,7 +111,7 @@ def _open(
     held, devices, placement = setup.held, setup.devices, setup.placement
     held.callback(setup.stages.clear)  # last: they refer to what refers to them
     on_card = frozenset(
-        layer for layer, unit in enumerate(setup.layers("attention")) if setup.where(unit).on_gpu
+        layer for layer, unit in setup.layers("attention").items() if setup.where(unit).on_gpu
     )
     cpu = _cpu_lane(setup)
     experts = _open_experts(setup, cpu, budget)
@@ -153,7 +153,7 @@ def _open(
     ram_ring, _ = setup.rings()
     slots = placement.ram_ring - ram_ring  # bytes of the ring that are experts' slots
     card_ops = None if card is None else card.ops
-    caches = Caches(setup.config.attention, devices.ops, card_ops, on_card)
+    caches = Caches(setup.config.mixers, devices.ops, card_ops, on_card)
     balance = Balance(
         stages,
         [lane for lane in (cpu, card) if lane is not None],

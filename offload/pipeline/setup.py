@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Literal
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
@@ -66,9 +67,14 @@ class Setup:
         """Units that the placement does not name are resident in RAM."""
         return self.placement.where.get(unit.name, Where.RAM)
 
-    def layers(self, kind: str) -> list[StoredUnit]:
-        """The layers' ``"attention"`` or ``"mlp"`` units, in order."""
-        return [self.unit(f"layers.{layer}.{kind}") for layer in range(self.config.layers)]
+    def layers(self, kind: Literal["attention", "mlp"]) -> dict[int, StoredUnit]:
+        """The layers' units of a kind, in order; of those layers that have one."""
+        mixers, has_mlp = self.config.mixers_of, self.config.has_mlp
+        return {
+            layer: self.unit(f"layers.{layer}.{kind}")
+            for layer in range(self.config.layers)
+            if (mixers(layer) if kind == "attention" else has_mlp(layer))
+        }
 
     def head(self) -> list[StoredUnit]:
         """The head's slices, in order."""
@@ -78,7 +84,8 @@ class Setup:
 
     def dense(self) -> list[StoredUnit]:
         """The units of all stages: what is not an expert."""
-        return [*self.layers("attention"), *self.layers("mlp"), *self.head()]
+        attention, mlp = self.layers("attention"), self.layers("mlp")
+        return [*attention.values(), *mlp.values(), *self.head()]
 
     def rings(self) -> tuple[int, int]:
         """Bytes of the rings of RAM and card, 0 where nothing passes through.

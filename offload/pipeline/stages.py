@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.config import DecoderConfig, memory_places
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.moe import Experts
 from localrt.models.units import TABLES
@@ -20,7 +20,6 @@ from localrt.offload.pipeline.stretches import Stretches
 from localrt.offload.placement import Where
 from localrt.offload.reading.loading import read_units
 from localrt.quant.ops.aligned import aligned_buffer
-from localrt.quant.ops.recurrent import RecurrentSpec
 
 __all__ = ["load_resident", "make_stages"]
 
@@ -54,39 +53,46 @@ def make_stages(
     def add(stage: Stage) -> None:
         setup.stages[stage.name] = stage
 
-    split = len({id(lane.ops) for lane in lanes.values() if lane is not None}) > 1
-    counts = Counter[tuple[bool, bool]]()  # layers of each lane's cache so far, by what they keep
-    places: dict[int, int] = {}  # each layer's in its lane's cache
-    for layer, (attention, mlp) in enumerate(
-        zip(setup.layers("attention"), setup.layers("mlp"), strict=True)
-    ):
-        side, source = layer in on_card, config.cache_of(layer)
-        kind = side, isinstance(config.attention[layer], RecurrentSpec)
-        at = counts[kind] if split else config.memory_place(layer)
-        counts[kind] += 1
-        if source != layer:
-            assert (source in on_card) is side, "layers with one cache attend on one processor"
-            at = places[source]
-        places[layer] = at
-        load = partial(load_attention, config, layer, at=at)
-        lane = lane_of(attention)
-        add(Stage(attention, setup.where(attention), lane, load, layer_moved(lane)))
-        sparse, lane = config.mixture(layer) is not None, lane_of(mlp)
+    attention, mlps = setup.layers("attention"), setup.layers("mlp")
+    places = _cache_places(config, lanes, on_card)
+    for layer in range(config.layers):
+        if (unit := attention.get(layer)) is not None:
+            source, lane = config.cache_of(layer), lane_of(unit)
+            shared = (source in on_card) is (layer in on_card)
+            assert shared, "layers with one cache attend on one processor"
+            load = partial(load_attention, config, layer, at=places[source])
+            add(Stage(unit, setup.where(unit), lane, load, layer_moved(lane)))
+        if (unit := mlps.get(layer)) is None:
+            continue
+        sparse, lane = config.mixture(layer) is not None, lane_of(unit)
         experts = runners[lane.resource] if sparse else None
         load = partial(load_mlp, config, layer, experts=experts)
-        if mlp.name in setup.placement.crossing:
+        if unit.name in setup.placement.crossing:
             rows = setup.placement.card_rows
             assert card is not None, "what crosses goes to one"
             assert not sparse, "of a mixture experts cross"
-            add(CrossingStage(mlp, setup.where(mlp), lane, load, card=card, rows=rows))
+            add(CrossingStage(unit, setup.where(unit), lane, load, card=card, rows=rows))
         else:
             make = MixtureStage if sparse else Stage
-            add(make(mlp, setup.where(mlp), lane, load, layer_moved(lane)))
+            add(make(unit, setup.where(unit), lane, load, layer_moved(lane)))
     moved = partial(forget, joined)
     head = [joined.stage(unit, setup.where(unit), lane_of(unit), moved) for unit in setup.head()]
     for stage in head:
         add(stage)
     return head, stretches, joined
+
+
+def _cache_places(
+    config: DecoderConfig, lanes: Mapping[bool, Lane | None], on_card: frozenset[int]
+) -> dict[int, tuple[int, ...]]:
+    """Where each layer's mixers are in their lane's cache: one for both lanes, or one for each."""
+    split = len({id(lane.ops) for lane in lanes.values() if lane is not None}) > 1
+    places: dict[int, tuple[int, ...]] = {}
+    for side in (on_card, frozenset(range(config.layers)) - on_card) if split else (None,):
+        layers = [n for n in range(config.layers) if side is None or n in side]
+        numbers = memory_places(config.mixers_of(layer) for layer in layers)
+        places |= zip(layers, numbers, strict=True)
+    return places
 
 
 def load_resident(

@@ -156,10 +156,12 @@ class _Asked(WeightLoader):
         self.matrix(table, EMBEDDING)
         if (inputs := config.layer_inputs) is not None:
             self.matrix((inputs.vocab_size * config.layers, inputs.width), LAYER_EMBEDDING)
-        for layer in range(config.layers):
-            load_attention(config, layer, self)
+        for layer, at in enumerate(config.cache_places):
+            if at:
+                load_attention(config, layer, self, at)
             spec = config.mixture(layer)
-            load_mlp(config, layer, self, None if spec is None else ResidentExperts())
+            if config.has_mlp(layer):
+                load_mlp(config, layer, self, None if spec is None else ResidentExperts())
             for number in range(0 if spec is None else spec.router.count):
                 load_expert(config, layer, number, self)
         load_norm(config, self)

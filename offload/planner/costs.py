@@ -73,11 +73,10 @@ class Costs:
         return 1e-4 + self.machine.ssd_latency_s + self.machine.token_s * self.shape.vocab
 
     def kv_held(self, layer: int) -> int:
-        """Bytes of keys and values that attention reads, or of a state, read and written."""
-        if (state := self.shape.kv[layer].state) is not None:
-            return self.sequences * 2 * 4 * state.state_size
-        token = self.shape.kv[layer].seen_nbytes(self.kv_format)
-        return self.sequences * self.held * token
+        """Bytes of keys and values that attention reads, and of a state, read and written."""
+        kept = self.shape.kv[layer]
+        state = 0 if kept.state is None else 2 * 4 * kept.state.state_size
+        return self.sequences * (self.held * kept.seen_nbytes(self.kv_format) + state)
 
     def touched(self, use: float) -> tuple[float, int]:
         """The share of passes that need an expert of this ``use``, and the rows it then sees."""
@@ -128,10 +127,9 @@ class Costs:
 
     def _attention_macs(self, layer: int, rows: int) -> float:
         """Each row sees what its sequence holds, and the rows before it."""
-        if (state := self.shape.kv[layer].state) is not None:
-            return rows * state.macs
-        new = max(1, rows // self.sequences)
-        return rows * (self.held + (new + 1) / 2) * self.shape.kv[layer].macs
+        kept, new = self.shape.kv[layer], max(1, rows // self.sequences)
+        state = 0 if kept.state is None else kept.state.macs
+        return rows * ((self.held + (new + 1) / 2) * kept.macs + state)
 
 
 def expert_costs(costs: Costs) -> ExpertCosts | None:

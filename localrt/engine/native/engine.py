@@ -178,7 +178,7 @@ class NativeEngine(Engine):
     @cached_property
     def _attention_key(self) -> str:
         """Names windows, rotary frequencies and the like: some follow the context's length."""
-        specs = repr(self._loaded().config.attention)
+        specs = repr(self._loaded().config.mixers)
         return hashlib.sha256(specs.encode()).hexdigest()[:12]
 
     def _reserve(self, cache: KVCache, length: int) -> None:
@@ -214,7 +214,7 @@ class NativeEngine(Engine):
     def kv_nbytes(self, length: int) -> int:
         """See ``Engine``."""
         decoder = self._loaded()
-        return decoder.ops.kv_nbytes(decoder.config.attention, length)
+        return decoder.ops.kv_nbytes(decoder.config.memory, length)
 
     def free_memory(self) -> int | None:
         """See ``Engine``."""
