@@ -45,6 +45,7 @@ _PUBLISHED = {
     "olmoe": "olmoe OlmoeForCausalLM",
     "olmo2": "olmo2 Olmo2ForCausalLM Olmo3ForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
+    "hunyuan": "hunyuan-dense HunYuanDenseV1ForCausalLM",
     "exaone4": "exaone4 Exaone4ForCausalLM",
     "seed_oss": "seed_oss SeedOssForCausalLM",
     "ernie": "ernie4_5 Ernie4_5ForCausalLM ernie4_5-moe Ernie4_5_MoeForCausalLM",

@@ -100,7 +100,7 @@ class GgufCheckpoint(SourcedCheckpoint):
 
     def _plain(self, name: str, tensor: StoredTensor, experts: int | None) -> list[StoredTensor]:
         """What one tensor of the file is."""
-        if (stacked := expert_stack(name)) is not None:
+        if (stacked := expert_stack(self.architecture, name)) is not None:
             prefix, stack = stacked
             return list(split_ranges(tensor, stack, prefix, experts))
         info = replace(tensor.info, name=hf_tensor_name(self.architecture, name))

@@ -96,6 +96,13 @@ _EXPERT_STACKS: Mapping[str, tuple[str, ...]] = {
     "ffn_down_exps": (_EXPERT_TENSORS["ffn_down"],),
 }
 
+_STACKS_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    # of shared experts: (rows of both, columns)
+    "granite_swa": {
+        "ffn_up_shexp": (_LAYER_TENSORS["ffn_gate_shexp"], _LAYER_TENSORS["ffn_up_shexp"])
+    },
+}
+
 _WHOLE_NAMES: Mapping[str, str] = {
     # names that Hugging Face gives no ".weight" or ".bias"
     "attn_sinks.weight": "self_attn.sinks",
@@ -334,10 +341,10 @@ def hf_tensor_name(architecture: str, name: str) -> str:
     return f"model.layers.{int(layer)}.{hf_stem}{'' if stem in _NO_KIND else f'.{kind}'}"
 
 
-def expert_stack(name: str) -> tuple[str, Stack] | None:
+def expert_stack(architecture: str, name: str) -> tuple[str, Stack] | None:
     """What a tensor of all experts of a layer holds, and the prefix of its parts' names.
 
-    Or one of all residual streams.
+    Or one of all residual streams, or of shared experts.
     """
     match = _NAME.fullmatch(name)
     if match is None or match["expert"] is not None or match["kind"] == "scale":
@@ -345,7 +352,8 @@ def expert_stack(name: str) -> tuple[str, Stack] | None:
     if match["layer"] is None:
         stem = _TENSOR_STACKS.get(match["stem"])
         return ("model.", Stack((f"{stem}.weight",))) if stem else None
-    stems = _EXPERT_STACKS.get(match["stem"])
+    own = _STACKS_OF.get(architecture, {})
+    stems = own.get(match["stem"]) or _EXPERT_STACKS.get(match["stem"])
     if stems is None:
         return None
     names = tuple(f"{stem}.{match['kind']}" for stem in stems)

@@ -34,7 +34,10 @@ _KINDS = {
     for name in ARCHITECTURES
     if name.endswith(ending)
 }
-_ALIASES = {"gemma": "gemma2"}  # which lacks some of Gemma 2's norms
+_ALIASES = {
+    "gemma": "gemma2",  # which lacks some of Gemma 2's norms
+    "hunyuanv1dense": "hunyuandensev1",
+}
 
 # What transformers adds to a config that leaves it out.
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {

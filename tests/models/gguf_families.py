@@ -33,6 +33,8 @@ FAMILY_FILES = {
     "seed-oss": "seed_oss",
     "granite": "granite",
     "granite-swa": "granite_swa",
+    "granite-moe-swa": "granite_swa",
+    "hunyuan": "hunyuan-dense",
     "ernie": "ernie4_5",
     "ernie-moe": "ernie4_5-moe",
     "qwen2.5-vl": "qwen2vl",
@@ -101,6 +103,7 @@ def write_family(folder: Path, path: Path, name: str, *, predicting: int = 0) ->
     metadata = {f"{architecture}.{key}": value for key, value in _metadata(config).items()}
     if architecture == "granite_swa":
         metadata |= _granite_swa(config)
+        _fuse_shared(tensors)
     if predicting:
         _add_prediction(tensors, metadata, architecture, config, predicting)
     if config.get("tie_word_embeddings"):
@@ -140,7 +143,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = rope.get("full_attention", rope)
     found["attention.key_length"] = found["attention.value_length"] = head
     found["rope.dimension_count"] = int(head * rope.get("partial_rotary_factor", 1.0))
-    found["rope.freq_base"] = float(rope["rope_theta"])
+    found["rope.freq_base"] = rope["rope_theta"] * rope.get("alpha", 1.0) ** (head / (head - 2))
     if rope["rope_type"] == "yarn":
         found["rope.scaling.type"] = "yarn"
         for key, ours in _SCALING.items():
@@ -166,6 +169,13 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 def _granite_swa(config: Mapping[str, Any]) -> dict[str, Any]:
     bases = config["layer_rope_theta"]
     return {"granite_swa.attention.rope_pattern": [base != 0 for base in bases]}
+
+
+def _fuse_shared(tensors: dict[str, Array]) -> None:
+    """Gates and ups of shared experts, if there are any, as one matrix under the ups' name."""
+    for name in [name for name in tensors if "ffn_gate_shexp" in name]:
+        up = name.replace("gate", "up")
+        tensors[up] = np.concatenate([tensors.pop(name), tensors[up]])
 
 
 def _tensors(folder: Path, architecture: str, config: Mapping[str, Any]) -> dict[str, Array]:

@@ -56,6 +56,7 @@ MODELS = {
     "seed-oss": "attention_out_bias",
     "ernie-moe": "moe_layer_end_index moe_layer_start_index moe_layer_interval",
     "granite": "embedding_multiplier",
+    "hunyuan": "alpha",
     "granite-swa": "layer_rope_theta num_local_experts",
     "glm4-moe": "use_qk_norm partial_rotary_factor mlp_layer_types",
     "glm4-moe-lite": "first_k_dense_replace",
@@ -63,7 +64,7 @@ MODELS = {
 }
 SCALINGS = "rope_type factor rope_theta original_max_position_embeddings beta_fast beta_slow mscale"
 SCALINGS += " mscale_all_dim attention_factor low_freq_factor high_freq_factor long_factor"
-SCALINGS += " short_factor partial_rotary_factor truncate full_attention llama_4_scaling_beta"
+SCALINGS += " alpha short_factor partial_rotary_factor truncate full_attention llama_4_scaling_beta"
 
 
 @pytest.fixture(scope="module")

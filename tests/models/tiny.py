@@ -264,8 +264,9 @@ def save_tiny(name: str, folder: Path, seed: int = 0, *, layers: int | None = No
     text = config.get_text_config()
     if layers is not None:
         text.num_hidden_layers = layers
-        if getattr(text, "layer_types", None) is not None:
-            text.layer_types = text.layer_types[:layers]
+        for kinds in ("layer_types", "mlp_layer_types"):
+            if getattr(text, kinds, None) is not None:
+                setattr(text, kinds, getattr(text, kinds)[:layers])
     config._attn_implementation = "eager"
     auto = transformers.AutoModelForCausalLM
     if text is not config:

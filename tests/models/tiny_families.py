@@ -15,6 +15,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
+    HunYuanDenseV1Config,
     Ministral3Config,
     Mistral3Config,
     Olmo2Config,
@@ -146,6 +147,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "granite-swa-bases": lambda: GraniteSWAConfig(
         **_SIZES, **_FACTORS, sliding_window=_WINDOW, layer_rope_theta=[500.0, 10000.0, 0]
+    ),
+    "hunyuan": lambda: HunYuanDenseV1Config(
+        **_SIZES,
+        head_dim=32,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+    ),
+    "hunyuan-yarn": lambda: HunYuanDenseV1Config(
+        **_SIZES, head_dim=16, rope_parameters=_YARN, tie_word_embeddings=True, attention_bias=True
     ),
     "ernie": lambda: Ernie4_5Config(**_SIZES, head_dim=32),
     "qwen3-vl": lambda: _with_text(

@@ -28,6 +28,7 @@ STREAMED = {
     "granite_hybrid": "granite-hybrid-moe",
     "granite_moe": "granite-moe-shared",
     "granite_swa": "granite-moe-swa",
+    "hunyuan": "hunyuan",
     "kimi_linear": "kimi-linear",
     "lfm2": "lfm2-moe",
     "lfm3": "lfm3",

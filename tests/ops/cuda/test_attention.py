@@ -159,7 +159,8 @@ def test_many_rows(emulator: Emulator, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "half", "norms"), [(80, 20, "each"), (64, 32, ""), (64, 0, "joint"), (80, 40, "joint")]
+    ("size", "half", "norms"),
+    [(80, 20, "each"), (64, 32, ""), (64, 0, "joint"), (80, 40, "joint"), (80, 20, "last")],
 )
 def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -> None:
     n, heads, groups, held = 3, 4, 2, 5
@@ -182,18 +183,22 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
         k_norm=weights[1],
         eps=1e-6,
         joint=norms == "joint",
+        norms_last=norms == "last",
     )
+
+    def normed(part: Tensor, weight: Tensor) -> Tensor:
+        axes = (1, 2) if norms == "joint" else (2,)
+        scale = (part.square().mean(axes, keepdim=True) + 1e-6).rsqrt()
+        return part * scale * weight.double().view(-1, size)
+
     split = torch.split(qkv.double().view(n, -1, size), [heads, groups, groups], 1)
     found = (q, k_cache[:, held : held + n].transpose(0, 1))
     for part, weight, got in zip(split[:2], weights, found, strict=True):
-        turned = part
-        if weight is not None:
-            axes = (1, 2) if norms == "joint" else (2,)
-            scale = (part.square().mean(axes, keepdim=True) + 1e-6).rsqrt()
-            turned = part * scale * weight.double().view(-1, size)
+        turned = part if weight is None or norms == "last" else normed(part, weight)
         c, s = angles.cos()[:, None].double(), angles.sin()[:, None].double()
         a, b, rest = torch.split(turned, [half, half, size - 2 * half], -1)
         turned = torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+        turned = normed(turned, weight) if norms == "last" else turned
         torch.testing.assert_close(got.double(), turned, rtol=2**-8, atol=1e-6)
     assert torch.equal(v_cache[:, held : held + n].transpose(0, 1).double(), split[2])
     for cache in (k_cache, v_cache):

@@ -106,6 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("phi3-longrope", 1),
         ("ministral3", 1),  # queries that grow
         ("olmo2", 1),  # no norms before products
+        ("hunyuan", 1),  # norms behind the rotation
     ],
 )
 def test_architectures(name: str, layers: int, tmp_path: Path) -> None:
@@ -117,8 +118,17 @@ def test_architectures(name: str, layers: int, tmp_path: Path) -> None:
     assert relative_error(got, oracle(theirs, ids)) < 0.06
 
 
-def test_recurrent_layers_and_gated_attention(tmp_path: Path) -> None:
-    theirs = save_tiny("qwen3.5", tmp_path, layers=2)
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("qwen3.5", 2),
+        ("lfm3", 2),  # a gate for each head
+        ("olmo-hybrid", 2),  # strengths up to 2
+        ("kimi-linear", 2),  # gates and decays of low rank, and latents
+    ],
+)
+def test_recurrent_layers_and_gated_attention(name: str, layers: int, tmp_path: Path) -> None:
+    theirs = save_tiny(name, tmp_path, layers=layers)
     ids = tokens(8)
     ours = load(tmp_path)
     cache = ours.cache(LENGTH)

@@ -1,0 +1,41 @@
+"""Hunyuan (Tencent), dense: norms on every query and key head, behind their rotation.
+
+A rotary scaling called "dynamic" stretches the base by a fixed ``alpha``; GGUF files have the base
+that follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.models.architectures import llama
+from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.raw_config import RawConfig
+from localrt.models.rope import read_rope, scaling_number
+from localrt.quant.ops.attention import Rope
+
+__all__ = ["read_config"]
+
+_NAMES = LayerNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """Llama's keys, and ``alpha`` of the rotary scaling."""
+    config = llama.read_config(raw)
+    plain = config.attending[0]
+    attention = replace(plain, rope=_rope(raw, plain.head_dim), window=None, norms_last=True)
+    return replace(
+        config,
+        architecture="hunyuan",
+        attention=(attention,) * config.layers,
+        qk_norm=True,
+        names=LayerNames() if raw.is_gguf else _NAMES,
+    )
+
+
+def _rope(raw: RawConfig, head_dim: int) -> Rope:
+    scaling = raw.mapping("rope_scaling")
+    if not scaling.get("alpha"):
+        return read_rope(raw, head_dim)
+    stretch = scaling_number(scaling, "alpha") ** (head_dim / max(1, head_dim - 2))
+    return read_rope(raw, head_dim, parameters={"rope_theta": raw.number("rope_theta") * stretch})
