@@ -80,11 +80,12 @@ class SparseMlp:
         self.shared: MlpWeights | None = None
         self.shared_gate = None
         if spec.shared:
-            gate_up = (f"{prefix}{name}.weight" for name in SHARED_GATE_UP)
+            gated = config.mlp.gated
+            gate_up = [f"{prefix}{name}.weight" for name in SHARED_GATE_UP[0 if gated else 1 :]]
             down = f"{prefix}{SHARED_DOWN}.weight"
             self.shared = MlpWeights(
                 norm=None,
-                gate_up=weights.matrix((2 * spec.shared, hidden), *gate_up),
+                gate_up=weights.matrix((len(gate_up) * spec.shared, hidden), *gate_up),
                 down=weights.matrix((hidden, spec.shared), down),
             )
         if spec.shared_gate:
@@ -200,11 +201,13 @@ def load_expert(
     """One expert's weights."""
     spec, hidden = config.mixture(layer), config.hidden_size
     assert spec is not None, "a dense layer has no experts"
-    gate, up, down = (f"model.layers.{layer}.{name}" for name in expert_matrices(number))
-    optional, biased = weights.optional_vector, spec.expert_bias
+    *gate_up, down = (f"model.layers.{layer}.{name}" for name in expert_matrices(number))
+    if not spec.expert.gated:
+        gate_up = gate_up[1:]
+    optional, biased, wide = weights.optional_vector, spec.expert_bias, len(gate_up) * spec.inner
     return ExpertWeights(
-        gate_up=weights.matrix((2 * spec.inner, hidden), f"{gate}.weight", f"{up}.weight"),
+        gate_up=weights.matrix((wide, hidden), *(f"{name}.weight" for name in gate_up)),
         down=weights.matrix((hidden, spec.inner), f"{down}.weight"),
-        gate_up_bias=optional(biased, 2 * spec.inner, f"{gate}.bias", f"{up}.bias"),
+        gate_up_bias=optional(biased, wide, *(f"{name}.bias" for name in gate_up)),
         down_bias=optional(biased, hidden, f"{down}.bias"),
     )

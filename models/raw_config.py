@@ -194,9 +194,23 @@ class RawConfig:
             raise self._error(f"config {key} has {len(values)} entries for {layers} layers")
         return values
 
+    def count(self, key: str) -> int:
+        """How many layers a list, or a string of letters, is of.
+
+        Raises:
+            CheckpointError: it is neither, or there is none.
+        """
+        values = self._required(key, None)
+        return len(values if isinstance(values, str) else self.sequence(key) or [])
+
     def layer_kinds(self, key: str, layers: int, table: Mapping[str, T]) -> list[T] | None:
-        """``table``'s value for each layer's string, or None; an unknown one is not supported."""
-        kinds = self.layer_list(key, layers)
+        """``table``'s value for each layer's string, or None; an unknown one is not supported.
+
+        A string instead of a list has a letter for each layer.
+        """
+        values = self._values.get(key)
+        letters = isinstance(values, str)
+        kinds = (self._with({key: list(values)}) if letters else self).layer_list(key, layers)
         for layer, kind in enumerate(kinds or []):
             if not isinstance(kind, str) or kind not in table:
                 raise UnsupportedModelError(

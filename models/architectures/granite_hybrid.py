@@ -25,7 +25,8 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     heads = raw.integer("mamba_n_heads")
     size = raw.text("mamba_d_head", "auto")
     inner = raw.integer("mamba_expand", 2) * config.hidden_size
-    recurrent = read_mamba(raw, config, inner=inner if size == "auto" else heads * int(size))
+    inner = inner if size == "auto" else heads * int(size)
+    recurrent = read_mamba(raw, eps=config.norm_eps, inner=inner)
     kinds = raw.layer_kinds("layer_types", config.layers, _KINDS) or [False] * config.layers
     config = replace(
         config,

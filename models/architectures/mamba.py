@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from localrt.errors import CheckpointError
-from localrt.models.config import DecoderConfig, RecurrentNames
+from localrt.models.config import RecurrentNames
 from localrt.models.raw_config import RawConfig, positive_number
 from localrt.quant.ops.protocol import RecurrentSpec
 
 __all__ = ["mamba_names", "read_mamba"]
 
 
-def read_mamba(raw: RawConfig, config: DecoderConfig, *, inner: int) -> RecurrentSpec:
+def read_mamba(raw: RawConfig, *, eps: float, inner: int) -> RecurrentSpec:
     """A layer by ``mamba_*``; ``inner`` is its width. Results are normed by groups of heads."""
     heads, groups = raw.integer("mamba_n_heads"), raw.integer("mamba_n_groups", 1)
     if inner % heads or inner % groups:
@@ -26,7 +26,7 @@ def read_mamba(raw: RawConfig, config: DecoderConfig, *, inner: int) -> Recurren
         key_size=raw.integer("mamba_d_state", 128),
         value_size=inner // heads,
         taps=raw.integer("mamba_d_conv", 4),
-        eps=config.norm_eps,
+        eps=eps,
         conv_bias=raw.flag("mamba_conv_bias", default=True),
         norm_size=inner // groups,
         gate_first=True,

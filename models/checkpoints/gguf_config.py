@@ -69,6 +69,8 @@ def model_config(
     _add_partial_rotary(config)
     _add_rope_scaling(config, architecture, metadata, tensors)
     _add_layer_types(config, f"{architecture}.attention.sliding_window_pattern", metadata)
+    if architecture.startswith("nemotron_h"):
+        _add_kinds(config, metadata, architecture)
     _add_recurrent(config, architecture, metadata)
     _leave_out(config, predicting)
     if architecture in GEMMA or architecture in QWEN_DELTA:
@@ -234,6 +236,26 @@ def _add_temperature(config: dict[str, Any]) -> None:
         scaling["llama_4_scaling_beta"] = config.pop("llama_4_scaling_beta", None)
         if "mscale_all_dim" in scaling:
             scaling["mscale"] = scaling["mscale_all_dim"]
+
+
+def _add_kinds(config: dict[str, Any], metadata: GgufMetadata, architecture: str) -> None:
+    """What each layer of Nemotron-H is: one with key/value heads attends, and one with a width is
+    an MLP or a mixture.
+    """
+    layers = config.get("num_hidden_layers")
+    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
+        return
+    heads, widths = (
+        value if isinstance(value, list) else [value or 0] * layers
+        for value in (config.get("num_key_value_heads"), config.get("intermediate_size"))
+    )
+    wide = "moe" if config.get("num_local_experts") else "mlp"
+    config["layer_types"] = [
+        "full_attention" if count else wide if width else "linear_attention"
+        for count, width in zip(heads, widths, strict=False)
+    ]
+    config["num_key_value_heads"], config["intermediate_size"] = max(heads), max(widths)
+    config["moe_latent_size"] = metadata.integer(f"{architecture}.moe_latent_size")
 
 
 def _add_recurrent(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:

@@ -219,6 +219,8 @@ _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "seed_oss": _MLP_NORM,
     "granitehybrid": _MAMBA,
+    "nemotron_h": _MAMBA,
+    "nemotron_h_moe": _MAMBA,
     "kimi-linear": _KIMI_DELTA,
     "lfm2": _SHORT_CONVOLUTION,
     "lfm2moe": _SHORT_CONVOLUTION,

@@ -71,6 +71,13 @@ _OURS: Mapping[str, str] = {
     "feed_forward.experts.{}.w1.weight": _GATE_UP[0],
     "feed_forward.experts.{}.w3.weight": _GATE_UP[1],
     "feed_forward.experts.{}.w2.weight": _DOWN[0],
+    # Nemotron-H
+    "mixer.gate.weight": "mlp.gate.weight",
+    "mixer.gate.e_score_correction_bias": _CHOICE_BIAS,
+    "mixer.experts.{}.up_proj.weight": _GATE_UP[1],
+    "mixer.experts.{}.down_proj.weight": _DOWN[0],
+    "mixer.shared_experts.up_proj.weight": _SHARED_GATE_UP[1],
+    "mixer.shared_experts.down_proj.weight": "mlp.shared_experts.down_proj.weight",
     # ERNIE
     "mlp.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
     "mlp.gate.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
@@ -92,6 +99,9 @@ _STACKS: Mapping[str, Stack] = {
     "block_sparse_moe.experts.gate_up_proj": Stack(_GATE_UP),
     "block_sparse_moe.experts.down_proj": Stack(_DOWN),
     "shared_mlp.input_linear.weight": Stack(_SHARED_GATE_UP),
+    # Nemotron-H
+    "mixer.experts.up_proj": Stack(_GATE_UP[1:]),
+    "mixer.experts.down_proj": Stack(_DOWN),
 }
 
 _PUBLISHED = {
@@ -100,7 +110,11 @@ _PUBLISHED = {
     "feedforward_layer_norm.weight": "post_attention_layernorm.weight",
     "self_attn.gate_proj.weight": "self_attn.g_proj.weight",  # LFM3
 }
-_TOP = {"model.embedding_norm.weight": "model.norm.weight"}  # LFM2
+_TOP = {
+    "model.embedding_norm.weight": "model.norm.weight",  # LFM2
+    "model.embeddings.weight": "model.embed_tokens.weight",  # Nemotron-H
+    "model.norm_f.weight": "model.norm.weight",
+}
 
 _QWEN3_VL = "Qwen3VLMoeForConditionalGeneration"
 _QWEN3_VL_STACKS: Mapping[str, Stack] = {

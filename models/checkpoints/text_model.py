@@ -30,6 +30,7 @@ _PREFIXES = (
 _BARE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 
 _MODALITIES = ("text_config", "vision_config", "audio_config")
+_BACKBONE = re.compile(r"^(model\.)?backbone\.")  # Nemotron-H
 _PREDICTION = re.compile(r"(model\.)?mtp[._]")
 _MOST_PREDICTION_LAYERS = 64
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -55,6 +56,7 @@ def decoder_tensor(name: str, config: Mapping[str, Any], *, multimodal: bool) ->
                 return None
     if _PREDICTION.match(name):
         return None
+    name = _BACKBONE.sub("model.", name)
     layer = _LAYER.match(name)
     return None if layer and int(layer[1]) in _prediction_layers(config) else name
 

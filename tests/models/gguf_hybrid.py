@@ -11,10 +11,12 @@ import numpy as np
 
 from localrt.models.checkpoints.gguf_names import QWEN_DELTA
 from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
+from tests.models.gguf_mamba import MAMBA_FILES, write_mamba
 
 __all__ = ["HYBRID_FILES", "write_hybrid"]
 
 HYBRID_FILES = {
+    **MAMBA_FILES,
     "kimi-linear": "kimi-linear",
     "qwen3-next": "qwen3next",
     "qwen3.5": "qwen35",
@@ -93,6 +95,8 @@ def write_hybrid(theirs: Any, path: Path, name: str, *, together: bool = False) 
 
     ``together`` leaves DeltaNet's projections in one matrix, as the first files of Qwen3-Next do.
     """
+    if name in MAMBA_FILES:
+        return write_mamba(theirs, path, name)
     architecture, config = HYBRID_FILES[name], theirs.config
     tensors: dict[str, Array] = {}
     for key, value in theirs.state_dict().items():

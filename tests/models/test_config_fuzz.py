@@ -41,6 +41,8 @@ MODELS = {
     "lfm2-moe": "conv_L_cache conv_bias block_auto_adjust_ff_dim full_attn_idxs num_dense_layers",
     "granite-hybrid-moe": "mamba_d_conv mamba_n_groups position_embedding_type shared_intermediate"
     "_size",
+    "nemotron-h-groups": "hybrid_override_pattern layer_types num_hidden_layers moe_latent_size"
+    " mlp_bias time_step_limit",
     "phi3-longrope": "original_max_position_embeddings",
     "smollm3-nope": "no_rope_layer_interval",
     "deepseek-v3": "moe_layer_freq scoring_func num_nextn_predict_layers",

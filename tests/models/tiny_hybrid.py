@@ -11,6 +11,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
+    NemotronHConfig,
     OlmoHybridConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
@@ -50,6 +51,15 @@ _MAMBA: dict[str, Any] = {
     "logits_scaling": 2.5,
 }
 
+_NEMOTRON: dict[str, Any] = {
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 20,
+    "conv_kernel": 3,
+}
+
 
 def hybrid_configs(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
     """Those with dense MLPs, and with routers of another kind, by name."""
@@ -66,6 +76,11 @@ def hybrid_configs(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             **_MAMBA,
             num_local_experts=0,
             shared_intermediate_size=80,
+        ),
+        "nemotron-h": lambda: NemotronHConfig(
+            **sizes,
+            **_NEMOTRON,
+            layers_block_type=["mlp", "linear_attention", "full_attention", "mlp", "mlp"],
         ),
         "lfm3": lambda: Lfm3Config(
             **{**sizes, "num_hidden_layers": 4},
@@ -132,6 +147,30 @@ def hybrid_mixtures(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             num_experts_per_tok=3,
             shared_intermediate_size=80,
             position_embedding_type="rope",
+        ),
+        "nemotron-h-moe": lambda: NemotronHConfig(
+            **sizes,
+            **_NEMOTRON,
+            layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=96,
+            routed_scaling_factor=1.5,
+        ),
+        "nemotron-h-groups": lambda: NemotronHConfig(
+            **sizes,
+            **_NEMOTRON,
+            layers_block_type=["moe", "mlp", "full_attention", "linear_attention", "moe"],
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            n_group=4,
+            topk_group=2,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=32,
+            norm_topk_prob=False,
+            use_bias=True,
+            use_conv_bias=False,
         ),
         "qwen3-next": lambda: Qwen3NextConfig(
             **sizes,

@@ -24,7 +24,7 @@ pytestmark = needs_kernels
 COSTS = ExpertCosts(cpu=Rate(0.0, 1e-5, 0.0), gpu=Rate(1e-5, 0.0, 0.0), fetch=1e-5)
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5-moe"])
+@pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5-moe", "nemotron-h-moe"])
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:
@@ -83,8 +83,8 @@ def test_keys_and_values_on_the_ssd_leave_states_in_ram(model: Model, tmp_path: 
     specs = model.config.attending
     tier = KvTier(specs, ["ssd"] * len(specs), tmp_path, capacity=600, kv_format="bf16")
     ops.kv_maker = tier
-    here = model.ops.kv_cache(model.config.attention, 600)
-    there = ops.kv_cache(model.config.attention, 600)
+    here = model.ops.kv_cache(model.config.memory, 600)
+    there = ops.kv_cache(model.config.memory, 600)
     assert there.kv_layout == "", "what is on the SSD is not taken out"
     for part in (tokens(400), tokens(120, seed=2), [7]):
         want = extend(model.resident, here, part)

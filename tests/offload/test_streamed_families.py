@@ -35,6 +35,7 @@ STREAMED = {
     "llama": "llama",
     "ministral3": "mistral3",
     "mixtral": "mixtral",
+    "nemotron_h": "nemotron-h-groups",
     "olmo2": "olmo3",
     "olmo_hybrid": "olmo-hybrid",
     "olmoe": "olmoe",
