@@ -209,8 +209,8 @@ class RawConfig:
         A string instead of a list has a letter for each layer.
         """
         values = self._values.get(key)
-        letters = isinstance(values, str)
-        kinds = (self._with({key: list(values)}) if letters else self).layer_list(key, layers)
+        here = self._with({key: list(values)}) if isinstance(values, str) else self
+        kinds = here.layer_list(key, layers)
         for layer, kind in enumerate(kinds or []):
             if not isinstance(kind, str) or kind not in table:
                 raise UnsupportedModelError(

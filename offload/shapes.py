@@ -121,10 +121,13 @@ class PassSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Experts of every layer that has them: ``used`` of ``count`` see a token."""
+    """Experts of every layer that has them: ``used`` of ``count`` see a token; ``inner`` is the
+    width of the widest.
+    """
 
     count: int
     used: int
+    inner: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +184,6 @@ class ModelShape:
     @property
     def pass_sizes(self) -> PassSizes:
         """What the memory of a pass depends on."""
-        expert = max((unit.macs for unit in self.units if unit.kind == "expert"), default=0)
         return PassSizes(
             hidden=self.hidden,
             inner=self.inner,
@@ -191,7 +193,7 @@ class ModelShape:
                 (layer.state.pass_nbytes for layer in self.kv if layer.state), default=0
             ),
             experts_used=0 if self.experts is None else self.experts.used,
-            expert_inner=expert // (3 * self.hidden),
+            expert_inner=0 if self.experts is None else self.experts.inner,
             split_nbytes=_split_nbytes(self.kv, self.context_length),
             beside=self.beside,
         )
@@ -242,8 +244,11 @@ def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
         stored = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}
     kv = tuple(map(_kv_shape, config.mixers))
     ignored = HEAD if config.tied_head else ""
+    sizes, experts = PassSizes.of_config(config), None
     routers = [mixture.router for mixture in config.mixtures if mixture is not None]
-    experts = Experts(count=routers[0].count, used=routers[0].used) if routers else None
+    if routers:
+        first = routers[0]
+        experts = Experts(count=first.count, used=first.used, inner=sizes.expert_inner)
     return ModelShape(
         name=checkpoint.path.name,
         architecture=config.architecture,

@@ -9,7 +9,7 @@ from localrt.models.architectures.mamba import mamba_names, read_mamba
 from localrt.models.config import DecoderConfig, LayerNames, MixtureSpec
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
-from localrt.quant.ops.protocol import AttentionSpec, MlpSpec
+from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec
 
 __all__ = ["read_config"]
 
@@ -51,7 +51,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     )
     inner = raw.integer("mamba_n_heads") * raw.integer("mamba_d_head")
     mamba = read_mamba(raw, eps=eps, inner=inner)
-    mixers = {"mamba": mamba, "attention": attending}
+    mixers: dict[str, LayerSpec] = {"mamba": mamba, "attention": attending}
     mixture = _read_mixture(raw, eps) if "moe" in kinds else None
     dense = raw.integer("intermediate_size") if "mlp" in kinds else 0
     if raw.flag("mlp_bias"):
@@ -63,7 +63,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         intermediate_size=max(dense, 0 if mixture is None else mixture.shared),
         context_length=raw.integer("max_position_embeddings"),
         norm_eps=eps,
-        attention=tuple(map(mixers.get, kinds)),
+        attention=tuple(mixers.get(kind) for kind in kinds),
         mlp=MlpSpec(activation="relu2", eps=eps),
         tied_head=raw.flag("tie_word_embeddings"),
         inner_sizes=tuple(dense if kind == "mlp" else 0 for kind in kinds),

@@ -352,7 +352,9 @@ def shape(
         context_length=4096,
         kv=(KvShape(groups=2, width=kv, macs=4 * kv),) * layers,
         parameters=sum(unit.macs for unit in units),
-        experts=Experts(count=experts, used=used) if experts else None,
+        experts=Experts(count=experts, used=used, inner=mlp // 2 * 16 // 9 // 1536)
+        if experts
+        else None,
     )
 
 
