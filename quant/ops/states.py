@@ -268,6 +268,7 @@ class StateCache:
         """
         self._give_up()
         tree, extra = mask is not None, 0 if mask is None else mask.shape[1] - rows
+        self._keep(self._length - extra)
         now, end = self._now, self._length + rows
         self._reads, self._grows = not tree and rows > 1, tree
         long = not tree and rows > SHORT_ROWS
@@ -303,14 +304,14 @@ class StateCache:
         if not self._reads:
             self._spare = None  # as long as tokens come one by one
         if not self._grows:  # else ``select`` says which of its rows stay
-            self._keep()
+            self._keep(self._length, always=self._reads)
 
-    def _keep(self) -> None:
-        """Have what is held now be a place to come back to, if it is worth it."""
+    def _keep(self, length: int, *, always: bool = False) -> None:
+        """Have the first ``length`` tokens be a place to come back to, if it is worth it."""
         now, last = self._now, self._kept[-1].length if self._kept else 0
-        if not self._reads and self._length - last < _KEEP_EVERY:
+        if not always and length - last < _KEEP_EVERY:
             return
-        now.length = self._length
+        now.length = length
         if not now.kept:
             now.kept = True
             self._kept.append(now)
@@ -373,11 +374,14 @@ class StateCache:
         return length
 
     def select(self, first: int, rows: Sequence[int]) -> None:
-        """Keep token ``first + rows[i]`` as token ``first + i``, and no other from ``first`` on."""
+        """Keep token ``first + rows[i]`` as token ``first + i``, and no other from ``first`` on.
+
+        Which of them are still a tree's, the next pass says.
+        """
         if any(b <= a for a, b in pairwise(rows)) or (rows and rows[0] < 0):
             raise ValueError(f"rows must ascend from 0: {list(rows)}")
         now = self._now
-        assert not now.kept, "a tree's rows are not kept"
+        assert not now.kept or now.length <= first, "a tree's rows are not kept"
         if not now.position <= first <= self._length:
             raise ValueError(f"cannot select from token {first} of {self._length}")
         if rows and rows[-1] >= len(rows):
@@ -386,7 +390,6 @@ class StateCache:
                 ring = now.ring_of(layer)
                 ring[(first + np.arange(len(rows))) % now.ring] = ring[index % now.ring]
         self._length = first + len(rows)
-        self._keep()
 
     # -- parts -----------------------------------------------------------------------------------
 

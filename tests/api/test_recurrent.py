@@ -57,6 +57,39 @@ def test_guesses_change_nothing(model: Model) -> None:
         assert model.generate(token_ids=repeating, **options).token_ids == plain.token_ids
 
 
+SAMPLED = {"temperature": 1.1, "seed": 5, "top_p": 0.9, "repetition_penalty": 1.2}
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("qwen3.5", "qwen3.5"),
+        ("qwen3.5", "qwen2"),
+        ("qwen2", "kimi-linear"),
+        ("kimi-linear", "lfm2"),
+        ("lfm3", "granite-hybrid"),
+    ],
+)
+def test_draft_models_change_nothing(
+    target: str, draft: str, sampling: dict[str, float], tmp_path: Path
+) -> None:
+    """Through turns, one of which is edited, with trees of several sizes."""
+    for name, seed in ((target, 0), (draft, 1)):
+        save_tiny(name, tmp_path / f"{name}-{seed}", seed)
+    folder, options = tmp_path / f"{target}-0", {**OPTIONS, **sampling, "max_tokens": 20}
+    guessing = localrt.load(folder, ctx=500, draft=str(tmp_path / f"{draft}-1"))
+    with guessing, localrt.load(folder, ctx=500, draft="off") as plain:
+        for budget in (None, 1, 12):
+            prompt, own = tokens(30), {} if budget is None else {"tree_budget": budget}
+            for turn in range(4):
+                answer = plain.generate(token_ids=prompt, **options)
+                guessed = guessing.generate(token_ids=prompt, **options, **own)
+                assert guessed.token_ids == answer.token_ids
+                said = [*prompt, *answer.token_ids] if turn != 1 else prompt[:20]
+                prompt = said + tokens(7, seed=turn)
+
+
 def test_several_at_once_get_what_each_gets_alone(model: Model) -> None:
     prompts = [tokens(count, seed=count) for count in (5, 30, 90)]
     alone = [model.generate(token_ids=prompt, **OPTIONS).token_ids for prompt in prompts]

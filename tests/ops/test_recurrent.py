@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.quant.ops import states
 from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.native.abi import best_isa, find_library
 from localrt.quant.ops.native.ops import NativeOps
@@ -145,9 +147,9 @@ def test_going_back_gives_the_bits_of_what_is_held(
     wanted = max(0, ends[-1] - back)
     if saved:
         assert isinstance(cache, HybridCache)
-        states, cache = cache.states.saved(), layer.cache()
+        parts, cache = cache.states.saved(), layer.cache()
         cache.reserve(wanted)
-        held = cache.restore(wanted, states)
+        held = cache.restore(wanted, parts)
     else:
         held = cache.trim(wanted)
     assert held == cache.length <= wanted
@@ -156,3 +158,46 @@ def test_going_back_gives_the_bits_of_what_is_held(
     assert held >= max(read, default=0)
     out = layer.run((cache, x[held:]))
     np.testing.assert_array_equal(out, layer.run((layer.cache(), x))[held:])
+
+
+@needs_kernels
+@settings(max_examples=40, deadline=None)
+@given(
+    name=LAYERS,
+    begin=st.integers(0, 9),
+    takes=st.lists(st.integers(0, 3), min_size=1, max_size=9),
+    back=st.integers(0, 20),
+)
+def test_what_lies_below_in_a_tree_stays_and_the_way_back_has_none_of_it(
+    native: dict[str, Layer], name: str, begin: int, takes: list[int], back: int
+) -> None:
+    """As a draft's: of a chain with wrong siblings, some tokens come true in each turn."""
+    layer, end = native[name], begin + sum(takes)
+    x, wrong = random_rows(end + 5), random_rows(1, seed=8)
+    whole, cache, held = layer.run((layer.cache(), x)), layer.cache(), 0
+    with patch.object(states, "_KEEP_EVERY", 3):
+        if begin:
+            layer.run((cache, x[:begin]))
+        known = begin
+        for count in takes:
+            # The chain's nodes have odd numbers, each a wrong sibling before it.
+            new = range(held, 2 * (count + 1))
+            parents = [max(2 * (node // 2) - 1, -1) for node in range(2 * (count + 1))]
+            if new:
+                rows = np.concatenate(
+                    [x[known + node // 2, None] if node % 2 else wrong for node in new]
+                )
+                out = layer.run((cache, rows, tree_mask(parents)[new.start :]))
+                for node, found in zip(new, out, strict=True):
+                    if node % 2:
+                        np.testing.assert_array_equal(found, whole[known + node // 2])
+            held = max(held, 2 * (count + 1))
+            path = list(range(1, 2 * count, 2))
+            below = list(range(2 * count, held))
+            cache.select(known, [*path, *below])
+            known, held = known + count, len(below)
+        cache.trim(known)
+        wanted = max(0, known - back)
+        kept = cache.trim(wanted)
+        assert kept <= wanted
+        np.testing.assert_array_equal(layer.run((cache, x[kept:])), whole[kept:])
