@@ -31,6 +31,7 @@ __all__ = [
     "LayerInputs",
     "LayerNames",
     "MixtureSpec",
+    "Multipliers",
     "RecurrentNames",
     "expert_matrices",
     "memory_places",
@@ -133,6 +134,22 @@ class MixtureSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Multipliers:
+    """Factors of what parts of a layer see and give, where these are not 1 (Falcon-H1).
+
+    ``projected`` are those of what a recurrent layer projects a row to: gates, values, keys,
+    queries and time steps of ``ssm``.
+    """
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    recurrent_in: float = 1.0
+    recurrent_out: float = 1.0
+    mlp_out: float = 1.0
+    projected: tuple[float, float, float, float, float] = (1.0,) * 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
     """Per-layer embeddings: ``width`` numbers for each layer, of each of ``vocab_size`` tokens."""
 
@@ -179,6 +196,7 @@ class DecoderConfig:
     names: LayerNames = LayerNames()
     recurrent: RecurrentNames | None = None
     beside: tuple[RecurrentSpec, ...] = ()
+    multipliers: Multipliers = Multipliers()
 
     @property
     def layers(self) -> int:

@@ -79,9 +79,16 @@ def load_attention(
         assert isinstance(mixer, Attention), "no model with streams has another kind"
         parts.append(StreamAttention(config, layer, weights, mixer))
     else:
-        joining = tuple(Residual(mixer, config.residual_scale) for mixer in mixers)
+        joining = tuple(Residual(mixer, _scale_of(config, mixer)) for mixer in mixers)
         parts.append(joining[0] if len(joining) == 1 else SideBySide(joining))
     return _joined(parts)
+
+
+def _scale_of(config: DecoderConfig, mixer: Layer) -> float:
+    """Of what attention or a recurrent layer adds to the residual stream."""
+    factors = config.multipliers
+    own = factors.recurrent_out if isinstance(mixer, Recurrent) else factors.attention_out
+    return config.residual_scale * own
 
 
 def _load_mixer(
@@ -114,7 +121,7 @@ def load_mlp(
     if config.layer_inputs is not None:
         joining.append(InputGate(config, layer, weights))
     total = weights.scalar(f"model.layers.{layer}.layer_scalar") if config.layer_scale else 1.0
-    scale = config.residual_scale
+    scale = config.residual_scale * config.multipliers.mlp_out
     *first, last = joining
     return _joined([*(Residual(part, scale) for part in first), Residual(last, scale, total)])
 

@@ -169,13 +169,18 @@ class Attention:
         joint, optional = spec.joint_norms, weights.optional_vector
         prefix = f"model.layers.{layer}."
 
-        def norm(name: str, width: int, present: bool = True) -> Vector | None:
+        def norm(name: str, width: int, present: bool = True, scale: float = 1.0) -> Vector | None:
             if not present:
                 return None
-            return weights.vector(width, f"{prefix}{name}.weight", offset=offset)
+            return weights.vector(width, f"{prefix}{name}.weight", offset=offset, scale=scale)
 
         self.weights = AttentionWeights(
-            norm=norm(names.attention_norm, hidden, bool(names.attention_norm)),
+            norm=norm(
+                names.attention_norm,
+                hidden,
+                bool(names.attention_norm),
+                config.multipliers.attention_in,
+            ),
             qkv=weights.matrix((rows, hidden), *(f"{prefix}{n}.weight" for n in qkv)),
             out=weights.matrix((hidden, spec.heads * size), f"{prefix}{names.out}.weight"),
             qkv_bias=optional(config.qkv_bias, rows, *(f"{prefix}{n}.bias" for n in qkv)),
@@ -184,7 +189,9 @@ class Attention:
             k_norm=norm(
                 names.k_norm, size * (spec.kv_heads if joint else 1), config.qk_norm and own
             ),
-            v_norm=weights.ones(size) if spec.value_norm and own else None,
+            v_norm=weights.constants(f"ones.{size}", np.ones(size, np.float32))
+            if spec.value_norm and own
+            else None,
             post_norm=norm(names.attention_post_norm, hidden, bool(names.attention_post_norm)),
             sinks=optional(spec.sinks, spec.heads, f"{prefix}{names.sinks}"),
         )

@@ -102,6 +102,16 @@ class RawConfig:
                 )
         return None if listed is None else tuple(float(value) for value in listed)
 
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """So many positive numbers; ones where there is no such key."""
+        values = self.sequence(key)
+        if values is None:
+            return (1.0,) * count
+        numbers = [number for number in map(positive_number, values) if number is not None]
+        if not len(numbers) == len(values) == count:
+            raise self._error(f"config {key} must be {count} positive numbers, is {values!r:.60}")
+        return tuple(numbers)
+
     def optional_integer(self, key: str) -> int | None:
         """A positive integer, or None when absent, null or zero."""
         return self.integer(key) if self._values.get(key) else None

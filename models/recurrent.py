@@ -61,7 +61,10 @@ class Recurrent:
             decay = weights.vector(heads, f"{prefix}{names.decay}", transform=transform)
         self.weights = RecurrentWeights(
             norm=weights.vector(
-                hidden, f"{prefix}{around.attention_norm}.weight", offset=config.norm_offset
+                hidden,
+                f"{prefix}{around.attention_norm}.weight",
+                offset=config.norm_offset,
+                scale=config.multipliers.recurrent_in,
             ),
             mix=weights.matrix(
                 (spec.mix_rows, hidden), *(f"{prefix}{name}.weight" for name in names.mix)
@@ -83,6 +86,7 @@ class Recurrent:
                 names.biased, spec.mix_rows, *(f"{prefix}{name}.bias" for name in names.mix)
             ),
             out_bias=vector(names.biased, hidden, f"{names.out}.bias"),
+            mix_scale=_mix_scale(config, spec, weights),
             post_norm=None
             if not around.attention_post_norm
             else weights.vector(
@@ -104,6 +108,16 @@ class Recurrent:
         own = (self.weights.mix, self.weights.out, self.weights.gate_up, self.weights.decay_up)
         whole = (weight for weight in own if weight is not None)
         return {group[0]: weight for group, weight in zip(groups, whole, strict=True)}
+
+
+def _mix_scale(config: DecoderConfig, spec: RecurrentSpec, weights: WeightLoader) -> Vector | None:
+    """What the rows of ``mix`` are multiplied by, if by anything."""
+    factors = config.multipliers.projected
+    if set(factors) == {1.0}:
+        return None
+    sizes = (spec.inner, spec.inner, spec.keys, spec.keys, spec.heads)
+    values = np.repeat(np.asarray(factors, np.float32), sizes)
+    return weights.constants("multipliers", values)
 
 
 def _rate(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -59,6 +59,7 @@ _PUBLISHED = {
     "qwen3_5": "qwen35 qwen35moe Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration "
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3next Qwen3NextForCausalLM",
     "kimi_linear": "kimi-linear KimiLinearForCausalLM",
+    "falcon_h1": "falcon-h1 FalconH1ForCausalLM",
     "nemotron_h": "nemotron_h nemotron_h_moe NemotronHForCausalLM",
     "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",
     "glm4_moe": "glm4moe Glm4MoeForCausalLM",

@@ -16,6 +16,9 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
@@ -127,7 +130,7 @@ class _TensorNames(WeightLoader):
         self.vector(1, name)
         return 1.0
 
-    def ones(self, size: int) -> None:
+    def constants(self, name: str, values: npt.NDArray[np.float32]) -> None:
         """See ``WeightLoader``."""
 
     def take(self) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ Transform = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 """Of a vector's values as published to those that are computed with; equal ones do the same."""
 
 VectorKey = tuple[tuple[str, ...], float, float, Transform | None]
-"""The names of a vector's tensors, what is added to their values, what these are times, and what
-becomes of them.
+"""The names of a vector's tensors, or one of constants; what is added to their values, what these
+are times, and what becomes of them.
 """
 
 # Derived from the config, read elsewhere, or of another modality: never part of the text model.
@@ -123,9 +123,12 @@ class WeightLoader:
         self._used.add(name)
         return float(self._values(name)[0])
 
-    def ones(self, size: int) -> Vector:
-        """The weights of a norm that has none."""
-        return self._ops.vector(np.ones(size, np.float32))
+    def constants(self, name: str, values: npt.NDArray[np.float32]) -> Vector:
+        """What no tensor has; ``name`` stands for these values in any layer."""
+        key = ((name,), 0.0, 1.0, None)
+        if key not in self._vectors:
+            self._vectors[key] = self._ops.vector(values)
+        return self._vectors[key]
 
     def skip(self, name: str) -> None:
         """Count a tensor as dealt with although it is not read."""

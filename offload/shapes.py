@@ -208,6 +208,11 @@ class ModelShape:
         """The layers that keep keys and values; others have a state, or nothing."""
         return tuple(number for number, layer in enumerate(self.kv) if layer.width)
 
+    @property
+    def on_ssd(self) -> tuple[int, ...]:
+        """The layers whose keys and values may live on the SSD: states beside them do not."""
+        return tuple(layer for layer in self.attending if self.kv[layer].state is None)
+
     def kv_token_nbytes(self, kv_format: KvFormat) -> tuple[int, ...]:
         """Bytes that one token takes in each layer."""
         return tuple(layer.token_nbytes(kv_format) for layer in self.kv)

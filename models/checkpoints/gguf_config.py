@@ -283,6 +283,7 @@ def _add_recurrent(config: dict[str, Any], architecture: str, metadata: GgufMeta
         "mamba_n_groups": sizes["key_heads"],
         "mamba_d_state": sizes["key_size"],
         "mamba_d_head": value,
+        "mamba_d_ssm": sizes["inner"],
         "mamba_d_conv": sizes["taps"],
     }
 

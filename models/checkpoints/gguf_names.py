@@ -180,6 +180,8 @@ _KIMI_DELTA = {
 }
 _NO_KIND = ("ssm_a", "ssm_d", "ssm_dt")
 """What Hugging Face gives neither ``.weight`` nor ``.bias``."""
+_WEIGHTS_OF_NO_KIND = ("ffn_norm",)
+"""What a file of Falcon-H1 gives no ``.weight``."""
 
 _LAYER_INPUTS: Mapping[str, str] = {
     **_SANDWICH_NORMS,
@@ -218,6 +220,7 @@ _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "olmo2": _SANDWICH_NORMS,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "seed_oss": _MLP_NORM,
+    "falcon-h1": _MAMBA,
     "granitehybrid": _MAMBA,
     "nemotron_h": _MAMBA,
     "nemotron_h_moe": _MAMBA,
@@ -329,6 +332,8 @@ def hf_tensor_name(architecture: str, name: str) -> str:
     if match is None:
         return name
     layer, stem, expert, kind = match["layer"], match["stem"], match["expert"], match["kind"]
+    if kind is None and stem in _WEIGHTS_OF_NO_KIND:
+        kind = "weight"
     if layer is None:
         known = stem in _TENSORS and expert is None and kind is not None
         return f"{_TENSORS[stem]}.{kind}" if known else name

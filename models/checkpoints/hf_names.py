@@ -112,6 +112,7 @@ _PUBLISHED = {
 }
 _TOP = {
     "model.embedding_norm.weight": "model.norm.weight",  # LFM2
+    "model.final_layernorm.weight": "model.norm.weight",  # Falcon-H1
     "model.embeddings.weight": "model.embed_tokens.weight",  # Nemotron-H
     "model.norm_f.weight": "model.norm.weight",
 }

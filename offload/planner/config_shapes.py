@@ -12,6 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD, LAYER_EMBEDDING
@@ -186,7 +189,7 @@ class _Asked(WeightLoader):
         self.vector(1, name)
         return 1.0
 
-    def ones(self, size: int) -> Any:
+    def constants(self, name: str, values: npt.NDArray[np.float32]) -> Any:
         """See ``WeightLoader``."""
 
     def vector(

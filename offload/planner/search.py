@@ -100,7 +100,7 @@ def _search(
     best = best_candidate(
         request.costs(), rooms, prefill_rows=prefill_rows, exact=exact, notes=notes
     )
-    attending = request.shape.attending
+    attending = request.shape.on_ssd
     if best is not None or not request.kv_on_ssd or request.uses_gpu or not attending:
         return best
     low, high = 0, len(attending)
@@ -128,7 +128,7 @@ def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
     }
     buffers = kv_buffer_nbytes(shape, kv_format, request.ctx)
     tails = request.sequences * kv_tail_nbytes(shape, kv_format, layers)
-    on_ssd = frozenset(shape.attending[:layers]) - kept
+    on_ssd = frozenset(shape.on_ssd[:layers]) - kept
     return replace(rooms, ram=rooms.ram - buffers - tails, kv_ssd=on_ssd)
 
 

@@ -1,4 +1,4 @@
-"""Tiny Nemotron-H as GGUF files, as llama.cpp's converter writes them."""
+"""Tiny Nemotron-H and Falcon-H1 as GGUF files, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tests.checkpoints.make_gguf import Array, write_gguf
 __all__ = ["MAMBA_FILES", "write_mamba"]
 
 MAMBA_FILES = {
+    "falcon-h1": "falcon-h1",
+    "falcon-h1-normed": "falcon-h1",
     "nemotron-h": "nemotron_h",
     "nemotron-h-moe": "nemotron_h_moe",
 }
@@ -21,10 +23,14 @@ MAMBA_FILES = {
 _TOP = {
     "model.embeddings.weight": "token_embd.weight",
     "model.norm_f.weight": "output_norm.weight",
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.final_layernorm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
 _NAMES = {
     "norm.weight": "attn_norm.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "pre_ff_layernorm.weight": "ffn_norm",
     "mixer.q_proj.weight": "attn_q.weight",
     "mixer.k_proj.weight": "attn_k.weight",
     "mixer.v_proj.weight": "attn_v.weight",
@@ -45,7 +51,9 @@ _NAMES = {
     "mixer.experts.down_proj": "ffn_down_exps.weight",
     "mixer.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
     "mixer.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+    "mixer.gate_proj.weight": "ffn_gate.weight",
 }
+_MIXERS = ("self_attn.", "mamba.", "feed_forward.")  # what Nemotron-H calls alike
 
 
 def write_mamba(theirs: Any, path: Path, name: str) -> Path:
@@ -54,14 +62,18 @@ def write_mamba(theirs: Any, path: Path, name: str) -> Path:
     tensors: dict[str, Array] = {}
     for key, value in theirs.state_dict().items():
         values = value.float().numpy()
+        if architecture == "falcon-h1":
+            values = _multiplied(key, values, config)
         if key in _TOP:
             tensors[_TOP[key]] = values
             continue
         _, _, layer, stem = key.split(".", 3)
-        tensors[f"blk.{layer}.{_NAMES[stem]}"] = _stored(stem, values, config.n_groups)
-    metadata: dict[str, Any] = {
-        f"{architecture}.{key}": value for key, value in _nemotron(config).items()
-    }
+        for mixer in _MIXERS:
+            stem = stem.replace(mixer, "mixer.")
+        groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+        tensors[f"blk.{layer}.{_NAMES[stem]}"] = _stored(stem, values, groups)
+    described = _falcon(config) if architecture == "falcon-h1" else _nemotron(config)
+    metadata: dict[str, Any] = {f"{architecture}.{key}": v for key, v in described.items()}
     metadata["tokenizer.ggml.model"] = "no_vocab"
     files = write_gguf(path, architecture, metadata, {n: (t, "f32") for n, t in tensors.items()})
     return files[0]
@@ -75,6 +87,56 @@ def _stored(stem: str, value: Array, groups: int) -> Array:
     if stem.endswith("conv1d.weight"):
         return value[:, 0]
     return value.reshape(groups, -1) if stem == "mixer.norm.weight" else value
+
+
+def _multiplied(key: str, value: Array, config: Any) -> Array:
+    """Falcon-H1's factors are in the weights of a file."""
+    module = key.removesuffix(".weight").split(".")[-1]
+    factors = {
+        "q_proj": config.attention_in_multiplier,
+        "k_proj": config.attention_in_multiplier * config.key_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "in_proj": config.ssm_in_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "gate_proj": config.mlp_multipliers[0],
+        "down_proj": config.mlp_multipliers[1],
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.lm_head_multiplier,
+    }
+    value = value * np.float32(factors.get(module, 1.0))
+    if module == "in_proj":
+        keys = config.mamba_n_groups * config.mamba_d_state
+        inner = _inner(config)
+        sizes = (inner, inner, keys, keys, config.mamba_n_heads)
+        value *= np.repeat(np.float32(config.ssm_multipliers), sizes)[:, None]
+    return value
+
+
+def _inner(config: Any) -> int:
+    return int(config.mamba_d_ssm or config.mamba_expand * config.hidden_size)
+
+
+def _falcon(config: Any) -> Mapping[str, Any]:
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.inner_size": _inner(config),
+    }
 
 
 def _nemotron(config: Any) -> Mapping[str, Any]:

@@ -43,6 +43,7 @@ MODELS = {
     "_size",
     "nemotron-h-groups": "hybrid_override_pattern layer_types num_hidden_layers moe_latent_size"
     " mlp_bias time_step_limit",
+    "falcon-h1": "mamba_d_head mamba_rms_norm mamba_norm_before_gate mamba_proj_bias mlp_bias",
     "phi3-longrope": "original_max_position_embeddings",
     "smollm3-nope": "no_rope_layer_interval",
     "deepseek-v3": "moe_layer_freq scoring_func num_nextn_predict_layers",
@@ -120,9 +121,15 @@ def test_any_config(folder: Path, data: Any, name: str, context: int | None) -> 
         ("llama-yarn", ("rope_parameters", "beta_fast"), 5e-324, "number above 0"),
         ("llama-yarn", ("head_dim",), 1 << 20, "head_dim must be"),
         ("llama-yarn", ("rms_norm_eps",), ["x" * 1000], r"rms_norm_eps .{30,120}$"),
+        ("falcon-h1", ("ssm_multipliers",), [1.0, 0.0], "ssm_multipliers must be 5 positive numb"),
+        ("falcon-h1", ("projectors_bias",), True, "without the other, are not supported"),
+        ("nemotron-h-groups", ("layers_block_type",), "ME*G", "'G' of layer 3 is not supported"),
+        ("nemotron-h-groups", ("layers_block_type",), [], "must be an integer from 1"),
+        ("nemotron-h-groups", ("num_hidden_layers",), 4, "has 5 entries for 4 layers"),
+        ("nemotron-h-groups", ("moe_latent_size",), 8, "moe_latent_size of Nemotron 3 is not"),
     ],
 )
-def test_numbers_that_cannot_be_calculated_with(
+def test_what_cannot_be_calculated_with(
     folder: Path, name: str, place: Any, value: Any, told: str
 ) -> None:
     config = changed(tiny_config(folder, name), [(place, value)])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import (
+    FalconH1Config,
     GraniteMoeHybridConfig,
     KimiLinearConfig,
     Lfm2Config,
@@ -51,6 +52,23 @@ _MAMBA: dict[str, Any] = {
     "logits_scaling": 2.5,
 }
 
+_FALCON: dict[str, Any] = {
+    "head_dim": 32,
+    "mamba_n_heads": 8,
+    "mamba_d_ssm": 96,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_d_conv": 3,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.35, 0.25, 1.4, 0.5, 0.8],
+    "mlp_multipliers": [0.9, 0.6],
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.3,
+}
 _NEMOTRON: dict[str, Any] = {
     "head_dim": 32,
     "mamba_num_heads": 8,
@@ -76,6 +94,14 @@ def hybrid_configs(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             **_MAMBA,
             num_local_experts=0,
             shared_intermediate_size=80,
+        ),
+        "falcon-h1": lambda: FalconH1Config(**sizes, **_FALCON),
+        "falcon-h1-normed": lambda: FalconH1Config(
+            **sizes,
+            **{**_FALCON, "mamba_d_ssm": None},
+            mamba_rms_norm=True,
+            mamba_norm_before_gate=False,
+            tie_word_embeddings=True,
         ),
         "nemotron-h": lambda: NemotronHConfig(
             **sizes,

@@ -24,7 +24,7 @@ pytestmark = needs_kernels
 COSTS = ExpertCosts(cpu=Rate(0.0, 1e-5, 0.0), gpu=Rate(1e-5, 0.0, 0.0), fetch=1e-5)
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5-moe", "nemotron-h-moe"])
+@pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5-moe", "nemotron-h-moe", "falcon-h1"])
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:

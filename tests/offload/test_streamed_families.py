@@ -18,6 +18,7 @@ STREAMED = {
     "deepseek": "glm4-moe-lite",
     "ernie": "ernie-moe",
     "exaone4": "exaone4-window",
+    "falcon_h1": "falcon-h1",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3n": "gemma3n",

@@ -35,6 +35,7 @@ PUBLISHED = {  # billions, of the model cards
     "deepseek-v2-lite": (15.7, 2.45),
     "deepseek-v3": (671.0, 36.6),
     "kimi-linear-48b-a3b": (49.1, 3.1),
+    "falcon-h1-7b": (7.59, 7.19),
     "nemotron-3-nano-30b-a3b": (31.6, 3.2),
 }
 
