@@ -72,13 +72,17 @@ def _cl100k(digits: str) -> str:
     )
 
 
-def _o200k(contraction: str, digits: str) -> str:
-    """OpenAI's pattern of 2024: words also end where lower case turns to upper case."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+def _o200k(contraction: str, digits: str, *, but: str = "", behind: str = "/") -> str:
+    """OpenAI's pattern of 2024: words also end where lower case turns to upper case.
+
+    ``but`` leaves letters out of words; ``behind`` may follow punctuation, as line ends may.
+    """
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     lead = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{lead}{upper}*{lower}+{contraction}|{lead}{upper}+{lower}*{contraction}|{digits}"
-        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n{behind}]*|{_SPACES}"
     )
 
 
@@ -130,6 +134,10 @@ _FAMILIES: dict[str, PreType] = {
     ),
     "tekken": PreType((_o200k("", r"\p{N}"),), whole_words=True, add_bos=True),
     "gpt-4o llama4 kanana2 minimax-m2": PreType((_o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}"),)),
+    "kimi-k2": PreType(
+        (r"\p{Han}+|" + _o200k(f"{_CONTRACTION}?", r"\p{N}{1,3}", but=r"&&[^\p{Han}]", behind=""),),
+        whole_words=True,
+    ),
     "deepseek-llm": PreType(_DEEPSEEK_LLM),
     "deepseek-coder": PreType(_DEEPSEEK_CODER),
     "deepseek-v3 hunyuan-dense joyai-llm": PreType(_DEEPSEEK_V3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,27 @@ def test_first_files_of_qwen3_next(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         whole = checkpoint.read(name).data
         pieces = [piece.data for piece in checkpoint.blocks(name, max_bytes=7 * whole.shape[1])]
         np.testing.assert_array_equal(np.concatenate(pieces), whole)
+
+
+def test_kimis_config_as_published(tmp_path: Path) -> None:
+    """With an object for its delta layers, and layers that are counted from 1."""
+    theirs = save_tiny("kimi-linear", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for key in ("layer_types", "mlp_layer_types"):
+        del config[key]
+    config["first_k_dense_replace"] = 1
+    config["moe_router_activation_func"] = "sigmoid"
+    config["linear_attn_config"] = {
+        "full_attn_layers": [2],
+        "kda_layers": [1, 3],
+        "head_dim": config.pop("linear_head_dim"),
+        "num_heads": config.pop("linear_num_heads"),
+        "short_conv_kernel_size": config.pop("linear_conv_kernel_dim"),
+    }
+    path.write_text(json.dumps(config))
+    ids = tokens(LENGTH)
+    assert relative_error(logits_of(tmp_path, ids), oracle(theirs, ids)) < 1e-4
 
 
 @pytest.mark.llamacpp
