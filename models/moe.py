@@ -137,7 +137,8 @@ class SparseMlp:
             return self._beside.dense.matrices()
         if self.shared is None:
             return {}
-        return {SHARED_GATE_UP[0]: self.shared.gate_up, SHARED_DOWN: self.shared.down}
+        first = SHARED_GATE_UP[0 if self._mlp.gated else 1]
+        return {first: self.shared.gate_up, SHARED_DOWN: self.shared.down}
 
 
 class _BesideDense:

@@ -89,7 +89,7 @@ class LayerQuantizer:
             *(() if states is None else recurrent_groups(states)),
             names.gate_up,
             (names.down,),
-            SHARED_GATE_UP,
+            SHARED_GATE_UP[0 if config.mlp.gated else 1 :],
             (SHARED_DOWN,),
         )
         self._expert_groups: tuple[tuple[str, ...], ...] = (EXPERT_GATE_UP, (EXPERT_DOWN,))

@@ -69,6 +69,7 @@ SAMPLED = {"temperature": 1.1, "seed": 5, "top_p": 0.9, "repetition_penalty": 1.
         ("qwen2", "kimi-linear"),
         ("kimi-linear", "lfm2"),
         ("lfm3", "granite-hybrid"),
+        ("falcon-h1", "nemotron-h"),
     ],
 )
 def test_draft_models_change_nothing(

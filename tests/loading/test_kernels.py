@@ -149,7 +149,7 @@ def test_the_first_passes_compile_nothing(
     check(card)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "qwen2-moe", "deepseek-v2"])
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen2-moe", "deepseek-v2", "nemotron-h-moe"])
 @pytest.mark.parametrize("format_", ["int4-g32", None])
 def test_mixtures_and_latent_attention(
     name: str, format_: str | None, card: Card, tmp_path: Path

@@ -125,9 +125,13 @@ def test_architectures(name: str, layers: int, tmp_path: Path) -> None:
         ("lfm3", 2),  # a gate for each head
         ("olmo-hybrid", 2),  # strengths up to 2
         ("kimi-linear", 2),  # gates and decays of low rank, and latents
+        ("nemotron-h-moe", 3),  # layers of one kind, experts without a gate
+        ("falcon-h1", None),  # side by side
     ],
 )
-def test_recurrent_layers_and_gated_attention(name: str, layers: int, tmp_path: Path) -> None:
+def test_recurrent_layers_and_gated_attention(
+    name: str, layers: int | None, tmp_path: Path
+) -> None:
     theirs = save_tiny(name, tmp_path, layers=layers)
     ids = tokens(8)
     ours = load(tmp_path)
