@@ -21,6 +21,8 @@ __all__ = [
     "EXPERT_GATE_UP",
     "EXPERT_SCALE",
     "HEAD",
+    "LATENT_DOWN",
+    "LATENT_UP",
     "LAYER_EMBEDDING",
     "ROUTER",
     "ROUTER_NORM",
@@ -52,6 +54,8 @@ EXPERT_DOWN = "mlp.experts.{}.down_proj"
 SHARED_GATE_UP = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 SHARED_DOWN = "mlp.shared_experts.down_proj"
 SHARED_GATE = "mlp.shared_expert_gate"
+LATENT_DOWN = "mlp.latent_down"
+LATENT_UP = "mlp.latent_up"
 
 
 def memory_places(layers: Iterable[Sequence[LayerSpec]]) -> Iterator[tuple[int, ...]]:
@@ -119,7 +123,8 @@ class RecurrentNames:
 class MixtureSpec:
     """A layer's mixture. ``inner`` is an expert's width, ``shared`` that of the shared experts.
 
-    ``beside_dense``: a dense MLP runs beside it, and each has norms of its own.
+    ``beside_dense``: a dense MLP runs beside it, and each has norms of its own. With ``latent``,
+    experts see so many numbers that a row is projected to, and what they give is projected back.
     """
 
     router: RouterSpec
@@ -131,6 +136,7 @@ class MixtureSpec:
     choice_bias: bool = False
     expert_bias: bool = False
     beside_dense: bool = False
+    latent: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,8 @@ from localrt.errors import CheckpointError
 from localrt.models.config import (
     CHOICE_BIAS,
     EXPERT_SCALE,
+    LATENT_DOWN,
+    LATENT_UP,
     ROUTER,
     ROUTER_NORM,
     SHARED_DOWN,
@@ -41,9 +43,10 @@ RoutingWatch = Callable[[int, Routing], None]
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A sparse layer between its router and its experts' results."""
+    """A sparse layer between its router and its experts' results: ``rows`` are what these see."""
 
     normed: Array  # (R, D)
+    rows: Array
     routing: Routing
 
 
@@ -88,6 +91,10 @@ class SparseMlp:
                 gate_up=weights.matrix((len(gate_up) * spec.shared, hidden), *gate_up),
                 down=weights.matrix((hidden, spec.shared), down),
             )
+        self._latent_down = self._latent_up = None
+        if size := spec.latent:
+            self._latent_down = weights.matrix((size, hidden), f"{prefix}{LATENT_DOWN}.weight")
+            self._latent_up = weights.matrix((hidden, size), f"{prefix}{LATENT_UP}.weight")
         if spec.shared_gate:
             self.shared_gate = weights.matrix((1, hidden), f"{prefix}{SHARED_GATE}.weight")
 
@@ -105,7 +112,8 @@ class SparseMlp:
         normed, routing = ops.norm_route(x, self.router, self.spec.router)
         if self.experts.watch is not None or not routing.away:
             self.read(routing)
-        return Routed(normed, routing)
+        down = self._latent_down
+        return Routed(normed, normed if down is None else ops.latent_rows(normed, down), routing)
 
     def read(self, routing: Routing) -> None:
         """The host needs the choice: it is waited for.
@@ -127,6 +135,13 @@ class SparseMlp:
         if self.shared is None:
             return None
         return ops.shared_mlp(routed.normed, self.shared, self._mlp, self.shared_gate)
+
+    def combine(self, ops: Ops, slots: Array, routing: Routing, shared: Array | None) -> Array:
+        """The layer's sum of all slots and ``shared``, (R, D); both are given up."""
+        if self._latent_up is None:
+            return ops.combine_experts(slots, routing, shared)
+        rows = ops.combine_experts(slots, routing, None)
+        return ops.widen_latents(rows, self._latent_up, shared)
 
     def matrices(self) -> dict[str, Weight]:
         """The shared experts' stacked matrices by the first name in each.
@@ -190,18 +205,19 @@ class ResidentExperts:
     def run(self, part: SparseMlp, state: PassState) -> Array:
         """See ``Experts``."""
         ops, routed = state.ops, part.route(state.ops, state.x)
-        slots = ops.expert_slots(routed.normed, routed.routing)
+        slots = ops.expert_slots(routed.rows, routed.routing)
         table, spec = self.tables[part.place], part.spec.expert
-        ops.run_experts(routed.normed, routed.routing, table, spec, slots)
-        return ops.combine_experts(slots, routed.routing, part.shared_rows(ops, routed))
+        ops.run_experts(routed.rows, routed.routing, table, spec, slots)
+        return part.combine(ops, slots, routed.routing, part.shared_rows(ops, routed))
 
 
 def load_expert(
     config: DecoderConfig, layer: int, number: int, weights: WeightLoader
 ) -> ExpertWeights:
     """One expert's weights."""
-    spec, hidden = config.mixture(layer), config.hidden_size
+    spec = config.mixture(layer)
     assert spec is not None, "a dense layer has no experts"
+    hidden = spec.latent or config.hidden_size
     *gate_up, down = (f"model.layers.{layer}.{name}" for name in expert_matrices(number))
     if not spec.expert.gated:
         gate_up = gate_up[1:]

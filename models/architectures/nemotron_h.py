@@ -94,11 +94,6 @@ def _kinds(raw: RawConfig) -> list[str]:
 
 def _read_mixture(raw: RawConfig, eps: float) -> MixtureSpec:
     """As DeepSeek-V3 chooses, of experts without a gate."""
-    if raw.has("moe_latent_size"):
-        raise UnsupportedModelError(
-            "moe_latent_size of Nemotron 3 is not supported: experts that see a projection of the "
-            "hidden state; a GGUF file may run with --engine llamacpp"
-        )
     groups = raw.integer("n_group", 1)
     router = RouterSpec(
         count=raw.integer("n_routed_experts"),
@@ -117,4 +112,5 @@ def _read_mixture(raw: RawConfig, eps: float) -> MixtureSpec:
         inner=raw.integer("moe_intermediate_size"),
         shared=raw.integer("shared_expert_intermediate_size"),
         choice_bias=True,
+        latent=raw.optional_integer("moe_latent_size") or 0,
     )

@@ -76,6 +76,8 @@ _OURS: Mapping[str, str] = {
     "mixer.gate.e_score_correction_bias": _CHOICE_BIAS,
     "mixer.experts.{}.up_proj.weight": _GATE_UP[1],
     "mixer.experts.{}.down_proj.weight": _DOWN[0],
+    "mixer.fc1_latent_proj.weight": "mlp.latent_down.weight",
+    "mixer.fc2_latent_proj.weight": "mlp.latent_up.weight",
     "mixer.shared_experts.up_proj.weight": _SHARED_GATE_UP[1],
     "mixer.shared_experts.down_proj.weight": "mlp.shared_experts.down_proj.weight",
     # ERNIE

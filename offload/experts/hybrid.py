@@ -113,10 +113,10 @@ class HybridStage:
         routed = part.route(card.ops, state.x)
         routing, away = routed.routing, routed.routing.away
         crossing = 0 < self._card_rows <= routing.rows
-        received = None if crossing else card.send(routed.normed, routing, state.mark)
+        received = None if crossing else card.send(routed.rows, routing, state.mark)
         self._read_earlier(place)
         shared = part.shared_rows(card.ops, routed)
-        slots = card.ops.expert_slots(routed.normed, routing)
+        slots = card.ops.expert_slots(routed.rows, routing)
         turn = _Turn(part, state, routed, slots, crossing)
         try:
             begun = state.mark if crossing else self._begin(turn)
@@ -142,7 +142,7 @@ class HybridStage:
             cache.release(place)
         if not crossing:
             self._fill(place, state.mark)
-        return card.ops.combine_experts(turn.slots, routing, shared)
+        return part.combine(card.ops, turn.slots, routing, shared)
 
     @property
     def reclaimable(self) -> int:
@@ -283,7 +283,7 @@ class HybridStage:
             rest = [expert for expert in rest if expert not in more]
         if not rest:
             return on_card
-        sent = self._card.to_host(turn.routed.normed, mark)
+        sent = self._card.to_host(turn.routed.rows, mark)
         return later(on_card, self._on_cpu(turn, rest, wanted, *sent))
 
     def _at_once(self, turn: _Turn, arrivals: Mapping[int, Mark], mark: Mark) -> Mark:
@@ -335,7 +335,7 @@ class HybridStage:
         with card.ops.scope():
             table = self._slots.cache.tables[part.place]
             card.ops.run_experts(
-                routed.normed, routed.routing, table, part.spec.expert, turn.slots, experts
+                routed.rows, routed.routing, table, part.spec.expert, turn.slots, experts
             )
         return self._clock.end("gpu", turn.label, started, after=mark, cost_s=cost)
 

@@ -49,7 +49,7 @@ class SparseStage:
             self.uses += len(wanted.present) + len(wanted.absent)
             started = clock.begin("cpu")
             shared = part.shared_rows(ops, routed)
-            slots = ops.expert_slots(routed.normed, routed.routing)
+            slots = ops.expert_slots(routed.rows, routed.routing)
             self._compute(part, routed, slots, wanted.present)
             state.mark = clock.end("cpu", label, started, after=state.mark)
             pool.computed(place, wanted.present, state.mark)
@@ -64,7 +64,7 @@ class SparseStage:
             # What is on its way comes all the same; what failed is asked for when it is needed.
             pool.done(place)
         started = clock.begin("cpu")
-        out = ops.combine_experts(slots, routed.routing, shared)
+        out = part.combine(ops, slots, routed.routing, shared)
         state.mark = clock.end("cpu", label, started, after=state.mark)
         return out
 
@@ -74,4 +74,4 @@ class SparseStage:
         if len(experts):
             table = self._memory.pool(part.place).cache.tables[part.place]
             spec = part.spec.expert
-            self._ops.run_experts(routed.normed, routed.routing, table, spec, slots, experts)
+            self._ops.run_experts(routed.rows, routed.routing, table, spec, slots, experts)

@@ -359,6 +359,15 @@ class Ops(Protocol):
         ``slots`` and ``shared`` are given up.
         """
 
+    def latent_rows(self, normed: Array, weight: Weight) -> Array:
+        """What experts see where that is a projection of normed rows: (R, L)."""
+
+    def widen_latents(self, rows: Array, weight: Weight, shared: Array | None) -> Array:
+        """What such experts give, (R, L), projected to (R, D), plus ``shared``.
+
+        Both are given up.
+        """
+
     def shared_mlp(
         self, normed: Array, weights: MlpWeights, spec: MlpSpec, gate: Weight | None
     ) -> Array:

@@ -17,6 +17,7 @@ MAMBA_FILES = {
     "falcon-h1-normed": "falcon-h1",
     "nemotron-h": "nemotron_h",
     "nemotron-h-moe": "nemotron_h_moe",
+    "nemotron-h-latent": "nemotron_h_moe",
 }
 """What each tiny config's file calls its architecture."""
 
@@ -52,6 +53,8 @@ _NAMES = {
     "mixer.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
     "mixer.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
     "mixer.gate_proj.weight": "ffn_gate.weight",
+    "mixer.fc1_latent_proj.weight": "ffn_latent_down.weight",
+    "mixer.fc2_latent_proj.weight": "ffn_latent_up.weight",
 }
 _MIXERS = ("self_attn.", "mamba.", "feed_forward.")  # what Nemotron-H calls alike
 
@@ -175,4 +178,6 @@ def _nemotron(config: Any) -> Mapping[str, Any]:
             "expert_weights_scale": config.routed_scaling_factor,
             "expert_group_count": config.n_group,
         }
+        if config.moe_latent_size:
+            found["moe_latent_size"] = config.moe_latent_size
     return found

@@ -184,6 +184,16 @@ def hybrid_mixtures(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             moe_shared_expert_intermediate_size=96,
             routed_scaling_factor=1.5,
         ),
+        "nemotron-h-latent": lambda: NemotronHConfig(
+            **sizes,
+            **_NEMOTRON,
+            layers_block_type=["linear_attention", "moe", "full_attention"],
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=64,
+            moe_shared_expert_intermediate_size=96,
+            moe_latent_size=32,
+        ),
         "nemotron-h-groups": lambda: NemotronHConfig(
             **sizes,
             **_NEMOTRON,

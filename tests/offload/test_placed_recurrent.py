@@ -21,7 +21,7 @@ from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pac
 
 pytestmark = needs_kernels
 
-NAMES = ["qwen3.5", "qwen3.5-moe", "nemotron-h-moe", "falcon-h1", "kimi-linear", "lfm3"]
+NAMES = ["qwen3.5", "qwen3.5-moe", "nemotron-h-latent", "falcon-h1", "kimi-linear", "lfm3"]
 COSTS = ExpertCosts(cpu=Rate(0.0, 1e-5, 0.0), gpu=Rate(1e-5, 0.0, 0.0), fetch=1e-5)
 
 

@@ -55,7 +55,7 @@ def test_none_is_left_out() -> None:
     assert set(STREAMED) == set(ARCHITECTURES.values())
 
 
-@pytest.mark.parametrize("name", STREAMED.values())
+@pytest.mark.parametrize("name", [*STREAMED.values(), "nemotron-h-latent"])
 def test_streaming_changes_no_bit(name: str, tmp_path: Path) -> None:
     with closing(Model(pack_tiny(name, tmp_path))) as model:
         here = model.resident.cache(64)

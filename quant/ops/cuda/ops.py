@@ -434,6 +434,15 @@ class CudaOps(StreamSteps):
         """(R, D), float32: summed one k after another."""
         return combined(slots, on_card(routing, self._device).weights_there, shared)
 
+    def latent_rows(self, normed: Tensor, weight: CudaWeight) -> Tensor:
+        """(R, L), bf16."""
+        return linear(normed, weight)
+
+    def widen_latents(self, rows: Tensor, weight: CudaWeight, shared: Tensor | None) -> Tensor:
+        """(R, D), float32."""
+        y = linear(rows.bfloat16(), weight, dtype=torch.float32)
+        return y if shared is None else y.add_(shared)
+
     def shared_mlp(
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: CudaWeight | None
     ) -> Tensor:

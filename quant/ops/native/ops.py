@@ -384,6 +384,16 @@ class NativeOps(StreamSteps):
         self._slots = slots
         return out
 
+    def latent_rows(self, normed: Floats, weight: NativeWeight) -> Floats:
+        """(R, L)."""
+        return self.linear(normed, weight, self._array(len(normed), weight.stack.rows))
+
+    def widen_latents(self, rows: Floats, weight: NativeWeight, shared: Floats | None) -> Floats:
+        """(R, D)."""
+        out = self.linear(rows, weight, self._array(len(rows), weight.stack.rows))
+        self._spare[rows.shape] = rows
+        return out if shared is None else self.add(out, shared)
+
     def shared_mlp(
         self, normed: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
     ) -> Floats:
@@ -428,7 +438,7 @@ class NativeOps(StreamSteps):
         return logits
 
     def linear(self, x: Floats, weight: NativeWeight, out: Floats | None = None) -> Floats:
-        """x (R, K) times the weight's rows: (R, out). For tests and benchmarks."""
+        """x (R, K) times the weight's rows: (R, out)."""
         x = np.ascontiguousarray(x, np.float32)
         if out is None:
             out = np.empty((x.shape[0], weight.stack.rows), np.float32)

@@ -336,6 +336,15 @@ class TorchOps(StreamSteps):
         """(R, D)."""
         return combined(slots, routing, shared)
 
+    def latent_rows(self, normed: Tensor, weight: Tensor) -> Tensor:
+        """(R, L)."""
+        return self.linear(normed, weight)
+
+    def widen_latents(self, rows: Tensor, weight: Tensor, shared: Tensor | None) -> Tensor:
+        """(R, D)."""
+        y = self.linear(rows, weight)
+        return y if shared is None else y + shared
+
     def shared_mlp(
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: Tensor | None
     ) -> Tensor:

@@ -125,7 +125,7 @@ def test_architectures(name: str, layers: int, tmp_path: Path) -> None:
         ("lfm3", 2),  # a gate for each head
         ("olmo-hybrid", 2),  # strengths up to 2
         ("kimi-linear", 2),  # gates and decays of low rank, and latents
-        ("nemotron-h-moe", 3),  # layers of one kind, experts without a gate
+        ("nemotron-h-latent", 3),  # layers of one kind, experts without a gate that see less
         ("falcon-h1", None),  # side by side
     ],
 )
