@@ -53,8 +53,8 @@ _PUBLISHED = {
     "granite_swa": "granite_swa GraniteSWAForCausalLM GraniteMoeSWAForCausalLM",
     "granite_moe": "granitemoe GraniteMoeForCausalLM GraniteMoeSharedForCausalLM",
     "gpt_oss": "gpt-oss GptOssForCausalLM",
-    "lfm2": "lfm2 Lfm2ForCausalLM lfm2moe Lfm2MoeForCausalLM",
-    "lfm3": "Lfm3ForCausalLM",
+    "lfm2": "lfm2 Lfm2ForCausalLM lfm2moe Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration",
+    "lfm3": "Lfm3ForCausalLM Lfm3VlForConditionalGeneration",
     "granite_hybrid": "granitehybrid GraniteMoeHybridForCausalLM",
     "qwen3_5": "qwen35 qwen35moe Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration "
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3next Qwen3NextForCausalLM",

@@ -26,7 +26,7 @@ from transformers import (
     SeedOssConfig,
 )
 
-__all__ = ["FAMILIES", "FAMILY_MIXTURES"]
+__all__ = ["FAMILIES", "FAMILY_MIXTURES", "with_text"]
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -96,7 +96,7 @@ _LATENT = {
 }
 
 
-def _with_text(config: Any, text: Any, **vision: Any) -> Any:
+def with_text(config: Any, text: Any, **vision: Any) -> Any:
     """A multimodal config around a text model's; both say the same of the head."""
     found = config(text_config=text, vision_config=vision)
     found.tie_word_embeddings = text.get("tie_word_embeddings", False)
@@ -105,7 +105,7 @@ def _with_text(config: Any, text: Any, **vision: Any) -> Any:
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "ministral3": lambda: Ministral3Config(**_SIZES, head_dim=32, rope_parameters=_MINISTRAL),
-    "mistral3": lambda: _with_text(
+    "mistral3": lambda: with_text(
         Mistral3Config,
         {
             "model_type": "ministral3",
@@ -117,7 +117,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         model_type="pixtral",
         **_PIXTRAL,
     ),
-    "mistral3-small": lambda: _with_text(
+    "mistral3-small": lambda: with_text(
         Mistral3Config,
         {"model_type": "mistral", **_SIZES, "sliding_window": None, "tie_word_embeddings": True},
         model_type="pixtral",
@@ -157,10 +157,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **_SIZES, head_dim=16, rope_parameters=_YARN, tie_word_embeddings=True, attention_bias=True
     ),
     "ernie": lambda: Ernie4_5Config(**_SIZES, head_dim=32),
-    "qwen3-vl": lambda: _with_text(
+    "qwen3-vl": lambda: with_text(
         Qwen3VLConfig, {**_SIZES, "head_dim": 16, "rope_parameters": _MROPE}, **_QWEN_VISION
     ),
-    "qwen2.5-vl": lambda: _with_text(
+    "qwen2.5-vl": lambda: with_text(
         Qwen2_5_VLConfig,
         {**_SIZES, "rope_parameters": _MROPE},
         **_VISION,
@@ -168,7 +168,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         depth=1,
         out_hidden_size=96,
     ),
-    "gemma3-images": lambda: _with_text(
+    "gemma3-images": lambda: with_text(
         Gemma3Config,
         {
             **_SIZES,
@@ -206,7 +206,7 @@ FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
         shared_intermediate_size=64,
         sliding_window=_WINDOW,
     ),
-    "qwen3-vl-moe": lambda: _with_text(
+    "qwen3-vl-moe": lambda: with_text(
         Qwen3VLMoeConfig,
         {
             **_SIZES,

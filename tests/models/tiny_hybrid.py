@@ -11,13 +11,17 @@ from transformers import (
     KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Lfm2VlConfig,
     Lfm3Config,
+    Lfm3VlConfig,
     NemotronHConfig,
     OlmoHybridConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
+
+from tests.models.tiny_families import with_text
 
 __all__ = ["hybrid_configs", "hybrid_mixtures"]
 
@@ -38,6 +42,13 @@ _DELTA: dict[str, Any] = {
 }
 
 
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "patch_size": 4,
+}
 _SHORT = ["conv", "full_attention", "conv"]
 _MAMBA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -123,6 +134,32 @@ def hybrid_configs(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             conv_bias=True,
             use_sandwich_norm=False,
             use_attention_gate=False,
+        ),
+        "lfm2-vl": lambda: with_text(
+            Lfm2VlConfig,
+            {
+                **sizes,
+                "model_type": "lfm2",
+                "layer_types": _SHORT,
+                "block_auto_adjust_ff_dim": False,
+                "tie_word_embeddings": True,
+            },
+            **_VISION,
+            model_type="siglip2_vision_model",
+            num_patches=16,
+        ),
+        "lfm3-vl": lambda: with_text(
+            Lfm3VlConfig,
+            {
+                **sizes,
+                "model_type": "lfm3",
+                "layer_types": ["conv", "full_attention", "sliding_attention"],
+                "head_dim": 48,
+                "sliding_window": 8,
+                "tie_word_embeddings": False,
+            },
+            **_VISION,
+            num_key_value_heads=1,
         ),
         "olmo-hybrid": lambda: OlmoHybridConfig(
             **sizes,
