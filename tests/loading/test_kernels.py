@@ -149,9 +149,12 @@ def test_the_first_passes_compile_nothing(
     check(card)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "qwen2-moe", "deepseek-v2", "nemotron-h-moe"])
+OTHERS = ["gpt-oss", "qwen2-moe", "deepseek-v2", "nemotron-h-moe", "kimi-linear", "lfm3"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("format_", ["int4-g32", None])
-def test_mixtures_and_latent_attention(
+def test_mixtures_latents_and_states(
     name: str, format_: str | None, card: Card, tmp_path: Path
 ) -> None:
     save_tiny(name, tmp_path, layers=2)
