@@ -60,7 +60,8 @@ _PUBLISHED = {
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3next Qwen3NextForCausalLM",
     "kimi_linear": "kimi-linear KimiLinearForCausalLM",
     "falcon_h1": "falcon-h1 FalconH1ForCausalLM",
-    "nemotron_h": "nemotron_h nemotron_h_moe NemotronHForCausalLM",
+    "nemotron_h": "nemotron_h nemotron_h_moe NemotronHForCausalLM NemotronH_Omni_Reasoning_V3 "
+    "NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2",
     "deepseek": "deepseek2 DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM",
     "glm4_moe": "glm4moe Glm4MoeForCausalLM",
 }

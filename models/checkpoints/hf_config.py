@@ -1,8 +1,8 @@
 """A Hugging Face ``config.json`` as architectures want it: one text model, one way to say a thing.
 
-Multimodal configs hold the text model's parameters in ``text_config``; transformers 5 moved rotary
-parameters into ``rope_parameters``. Both are brought to the flat, older form. Defaults that a
-config leaves out are the architecture's.
+Multimodal configs hold the text model's parameters in an object of their own; transformers 5 moved
+rotary parameters into ``rope_parameters``. Both are brought to the flat, older form. Defaults that
+a config leaves out are the architecture's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints.text_model import TEXT_KEYS
 
 __all__ = ["flatten_config"]
 
@@ -28,10 +29,11 @@ def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         CheckpointError: a part is of a wrong type.
     """
     flat = dict(config)
-    text = flat.pop("text_config", None) or {}
-    if not isinstance(text, dict):
-        raise CheckpointError(f"{path}: text_config is not an object")
-    flat.update({key: value for key, value in text.items() if key != "architectures"})
+    for key in TEXT_KEYS:
+        text = flat.pop(key, None) or {}
+        if not isinstance(text, dict):
+            raise CheckpointError(f"{path}: {key} is not an object")
+        flat.update({name: value for name, value in text.items() if name != "architectures"})
     flat.setdefault("max_position_embeddings", flat.get(_KIMIS_LENGTH))
     _refuse_quantized(flat, path)
     _add_older_rope(flat, path)

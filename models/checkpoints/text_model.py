@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 __all__ = [
+    "TEXT_KEYS",
     "decoder_tensor",
     "gguf_block",
     "is_beside_decoder",
@@ -29,7 +30,10 @@ _PREFIXES = (
 )
 _BARE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 
-_MODALITIES = ("text_config", "vision_config", "audio_config")
+TEXT_KEYS = ("llm_config", "text_config")
+"""Where a multimodal config has its text model's; the latter counts."""
+
+_MODALITIES = (*TEXT_KEYS, "vision_config", "audio_config")
 _BACKBONE = re.compile(r"^(model\.)?backbone\.")  # Nemotron-H
 _PREDICTION = re.compile(r"(model\.)?mtp[._]")
 _MOST_PREDICTION_LAYERS = 64

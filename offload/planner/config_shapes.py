@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
+from localrt.models.checkpoints.text_model import TEXT_KEYS
 from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD, LAYER_EMBEDDING
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.moe import ResidentExperts, load_expert
@@ -75,9 +76,9 @@ def shape_from_config(
         UnsupportedModelError: a ``model_type`` or format that is not known here.
         CheckpointError: a key is missing or malformed.
     """
-    text = config.get("text_config")
-    if isinstance(text, Mapping):
-        config = {**config, **text}
+    for text in filter(None, map(config.get, TEXT_KEYS)):
+        if isinstance(text, Mapping):
+            config = {**config, **text}
     kind = str(config.get("model_type", ""))
     plain = kind.removesuffix("_text").replace("_", "")
     architecture = _KINDS.get(_ALIASES.get(plain, plain))

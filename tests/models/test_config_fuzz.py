@@ -137,6 +137,12 @@ def test_what_cannot_be_calculated_with(
         loaded(folder, name, config, None)
 
 
+def test_a_text_models_config_by_another_name(folder: Path) -> None:
+    config = dict(tiny_config(folder, "nemotron-h-omni"))
+    config |= {"llm_config": config.pop("text_config"), "architectures": ["NemotronH_Nano_VL_V2"]}
+    loaded(folder, "nemotron-h-omni", config, None)
+
+
 LAYER_LISTS = {
     "olmo3": "layer_types",
     "gemma2": "layer_types",

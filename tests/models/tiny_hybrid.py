@@ -14,6 +14,7 @@ from transformers import (
     Lfm2VlConfig,
     Lfm3Config,
     Lfm3VlConfig,
+    NemotronH_Omni_Reasoning_V3_Config,
     NemotronHConfig,
     OlmoHybridConfig,
     Qwen3_5MoeTextConfig,
@@ -220,6 +221,23 @@ def hybrid_mixtures(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             moe_intermediate_size=32,
             moe_shared_expert_intermediate_size=96,
             routed_scaling_factor=1.5,
+        ),
+        "nemotron-h-omni": lambda: NemotronH_Omni_Reasoning_V3_Config(
+            text_config=NemotronHConfig(
+                **sizes,
+                **_NEMOTRON,
+                layers_block_type=["moe", "full_attention", "linear_attention"],
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                moe_shared_expert_intermediate_size=32,
+            ).to_dict(),
+            vision_config={
+                **{"model_type": "radio", "hidden_size": 32, "num_hidden_layers": 1},
+                **{"num_attention_heads": 2, "video_temporal_patch_size": 2},
+            },
+            vision_hidden_size=32,
+            projector_hidden_size=32,
         ),
         "nemotron-h-latent": lambda: NemotronHConfig(
             **sizes,
