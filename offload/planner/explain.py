@@ -136,7 +136,8 @@ def _placement(plan: Plan) -> Iterator[str]:
                 f"{counts[where][kind]} {kind}" for kind in _KINDS if counts[where][kind]
             )
             yield f"  {format_bytes(sizes[where]):>7}  {_PLACES[where]}  ({units})"
-    kv = Counter(plan.placement.kv)
+    places = zip(plan.request.shape.kv, plan.placement.kv, strict=True)
+    kv = Counter(place for layer, place in places if layer.width or layer.state)
     if set(kv) - {"ram"}:
         yield "  keys and values: " + ", ".join(
             f"{count} layers in {place}" for place, count in kv.items()

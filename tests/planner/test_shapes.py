@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.offload.planner import Budgets, shape_from_checkpoint, shape_from_config
+from localrt.offload.planner.explain import explain
 from localrt.offload.shapes import parse_kv_format
 from localrt.quant.ops.native.ops import NativeOps
 from tests.models.tiny import save_tiny
@@ -186,3 +189,24 @@ def test_a_plan_says_that_recurrent_layers_are_slower_on_a_card() -> None:
         budgets = Budgets(ram=20 << 30, vram=16 << 30 if gpu else 0)
         plan = planned(shape, machine(gpu=gpu), budgets, exact=False, ctx=512)
         assert any("recurrent layers" in note for note in plan.notes) is gpu
+
+
+def test_layers_that_keep_nothing_are_in_no_memory() -> None:
+    shape = shape_from_config(CONFIGS["nemotron-3-nano-30b-a3b"], name="m")
+    assert (len(shape.attending), sum(layer.state is not None for layer in shape.kv)) == (6, 23)
+    units = Counter(unit.kind for unit in shape.units if unit.layer is not None)
+    assert units == {"attention": 29, "mlp": 23, "expert": 23 * 128}
+    budgets = Budgets(ram=20 << 30, vram=16 << 30)
+    plan = planned(shape, machine(gpu=True), budgets, exact=False, ctx=512)
+    assert "keys and values: 29 layers in vram" in explain(plan)
+
+
+def test_a_layer_may_have_keys_values_and_a_state() -> None:
+    shape = shape_from_config(CONFIGS["falcon-h1-7b"], name="m")
+    assert shape.attending == tuple(range(44))
+    assert shape.on_ssd == (), "where there is a state beside them"
+    (both,) = set(shape.kv)
+    assert both.state is not None
+    without = replace(shape, kv=(replace(both, state=None),) * 44)
+    more = shape.kv_nbytes("bf16", 512)[0] - without.kv_nbytes("bf16", 512)[0]
+    assert more >= 4 * both.state.state_size
