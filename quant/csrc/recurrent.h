@@ -164,19 +164,21 @@ struct Columns {
     F16L next(F16L s, int i) const { return F16L::set1(k[i]).fma(d, s * F16L::set1(decays[each ? i : 0])); }
 };
 
-// Of a state, after what `add` adds if there is something: products with one or two vectors. Four sums each: short chains.
-template <bool ADD, bool BOTH> inline void step_columns(float* state, int size, const Columns& add, const float* a, const float* b, F16L& x, F16L& y) {
+// Of the state `from`, or of `to`, which is that and what `add` adds: products with one or two vectors. Four sums each:
+// short chains.
+template <bool ADD, bool FIRST, bool SECOND>
+inline void step_columns(const float* from, float* to, int size, const Columns& add, const float* a, const float* b, F16L& x, F16L& y) {
     F16L xs[4], ys[4];
     for (int j = 0; j < 4; j++) xs[j] = ys[j] = F16L::zero();
     int i = 0;
     auto take = [&](int i, int j) {
-        F16L s = F16L::load(state + 16 * i);
+        F16L s = F16L::load(from + 16 * i);
         if (ADD) {
             s = add.next(s, i);
-            s.store(state + 16 * i);
+            s.store(to + 16 * i);
         }
-        xs[j] = s.fma(F16L::set1(a[i]), xs[j]);
-        if (BOTH) ys[j] = s.fma(F16L::set1(b[i]), ys[j]);
+        if (FIRST) xs[j] = s.fma(F16L::set1(a[i]), xs[j]);
+        if (SECOND) ys[j] = s.fma(F16L::set1(b[i]), ys[j]);
     };
     for (; i + 4 <= size; i += 4)
 #pragma GCC unroll 4
@@ -186,8 +188,8 @@ template <bool ADD, bool BOTH> inline void step_columns(float* state, int size, 
     y = (ys[0] + ys[1]) + (ys[2] + ys[3]);
 }
 
-inline void add_columns(float* state, int size, const Columns& add) {
-    for (int i = 0; i < size; i++) add.next(F16L::load(state + 16 * i), i).store(state + 16 * i);
+inline void add_columns(const float* from, float* to, int size, const Columns& add) {
+    for (int i = 0; i < size; i++) add.next(F16L::load(from + 16 * i), i).store(to + 16 * i);
 }
 
 // All rows of a sequence for columns [16 block, ...) of a head: outputs take the values' places.
@@ -196,7 +198,8 @@ struct Scan {
     const RecurrentShape& shape;
     const Rows& rows;
     int head, group, column, size, count;  // size: of a key; count: columns
-    alignas(64) float state[16 * MAX_KEY];
+    const float* now;                      // the state: where it was kept, will be kept, or lies
+    alignas(64) float state[16 * MAX_KEY];  // for this pass alone
     alignas(64) float ka[MAX_KEY], qa[MAX_KEY];
 
     Scan(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows, int head, int block)
@@ -210,8 +213,8 @@ struct Scan {
         const int each = args.channel_decay ? size : 1;
         return {rows.channels(i, shape) + shape.k + group * size, factors + head * each, F16L::zero(), args.channel_decay != 0};
     }
-    // What row i adds, once `pending` is added; with SEEN, its output goes where its value was.
-    template <bool ADD, bool SEEN> Columns read(int i, const Columns& pending) {
+    // What row i adds, once `pending` is added, which makes the state `next`; with SEEN, its output goes where its value was.
+    template <bool ADD, bool SEEN> Columns read(int i, const Columns& pending, float* next) {
         Columns add = part(i);
         float* line = rows.channels(i, shape);
         const float* q = line + shape.q + group * size;
@@ -221,8 +224,10 @@ struct Scan {
             qa[j] = q[j] * decay;
         }
         F16L known = F16L::zero(), seen = known;
-        if (SEEN || args.kind == DELTA) step_columns<ADD, SEEN>(state, size, pending, ka, qa, known, seen);
-        else if (ADD) add_columns(state, size, pending);
+        if (args.kind == DELTA) step_columns<ADD, true, SEEN>(now, next, size, pending, ka, qa, known, seen);
+        else if (SEEN) step_columns<ADD, false, true>(now, next, size, pending, ka, qa, known, seen);
+        else if (ADD) add_columns(now, next, size, pending);
+        if (ADD) now = next;
         float* at = line + shape.v + head * args.value_size + column;
         const F16L v = load_some(at, count);
         const float* factors = rows.factors + (size_t)i * shape.factors;
@@ -238,27 +243,29 @@ struct Scan {
         const StateSpan& span = *rows.owner;
         const int blocks = (args.value_size + 15) / 16;
         const size_t at = ((size_t)head * blocks + column / 16) * 16 * size;
-        const int numbers = 16 * size;
-        copy_floats(span.from + at, numbers, state);
-        auto folded = [&](int i) {  // the state has i rows
-            if (i == rows.fold && (i || span.to != span.from)) copy_floats(state, numbers, span.to + at);
-        };
+        float* kept = span.to + at;
+        now = span.from + at;
+        if (!rows.fold && span.to != span.from) copy_floats(now, 16 * size, kept);
+        auto place = [&](int i) { return i <= rows.fold ? kept : state; };  // of the state that has i rows
         Columns pending = {nullptr, nullptr, F16L::zero(), false};
         for (int i = 0; i < rows.linear; i++) {
-            if (i < rows.waiting) pending = i ? read<true, false>(i, pending) : read<false, false>(i, pending);
-            else pending = i ? read<true, true>(i, pending) : read<false, true>(i, pending);
-            folded(i);
+            if (i < rows.waiting) pending = i ? read<true, false>(i, pending, place(i)) : read<false, false>(i, pending, nullptr);
+            else pending = i ? read<true, true>(i, pending, place(i)) : read<false, true>(i, pending, nullptr);
         }
         if (rows.linear == rows.count) return;
-        if (rows.linear) add_columns(state, size, pending);
-        folded(rows.linear);
-        grow(numbers);
+        if (rows.linear) {
+            add_columns(now, place(rows.linear), size, pending);
+            now = place(rows.linear);
+        }
+        grow(16 * size);
     }
     // A tree's rows. A state that another row goes on from later is saved.
     void grow(int numbers) {
         const int first = rows.linear, nodes = rows.count - first;
         float* saved = scratch<float>(saved_columns, (size_t)(nodes + 1) * numbers);
-        copy_floats(state, numbers, saved);  // before the tree
+        copy_floats(now, numbers, saved);  // before the tree
+        if (now != state) copy_floats(saved, numbers, state);
+        now = state;
         const Columns none = {nullptr, nullptr, F16L::zero(), false};
         int at = first - 1;  // the row that `state` has last
         for (int i = first; i < rows.count; i++) {
@@ -266,12 +273,12 @@ struct Scan {
             const int parent = rows.parent(i);
             if (parent != at) copy_floats(saved + (size_t)(parent - first + 1) * numbers, numbers, state);
             at = parent;
-            const Columns add = read<false, true>(i, none);
+            const Columns add = read<false, true>(i, none, nullptr);
             bool next = false, later = false;
             for (int child = i + 1; child < rows.count; child++)
                 if (rows.wanted(child) && rows.parent(child) == i) (child == i + 1 && !next ? next : later) = true;
             if (!next && !later) continue;
-            add_columns(state, size, add);
+            add_columns(state, state, size, add);
             at = i;
             if (later) copy_floats(state, numbers, saved + (size_t)(i - first + 1) * numbers);
         }
