@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 
 from tests.checkpoints.make_gguf import Array, write_gguf
 
+__all__ = ["ARCHITECTURES", "gemma_metadata", "gemma_tensors", "write_gemma"]
+
 ARCHITECTURES = {
     "gemma3n-gguf": "gemma3n",
     "gemma4": "gemma4",
@@ -91,16 +93,15 @@ _NAMES = {
 def write_gemma(folder: Path, path: Path, architecture: str) -> Path:
     """The Hugging Face model in ``folder`` as the GGUF file ``path``."""
     config = json.loads((folder / "config.json").read_text())
-    tensors = _tensors(folder)
-    metadata = _metadata(architecture, config)
-    if architecture == "gemma4":
-        tensors["rope_freqs.weight"] = _divisors(config), "f32"
-    (file,) = write_gguf(path, architecture, metadata, tensors)
+    tensors = gemma_tensors(load_file(folder / "model.safetensors"), architecture, config)
+    metadata = gemma_metadata(architecture, config) | {"tokenizer.ggml.model": "no_vocab"}
+    (file,) = write_gguf(path, architecture, metadata, {n: (t, "f32") for n, t in tensors.items()})
     return file
 
 
-def _metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"tokenizer.ggml.model": "no_vocab"}
+def gemma_metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's keys, but for the tokenizer's."""
+    found: dict[str, Any] = {}
     for key, ours in _KEYS.items():
         value = config.get(key)
         if value is not None:
@@ -111,7 +112,7 @@ def _metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
     found[f"{architecture}.rope.freq_base"] = float(rope["full_attention"]["rope_theta"])
     sizes = {True: config["head_dim"], False: config["head_dim"]}
     if architecture == "gemma4":
-        full = config["per_layer_config"][str(windowed.index(False))]
+        full = _full_layer(config)
         sizes[False] = full["head_dim"]
         found[f"{attention}key_length_swa"] = found[f"{attention}value_length_swa"] = sizes[True]
         found[f"{architecture}.rope.dimension_count_swa"] = sizes[True]
@@ -136,28 +137,41 @@ def _metadata(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _full_layer(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a layer without a window has of its own."""
+    first = config["layer_types"].index("full_attention")
+    own: Mapping[str, Mapping[str, Any]] = config["per_layer_config"]
+    return next(values for number, values in own.items() if int(number) == first)
+
+
 def _divisors(config: Mapping[str, Any]) -> Array:
     """What the rotary frequencies of full layers are divided by."""
-    layers = config["layer_types"]
-    pairs = config["per_layer_config"][str(layers.index("full_attention"))]["head_dim"] // 2
+    pairs = _full_layer(config)["head_dim"] // 2
     share = config["rope_parameters"]["full_attention"]["partial_rotary_factor"]
     values = np.full(pairs, 1e30, np.float32)
     values[: int(pairs * share)] = 1.0
     return values
 
 
-def _tensors(folder: Path) -> dict[str, tuple[Array, str]]:
-    tensors: dict[str, tuple[Array, str]] = {}
+def gemma_tensors(
+    state: Mapping[str, Array], architecture: str, config: Mapping[str, Any]
+) -> dict[str, Array]:
+    """A file's tensors, from transformers' by their names there."""
+    tensors: dict[str, Array] = {}
     stacks: dict[str, dict[int, Array]] = {}
-    for name, values in load_file(folder / "model.safetensors").items():
+    for name, values in state.items():
+        if name == "lm_head.weight":  # tied
+            continue
         if name in _TOP:
-            tensors[_TOP[name]] = values, "f32"
+            tensors[_TOP[name]] = values
             continue
         _, module, number, stem = name.split(".", 3)
         if module in _STACKS:
             stacks.setdefault(f"{_STACKS[module]}.weight", {})[int(number)] = values
-        elif name != "lm_head.weight":
-            tensors[f"blk.{number}.{_NAMES[stem]}"] = values, "f32"
+        else:
+            tensors[f"blk.{number}.{_NAMES[stem]}"] = values
     for name, parts in stacks.items():
-        tensors[name] = np.stack([parts[number] for number in sorted(parts)]), "f32"
+        tensors[name] = np.stack([parts[number] for number in sorted(parts)])
+    if architecture == "gemma4":
+        tensors["rope_freqs.weight"] = _divisors(config)
     return tensors

@@ -13,7 +13,7 @@ from localrt.models.checkpoints.gguf_names import QWEN_DELTA
 from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 from tests.models.gguf_mamba import MAMBA_FILES, write_mamba
 
-__all__ = ["HYBRID_FILES", "write_hybrid"]
+__all__ = ["HYBRID_FILES", "hybrid_metadata", "hybrid_tensors", "write_hybrid"]
 
 HYBRID_FILES = {
     **MAMBA_FILES,
@@ -97,19 +97,31 @@ def write_hybrid(theirs: Any, path: Path, name: str, *, together: bool = False) 
     """
     if name in MAMBA_FILES:
         return write_mamba(theirs, path, name)
-    architecture, config = HYBRID_FILES[name], theirs.config
-    tensors: dict[str, Array] = {}
-    for key, value in theirs.state_dict().items():
-        if together and key.endswith("in_proj_qkvz.weight"):
-            tensors[f"blk.{key.split('.')[2]}.ssm_in.weight"] = value.float().numpy()
-            continue
-        tensors |= _tensor(key, value.float().numpy(), architecture, config)
-    if config.tie_word_embeddings:
-        tensors.pop("output.weight", None)
-    metadata = {f"{architecture}.{key}": value for key, value in _metadata(config).items()}
-    metadata["tokenizer.ggml.model"] = "no_vocab"
+    architecture = HYBRID_FILES[name]
+    state = {key: value.float().numpy() for key, value in theirs.state_dict().items()}
+    whole = [key for key in state if together and key.endswith("in_proj_qkvz.weight")]
+    tensors = {f"blk.{key.split('.')[2]}.ssm_in.weight": state.pop(key) for key in whole}
+    tensors |= hybrid_tensors(state, architecture, theirs.config)
+    metadata = hybrid_metadata(architecture, theirs.config) | {"tokenizer.ggml.model": "no_vocab"}
     files = write_gguf(path, architecture, metadata, {n: (t, "f32") for n, t in tensors.items()})
     return files[0]
+
+
+def hybrid_tensors(
+    state: Mapping[str, Array], architecture: str, config: Any
+) -> Mapping[str, Array]:
+    """A file's tensors, from transformers' by their names there."""
+    tensors: dict[str, Array] = {}
+    for key, value in state.items():
+        tensors |= _tensor(key, value, architecture, config)
+    if config.tie_word_embeddings:
+        tensors.pop("output.weight", None)
+    return tensors
+
+
+def hybrid_metadata(architecture: str, config: Any) -> dict[str, Any]:
+    """A file's keys, but for the tokenizer's."""
+    return {f"{architecture}.{key}": value for key, value in _metadata(config).items()}
 
 
 def _tensor(key: str, value: Array, architecture: str, config: Any) -> Mapping[str, Array]:
@@ -240,7 +252,7 @@ def _metadata(config: Any) -> dict[str, Any]:
     found["feed_forward_length"] = config.intermediate_size
     if hasattr(config, "linear_num_key_heads"):
         found["attention.head_count_kv"] = config.num_key_value_heads
-        found["full_attention_interval"] = 2
+        found["full_attention_interval"] = kinds.index("full_attention") + 1
         found["rope.dimension_sections"] = [*config.rope_parameters["mrope_section"], 0]
         found |= {
             "ssm.conv_kernel": config.linear_conv_kernel_dim,
