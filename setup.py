@@ -24,7 +24,7 @@ SOURCES = (
     "tile",
 )
 
-flags = ["-std=c++17", "-O3", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
+flags = ["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fvisibility=hidden", "-g0"]
 if sys.platform == "win32":
     flags = ["/std:c++17", "/O2"]
 
