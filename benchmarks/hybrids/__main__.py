@@ -3,8 +3,8 @@
     python -m benchmarks.hybrids [--only WORDS] [--again WORDS] [--ik PROGRAM] [--files FOLDER]
 
 PROGRAM is ik_llama.cpp's ``llama-bench``. The files are made once, in the shapes of published
-models (``benchmarks/hybrids/files.py``). Rows are saved as they are done, and a row that is there is
-not measured again unless ``--again`` names it. ``python -m benchmarks.tables`` makes the tables.
+models (``benchmarks/hybrids/files.py``). Rows are saved as they are done, and a row that is there
+is not measured again unless ``--again`` names it. ``python -m benchmarks.tables`` makes the table.
 """
 
 from __future__ import annotations

@@ -69,7 +69,9 @@ def hold_contest(path: Path, prompt: int, tokens: int, runs: int, ik: Path | Non
     for peer in peers:
         names = [name for name in samples if name.startswith(f"{peer},")]
         found[f"times_{peer}"] = {
-            key: min(median_ratio(_of(samples["localrt"], key), _of(samples[n], key)) for n in names)
+            key: min(
+                median_ratio(_of(samples["localrt"], key), _of(samples[n], key)) for n in names
+            )
             for key in _MEASURES
         }
     return found
@@ -106,9 +108,7 @@ def _child(
     return start
 
 
-def _program(
-    command: Sequence[str], prompt: int, tokens: int
-) -> Callable[[ExitStack], _Turn]:
+def _program(command: Sequence[str], prompt: int, tokens: int) -> Callable[[ExitStack], _Turn]:
     """ik_llama.cpp's own benchmark, which loads the model anew in every turn and warms up."""
 
     def start(stack: ExitStack) -> _Turn:
