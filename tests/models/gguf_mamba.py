@@ -59,8 +59,11 @@ _NAMES = {
 _MIXERS = ("self_attn.", "mamba.", "feed_forward.")  # what Nemotron-H calls alike
 
 
-def write_mamba(theirs: Any, path: Path, name: str) -> Path:
-    """transformers' model, of the tiny config ``name``, as the file ``path``."""
+def write_mamba(theirs: Any, path: Path, name: str, *, predicts: bool = False) -> Path:
+    """transformers' model, of the tiny config ``name``, as the file ``path``.
+
+    ``predicts``: there is one block more, which predicts further tokens.
+    """
     architecture, config = MAMBA_FILES[name], theirs.config
     tensors: dict[str, Array] = {}
     for key, value in theirs.state_dict().items():
@@ -77,6 +80,15 @@ def write_mamba(theirs: Any, path: Path, name: str) -> Path:
         tensors[f"blk.{layer}.{_NAMES[stem]}"] = _stored(stem, values, groups)
     described = _falcon(config) if architecture == "falcon-h1" else _nemotron(config)
     metadata: dict[str, Any] = {f"{architecture}.{key}": v for key, v in described.items()}
+    if predicts:
+        blocks = metadata[f"{architecture}.block_count"]
+        metadata[f"{architecture}.nextn_predict_layers"] = 1
+        metadata[f"{architecture}.block_count"] = blocks + 1
+        for key in ("attention.head_count_kv", "feed_forward_length"):
+            each = metadata[f"{architecture}.{key}"]
+            each.append(max(each))
+        for part in ("nextn.eh_proj", "nextn.enorm", "attn_q", "ffn_up_exps"):
+            tensors[f"blk.{blocks}.{part}.weight"] = np.ones((32, 32), np.float32)
     metadata["tokenizer.ggml.model"] = "no_vocab"
     files = write_gguf(path, architecture, metadata, {n: (t, "f32") for n, t in tensors.items()})
     return files[0]

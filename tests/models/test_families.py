@@ -18,6 +18,7 @@ from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
 from tests.models.gguf_families import FAMILY_FILES, write_family
 from tests.models.gguf_hybrid import HYBRID_FILES, write_hybrid
+from tests.models.gguf_mamba import write_mamba
 from tests.models.test_architectures import oracle
 from tests.models.test_mixtures import logits_of
 from tests.models.tiny import CONFIGS, relative_error, save_tiny, tokens
@@ -122,6 +123,17 @@ def test_a_block_that_predicts_further_tokens_changes_nothing(
             store = pack_store(checkpoint, path.with_suffix(""), tiler=tile_tensor)
         assert not [file for file in store.iterdir() if "3" in file.name]
     assert shapes[0] == shapes[1]
+
+
+def test_nemotrons_predicting_block_changes_nothing(tmp_path: Path) -> None:
+    theirs = save_tiny("nemotron-h-moe", tmp_path)
+    paths = [
+        write_mamba(theirs, tmp_path / f"{predicts}.gguf", "nemotron-h-moe", predicts=predicts)
+        for predicts in (False, True)
+    ]
+    ids = tokens(LENGTH)
+    plain, extended = (logits_of(path, ids) for path in paths)
+    np.testing.assert_array_equal(extended, plain)
 
 
 def llama_cpp_logits(path: Path, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
