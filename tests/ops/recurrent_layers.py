@@ -52,10 +52,12 @@ SPECS = {
 
 
 class Layer:
-    """One of ``SPECS`` on an implementation. Rows go in and come out; caches hold its state."""
+    """One of ``SPECS``, or another, on an implementation. Rows go in and come out; caches hold its
+    state.
+    """
 
-    def __init__(self, name: str, ops: Ops) -> None:
-        self.spec, self.ops = SPECS[name], ops
+    def __init__(self, spec: str | RecurrentSpec, ops: Ops) -> None:
+        self.spec, self.ops = SPECS[spec] if isinstance(spec, str) else spec, ops
         self.weights = _random_weights(self.spec, ops)
 
     def cache(self) -> KVCache:

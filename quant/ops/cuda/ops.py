@@ -37,6 +37,7 @@ from localrt.quant.ops.cuda.kernels.routing import combined, put_rows
 from localrt.quant.ops.cuda.kernels.rows import unpack_rows
 from localrt.quant.ops.cuda.kernels.steps import norm, rotate_blocks
 from localrt.quant.ops.cuda.products import gate_up, linear, multiply_heads, reads_records
+from localrt.quant.ops.cuda.recurrent import mix_and_project
 from localrt.quant.ops.cuda.routing import on_card
 from localrt.quant.ops.cuda.stream import CudaPass, Logits, Numbers, Recording, Stream
 from localrt.quant.ops.cuda.streams import StreamSteps
@@ -49,7 +50,6 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.hybrid_cache import begin_states
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.native.ops import fast_tiler
 from localrt.quant.ops.protocol import (
@@ -69,7 +69,6 @@ from localrt.quant.ops.torch.attention import visible_keys
 from localrt.quant.ops.torch.experts import gated
 from localrt.quant.ops.torch.kv import kv_of
 from localrt.quant.ops.torch.latent import attend_latents
-from localrt.quant.ops.torch.recurrent import mix_rows, widen
 
 __all__ = ["CudaOps"]
 
@@ -292,16 +291,9 @@ class CudaOps(StreamSteps):
         step: CudaPass,
         layer: int,
     ) -> Tensor:
-        """(R, D), float32; row by row in torch between our products."""
-        if not step.states:
-            step.states = begin_states(step.spans)
+        """(R, D), float32."""
         h = self._normed(x, weights.norm, spec.eps, weights.mix)
-        mixed = linear(h, weights.mix, weights.mix_bias, dtype=torch.float32)
-        if weights.mix_scale is not None:
-            mixed *= weights.mix_scale
-        mixed = widen(mixed, weights, spec, _wide_linear)
-        seen = mix_rows(mixed, weights, spec, step.spans, step.states, layer)
-        y = linear(seen.bfloat16(), weights.out, weights.out_bias, dtype=torch.float32)
+        y = mix_and_project(h, weights, spec, step, layer)
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
@@ -531,11 +523,6 @@ def _ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
     for span in spans:
         yield first, first + span.rows, span
         first += span.rows
-
-
-def _wide_linear(x: Tensor, weight: CudaWeight) -> Tensor:
-    """(R, rows), float32, of some columns of float32 rows."""
-    return linear(x.bfloat16().contiguous(), weight, dtype=torch.float32)
 
 
 def _without_gates(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from localrt.quant.ops.attention import AttentionTemperature, Rope
 from localrt.quant.ops.cuda.kernels.products import Records
+from localrt.quant.ops.cuda.kernels.recurrent import Sequences
 from localrt.quant.ops.cuda.kernels.steps import norm, norm_records
 from localrt.quant.ops.protocol import Span
-from localrt.quant.ops.states import StatePass
 
 __all__ = ["CudaPass", "Logits", "Numbers", "Recording", "Stream"]
 
@@ -95,6 +95,7 @@ class CudaPass:
     tables: dict[Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     masks: dict[int, Tensor | None] = field(default_factory=dict)
     temperatures: dict[AttentionTemperature, Tensor] = field(default_factory=dict)
+    sequences: Sequences | None = None  # of recurrent layers
 
     def factors(self, temperature: AttentionTemperature) -> Tensor:
         """What the rows' queries are multiplied by: (R, 1, 1), float32."""
@@ -102,8 +103,6 @@ class CudaPass:
             turns = torch.log1p((self.positions // temperature.length).float())
             self.temperatures[temperature] = (1 + temperature.beta * turns)[:, None, None]
         return self.temperatures[temperature]
-
-    states: list[StatePass] = field(default_factory=list)  # of recurrent layers
 
 
 @dataclass(slots=True)

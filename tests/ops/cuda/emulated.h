@@ -11,6 +11,7 @@
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
+struct float4 { float x, y, z, w; };
 struct dim3 { unsigned x, y, z; };
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
@@ -24,6 +25,7 @@ void emulated_warp();            // and of the warp
 uint32_t* emulated_words(int lane);  // of the warp: what its lanes show each other
 float fmaf(float, float, float);
 float expf(float);
+float log1pf(float);
 float exp2f(float);
 float sqrtf(float);
 float nearbyintf(float);

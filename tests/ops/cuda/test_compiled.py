@@ -23,7 +23,9 @@ from localrt.quant.ops.cuda.kernels.formats import TYPES
 from localrt.quant.ops.cuda.kernels.latent import append_program, latent_programs
 from localrt.quant.ops.cuda.kernels.products import linear_program
 from localrt.quant.ops.cuda.kernels.programs import Program, compile_program, machine_code
+from localrt.quant.ops.cuda.kernels.recurrent import recurrent_programs
 from localrt.quant.ops.cuda.kernels.variants import Cut
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 # Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
 # processor, a tenth is a ninth of what a card issues.
@@ -149,6 +151,22 @@ def test_attention(target: int, sizes: tuple[int, ...]) -> None:
         programs += [attention_program(size, size, "int4", split=True), rope_program(size, "int4")]
     for program in programs:
         check_program(program, target)
+
+
+@pytest.mark.parametrize("target", [75, 89, 120])
+def test_recurrent_layers(target: int) -> None:
+    """The largest keys there are, and those of published models."""
+    for key, each in ((128, True), (256, False)):
+        spec = RecurrentSpec(
+            kind="delta", heads=2, key_heads=1, key_size=key, value_size=64, taps=4, eps=1e-6,
+            channel_decay=each,
+        )  # fmt: skip
+        for program in recurrent_programs(spec, records=(1, 1)):
+            check_program(program, target)
+    conv = RecurrentSpec(
+        kind="conv", heads=1, key_heads=1, key_size=1, value_size=1, taps=8, eps=1e-6, width=64
+    )
+    check_program(*recurrent_programs(conv, records=(1, 0)), target)
 
 
 @pytest.mark.parametrize("target", [75, 89, 120])

@@ -1,0 +1,167 @@
+"""The kernels of recurrent layers against the textbook, and bits that depend on the past alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.quant.ops.cuda.kernels.products import empty_records, product, quantize
+from localrt.quant.ops.cuda.kernels.recurrent import fits_records, mix_rows
+from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.ops.cuda.recurrent import mix_and_project
+from localrt.quant.ops.cuda.sequences import SequenceTable, waiting_rows
+from localrt.quant.ops.hybrid_cache import begin_states, states_of
+from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.torch.recurrent import mix_rows as textbook
+from tests.ops.cuda.target import DEVICE
+from tests.ops.cuda.test_products import matrix
+from tests.ops.recurrent_layers import HIDDEN, SPECS, Floats, Layer, random_rows, tree_mask
+
+NAMES = sorted(SPECS)
+
+
+class CardLayer(Layer):
+    """The same on a card. The products round; between them there is no difference to be seen."""
+
+    def __init__(self, spec: str | RecurrentSpec) -> None:
+        super().__init__(spec, CudaOps(device=DEVICE))
+
+    def run(self, *parts: tuple[Any, ...], cancelled: bool = False) -> Floats:
+        """See ``Layer``."""
+        spans = tuple(Span(cache, len(x), *mask) for cache, x, *mask in parts)
+        x = np.concatenate([x for _, x, *_ in parts])
+        batch = Batch(np.zeros(len(x), np.int64), np.arange(len(x)), spans)
+        with self.ops.scope():
+            step = self.ops.begin(batch)
+            rows = torch.from_numpy(x).to(DEVICE)
+            normed = torch.nn.functional.rms_norm(rows, (HIDDEN,), self.weights.norm, 1e-6)
+            out = mix_and_project(normed.bfloat16(), self.weights, self.spec, step, 0)
+        if not cancelled:
+            for span in spans:
+                span.cache.advance(span.rows)
+        return out.cpu().numpy()
+
+
+def together(layer: Layer, x: Floats, cuts: Iterable[int]) -> Floats:
+    """Rows in passes of so many."""
+    cache, ends = layer.cache(), list(accumulate(cuts, initial=0))
+    return np.concatenate([layer.run((cache, x[a:b])) for a, b in pairwise(ends)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_give_what_torch_gives(name: str) -> None:
+    layer, mask = CardLayer(name), tree_mask([-1, 0, 0, 2, 1, 3, 5, 0])
+    spec, weights, card = layer.spec, layer.weights, torch.device(DEVICE)
+    mixed = torch.randn(30, spec.projected_rows, generator=torch.Generator().manual_seed(1))
+    mixed = mixed.to(DEVICE)
+    ours, theirs = layer.cache(), layer.cache()
+    for first, stop, tree in ((0, 9, None), (9, 10, None), (10, 18, mask), (18, 30, None)):
+        rows = mixed[first:stop]
+        for cache in (ours, theirs):
+            cache.reserve(stop)
+        spans = [(Span(cache, len(rows), tree),) for cache in (ours, theirs)]
+        passes = begin_states(spans[0])
+        table = SequenceTable(spans[0], passes, [waiting_rows(passes[0], ours.length)])
+        table.fill(spans[0], passes)
+        found = mix_rows(rows, weights, spec, table.split(table.upload(card)), 0, (0, 0))
+        states_of(ours).layer_done(0)
+        wanted = textbook(rows, weights, spec, spans[1], begin_states(spans[1]), 0)
+        torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-3)
+        for cache in (ours, theirs):
+            cache.advance(len(rows))
+            if tree is not None:
+                cache.select(10, [0, 2, 3, 5])
+    # States and rows in float32.
+    for kept, same in zip(*(states_of(cache).saved() for cache in (ours, theirs)), strict=True):
+        assert (kept.position, kept.length) == (same.position, same.length)
+        numbers = (each.data.view(np.float32) for each in (kept, same))
+        np.testing.assert_allclose(*numbers, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm_size", "gate_first"),
+    [("delta", 32, False), ("ssm", 64, True), ("ssm", 0, False), ("conv", 0, False)],
+)
+def test_records_are_those_of_the_results(kind: Any, norm_size: int, gate_first: bool) -> None:
+    width = 128 if kind == "conv" else 0
+    spec = RecurrentSpec(
+        kind=kind, heads=1 if width else 4, key_heads=1, key_size=8, value_size=32, taps=4,
+        eps=1e-6, norm_size=norm_size, gate_first=gate_first, width=width,
+    )  # fmt: skip
+    layer = CardLayer(spec)
+    assert fits_records(spec)
+    mixed = torch.randn(5, spec.projected_rows, generator=torch.Generator().manual_seed(1))
+    spans = [(Span(layer.cache(), 5),) for _ in range(2)]
+    passes = begin_states(spans[0])
+    table = SequenceTable(spans[0], passes, [0])
+    table.fill(spans[0], passes)
+    records = empty_records(1, 5, 128, torch.device(DEVICE))
+    sequences = table.split(table.upload(torch.device(DEVICE)))
+    mix_rows(mixed.to(DEVICE), layer.weights, spec, sequences, 0, (0, 0), records)
+    wanted = textbook(mixed.to(DEVICE), layer.weights, spec, spans[1], begin_states(spans[1]), 0)
+    results = []
+    for rows in (records, quantize(wanted)):
+        results.append(torch.empty(5, 32, device=DEVICE))
+        product(rows, matrix("q8_0", 32, 128), results[-1])
+    scale = float(results[1].abs().max())
+    torch.testing.assert_close(*results, rtol=0, atol=0.01 * scale)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_passes_of_any_size_give_the_same_bits(name: str) -> None:
+    layer, x = CardLayer(name), random_rows(24)
+    whole = together(layer, x, [24])
+    for cuts in ([1, 1, 2, 5, 1, 14], [12, 3, 9]):
+        np.testing.assert_array_equal(together(layer, x, cuts), whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tree_gives_each_path_the_bits_of_its_tokens(name: str) -> None:
+    """In one pass, and grown in two."""
+    layer, x, nodes = CardLayer(name), random_rows(6), random_rows(7, seed=5)
+    parents = [-1, 0, 1, 0, 3, 2, -1]
+    mask = tree_mask(parents)
+
+    def begun() -> KVCache:
+        cache = layer.cache()
+        layer.run((cache, x))
+        return cache
+
+    at_once = layer.run((begun(), nodes, mask))
+    cache = begun()
+    first = layer.run((cache, nodes[:3], mask[:3, :3]))
+    second = layer.run((cache, nodes[3:], mask[3:]))
+    np.testing.assert_array_equal(np.concatenate([first, second]), at_once)
+    for row in range(len(nodes)):
+        path = np.flatnonzero(mask[row])
+        wanted = layer.run((begun(), nodes[path]))
+        np.testing.assert_array_equal(at_once[row], wanted[-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sequences_do_not_see_one_another(name: str) -> None:
+    layer, x, y = CardLayer(name), random_rows(12), random_rows(12, seed=3)
+    alone = [together(layer, rows, [7, 1, 4]) for rows in (x, y)]
+    a, b = layer.cache(), layer.cache()
+    layer.run((a, x[:7]))
+    found = [layer.run((a, x[7:8]), (b, y[:7])), layer.run((b, y[7:8]), (a, x[8:]))]
+    np.testing.assert_array_equal(found[0], np.concatenate([alone[0][7:8], alone[1][:7]]))
+    np.testing.assert_array_equal(found[1], np.concatenate([alone[1][7:8], alone[0][8:]]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_taken_back_leaves_no_trace(name: str) -> None:
+    layer, x = CardLayer(name), random_rows(16)
+    whole, cache = together(layer, x, [16]), layer.cache()
+    layer.run((cache, x[:8]))
+    for wrong in (random_rows(3, seed=9), random_rows(9, seed=9)):
+        layer.run((cache, wrong), cancelled=True)
+    layer.run((cache, random_rows(2, seed=8)))
+    assert cache.trim(8) == 8
+    np.testing.assert_array_equal(layer.run((cache, x[8:])), whole[8:])
