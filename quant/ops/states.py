@@ -254,6 +254,11 @@ class StateCache:
         sets = {id(each): each for each in (self._now, self._spare, target, *self._kept) if each}
         return sum(each.nbytes for each in sets.values())
 
+    @property
+    def waiting(self) -> int:
+        """The last tokens held that a layer's state does not have yet."""
+        return self._length - int(self._now.positions.min(initial=self._length))
+
     def reserve(self, length: int) -> None:
         """Nothing grows with the tokens."""
         if length > self._capacity:
@@ -279,7 +284,7 @@ class StateCache:
             if target.ring < self.layout.ring(end - fold):
                 target.widen(self._alloc, end - fold, 0)
         else:
-            target, waiting = now, end - int(now.positions.min(initial=self._length))
+            target, waiting = now, self.waiting + rows
             if now.ring < self.layout.ring(waiting):
                 now.widen(self._alloc, waiting, self._length)
         parents = None if mask is None else tree_parents(mask)

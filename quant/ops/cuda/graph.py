@@ -23,14 +23,17 @@ from torch import Tensor
 
 from localrt.quant.ops.cuda.device import upload
 from localrt.quant.ops.cuda.kernels.products import MOST_ROWS
+from localrt.quant.ops.cuda.sequences import SequenceTable
 from localrt.quant.ops.cuda.stream import CudaPass, Logits, Numbers, Recording, Stream
+from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Span
-from localrt.quant.ops.torch.kv import TorchKVCache
+from localrt.quant.ops.torch.kv import kv_of
 
 __all__ = ["GraphedForward", "RecordedOps", "Recordings", "record"]
 
 _RECORDED = 8  # shapes of passes at once
 _NOTED = 64
+_WAITING = 8  # rows that wait for a state, rounded up: few shapes
 _IDLE = 64  # passes after which a shape that does not come any more gives way to another
 
 
@@ -61,14 +64,15 @@ class _Shape:
     allocated: int
     rows: int
     wanted: tuple[int, ...]
-    masked: bool
+    nodes: int  # of a tree
+    waiting: int  # rows for a recurrent layer's state, at most
 
 
 @dataclass(slots=True)
 class _Seen:
     """A shape that came once, and its recordings from the second time on."""
 
-    cache: weakref.ref[TorchKVCache]
+    cache: weakref.ref[KVCache]
     static: StaticPass | None = None
     used: int = 0  # the number of the latest pass
 
@@ -132,7 +136,7 @@ class Recordings:
         self._seen.move_to_end(shape)
         seen.used = self._passes
         if seen.static is None and self._has_room():
-            seen.static = StaticPass(self._ops, batch, shape.wanted, self._pool)
+            seen.static = StaticPass(self._ops, batch, shape, self._pool)
         return seen.static
 
     def _has_room(self) -> bool:
@@ -148,7 +152,6 @@ class Recordings:
 
     def _note(self, shape: _Shape, cache: KVCache) -> None:
         """Remember a new shape; forget recordings of caches that are gone or have grown."""
-        assert isinstance(cache, TorchKVCache)
         for other, seen in list(self._seen.items()):
             grown = other.cache == shape.cache and other.allocated != shape.allocated
             if grown or seen.cache() is None:
@@ -166,11 +169,13 @@ class Recordings:
             return None
         (span,) = batch.spans
         cache = span.cache
-        if not isinstance(cache, TorchKVCache):
-            return None
         cache.reserve(cache.length + span.rows)
         wanted = tuple(range(span.rows)) if rows is None else tuple(int(row) for row in rows)
-        return _Shape(id(cache), cache.allocated, span.rows, wanted, span.mask is not None)
+        nodes = 0 if span.mask is None else span.mask.shape[1]
+        waiting = 0
+        if isinstance(cache, HybridCache):
+            waiting = max(_WAITING, 1 << (cache.states.waiting - 1).bit_length())
+        return _Shape(id(cache), kv_of(span).allocated, span.rows, wanted, nodes, waiting)
 
 
 class GraphedForward:
@@ -196,22 +201,22 @@ class GraphedForward:
         if check is not None:
             check()
         (span,) = batch.spans
-        cache, wanted = span.cache, static.wanted
-        again = Batch(batch.tokens, batch.positions, (Span(cache, span.rows),))
+        counter, wanted = kv_of(span), static.wanted
+        again = Batch(batch.tokens, batch.positions, (Span(counter, span.rows),))
 
         def whole(step: CudaPass) -> None:
             """The cache counts nothing."""
-            length = cache.length
+            length = counter.length
             try:
                 self._forward(again, rows=wanted)
             finally:
-                cache.trim(length)
+                counter.trim(length)
 
         with self._ops.scope():
             logits = static.run("pass", static.fill(batch), whole)
             assert logits is not None, "the pass has left its logits"
             host = static.to_host(logits)
-        cache.advance(span.rows)
+        span.cache.advance(span.rows)
         return host
 
 
@@ -249,20 +254,24 @@ class StaticStep(CudaPass):
 class StaticPass:
     """The inputs of passes of one shape, where recordings read them, and those recordings."""
 
-    def __init__(
-        self, ops: RecordedOps, batch: Batch, wanted: Sequence[int], pool: Any = None
-    ) -> None:
+    def __init__(self, ops: RecordedOps, batch: Batch, shape: _Shape, pool: Any = None) -> None:
         (span,) = batch.spans
         self._ops, self._pool = ops, pool
-        self.wanted = list(wanted)
+        self.wanted = list(shape.wanted)
         self._device = device = torch.device(ops.device)
         self._numbers = Numbers(span.rows, 1)
         self._inputs = torch.zeros_like(self._numbers.staged, device=device)
         self._tree = None if span.mask is None else ops.tree(span.mask)
         whole = self.wanted == list(range(span.rows))
         self._index = None if whole else torch.tensor(self.wanted, device=device)
-        assert isinstance(span.cache, TorchKVCache)
-        self._limit = (span.cache.allocated,)
+        self._limit = (shape.allocated,)
+        self._table: SequenceTable | None = None
+        if isinstance(span.cache, HybridCache):
+            layers = len(span.cache.states.layout.specs)
+            self._table = SequenceTable(
+                [span.rows], [shape.waiting], layers=layers, nodes=shape.nodes
+            )
+        self._sequences: Tensor | None = None  # the table's copy
         self._values: Tensor | None = None
         self._host: Tensor | None = None
         self._runs: dict[object, _Run] = {}
@@ -276,7 +285,15 @@ class StaticPass:
             assert span.mask is not None
             upload(np.ascontiguousarray(span.mask, np.int8), self._device, out=self._tree)
         numbers = self._numbers.split(self._inputs)
-        return StaticStep(*numbers, batch.spans, (self._tree,), self._limit, static=self)
+        step = StaticStep(*numbers, batch.spans, (self._tree,), self._limit, static=self)
+        if self._table is not None:
+            self._table.fill(batch.spans, begin_states(batch.spans))
+            step.sequences = self._table.split(self._upload(self._table))
+        return step
+
+    def _upload(self, table: SequenceTable, *, dry: bool = False) -> Tensor:
+        self._sequences = table.upload(self._device, self._sequences, dry=dry)
+        return self._sequences
 
     def values(self, like: Tensor) -> Tensor:
         """Of the residual stream, where recordings read it and leave it."""
@@ -304,6 +321,8 @@ class StaticPass:
             x = kept
         self._load(x)
         made.replay()
+        for layer in made.recording.step.mixed:
+            step.layer_done(layer)
         return made.recording.logits
 
     def to_host(self, logits: Tensor) -> Logits:
@@ -324,7 +343,7 @@ class StaticPass:
                 values.copy_(x)
 
     def _record(self, step: CudaPass, body: Callable[[CudaPass], None]) -> _Run:
-        recording = Recording(replace(step, tables={}, masks={}), self._index)
+        recording = Recording(replace(step, tables={}, masks={}, mixed=set()), self._index)
 
         def once() -> None:
             recording.step.tables.clear()
@@ -334,7 +353,11 @@ class StaticPass:
             finally:
                 self._ops.recording = None
 
+        if self._table is not None:
+            self._upload(self._table, dry=True)
         once()  # compiles what is left to compile, which recording must not do
+        if self._table is not None:
+            self._upload(self._table)
         replay = record(once, self._pool)
         if self._device.type == "cuda":
             recording.step.spans = ()  # the cache is not this recording's to keep alive

@@ -8,7 +8,7 @@ from torch import Tensor
 from localrt.quant.ops.cuda.kernels.products import Records, empty_records
 from localrt.quant.ops.cuda.kernels.recurrent import Sequences, fits_records, mix_rows
 from localrt.quant.ops.cuda.products import linear, reads_records
-from localrt.quant.ops.cuda.sequences import SequenceTable, waiting_rows
+from localrt.quant.ops.cuda.sequences import SequenceTable
 from localrt.quant.ops.cuda.stream import CudaPass
 from localrt.quant.ops.cuda.weight import CudaWeight
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
@@ -39,8 +39,7 @@ def mix_and_project(
     layout = states_of(step.spans[0].cache).layout
     places = layout.states[layer], layout.rows[layer]
     seen = mix_rows(mixed, weights, spec, _sequences(step, mixed.device), layer, places, records)
-    for span in step.spans:
-        states_of(span.cache).layer_done(layer)
+    step.layer_done(layer)
     return linear(records or seen, out, weights.out_bias, dtype=torch.float32)
 
 
@@ -48,8 +47,7 @@ def _sequences(step: CudaPass, device: torch.device) -> Sequences:
     """Those of a pass, whose states begin with the first layer."""
     if step.sequences is None:
         passes = begin_states(step.spans)
-        held = (span.cache.length for span in step.spans)
-        table = SequenceTable(step.spans, passes, list(map(waiting_rows, passes, held)))
+        table = SequenceTable.of(step.spans)
         table.fill(step.spans, passes)
         step.sequences = table.split(table.upload(device))
     return step.sequences

@@ -13,32 +13,41 @@ import torch
 
 from localrt.quant.ops.cuda.device import upload
 from localrt.quant.ops.cuda.kernels.recurrent import SEQUENCE_NUMBERS, Sequences
+from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.states import StatePass
 
-__all__ = ["SequenceTable", "waiting_rows"]
+__all__ = ["SequenceTable"]
 
-
-def waiting_rows(states: StatePass, held: int) -> int:
-    """Rows that wait, of ``held`` tokens: the most of any layer."""
-    return held - int(states.source.positions.min(initial=held))
+_FOLD = 7  # its place in a record
 
 
 class SequenceTable:
-    """The buffer of passes over ``spans``, in which up to ``waiting`` rows of each wait."""
+    """The buffer of passes over sequences of ``rows`` rows each, of which up to ``waiting`` more
+    wait, with ``nodes`` parents of trees' rows.
+    """
 
     def __init__(
-        self, spans: Sequence[Span], passes: Sequence[StatePass], waiting: Sequence[int]
+        self, rows: Sequence[int], waiting: Sequence[int], *, layers: int, nodes: int
     ) -> None:
-        layers = len(passes[0].source.positions)
-        nodes = sum(0 if states.parents is None else len(states.parents) for states in passes)
-        self._records = len(spans) * SEQUENCE_NUMBERS
-        self._positions = self._records + len(spans) * layers
+        self._shape = len(rows), layers
+        self._records = len(rows) * SEQUENCE_NUMBERS
+        self._positions = self._records + len(rows) * layers
         self._numbers = np.zeros(self._positions + max(1, nodes), np.int64)
         self._waiting = tuple(waiting)
-        self._shape = len(spans), layers
-        together = [span.rows + rows for span, rows in zip(spans, waiting, strict=True)]
+        together = [new + old for new, old in zip(rows, waiting, strict=True)]
         self._rows, self._prepared = max(together), sum(together)
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> SequenceTable:
+        """For passes like the one over ``spans``."""
+        states = [states_of(span.cache) for span in spans]
+        return cls(
+            [span.rows for span in spans],
+            [each.waiting for each in states],
+            layers=len(states[0].layout.specs),
+            nodes=sum(0 if span.mask is None else span.mask.shape[1] for span in spans),
+        )
 
     def fill(self, spans: Sequence[Span], passes: Sequence[StatePass]) -> None:
         """Write the host's side."""
@@ -48,7 +57,7 @@ class SequenceTable:
         for index, (span, states) in enumerate(zip(spans, passes, strict=True)):
             source, target, parents = states.source, states.target, states.parents
             held = span.cache.length
-            assert waiting_rows(states, held) <= self._waiting[index], "there is room for them"
+            assert held - source.positions.min() <= self._waiting[index], "there is room for them"
             records[index] = (
                 source.states.data_ptr(),
                 source.rows.data_ptr(),
@@ -72,9 +81,17 @@ class SequenceTable:
             first += span.rows
             scratch += span.rows + self._waiting[index]
 
-    def upload(self, device: torch.device, out: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy on the device, in ``out`` if given."""
-        return upload(self._numbers, device, out=out)
+    def upload(
+        self, device: torch.device, out: torch.Tensor | None = None, *, dry: bool = False
+    ) -> torch.Tensor:
+        """A copy on the device, in ``out`` if given; of a ``dry`` pass, which changes no state and
+        can be run again.
+        """
+        numbers = self._numbers
+        if dry:
+            numbers = numbers.copy()
+            numbers[_FOLD : self._records : SEQUENCE_NUMBERS] = -1
+        return upload(numbers, device, out=out)
 
     def split(self, buffer: torch.Tensor) -> Sequences:
         """The parts of a copy."""

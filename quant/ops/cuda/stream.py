@@ -18,6 +18,7 @@ from localrt.quant.ops.attention import AttentionTemperature, Rope
 from localrt.quant.ops.cuda.kernels.products import Records
 from localrt.quant.ops.cuda.kernels.recurrent import Sequences
 from localrt.quant.ops.cuda.kernels.steps import norm, norm_records
+from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
 
 __all__ = ["CudaPass", "Logits", "Numbers", "Recording", "Stream"]
@@ -96,6 +97,7 @@ class CudaPass:
     masks: dict[int, Tensor | None] = field(default_factory=dict)
     temperatures: dict[AttentionTemperature, Tensor] = field(default_factory=dict)
     sequences: Sequences | None = None  # of recurrent layers
+    mixed: set[int] = field(default_factory=set)  # recurrent layers that have been computed
 
     def factors(self, temperature: AttentionTemperature) -> Tensor:
         """What the rows' queries are multiplied by: (R, 1, 1), float32."""
@@ -103,6 +105,12 @@ class CudaPass:
             turns = torch.log1p((self.positions // temperature.length).float())
             self.temperatures[temperature] = (1 + temperature.beta * turns)[:, None, None]
         return self.temperatures[temperature]
+
+    def layer_done(self, layer: int) -> None:
+        """A recurrent layer's states are made."""
+        self.mixed.add(layer)
+        for span in self.spans:
+            states_of(span.cache).layer_done(layer)
 
 
 @dataclass(slots=True)

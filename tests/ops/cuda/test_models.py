@@ -145,6 +145,31 @@ def test_recurrent_layers_and_gated_attention(
     assert relative_error(again, got[4:7]) < 0.02
 
 
+@pytest.mark.parametrize(("name", "layers"), [("qwen3.5", 2), ("nemotron-h", 2), ("lfm2", 2)])
+def test_recorded_passes_of_recurrent_layers(name: str, layers: int, tmp_path: Path) -> None:
+    """Single tokens, trees and what is taken back, plainly and from recordings."""
+    save_tiny(name, tmp_path, layers=layers)
+    decoder = load(tmp_path)
+    assert isinstance(decoder.ops, CudaOps)
+    recorded = GraphedForward(decoder.ops, decoder.forward)
+    mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)
+    results = []
+    for forward in (decoder.forward, recorded):
+        cache = decoder.cache(64)
+        results.append([forward(Batch.extend([(cache, tokens(6))]))])
+        for turn in range(3):
+            for token in (5, 6, 7):
+                results[-1].append(forward(Batch.extend([(cache, [token + turn])]), rows=[0]))
+            positions = cache.length + mask.sum(1) - 1
+            tree = Batch(np.array([7, 8, 9]), positions, (Span(cache, 3, mask),))
+            results[-1].append(forward(tree))
+            cache.select(cache.length - 3, [0, 2])
+            cache.trim(cache.length - 1)
+    for plain, again in zip(*results, strict=True):
+        assert np.array_equal(plain, again)
+    assert sum(seen.static is not None for seen in recorded._recordings._seen.values()) == 2
+
+
 def test_keys_and_values_in_int8(folder: Path) -> None:
     """A prompt, single tokens, and a cache that holds what the memory account says."""
     ids = tokens(SHORT + 2)

@@ -14,7 +14,7 @@ from localrt.quant.ops.cuda.kernels.products import empty_records, product, quan
 from localrt.quant.ops.cuda.kernels.recurrent import fits_records, mix_rows
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.cuda.recurrent import mix_and_project
-from localrt.quant.ops.cuda.sequences import SequenceTable, waiting_rows
+from localrt.quant.ops.cuda.sequences import SequenceTable
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.quant.ops.recurrent import RecurrentSpec
@@ -67,7 +67,7 @@ def test_kernels_give_what_torch_gives(name: str) -> None:
             cache.reserve(stop)
         spans = [(Span(cache, len(rows), tree),) for cache in (ours, theirs)]
         passes = begin_states(spans[0])
-        table = SequenceTable(spans[0], passes, [waiting_rows(passes[0], ours.length)])
+        table = SequenceTable.of(spans[0])
         table.fill(spans[0], passes)
         found = mix_rows(rows, weights, spec, table.split(table.upload(card)), 0, (0, 0))
         states_of(ours).layer_done(0)
@@ -99,7 +99,7 @@ def test_records_are_those_of_the_results(kind: Any, norm_size: int, gate_first:
     mixed = torch.randn(5, spec.projected_rows, generator=torch.Generator().manual_seed(1))
     spans = [(Span(layer.cache(), 5),) for _ in range(2)]
     passes = begin_states(spans[0])
-    table = SequenceTable(spans[0], passes, [0])
+    table = SequenceTable.of(spans[0])
     table.fill(spans[0], passes)
     records = empty_records(1, 5, 128, torch.device(DEVICE))
     sequences = table.split(table.upload(torch.device(DEVICE)))
