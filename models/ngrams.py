@@ -1,0 +1,146 @@
+"""Hashed n-grams: which rows of a large table belong to a token and the tokens before it.
+
+Each order of n-grams, from pairs up, has several heads; a head hashes the n-gram into a range of
+rows of its own, whose size is a prime (Engram, Cheng et al. 2026; Qwen3.8-Flash-Next). The rows of
+a token follow from its last tokens alone, so they can be asked for before the pass begins. It knows
+token ids, not where the rows lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["NgramHash", "NgramSpec", "ngrams_of"]
+
+Ids = npt.NDArray[np.int64]
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15  # SplitMix64's constants (Steele et al. 2014)
+_MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_SEED_OF_LAYER = 10007
+_LARGEST = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramSpec:
+    """A layer's hashed n-grams. ``table`` counts the layers of a model that have some.
+
+    ``heads`` are those of each order, ``rows_from`` is the least number of rows of a head, and
+    ``separator`` the token that no n-gram reaches across: the end of a text.
+    """
+
+    orders: int = 3  # the longest n-gram
+    heads: int = 8
+    rows_from: int = 20_000_000
+    rows_multiple: int = 128
+    vocab: int
+    separator: int
+    seed: int = 1234
+    table: int = 0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.orders <= 16:
+            raise ValueError(f"ngram_size must be from 2 to 16, is {self.orders}")
+        for name, bound, value in (
+            ("heads_per_ngram", 1, self.heads),
+            ("ngram_vocab_size_base", 2, self.rows_from),
+            ("make_ngram_vocab_size_divisible_by", 1, self.rows_multiple),
+            ("vocab_size", 1, self.vocab),
+            ("ple_layer_ids", 0, self.table),
+        ):
+            if value < bound:
+                raise ValueError(f"{name} must be at least {bound}, is {value}")
+        if not 0 <= self.separator < self.vocab:
+            raise ValueError(f"eos_token_id must be below {self.vocab}, is {self.separator}")
+
+    @property
+    def rows_per_token(self) -> int:
+        """Of the table: one for each head of each order."""
+        return (self.orders - 1) * self.heads
+
+
+class NgramHash:
+    """The rows of n-grams, as a model's config defines them."""
+
+    def __init__(self, spec: NgramSpec) -> None:
+        self.spec = spec
+        count = spec.rows_per_token
+        primes = _primes(spec.rows_from, (spec.table + 1) * count)[spec.table * count :]
+        self.sizes: Ids = np.array(primes, np.int64)
+        """Rows of each head, (H,): heads of pairs first."""
+        ends = np.cumsum(self.sizes)
+        self.offsets: Ids = ends - self.sizes
+        """The first row of each head, (H,)."""
+        self.rows = -(-int(ends[-1]) // spec.rows_multiple) * spec.rows_multiple
+        """Of the whole table."""
+        self.multipliers: Ids = _multipliers(spec)
+        """Of a token and of those before it, (N,)."""
+
+    def rows_of(self, ngrams: Ids) -> Ids:
+        """The table's rows, (R, H), of ``ngrams`` (R, N) as ``ngrams_of`` has them."""
+        products = ngrams * self.multipliers  # below 2^63, as the multipliers are made
+        mixed = np.bitwise_xor.accumulate(products, axis=1)[:, 1:]  # (R, orders)
+        return np.repeat(mixed, self.spec.heads, axis=1) % self.sizes + self.offsets
+
+
+def ngrams_of(
+    spec: NgramSpec, tokens: Ids, before: Ids, parents: Sequence[int] | None = None
+) -> Ids:
+    """Each of ``tokens`` (R,) and those before it, the latest first, (R, N).
+
+    ``before`` are a sequence's last tokens, or fewer at its beginning. Behind a separator, and
+    before the beginning, there are separators only. With ``parents`` the tokens are a tree: a token
+    comes behind that of its parent, which comes earlier, or with -1 behind ``before``.
+    """
+    last = np.full(spec.orders, spec.separator, np.int64)
+    latest = before[::-1][: spec.orders]
+    last[: len(latest)] = latest
+    ngrams = np.empty((len(tokens), spec.orders), np.int64)
+    ngrams[:, 0] = tokens
+    if parents is None:
+        history = np.concatenate([last[::-1], tokens])
+        for back in range(1, spec.orders):
+            ngrams[:, back] = history[spec.orders - back : len(history) - back]
+    else:
+        for row, parent in enumerate(parents):
+            ngrams[row, 1:] = (last if parent < 0 else ngrams[parent])[:-1]
+    ended = np.logical_or.accumulate(ngrams[:, 1:] == spec.separator, axis=1)
+    ngrams[:, 1:][ended] = spec.separator
+    return ngrams
+
+
+def _multipliers(spec: NgramSpec) -> Ids:
+    """Odd numbers whose products with a token do not exceed 63 bits."""
+    bound = max(1, _LARGEST // spec.vocab // 2)
+    seed = spec.seed + _SEED_OF_LAYER * spec.table
+    return np.array(
+        [2 * (_splitmix(seed + _GAMMA * (n + 1)) % bound) + 1 for n in range(spec.orders)], np.int64
+    )
+
+
+def _splitmix(value: int) -> int:
+    """SplitMix64's next number from the state ``value``."""
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * _MIX[0]) & _MASK
+    value = ((value ^ (value >> 27)) * _MIX[1]) & _MASK
+    return value ^ (value >> 31)
+
+
+def _primes(start: int, count: int) -> list[int]:
+    """The first ``count`` primes from ``start`` on, by a sieve of one stretch after the other."""
+    found: list[int] = []
+    start, length = max(start, 2), max(1024, 32 * count)
+    while len(found) < count:
+        end = start + length
+        prime = np.ones(length, bool)
+        for divisor in range(2, isqrt(end) + 1):
+            first = max(divisor * divisor, -(-start // divisor) * divisor)
+            prime[first - start :: divisor] = False
+        found += (np.flatnonzero(prime) + start).tolist()
+        start = end
+    return found[:count]
