@@ -7,11 +7,10 @@ store, not tokens' meaning.
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy.typing as npt
 
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.offload.reading.files import StoreFiles
-from localrt.offload.reading.reader import POLL_S, require_answer
+from localrt.offload.reading.reader import wait_for_all
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
 from localrt.quant.ops.layer_inputs import rows_of_tokens
 from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
@@ -103,7 +102,8 @@ class RowTable:
             self._read(int(tiles[index]), self._at(data, index))
 
         if missing:
-            self._wait([self._pool.submit(read, index) for index in missing], check)
+            reads = [self._pool.submit(read, index) for index in missing]
+            wait_for_all(reads, self._name, self._stall_s, check)
             self._keep({int(tiles[index]): self._at(data, index) for index in missing})
         shape = (len(tiles) * TILE_ROWS, self._columns)
         table = ops.weight(shape, [TiledTensor(self._name, self._format, shape, data, self._scale)])
@@ -123,25 +123,6 @@ class RowTable:
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _wait(self, reads: Sequence[Future[None]], check: Callable[[], None] | None) -> None:
-        """Until all are done. Never in the read itself: a disk may hang."""
-        latest, count = time.perf_counter(), 0
-        try:
-            while True:
-                done, left = wait(reads, POLL_S, FIRST_EXCEPTION)
-                for read in done:
-                    read.result()
-                if not left:
-                    return
-                if len(done) > count:
-                    latest, count = time.perf_counter(), len(done)
-                require_answer(latest, self._stall_s, self._name)
-                if check is not None:
-                    check()
-        finally:
-            for read in reads:
-                read.cancel()
 
     def _at(self, data: Bytes, index: int) -> Bytes:
         return data[index * self._tile : (index + 1) * self._tile]

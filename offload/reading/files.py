@@ -54,15 +54,17 @@ class StoreFiles:
                 f"{error.filename or folder} cannot be read: {error.strerror}"
             ) from error
 
-    def read_into(self, name: str, offset: int, out: Bytes) -> None:
+    def read_into(self, name: str, offset: int, out: Bytes, least: int | None = None) -> None:
         """Fill ``out`` from byte ``offset`` of file ``name``.
+
+        With ``least`` the file may end behind so many bytes: direct reads ask for whole pages.
 
         Raises:
             CheckpointError: the file is shorter, or cannot be read.
         """
         view = out.data
-        done = 0
-        while done < len(view):
+        done, least = 0, len(view) if least is None else least
+        while done < least:
             descriptor, direct = self._descriptors[name]
             try:
                 try:

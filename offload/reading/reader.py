@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -22,7 +23,17 @@ from localrt.models.timing import Mark
 from localrt.offload.cards.clock import both
 from localrt.offload.ring import Chunk
 
-__all__ = ["POLL_S", "Job", "Load", "Reader", "Source", "Waiter", "require_answer", "waiting"]
+__all__ = [
+    "POLL_S",
+    "Job",
+    "Load",
+    "Reader",
+    "Source",
+    "Waiter",
+    "require_answer",
+    "wait_for_all",
+    "waiting",
+]
 
 POLL_S = 0.05
 """Seconds until a waiting pass notices that it was cancelled."""
@@ -72,6 +83,32 @@ def require_answer(since: float, stall_s: float, what: str) -> None:
             f"the disk has not answered for {silent:.0f} seconds (reading {what}): check the drive "
             "that the model is on"
         )
+
+
+def wait_for_all(
+    reads: Sequence[Future[None]], what: str, stall_s: float, check: Check | None = None
+) -> None:
+    """Until all of ``reads`` are done. Never waits in a read itself: a disk may hang.
+
+    Raises:
+        CheckpointError: one failed, or none of them ends for ``stall_s`` seconds.
+    """
+    latest, count = time.perf_counter(), 0
+    try:
+        while True:
+            done, left = wait(reads, POLL_S, FIRST_EXCEPTION)
+            for read in done:
+                read.result()
+            if not left:
+                return
+            if len(done) > count:
+                latest, count = time.perf_counter(), len(done)
+            require_answer(latest, stall_s, what)
+            if check is not None:
+                check()
+    finally:
+        for read in reads:
+            read.cancel()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

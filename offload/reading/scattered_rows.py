@@ -1,0 +1,117 @@
+"""Rows of a table that is never in memory, far apart in its files, asked for ahead.
+
+The table of hashed n-grams has hundreds of millions of rows of some hundred bytes, and neighbours in
+a text have nothing in common there: each row is a read of its page. Threads have many of them on
+their way at once, as disks want it, and keep a row, not its page. It knows rows by number, not what
+they are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.residency import Check
+from localrt.offload.reading.files import StoreFiles
+from localrt.offload.reading.reader import wait_for_all
+from localrt.offload.ring import PAGE
+from localrt.quant.ops.aligned import aligned_buffer
+
+__all__ = ["RowRange", "RowsAhead", "ScatteredRows"]
+
+Bytes = npt.NDArray[np.uint8]
+Ids = npt.NDArray[np.int64]
+
+_PARALLEL = 16  # reads of one page wait for the disk, not for a core
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """So many rows of the table, one behind the other from byte ``offset`` of ``file`` on."""
+
+    file: str
+    offset: int
+    rows: int
+
+
+class RowsAhead:
+    """Rows on their way. ``take`` waits for them; ``cancel`` if nobody wants them any more."""
+
+    def __init__(self, reads: Sequence[Future[None]], data: Bytes, which: Ids, stall_s: float):
+        self._reads, self._data, self._which, self._stall_s = reads, data, which, stall_s
+
+    def take(self, check: Check | None = None) -> Bytes:
+        """The rows, (R, bytes of a row). ``check`` is called while waiting, and may raise.
+
+        Raises:
+            CheckpointError: the file fails, or the disk does not answer.
+        """
+        wait_for_all(self._reads, "rows of a table", self._stall_s, check)
+        return self._data[self._which]
+
+    def cancel(self) -> None:
+        """Leave out the reads that have not begun."""
+        for read in self._reads:
+            read.cancel()
+
+
+class ScatteredRows:
+    """A table of rows of ``row_bytes``, in ``parts`` of ``files`` one after the other.
+
+    ``stall_s``: how long a disk may be silent.
+    """
+
+    def __init__(
+        self,
+        files: StoreFiles,
+        parts: Sequence[RowRange],
+        row_bytes: int,
+        *,
+        stall_s: float = 60.0,
+    ) -> None:
+        self._files, self._parts, self._row_bytes = files, parts, row_bytes
+        self._stall_s = stall_s
+        self._ends = np.cumsum([part.rows for part in parts])
+        self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="localrt-ngrams")
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return int(self._ends[-1])
+
+    def ask(self, rows: Ids) -> RowsAhead:
+        """Begin to read ``rows`` (R,), each once."""
+        wanted, which = np.unique(rows, return_inverse=True)
+        if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < self.rows:
+            raise ValueError(f"rows must be from 0 to {self.rows - 1}, are {rows}")
+        data = np.empty((len(wanted), self._row_bytes), np.uint8)
+        shares = min(_PARALLEL, len(wanted))
+        bounds = [n * len(wanted) // shares for n in range(shares + 1)] if shares else [0]
+        reads = [
+            self._pool.submit(self._read, wanted[first:last], data[first:last])
+            for first, last in zip(bounds, bounds[1:], strict=False)
+        ]
+        return RowsAhead(reads, data, which.reshape(-1), self._stall_s)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, rows: Ids, out: Bytes) -> None:
+        """``rows`` in rising order, so that those of one page are one read."""
+        pages = aligned_buffer((-(-self._row_bytes // PAGE) + 1) * PAGE)
+        held: tuple[str, int, int] | None = None
+        for row, target in zip(rows, out, strict=True):
+            number = int(np.searchsorted(self._ends, row, side="right"))
+            part = self._parts[number]
+            start = part.offset + int(row - self._ends[number] + part.rows) * self._row_bytes
+            end = start + self._row_bytes
+            first, last = start // PAGE * PAGE, -(-end // PAGE) * PAGE
+            if held != (part.file, first, last):
+                self._files.read_into(part.file, first, pages[: last - first], end - first)
+                held = part.file, first, last
+            target[:] = pages[start - first : end - first]
