@@ -1,7 +1,7 @@
 """Rows of a table that is never in memory, far apart in its files, asked for ahead.
 
-The table of hashed n-grams has hundreds of millions of rows of some hundred bytes, and neighbours in
-a text have nothing in common there: each row is a read of its page. Threads have many of them on
+The table of hashed n-grams has hundreds of millions of rows of some hundred bytes, and neighbours
+in a text have nothing in common there: each row is a read of its page. Threads have many of them on
 their way at once, as disks want it, and keep a row, not its page. It knows rows by number, not what
 they are of.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -93,7 +94,7 @@ class ScatteredRows:
         bounds = [n * len(wanted) // shares for n in range(shares + 1)] if shares else [0]
         reads = [
             self._pool.submit(self._read, wanted[first:last], data[first:last])
-            for first, last in zip(bounds, bounds[1:], strict=False)
+            for first, last in pairwise(bounds)
         ]
         return RowsAhead(reads, data, which.reshape(-1), self._stall_s)
 
