@@ -46,6 +46,7 @@ CHECKS = {
     "decode": ("models", "check_decode"),
     "unpacking": ("kernels", "check_unpacking"),
     "attention": ("attention", "check_attention"),
+    "recurrent": ("recurrent", "check_recurrent"),
     "packed-logits": ("models", "check_packed_logits"),
     "packed": ("models", "check_packed"),
     "offload": ("offload", "check_offload"),

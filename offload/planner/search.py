@@ -194,11 +194,6 @@ def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
         )
     if placement.prefill_rows < min(PREFILL_ROWS, request.most_prefill_rows):
         notes.append(f"prompts go {placement.prefill_rows} tokens at a time, to fit the budget")
-    if placement.uses_gpu and any(layer.state is not None for layer in request.shape.kv):
-        notes.append(
-            "recurrent layers have no kernels of their own on a GPU yet: torch computes them row "
-            "by row there, slower than this plan says"
-        )
     return Plan(
         request=request,
         placement=placement,

@@ -131,9 +131,9 @@ class RecurrentSpec:
 
     @property
     def pass_nbytes(self) -> int:
-        """Float32 bytes of a row of a pass: as projected, its factors, and its result."""
-        first = self.mix_rows if self.low_rank else 0
-        return 4 * (first + self.projected_rows + self.factors + self.key_heads + self.inner)
+        """Float32 bytes of a row of a pass: as projected, as prepared, and its result."""
+        first, prepared = self.mix_rows if self.low_rank else 0, self.row_size + self.key_heads
+        return 4 * (first + self.projected_rows + prepared + 2 * self.inner)
 
     @property
     def macs(self) -> int:

@@ -175,22 +175,6 @@ def test_a_real_file_gives_its_known_sizes() -> None:
     assert shape.layers == 28
 
 
-def test_a_plan_says_that_recurrent_layers_are_slower_on_a_card() -> None:
-    config = {
-        **CONFIGS["llama-3-70b"],
-        "model_type": "lfm2",
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "norm_eps": 1e-5,
-    }
-    shape = shape_from_config(config, name="m")
-    assert shape.attending == (1,)
-    for gpu in (True, False):
-        budgets = Budgets(ram=20 << 30, vram=16 << 30 if gpu else 0)
-        plan = planned(shape, machine(gpu=gpu), budgets, exact=False, ctx=512)
-        assert any("recurrent layers" in note for note in plan.notes) is gpu
-
-
 def test_layers_that_keep_nothing_are_in_no_memory() -> None:
     shape = shape_from_config(CONFIGS["nemotron-3-nano-30b-a3b"], name="m")
     assert (len(shape.attending), sum(layer.state is not None for layer in shape.kv)) == (6, 23)

@@ -1,0 +1,169 @@
+"""Recurrent layers between their projections.
+
+Each against torch's textbook form; a row's bits alone and in a longer pass; and how fast one row, a
+tree and a prompt are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.attention import tree_of
+from benchmarks.gpu.timing import (
+    Result,
+    copies_beyond_cache,
+    copy_bandwidth,
+    guarded,
+    launch_seconds,
+)
+from localrt.quant.ops.cuda.kernels.recurrent import mix_rows
+from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.ops.cuda.sequences import SequenceTable
+from localrt.quant.ops.hybrid_cache import begin_states, states_of
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Span
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.torch.recurrent import mix_rows as textbook
+
+__all__ = ["check_recurrent"]
+
+BOUND = 0.01
+TREE = 16
+PROMPT = 512
+
+
+def check_recurrent(device: str) -> list[Result]:
+    """Of every kind one, in small for the comparison."""
+    cuda, results = device.startswith("cuda"), list[Result]()
+    with torch.inference_mode():
+        for name in _SHAPES:
+            small = _spec(name, small=True)
+            results += guarded(name, lambda n=name, s=small: [_compared(n, s, device)])
+        for name in _SHAPES if cuda else ():
+            spec = _spec(name, small=False)
+            results += guarded(name, lambda n=name, s=spec: [_timed(n, s, device)])
+    return results
+
+
+# Kind, heads, heads of keys, sizes of a key and a value, and what else differs.
+_SHAPES: dict[str, tuple[Any, ...]] = {
+    "delta (Qwen3-Next)": ("delta", 32, 16, 128, 128, {"norm_size": 128}),
+    "delta, channels (Kimi Linear)": (
+        "delta", 32, 32, 128, 128, {"norm_size": 128, "channel_decay": True, "gate": "sigmoid"},
+    ),
+    "ssm (Nemotron-H)": ("ssm", 128, 8, 128, 64, {"norm_size": 1024, "gate_first": True}),
+    "conv (LFM2)": ("conv", 1, 1, 1, 1, {"width": 2048}),
+}  # fmt: skip
+
+
+def _spec(name: str, *, small: bool) -> RecurrentSpec:
+    kind, heads, key_heads, key, value, more = _SHAPES[name]
+    if small and kind != "conv":
+        heads, key_heads = 4, 2
+        more = {**more, "norm_size": value}
+    return RecurrentSpec(
+        kind=kind, heads=heads, key_heads=key_heads, key_size=key, value_size=value, taps=4,
+        eps=1e-6, **more,
+    )  # fmt: skip
+
+
+def _weights(spec: RecurrentSpec, device: str) -> RecurrentWeights:
+    """Without the projections."""
+
+    def vector(size: int, scale: float = 0.5, offset: float = 0.0) -> torch.Tensor:
+        return torch.randn(size, device=device) * scale + offset
+
+    stateful = spec.kind != "conv"
+    width = spec.value_size if spec.kind == "delta" else spec.inner
+    nothing: Any = None
+    return RecurrentWeights(
+        norm=None,
+        mix=nothing,
+        taps=vector(spec.taps * spec.channels),
+        out=nothing,
+        decay=-vector(spec.heads).exp() if stateful else None,
+        decay_bias=vector(spec.factors - spec.heads) if stateful else None,
+        skip=vector(spec.heads) if spec.kind == "ssm" else None,
+        out_norm=vector(width, 0.1, 1.0) if spec.norm_size else None,
+    )
+
+
+class _Pass:
+    """A pass of ``rows`` rows that has begun; it may be run again and again."""
+
+    def __init__(self, cache: KVCache, rows: int, mask: Any, device: str) -> None:
+        cache.reserve(cache.length + rows)
+        self.spans = (Span(cache, rows, mask),)
+        self.states = begin_states(self.spans)
+        table, self._cache = SequenceTable.of(self.spans), states_of(cache)
+        table.fill(self.spans, self.states)
+        self.sequences = table.split(table.upload(torch.device(device)))
+
+    def run(self, mixed: torch.Tensor, weights: RecurrentWeights, layer: int = 0) -> torch.Tensor:
+        """Our kernels."""
+        layout = self._cache.layout
+        places = layout.states[layer], layout.rows[layer]
+        spec = layout.specs[layer]
+        return mix_rows(mixed, weights, spec, self.sequences, layer, places)
+
+    def done(self) -> None:
+        """It counts."""
+        for layer in range(len(self._cache.layout.specs)):
+            self._cache.layer_done(layer)
+        (span,) = self.spans
+        span.cache.advance(span.rows)
+
+
+def _compared(name: str, spec: RecurrentSpec, device: str) -> Result:
+    """A prompt, single rows and a tree."""
+    ops, weights = CudaOps(device=device), _weights(spec, device)
+    tree = tree_of(7).numpy()
+    mixed = torch.randn(26, spec.projected_rows, device=device)
+    ours, alone, theirs = (ops.kv_cache([spec], 64) for _ in range(3))
+    worst, same = 0.0, True
+    for first, stop, mask in ((0, 17, None), (17, 18, None), (18, 19, None), (19, 26, tree)):
+        rows = mixed[first:stop]
+        step = _Pass(ours, len(rows), mask, device)
+        found = step.run(rows, weights)
+        step.done()
+        spans = (Span(theirs, len(rows), mask),)
+        theirs.reserve(stop)
+        wanted = textbook(rows, weights, spec, spans, begin_states(spans), 0)
+        theirs.advance(len(rows))
+        worst = max(worst, float((found.float() - wanted).abs().max() / wanted.abs().max()))
+        if mask is not None:
+            continue
+        for row in range(len(rows)):
+            one = _Pass(alone, 1, None, device)
+            same = same and torch.equal(one.run(rows[row : row + 1], weights)[0], found[row])
+            one.done()
+    return Result(name, worst < BOUND and same, values={"worst": worst, "same_bits": same})
+
+
+def _timed(name: str, spec: RecurrentSpec, device: str) -> Result:
+    """Of one layer, over more layers than caches hold."""
+    nbytes = 2 * 4 * max(spec.state_size, spec.row_size)
+    count = min(64, copies_beyond_cache(nbytes, device))
+    ops, weights = CudaOps(device=device), _weights(spec, device)
+    values: dict[str, Any] = {}
+    for rows, mask in ((1, None), (TREE, tree_of(TREE).numpy()), (PROMPT, None)):
+        cache = ops.kv_cache([spec] * count, 2 * PROMPT)
+        mixed = torch.randn(rows, spec.projected_rows, device=device)
+        for before in (8, 1):  # what decodes has a row that waits
+            step = _Pass(cache, before, None, device)
+            step.done()
+        step = _Pass(cache, rows, mask, device)
+        seconds = launch_seconds(_launches(step, mixed, weights, count), device)
+        values[f"us_{rows}"] = seconds * 1e6
+        if rows == 1 and spec.state_size:
+            values["share_of_copy_1"] = nbytes / seconds / copy_bandwidth(device)
+    return Result(f"{name}, speed", True, values=values)
+
+
+def _launches(
+    step: _Pass, mixed: torch.Tensor, weights: RecurrentWeights, count: int
+) -> list[Callable[[], Any]]:
+    return [lambda layer=layer: step.run(mixed, weights, layer) for layer in range(count)]
