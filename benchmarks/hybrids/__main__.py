@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,24 @@ from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.record import load, pending, save_row, setting
 from benchmarks.hybrids.contest import hold_contest
 from benchmarks.hybrids.files import MODELS, model_file
+from benchmarks.hybrids.memory import edit_last_turn, fill_context, guess, resume_chat
+from localrt.bench.outcome import BenchOptions
+from localrt.bench.runner import run_bench
+from localrt.bench.workload import Workload
+from localrt.errors import LocalrtError
 from localrt.settings import Settings
 
 PACKAGES = ("llama-cpp-python", "torch", "numpy")
 PROMPT, TOKENS, RUNS = 512, 64, 5
+_KNOWN_TO_IK = ("Qwen3.5-4B", "Gemma-4-E4B")
+_RECURRENT = ("LFM2-1.2B", "Granite-4-H-Tiny", "Qwen3.5-4B")
+_LIMITS = {
+    "Qwen3.5-4B": 1_000_000_000,
+    "LFM2-1.2B": 500_000_000,
+    "Granite-4-H-Tiny": 1_500_000_000,
+    "Gemma-4-E4B": 1_200_000_000,
+}
+"""Bytes, about half of the file and less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +50,51 @@ class Row:
 
 def all_rows(folder: Path, ik: Path | None) -> Iterator[Row]:
     """In the order they are measured."""
+
+    def row(what: str, model: str, measure: Callable[[Path], Any]) -> Row:
+        return Row(f"{model} {what}", lambda: measure(model_file(model, folder)))
+
     for model in MODELS:
-        known = ik if model in ("Qwen3.5-4B", "Gemma-4-E4B") else None
+        known = ik if model in _KNOWN_TO_IK else None
+        yield row("in memory", model, partial(_contest, ik=known))
+    for model, limit in _LIMITS.items():
+        yield row("streamed", model, partial(_streamed, limit=limit))
+    for model in _RECURRENT:
+        yield row("guessing", model, partial(guess, runs=RUNS))
+        yield row("resumed", model, partial(resume_chat, tokens=6000, runs=RUNS))
+    for model in _RECURRENT:
+        yield row("edited", model, partial(edit_last_turn, tokens=8192, runs=RUNS))
+    yield row("filled", "LFM2-1.2B", partial(fill_context, ram="2.6GB", tokens=131_072))
 
-        def contest(model: str = model, ik: Path | None = known) -> Any:
-            return hold_contest(model_file(model, folder), PROMPT, TOKENS, RUNS, ik)
 
-        yield Row(f"{model} in memory", contest)
+def _contest(path: Path, ik: Path | None) -> Any:
+    return hold_contest(path, PROMPT, TOKENS, RUNS, ik)
+
+
+def _streamed(path: Path, limit: int) -> Any:
+    """Tokens a second under a limit that the file exceeds."""
+    found: dict[str, Any] = {"limit": limit, "file": path.stat().st_size}
+    for engine, tokens in (("native", 32), ("llamacpp", 8)):
+        options = BenchOptions(
+            path=path,
+            engines=(engine,),
+            workload=Workload(prompt_tokens=8, tokens=tokens, runs=RUNS),
+            memory_limit=limit,
+            threads=2,
+            settings={"llamacpp": ("plain",)},
+            stores=Settings.from_environment().data_dir / "stores",
+        )
+        outcome = run_bench(options, notify=lambda line: print(f"  {line}", flush=True))
+        results = outcome.results
+        if not results:
+            raise LocalrtError(f"{engine}: {outcome.skipped[0].reason}")
+        found[engine] = {
+            "decode_tok_s": [sample["decode_tok_s"] for sample in results[0].samples],
+            "median": results[0].metrics["decode_tok_s"],
+            "read_bytes_per_token": results[0].metrics["read_bytes_per_token"],
+            "peak_cgroup_bytes": results[0].metrics["peak_cgroup_bytes"],
+        }
+    return found | {"times": found["native"]["median"] / found["llamacpp"]["median"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
