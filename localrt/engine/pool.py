@@ -1,7 +1,8 @@
 """Sessions of one model, kept for their prefixes.
 
 A request gets the idle session that already holds most of its prompt; a new one is made while
-there are few, else the one unused longest is recycled. It knows tokens, not text.
+there are few, else the one unused longest is recycled. Where another shares the prompt's beginning
+(a branch of a conversation, a system prompt), that is copied. It knows tokens, not text.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from localrt.engine.protocol import Engine, EngineSession
+from localrt.errors import MemoryBudgetError
 from localrt.models.prefix import common_prefix
 
 __all__ = ["SessionPool"]
+
+_LEAST_COPIED = 64  # tokens: fewer are read about as fast
 
 
 class SessionPool:
@@ -55,11 +59,19 @@ class SessionPool:
             best = max(range(len(shared)), key=lambda i: (shared[i], i), default=None)
             if best is not None and 2 * shared[best] > len(self._idle[best].tokens):
                 return self._idle.pop(best)
-            if len(self._idle) >= self._keep:
-                session = self._idle.pop(0)
+            source = None
+            if best is not None and shared[best] >= _LEAST_COPIED:
+                source = self._idle[best]
+            if len(self._idle) < self._keep:
+                session = self._engine.session(self._capacity)
+            elif (session := self._idle.pop(0)) is not source:
                 session.trim(0)
-                return session
-        return self._engine.session(self._capacity)
+            if best is not None and source is not None and session is not source:
+                try:
+                    session.copy_prefix(source, shared[best])
+                except MemoryBudgetError:  # computed anew, as far as there is room
+                    session.trim(0)
+            return session
 
     def _give_back(self, session: EngineSession) -> None:
         with self._lock:

@@ -218,6 +218,17 @@ class EngineSession(ABC):
         """
         raise NotImplementedError
 
+    def copy_prefix(self, other: EngineSession, length: int) -> int:
+        """Hold the first ``length`` tokens of another session of the engine instead of what is
+        held, or as many of them as can be copied.
+
+        Returns how many are held.
+
+        Raises:
+            MemoryBudgetError: there is no room for them.
+        """
+        return 0
+
 
 class Engine(ABC):
     """A loaded model. Thread-safe: passes of several sessions take turns.

@@ -38,7 +38,7 @@ def test_an_answer_that_is_regenerated_reads_one_token(model: Model) -> None:
     assert again.metrics.cached_tokens == len(PROMPT) - 1
 
 
-@pytest.mark.parametrize("at", [1290, 1100, 700])
+@pytest.mark.parametrize("at", [1290, 1100, 700, 600])
 def test_an_edit_reads_from_the_nearest_state(folder: Path, model: Model, at: int) -> None:
     """One is kept behind every 512 tokens of a prompt."""
     edited = PROMPT[:at] + tokens(30, seed=9)

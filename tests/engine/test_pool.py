@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+import localrt
 from localrt.engine.pool import SessionPool
 from localrt.engine.protocol import Engine
 from tests.engine.fake_session import ScriptedSession
+from tests.models.tiny import save_tiny, tokens
 
 
 class FakeEngine(Engine):
@@ -52,6 +57,25 @@ def test_a_short_shared_start_does_not_destroy_a_long_cache() -> None:
     long = use(pool, list(range(20)))
     assert use(pool, [0, 1, 99]) is not long
     assert long.tokens == list(range(20))
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3", "qwen3.5"])
+def test_a_branch_copies_what_it_shares_and_leaves_the_other(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    with localrt.load(tmp_path, ctx=256, draft="off") as model:
+        options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+        prompt = tokens(200, seed=3)
+        branch = prompt[:90] + tokens(30, seed=4)
+        alone = model.generate(token_ids=branch, **options).token_ids
+        with localrt.load(tmp_path, ctx=256, draft="off") as other:
+            other.generate(token_ids=prompt[:88], **options)  # a state is kept there
+            first = other.generate(token_ids=prompt, **options)
+            branched = other.generate(token_ids=branch, **options)
+            assert branched.token_ids == alone
+            assert 88 <= branched.metrics.cached_tokens <= 90
+            again = other.generate(token_ids=prompt, **options)
+            assert again.token_ids == first.token_ids
+            assert again.metrics.cached_tokens == len(prompt) - 1
 
 
 def test_the_one_unused_longest_is_recycled() -> None:

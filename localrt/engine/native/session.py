@@ -11,7 +11,7 @@ from localrt.engine.native.ram_meter import RamMeter
 from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
 from localrt.errors import LocalrtError
 from localrt.models.timing import PipelineCounts
-from localrt.quant.ops.kv import BlockCache, FillBlocks
+from localrt.quant.ops.kv import BLOCK_TOKENS, BlockCache, Bytes, FillBlocks, ReadBlocks
 from localrt.quant.ops.protocol import KVCache
 from localrt.quant.ops.states import SavedState
 from localrt.speculative.features import FeatureRows
@@ -179,7 +179,30 @@ class NativeSession(EngineSession):
         self._tokens = list(tokens[:held])
         return held
 
+    def copy_prefix(self, other: EngineSession, length: int) -> int:
+        """See ``EngineSession``."""
+        source = other.blocks
+        if source is None or self.blocks is None or other.kv_layout != self.kv_layout:
+            return 0
+        states = [state for state in source.saved_states() if state.position <= length]
+
+        def read(fill: FillBlocks) -> int:
+            fill(0, -(-length // BLOCK_TOKENS), _copied(source))
+            return length
+
+        return self.put_tokens(other.tokens[:length], read, states)
+
     def close(self) -> None:
         """Free the cache."""
         self._cache = self._features = None
         self._tokens = []
+
+
+def _copied(source: BlockCache) -> ReadBlocks:
+    """The blocks of another cache."""
+
+    def read(first: int, room: Bytes) -> int:
+        room[:] = source.take_blocks(first, len(room))
+        return len(room)
+
+    return read
