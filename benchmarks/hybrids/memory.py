@@ -1,4 +1,4 @@
-"""What a model remembers: edits behind a long context, chats that come back, a context to its end."""
+"""What a model remembers: edits behind a long context, chats that come back, a full context."""
 
 from __future__ import annotations
 
