@@ -22,12 +22,13 @@ from localrt.quant.ops.cuda.kernels.products import (
 )
 from localrt.quant.ops.cuda.kernels.rows import unpack_rows
 from localrt.quant.ops.cuda.kernels.steps import gate, rotate_blocks
+from localrt.quant.ops.cuda.stream import Stream
 from localrt.quant.ops.cuda.weight import CudaWeight
 from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import MlpSpec
 from localrt.quant.ops.torch.experts import gated
 
-__all__ = ["gate_up", "linear", "multiply_heads", "reads_records"]
+__all__ = ["gate_up", "linear", "multiply_heads", "normed_for", "reads_records"]
 
 # Weights unpacked at once for a long pass: large enough for cuBLAS, small beside a model.
 _UNPACKED = 32 << 20
@@ -75,6 +76,17 @@ def linear(
         else:
             product(quantize(x, fine=weight.fine), part, y, bias=own)
     return out
+
+
+def normed_for(
+    x: Stream, weight: Tensor | None, eps: float, reader: CudaWeight
+) -> Tensor | Records:
+    """The norm of x (x itself without ``weight``), as the product with ``reader`` reads it."""
+    if weight is None:
+        return x.settle().bfloat16()
+    if reads_records(reader, len(x.values)):
+        return x.normed_records(weight, eps, fine=reader.fine)
+    return x.normed(weight, eps)
 
 
 def gate_up(x: Tensor | Records, weight: CudaWeight, spec: MlpSpec | ExpertSpec) -> Tensor:

@@ -7,15 +7,35 @@ from torch import Tensor
 
 from localrt.quant.ops.cuda.kernels.products import Records, empty_records
 from localrt.quant.ops.cuda.kernels.recurrent import Sequences, fits_records, mix_rows
-from localrt.quant.ops.cuda.products import linear, reads_records
+from localrt.quant.ops.cuda.kernels.steps import norm
+from localrt.quant.ops.cuda.products import linear, normed_for, reads_records
 from localrt.quant.ops.cuda.sequences import SequenceTable
-from localrt.quant.ops.cuda.stream import CudaPass
+from localrt.quant.ops.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.cuda.weight import CudaWeight
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.torch.recurrent import widen
 
-__all__ = ["mix_and_project"]
+__all__ = ["RecurrentSteps", "mix_and_project"]
+
+
+class RecurrentSteps:
+    """A part of ``CudaOps``."""
+
+    def norm_recurrent(
+        self,
+        x: Stream,
+        weights: RecurrentWeights,
+        spec: RecurrentSpec,
+        step: CudaPass,
+        layer: int,
+    ) -> Tensor:
+        """(R, D), float32."""
+        h = normed_for(x, weights.norm, spec.eps, weights.mix)
+        y = mix_and_project(h, weights, spec, step, layer)
+        if weights.post_norm is None:
+            return y
+        return norm(y, weights.post_norm, spec.eps, out=torch.float32)
 
 
 def mix_and_project(

@@ -1,0 +1,150 @@
+"""The steps of attention on a card: new rows join the caches, and see what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from localrt.quant.ops.attention import AttentionSpec, AttentionWeights, Rope
+from localrt.quant.ops.cuda.kernels.attention import attend, fits_records, rope_append
+from localrt.quant.ops.cuda.kernels.kv import CardKvFormat
+from localrt.quant.ops.cuda.kernels.products import empty_records
+from localrt.quant.ops.cuda.kernels.steps import norm
+from localrt.quant.ops.cuda.products import linear, normed_for, reads_records
+from localrt.quant.ops.cuda.stream import CudaPass, Stream
+from localrt.quant.ops.protocol import Span
+from localrt.quant.ops.torch.kv import kv_of
+
+__all__ = ["AttentionSteps", "Rotations", "ranges"]
+
+
+class Rotations:
+    """The rotary tables of a device's passes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._frequencies: dict[Rope, Tensor] = {}
+
+    def of(self, rope: Rope | None, step: CudaPass) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """cos and sin of the pass, (R, len(inv_freq)) float32, once per pass."""
+        if rope is None:
+            return None, None
+        if rope not in step.tables:
+            if rope not in self._frequencies:
+                values = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
+                self._frequencies[rope] = values
+            angles = step.positions.float()[:, None] * self._frequencies[rope]
+            step.tables[rope] = angles.cos() * rope.scale, angles.sin() * rope.scale
+        return step.tables[rope]
+
+
+class AttentionSteps:
+    """A part of ``CudaOps``."""
+
+    kv_format: CardKvFormat
+    _rotations: Rotations
+
+    def norm_qkv_rope_append(
+        self,
+        x: Stream,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: CudaPass,
+        layer: int,
+    ) -> Tensor:
+        """(R, H, E); keys and values are written to the caches."""
+        h = normed_for(x, weights.norm, spec.eps, weights.qkv)
+        qkv = linear(h, weights.qkv, weights.qkv_bias)
+        rows, gates = qkv.shape[0], None
+        if spec.has_gates:
+            qkv, gates = _without_gates(qkv, spec)
+        shape = (rows if gates is None else 2 * rows, spec.heads, spec.head_dim)
+        q = torch.empty(shape, dtype=torch.bfloat16, device=x.values.device)
+        if gates is not None:
+            q[rows:] = gates
+        cos, sin = self._rotations.of(spec.rope, step)
+        for index, (first, stop, span) in enumerate(ranges(step.spans)):
+            k, v = kv_of(span).view(layer, span.rows)
+            rope_append(
+                qkv[first:stop],
+                q[first:stop],
+                k,
+                v,
+                step.held[index:],
+                cos=None if cos is None else cos[first:stop],
+                sin=None if sin is None else sin[first:stop],
+                q_norm=weights.q_norm,
+                k_norm=weights.k_norm,
+                eps=spec.eps,
+                joint=spec.joint_norms,
+                norms_last=spec.norms_last,
+                kv_format=self.kv_format,
+            )
+        if spec.temperature is not None:
+            q[:rows] *= step.factors(spec.temperature)
+        return q
+
+    def attention_output(
+        self,
+        q: Tensor,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: CudaPass,
+        layer: int,
+    ) -> Tensor:
+        """(R, D), float32."""
+        q, gates = q.chunk(2) if spec.has_gates else (q, None)
+        # Where the product that follows reads records, they are written at once.
+        direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))
+        direct = direct and gates is None
+        width = spec.heads * spec.value_dim
+        fine = weights.out.fine
+        records = empty_records(1, len(q), width, q.device, fine=fine) if direct else None
+        outputs = []
+        for index, (first, stop, span) in enumerate(ranges(step.spans)):
+            k, v = kv_of(span).view(layer, span.rows)
+            outputs.append(
+                attend(
+                    q[first:stop],
+                    k,
+                    v,
+                    step.held[index:],
+                    step.positions[first:stop],
+                    scale=spec.scale,
+                    window=spec.window,
+                    softcap=spec.softcap,
+                    mask=step.trees[index],
+                    longest=step.longest[index],
+                    sinks=weights.sinks,
+                    kv_format=self.kv_format,
+                    records=records,
+                    row=first,
+                )
+            )
+        seen = records or (outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        if gates is not None:
+            assert isinstance(seen, Tensor), "gated rows are no records yet"
+            seen = seen * gates.flatten(1).sigmoid()
+        y = linear(seen, weights.out, weights.out_bias, dtype=torch.float32)
+        if weights.post_norm is None:
+            return y
+        return norm(y, weights.post_norm, spec.eps, out=torch.float32)
+
+
+def ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
+    """First row, end, span."""
+    first = 0
+    for span in spans:
+        yield first, first + span.rows, span
+        first += span.rows
+
+
+def _without_gates(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Queries, keys and values of gated attention, and the gates, (R, H, E) or (R, H, 1)."""
+    if spec.head_gates:
+        return qkv[:, : -spec.heads].contiguous(), qkv[:, -spec.heads :, None]
+    rows, queries = len(qkv), 2 * spec.heads * spec.head_dim
+    both = qkv[:, :queries].view(rows, spec.heads, 2, spec.head_dim)
+    return torch.cat([both[:, :, 0].flatten(1), qkv[:, queries:]], dim=1), both[:, :, 1]
