@@ -28,6 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 
 _PARALLEL = 16  # reads of one page wait for the disk, not for a core
+_LEAST = 2  # rows of a thread: waking one takes as long as part of a read
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class ScatteredRows:
         if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < self.rows:
             raise ValueError(f"rows must be from 0 to {self.rows - 1}, are {rows}")
         data = np.empty((len(wanted), self._row_bytes), np.uint8)
-        shares = min(_PARALLEL, len(wanted))
-        bounds = [n * len(wanted) // shares for n in range(shares + 1)] if shares else [0]
+        shares = min(_PARALLEL, -(-len(wanted) // _LEAST))
+        bounds = [n * len(wanted) // shares for n in range(shares + 1)] if shares else []
         reads = [
             self._pool.submit(self._read, wanted[first:last], data[first:last])
             for first, last in pairwise(bounds)
