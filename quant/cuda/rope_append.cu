@@ -5,14 +5,14 @@
 #include "kv.cuh"
 
 struct RopeAppend {
-    const Bf16* qkv;  // (n, heads + 2 groups, size)
+    const Bf16* qkv;  // rows of heads, `step` apart, and from `keys_at` on of 2 groups; each of size
     Bf16* q;          // (n, heads, size)
     u8 *k, *v;
     const i64* held;
     const float *cos, *sin;        // (n, half)
     const float *q_norm, *k_norm;  // (size,) or null; joint ones are of all heads
     i64 k_group, v_group;
-    int row_stride, heads, groups, half, joint, last;  // last: norms come behind the rotation
+    int row_stride, step, keys_at, heads, groups, half, joint, last;  // last: norms come behind the rotation
     float eps;
 };
 
@@ -26,7 +26,8 @@ extern "C" __global__ void rope_append(RopeAppend args) {
     constexpr int SIZE = KEYS::SIZE, PIECES = KEYS::PIECES;
     const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, row = blockIdx.y, lane = threadIdx.x % 32;
     if (head >= args.heads + 2 * args.groups) return;
-    const Bf16* from = args.qkv + (i64)row * args.row_stride + head * SIZE;
+    const int at = head < args.heads ? head * args.step : args.keys_at + (head - args.heads) * SIZE;
+    const Bf16* from = args.qkv + (i64)row * args.row_stride + at;
     float x[PIECES], other[PIECES];  // a number, and the one it turns with: half a turn away
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
@@ -46,7 +47,7 @@ extern "C" __global__ void rope_append(RopeAppend args) {
         float sum = 0;
         if (args.joint) {
             const int width = (query ? args.heads : args.groups) * SIZE;
-            const Bf16* all = args.qkv + (i64)row * args.row_stride + (query ? 0 : args.heads * SIZE);
+            const Bf16* all = args.qkv + (i64)row * args.row_stride + (query ? 0 : args.keys_at);
             for (int e = lane; e < width; e += 32) sum = fused(value_of(all[e]), value_of(all[e]), sum);
             sum = sum_of_warp(sum) / (float)width;
             norm += (query ? head : head - args.heads) * SIZE;

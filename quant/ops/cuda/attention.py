@@ -11,7 +11,7 @@ from localrt.quant.ops.attention import AttentionSpec, AttentionWeights, Rope
 from localrt.quant.ops.cuda.kernels.attention import attend, fits_records, rope_append
 from localrt.quant.ops.cuda.kernels.kv import CardKvFormat
 from localrt.quant.ops.cuda.kernels.products import empty_records
-from localrt.quant.ops.cuda.kernels.steps import norm
+from localrt.quant.ops.cuda.kernels.steps import norm, norm_gate
 from localrt.quant.ops.cuda.products import linear, normed_for, reads_records
 from localrt.quant.ops.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.protocol import Span
@@ -57,13 +57,11 @@ class AttentionSteps:
         """(R, H, E); keys and values are written to the caches."""
         h = normed_for(x, weights.norm, spec.eps, weights.qkv)
         qkv = linear(h, weights.qkv, weights.qkv_bias)
-        rows, gates = qkv.shape[0], None
-        if spec.has_gates:
-            qkv, gates = _without_gates(qkv, spec)
-        shape = (rows if gates is None else 2 * rows, spec.heads, spec.head_dim)
+        rows = len(qkv)
+        shape = (2 * rows if spec.has_gates else rows, spec.heads, spec.head_dim)
         q = torch.empty(shape, dtype=torch.bfloat16, device=x.values.device)
-        if gates is not None:
-            q[rows:] = gates
+        if spec.has_gates:
+            q[rows:] = _gates(qkv, spec)
         cos, sin = self._rotations.of(spec.rope, step)
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             k, v = kv_of(span).view(layer, span.rows)
@@ -80,6 +78,7 @@ class AttentionSteps:
                 eps=spec.eps,
                 joint=spec.joint_norms,
                 norms_last=spec.norms_last,
+                gated=spec.gated,
                 kv_format=self.kv_format,
             )
         if spec.temperature is not None:
@@ -98,10 +97,9 @@ class AttentionSteps:
         q, gates = q.chunk(2) if spec.has_gates else (q, None)
         # Where the product that follows reads records, they are written at once.
         direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))
-        direct = direct and gates is None
-        width = spec.heads * spec.value_dim
-        fine = weights.out.fine
+        width, fine = spec.heads * spec.value_dim, weights.out.fine
         records = empty_records(1, len(q), width, q.device, fine=fine) if direct else None
+        attended = records if gates is None else None
         outputs = []
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             k, v = kv_of(span).view(layer, span.rows)
@@ -119,15 +117,14 @@ class AttentionSteps:
                     longest=step.longest[index],
                     sinks=weights.sinks,
                     kv_format=self.kv_format,
-                    records=records,
+                    records=attended,
                     row=first,
                 )
             )
-        seen = records or (outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+        seen = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if gates is not None:
-            assert isinstance(seen, Tensor), "gated rows are no records yet"
-            seen = seen * gates.flatten(1).sigmoid()
-        y = linear(seen, weights.out, weights.out_bias, dtype=torch.float32)
+            seen = norm_gate(seen, gates.flatten(1), records=records)
+        y = linear(records or seen, weights.out, weights.out_bias, dtype=torch.float32)
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
@@ -141,10 +138,9 @@ def ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
         first += span.rows
 
 
-def _without_gates(qkv: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Queries, keys and values of gated attention, and the gates, (R, H, E) or (R, H, 1)."""
+def _gates(qkv: Tensor, spec: AttentionSpec) -> Tensor:
+    """(R, H, E), or (R, H, 1) of heads."""
     if spec.head_gates:
-        return qkv[:, : -spec.heads].contiguous(), qkv[:, -spec.heads :, None]
-    rows, queries = len(qkv), 2 * spec.heads * spec.head_dim
-    both = qkv[:, :queries].view(rows, spec.heads, 2, spec.head_dim)
-    return torch.cat([both[:, :, 0].flatten(1), qkv[:, queries:]], dim=1), both[:, :, 1]
+        return qkv[:, -spec.heads :, None]
+    both = qkv[:, : 2 * spec.heads * spec.head_dim]
+    return both.view(len(qkv), spec.heads, 2, spec.head_dim)[:, :, 1]

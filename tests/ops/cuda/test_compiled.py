@@ -36,6 +36,7 @@ SMALL: dict[str, dict[str, object]] = {
     "combine": {},
     "dense": {"OUT": "Bf16"},
     "gate": {"GATE": 1},
+    "norm_gate": {"IN": "Bf16", "RECORDS": 1},
     "quantize": {"IN": "Bf16"},
     "rms_norm": {"OUT": "float", "RECORDS": 1},
     "rotate": {},

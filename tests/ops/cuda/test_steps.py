@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localrt.quant.methods.hadamard import block_hadamard
-from localrt.quant.ops.cuda.kernels.products import quantize
-from localrt.quant.ops.cuda.kernels.steps import gate, norm, norm_records, rotate_blocks
+from localrt.quant.ops.cuda.kernels.products import empty_records, quantize
+from localrt.quant.ops.cuda.kernels.steps import gate, norm, norm_gate, norm_records, rotate_blocks
 from tests.ops.cuda.target import DEVICE
 
 # bf16 results: 8 bits.
@@ -54,3 +54,14 @@ def test_hadamard_is_the_quantizers(size: int) -> None:
 def test_hadamard_of_an_odd_size_is_refused() -> None:
     with pytest.raises(ValueError, match="in blocks of 48"):
         rotate_blocks(random(1, 96).bfloat16(), 48)
+
+
+@pytest.mark.parametrize("width", [40, 640])
+def test_rows_are_gated(width: int) -> None:
+    x, gates = random(5, width).bfloat16(), random(5, 2 * width, seed=1).bfloat16()[:, width:]
+    wanted = x.float() * gates.float().sigmoid()
+    torch.testing.assert_close(norm_gate(x, gates).float(), wanted, **CLOSE)
+    if width % 64 == 0:
+        records = empty_records(1, 5, width, x.device)
+        norm_gate(x, torch.zeros_like(x), records=records)  # whose sigmoids are exact
+        assert torch.equal(records.data[0, :5], quantize(x.float() / 2).data[0, :5])

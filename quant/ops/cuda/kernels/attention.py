@@ -80,6 +80,8 @@ class _RopeAppend(Structure):
         ("k_group", c_int64),
         ("v_group", c_int64),
         ("row_stride", c_int),
+        ("step", c_int),
+        ("keys_at", c_int),
         ("heads", c_int),
         ("groups", c_int),
         ("half", c_int),
@@ -108,17 +110,20 @@ def rope_append(
     eps: float,
     joint: bool = False,
     norms_last: bool = False,
+    gated: bool = False,
     kv_format: CardKvFormat = "bf16",
 ) -> None:
     """Per-head norms and rotary on qkv (n, (H + 2G) * E), bf16; q goes to q (n, H, E), k and v
     behind the ``held`` tokens (one int64 on the device) of the caches (G, allocated, E).
 
     cos and sin (n, rotary / 2) are float32; None is no rotary. ``joint`` norms go over all heads at
-    once: their weights are (H * E,) and (G * E,). ``norms_last`` come behind the rotation. A
+    once: their weights are (H * E,) and (G * E,). ``norms_last`` come behind the rotation. Where it
+    is ``gated``, each head's query in qkv is followed by as many numbers that are left alone. A
     quantized cache has rows of bytes, and queries against it are rotated.
     """
     n, heads, size = q.shape
     groups = k_cache.shape[0]
+    step = 2 * size if gated else size
     args = _RopeAppend(
         qkv.data_ptr(),
         q.data_ptr(),
@@ -132,6 +137,8 @@ def rope_append(
         _bytes_of_group(k_cache),
         _bytes_of_group(v_cache),
         qkv.stride(0),
+        step,
+        heads * step,
         heads,
         groups,
         0 if cos is None else cos.shape[1],

@@ -15,6 +15,7 @@ from torch import Tensor
 from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import Records
 from localrt.quant.ops.cuda.kernels.programs import Program
+from localrt.quant.ops.cuda.kernels.steps import norm_gate
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 
 __all__ = ["SEQUENCE_NUMBERS", "Sequences", "fits_records", "mix_rows", "recurrent_programs"]
@@ -77,23 +78,6 @@ class _Recurrent(Structure):
     )
 
 
-class _Finish(Structure):
-    _fields_ = (
-        ("seen", c_void_p),
-        ("gates", c_void_p),
-        ("norm", c_void_p),
-        ("out", c_void_p),
-        ("width", c_int),
-        ("size", c_int),
-        ("norm_width", c_int),
-        ("gate_stride", c_int),
-        ("out_stride", c_int),
-        ("gate_first", c_int),
-        ("with_sigmoid", c_int),
-        ("eps", c_float),
-    )
-
-
 def mix_rows(
     mixed: Tensor,
     weights: RecurrentWeights,
@@ -109,14 +93,11 @@ def mix_rows(
     rows may go to ``records`` instead, if ``fits_records``; what is returned then holds nothing.
     """
     device, rows = mixed.device, len(mixed)
-    out = torch.empty(0 if records else rows, spec.inner, dtype=torch.bfloat16, device=device)
-    target = records.data if records else out
-    recurrent = spec.kind != "conv"
-    seen = scratch = out
-    stride = _prepared_size(spec)
-    if recurrent:
-        seen = torch.empty(rows, spec.inner, device=device)
-        scratch = torch.empty(sequences.prepared, stride, device=device)
+    recurrent, stride = spec.kind != "conv", _prepared_size(spec)
+    count_out = 0 if records or recurrent else rows
+    out = torch.empty(count_out, spec.inner, dtype=torch.bfloat16, device=device)
+    seen = torch.empty(rows if recurrent else 0, spec.inner, device=device)
+    scratch = torch.empty(sequences.prepared if recurrent else 0, stride, device=device)
     count, layers = sequences.positions.shape
     args = _Recurrent(
         sequences=sequences.records.data_ptr(),
@@ -125,7 +106,7 @@ def mix_rows(
         mixed=mixed.data_ptr(),
         scratch=scratch.data_ptr(),
         seen=seen.data_ptr(),
-        out=target.data_ptr(),
+        out=(records.data if records else out).data_ptr(),
         taps=weights.taps.data_ptr(),
         taps_bias=_pointer(weights.taps_bias),
         decay=_pointer(weights.decay),
@@ -149,51 +130,34 @@ def mix_rows(
         most_step=spec.time_steps[1],
         **_columns(spec),
     )
-    *programs, last = recurrent_programs(spec, records=_form(records))
+    programs = recurrent_programs(spec, records=_form(records))
     blocks = sequences.rows + spec.taps - 1
     if not recurrent:
         grid = (blocks, -(-spec.width // (32 * _WARPS)), count)
-        launch(device, last, grid, 32 * _WARPS, args)
+        launch(device, programs[0], grid, 32 * _WARPS, args)
         return out
     units, tasks = spec.key_heads + spec.heads, spec.heads * -(-spec.value_size // _COLUMNS)
     launch(device, programs[0], (blocks, -(-units // _WARPS), count), 32 * _WARPS, args)
     launch(device, programs[1], (-(-tasks // _WARPS), count, 1), 32 * _WARPS, args)
-    _finish(last, seen, mixed, weights, spec, target, args.out_stride)
-    return out
-
-
-def _finish(
-    program: Program,
-    seen: Tensor,
-    mixed: Tensor,
-    weights: RecurrentWeights,
-    spec: RecurrentSpec,
-    out: Tensor,
-    stride: int,
-) -> None:
-    size = spec.norm_size or spec.inner
-    args = _Finish(
-        seen=seen.data_ptr(),
-        gates=mixed.data_ptr() + mixed.element_size() * _columns(spec)["gates_at"],
-        norm=_pointer(weights.out_norm) if spec.norm_size else None,
-        out=out.data_ptr(),
-        width=spec.inner,
-        size=size,
-        norm_width=0 if weights.out_norm is None else len(weights.out_norm),
-        gate_stride=mixed.shape[1],
-        out_stride=stride,
-        gate_first=spec.gate_first,
-        with_sigmoid=spec.gate == "sigmoid",
+    gates_at = args.gates_at
+    return norm_gate(
+        seen,
+        mixed[:, gates_at : gates_at + spec.inner],
+        weights.out_norm if spec.norm_size else None,
+        size=spec.norm_size,
         eps=spec.norm_eps or spec.eps,
+        gate=spec.gate,
+        gate_first=spec.gate_first,
+        records=records,
     )
-    threads = min(256, -(-size // 32) * 32)
-    launch(seen.device, program, (len(seen), spec.inner // size, 1), threads, args)
 
 
 def recurrent_programs(
     spec: RecurrentSpec, *, records: tuple[int, int] = (0, 0)
 ) -> tuple[Program, ...]:
-    """What ``mix_rows`` launches; ``records``: whether it leaves some, and whether fine ones."""
+    """What ``mix_rows`` launches but for ``norm_gate``; ``records``: whether it leaves some, and
+    whether fine ones.
+    """
     return _programs(spec.kind, spec.taps, spec.key_size, spec.channel_decay, records)
 
 
@@ -208,7 +172,6 @@ def _programs(
     return (
         Program.of("recurrent_rows", TAPS=taps, **shape),
         Program.of("recurrent_scan", **shape),
-        Program.of("recurrent_finish", **forms),
     )
 
 

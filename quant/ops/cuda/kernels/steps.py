@@ -11,7 +11,7 @@ from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import GATES, OUT, Records, empty_records
 from localrt.quant.ops.cuda.kernels.programs import Program
 
-__all__ = ["gate", "norm", "norm_records", "rotate_blocks"]
+__all__ = ["gate", "norm", "norm_gate", "norm_records", "rotate_blocks"]
 
 _THREADS = 256
 # Widest block of the Hadamard rotation: a block of threads holds it.
@@ -27,6 +27,23 @@ class _Norm(Structure):
         ("width", c_int),
         ("x_stride", c_int),
         ("y_stride", c_int),
+        ("eps", c_float),
+    )
+
+
+class _NormGate(Structure):
+    _fields_ = (
+        ("seen", c_void_p),
+        ("gates", c_void_p),
+        ("norm", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int),
+        ("size", c_int),
+        ("norm_width", c_int),
+        ("gate_stride", c_int),
+        ("out_stride", c_int),
+        ("gate_first", c_int),
+        ("with_sigmoid", c_int),
         ("eps", c_float),
     )
 
@@ -93,6 +110,48 @@ def _norm(
         eps,
     )
     launch(x.device, Program.of("rms_norm", **macros), (x.shape[0], 1, 1), _THREADS, args)
+
+
+def norm_gate(
+    seen: Tensor,
+    gates: Tensor,
+    weight: Tensor | None = None,
+    *,
+    size: int = 0,
+    eps: float = 0.0,
+    gate: str = "sigmoid",
+    gate_first: bool = False,
+    records: Records | None = None,
+) -> Tensor:
+    """Rows (R, W), normed over each ``size`` numbers where there is a ``weight`` (W or fewer that
+    come in turn), times gate(gates), (R, W) of the same type, whose rows may lie apart: bf16.
+
+    They may go to ``records`` instead, if ``size`` and W are whole steps of 32.
+    """
+    rows, width = seen.shape
+    size = size or width
+    out = torch.empty(0 if records else rows, width, dtype=torch.bfloat16, device=seen.device)
+    args = _NormGate(
+        seen=seen.data_ptr(),
+        gates=gates.data_ptr(),
+        norm=None if weight is None else weight.data_ptr(),
+        out=(records.data if records else out).data_ptr(),
+        width=width,
+        size=size,
+        norm_width=0 if weight is None else len(weight),
+        gate_stride=gates.stride(0),
+        out_stride=records.stride if records else 0,
+        gate_first=gate_first,
+        with_sigmoid=gate == "sigmoid",
+        eps=eps,
+    )
+    fine = int(records is not None and records.fine)
+    program = Program.of(
+        "norm_gate", IN=OUT[seen.dtype], RECORDS=int(records is not None), FINE=fine
+    )
+    grid = (rows, width // size, 1)
+    launch(seen.device, program, grid, min(_THREADS, -(-size // 32) * 32), args)
+    return out
 
 
 def gate(gate_up: Tensor, activation: str) -> Tensor:

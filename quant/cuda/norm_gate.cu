@@ -1,30 +1,35 @@
-// What rows have read of a state, normed over parts of a row and gated. A block takes one part.
+// What rows have read of a state or of keys and values, normed over parts of a row if it is, and gated.
+// A block takes one part.
 //
+//   IN        float or Bf16: what the rows are
 //   RECORDS   1 to write the records of the product that comes next, FINE ones or not (records.cuh):
 //             whole steps of 32
 #include "gates.cuh"
 #include "records.cuh"
 
-struct Finish {
-    const float *seen, *gates;  // (rows, width); gates' rows are `gate_stride` apart
-    const float* norm;          // (norm_width,), of parts in turn; or null
-    void* out;                  // (rows, width), or records
+struct NormGate {
+    const IN *seen, *gates;  // (rows, width); gates' rows are `gate_stride` apart
+    const float* norm;       // (norm_width,), of parts in turn; or null
+    void* out;               // (rows, width), or records
     int width, size, norm_width, gate_stride, out_stride, gate_first, with_sigmoid;  // `size` of a part
     float eps;
 };
 
-extern "C" __global__ void recurrent_finish(Finish args) {
+extern "C" __global__ void norm_gate(NormGate args) {
     __shared__ float sums[32];
     const i64 row = blockIdx.x;
     const int first = blockIdx.y * args.size;
-    const float *seen = args.seen + row * args.width + first, *gates = args.gates + row * args.gate_stride + first;
+    const IN *seen = args.seen + row * args.width + first, *gates = args.gates + row * args.gate_stride + first;
     const float* norm = args.norm ? args.norm + first % args.norm_width : nullptr;
-    auto gate = [&](int i) { return args.with_sigmoid ? sigmoid(gates[i]) : times(gates[i], sigmoid(gates[i])); };
+    auto gate = [&](int i) {
+        const float value = value_of(gates[i]);
+        return args.with_sigmoid ? sigmoid(value) : times(value, sigmoid(value));
+    };
     float scale = 1;
     if (norm) {
         float sum = 0;
         for (int i = threadIdx.x; i < args.size; i += blockDim.x) {
-            const float value = args.gate_first ? times(seen[i], gate(i)) : seen[i];
+            const float value = args.gate_first ? times(value_of(seen[i]), gate(i)) : value_of(seen[i]);
             sum = fused(value, value, sum);
         }
         for (int lanes = 16; lanes; lanes >>= 1) sum = plus(sum, shuffle_xor(sum, lanes));
@@ -35,7 +40,7 @@ extern "C" __global__ void recurrent_finish(Finish args) {
         scale = 1.f / sqrtf(sum / args.size + args.eps);
     }
     for (int i = threadIdx.x; i < args.size; i += blockDim.x) {
-        float value = seen[i];
+        float value = value_of(seen[i]);
         if (norm && args.gate_first) value = times(times(times(value, gate(i)), scale), norm[i]);
         else value = times(norm ? times(times(value, scale), norm[i]) : value, gate(i));
         if constexpr (RECORDS)
