@@ -89,13 +89,14 @@ class ScatteredRows:
         """Begin to read ``rows`` (R,), each once."""
         wanted, which = np.unique(rows, return_inverse=True)
         if len(wanted) and not 0 <= wanted[0] <= wanted[-1] < self.rows:
-            raise ValueError(f"rows must be from 0 to {self.rows - 1}, are {rows}")
+            bounds = f"{wanted[0]} to {wanted[-1]}"
+            raise ValueError(f"rows must be from 0 to {self.rows - 1}, are from {bounds}")
         data = np.empty((len(wanted), self._row_bytes), np.uint8)
         shares = min(_PARALLEL, -(-len(wanted) // _LEAST))
-        bounds = [n * len(wanted) // shares for n in range(shares + 1)] if shares else []
+        edges = [n * len(wanted) // shares for n in range(shares + 1)] if shares else []
         reads = [
             self._pool.submit(self._read, wanted[first:last], data[first:last])
-            for first, last in pairwise(bounds)
+            for first, last in pairwise(edges)
         ]
         return RowsAhead(reads, data, which.reshape(-1), self._stall_s)
 
