@@ -15,6 +15,7 @@ from localrt.quant.ops.cuda.kernels.recurrent import fits_records, mix_rows
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.cuda.recurrent import mix_and_project
 from localrt.quant.ops.cuda.sequences import SequenceTable
+from localrt.quant.ops.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.quant.ops.recurrent import RecurrentSpec
@@ -165,3 +166,38 @@ def test_what_was_taken_back_leaves_no_trace(name: str) -> None:
     layer.run((cache, random_rows(2, seed=8)))
     assert cache.trim(8) == 8
     np.testing.assert_array_equal(layer.run((cache, x[8:])), whole[8:])
+
+
+@pytest.mark.parametrize("name", ["delta", "ssm", "conv"])
+def test_runs_of_layers_are_recorded_one_by_one(name: str) -> None:
+    """As where only some of a model's layers lie on the card."""
+    layer = CardLayer(name)
+    ops, spec = layer.ops, layer.spec
+    assert isinstance(ops, CudaOps)
+    caches, recorder = [ops.kv_cache([spec, spec], 64) for _ in range(2)], ops.recorder()
+    replayed = 0
+    for turn, rows in enumerate((5, 1, 1, 1, 3, 3, 1, 6, 6, 1)):
+        x = torch.from_numpy(random_rows(rows, seed=turn)).to(DEVICE)
+        plain, again = (
+            Batch(np.zeros(rows, np.int64), np.arange(rows), (Span(cache, rows),))
+            for cache in caches
+        )
+        wanted, found = Stream(x.clone()), Stream(x.clone())
+        with ops.scope():
+            step, static = ops.begin(plain), recorder.begin(again, list(range(rows)))
+            for at in range(2):
+
+                def body(step: CudaPass, x: Stream, at: int = at) -> Stream:
+                    x.add(ops.norm_recurrent(x, layer.weights, spec, step, at))
+                    return x
+
+                body(step, wanted)
+                if recorder.takes(static):
+                    replayed += 1
+                    recorder.run(static, found, at, body)
+                else:
+                    body(static, found)
+            assert torch.equal(wanted.settle(), found.settle())
+        for cache in caches:
+            cache.advance(rows)
+    assert replayed == 2 * 6
