@@ -1,14 +1,14 @@
 """A tokenizer from the key-values of a GGUF file: ``tokenizer.ggml.*``.
 
 Reads the vocabulary, the type of each token and the special ids, and hands them to byte-level BPE
-(``gpt2``) or SentencePiece BPE (``llama``). Which tokens end a turn is partly known by name alone:
-files rarely say. Does not read files.
+(``gpt2``) or SentencePiece BPE (``llama``; ``gemma4`` with a list of merges). Which tokens end a
+turn is partly known by name alone: files rarely say. Does not read files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -23,13 +23,17 @@ from localrt.models.tokenizers.bpe import ByteLevelTokenizer
 from localrt.models.tokenizers.merges import MergeTable
 from localrt.models.tokenizers.pieces import PieceTable
 from localrt.models.tokenizers.pretokenizers import pre_type
-from localrt.models.tokenizers.spm import SentencePieceTokenizer
+from localrt.models.tokenizers.spm import (
+    SentencePieceTokenizer,
+    join_by_merges,
+    join_by_scores,
+)
 from localrt.models.tokenizers.vocabulary import Vocabulary
 
 __all__ = ["gguf_tokenizer"]
 
 _PREFIX = "tokenizer.ggml."
-_KNOWN_MODELS = ("gpt2", "llama")
+_KNOWN_MODELS = ("gpt2", "llama", "gemma4")
 
 # Names that end a turn wherever they occur, and names that do so only when marked as control
 # tokens (Gemma's "</s>" is HTML).
@@ -56,6 +60,8 @@ _END_CONTROL_NAMES = (
     "<|fim_pad|>",
     "<|file_sep|>",
     "<|repo_name|>",
+    "<turn|>",
+    "<|tool_response>",  # Gemma 4: a tool's result comes next
 )
 _END_KEYS = ("eos", "eot", "eom")
 
@@ -101,7 +107,8 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             f"{', '.join(_KNOWN_MODELS)}"
         )
     tokens = _read_tokens(metadata)
-    return _byte_level(metadata, tokens) if model == "gpt2" else _sentencepiece(metadata, tokens)
+    kinds = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
+    return kinds[model](metadata, tokens)
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
@@ -145,13 +152,35 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
         swallow = frozenset(token for name, token in added.items() if name not in keep)
     return SentencePieceTokenizer(
         vocabulary,
-        words=tokens.table.only(np.isin(tokens.types, (_Type.NORMAL, _Type.USER_DEFINED))),
-        scores=scores,
+        words=(words := _plain_words(tokens)),
+        join=join_by_scores(words, scores),
         byte_ids=_byte_ids(tokens),
         added=added,
         space_prefix=space_prefix,
         swallow_space=swallow,
     )
+
+
+def _gemma4(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
+    """As llama.cpp reads it: a text always begins with BOS, whatever the file says."""
+    vocabulary = _vocabulary(metadata, tokens, add_bos=True)
+    if vocabulary.bos is not None:
+        vocabulary = replace(vocabulary, prefix=(vocabulary.bos,))
+    merges = MergeTable(tokens.table, _strings(metadata, "merges"))
+    return SentencePieceTokenizer(
+        vocabulary,
+        words=(words := _plain_words(tokens)),
+        join=join_by_merges(words, merges),
+        byte_ids=_byte_ids(tokens),
+        added=_added(tokens, vocabulary),
+        space_prefix=False,
+        lines_apart=True,
+    )
+
+
+def _plain_words(tokens: _Tokens) -> PieceTable:
+    """The pieces that text may become."""
+    return tokens.table.only(np.isin(tokens.types, (_Type.NORMAL, _Type.USER_DEFINED)))
 
 
 def _added(tokens: _Tokens, vocabulary: Vocabulary) -> dict[str, int]:

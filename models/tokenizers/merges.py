@@ -19,7 +19,7 @@ from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import Watch, ignore_count
 from localrt.models.tokenizers.pieces import PieceTable, bucket_count, bucket_order, chunks
 
-__all__ = ["MergeTable", "join_neighbours"]
+__all__ = ["Join", "MergeTable", "join_neighbours"]
 
 _BLOCK = 2048  # symbols; joining puts some 400 bytes aside for each
 _OPEN = 4  # of what a block became: its end, which the symbols behind it may change
@@ -143,9 +143,10 @@ class MergeTable:
 
     def merge(self, ids: list[int], watch: Watch = ignore_count) -> list[int]:
         """``ids`` of one word with all merges applied."""
-        return self._scan(ids) if len(ids) <= _SHORT else join_neighbours(ids, self._join, watch)
+        return self._scan(ids) if len(ids) <= _SHORT else join_neighbours(ids, self.join, watch)
 
-    def _join(self, left: int, right: int) -> tuple[int, int] | None:
+    def join(self, left: int, right: int) -> tuple[int, int] | None:
+        """The rank of two neighbours, and what they become; None where they stay apart."""
         rank = self._rank(left, right)
         return None if rank == _NONE else (rank, self._joined[rank])
 

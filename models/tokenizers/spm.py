@@ -1,9 +1,10 @@
 """SentencePiece BPE (Llama 2, Mistral, Gemma): merge the adjacent pair that scores best.
 
 Follows SentencePiece's own algorithm: no merge list is needed, a vocabulary with scores is enough,
-so 262,144 tokens load in a fraction of a second. Text is merged chunk by chunk, cut where no piece
-of the vocabulary reaches across, and short chunks are remembered. Characters without a piece fall
-back to their UTF-8 bytes. Does not know where the vocabulary was stored.
+so 262,144 tokens load in a fraction of a second. GGUF files of Gemma 4 have a list all the same.
+Text is merged chunk by chunk, cut where no piece of the vocabulary reaches across, and short chunks
+are remembered. Characters without a piece fall back to their UTF-8 bytes. Does not know where the
+vocabulary was stored.
 """
 
 from __future__ import annotations
@@ -18,26 +19,52 @@ import numpy.typing as npt
 
 from localrt.models.tokenizers.base import Watch, behind, ignore_count
 from localrt.models.tokenizers.matcher import TokenMatcher
-from localrt.models.tokenizers.merges import join_neighbours
+from localrt.models.tokenizers.merges import Join, MergeTable, join_neighbours
 from localrt.models.tokenizers.pieces import PieceTable
 from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
 
-__all__ = ["SentencePieceTokenizer"]
+__all__ = ["SentencePieceTokenizer", "join_by_merges", "join_by_scores"]
 
 SPACE = "▁"
 _CACHED_CHARS = 48
 _CACHED_CHUNKS = 1 << 15
 _SHORT_TEXT = 1 << 12  # characters, which are read in no time
 _HEARD = 4096  # tokens between two calls of a watch
+_LINES = re.compile("[^\n]+|\n+")
+
+
+def join_by_scores(words: PieceTable, scores: npt.NDArray[Any]) -> Join[str]:
+    """Neighbours become any piece there is; that of the best score first."""
+    floats = np.ascontiguousarray(scores, np.result_type(scores, np.float32)).data
+
+    def join(left: str, right: str) -> tuple[float, str] | None:
+        joined = left + right
+        token = words.find(joined)
+        return None if token is None else (-floats[token], joined)
+
+    return join
+
+
+def join_by_merges(words: PieceTable, merges: MergeTable) -> Join[str]:
+    """Neighbours become what a list says, in its order."""
+
+    def join(left: str, right: str) -> tuple[float, str] | None:
+        first, second = words.find(left), words.find(right)
+        found = None if first is None or second is None else merges.join(first, second)
+        return None if found is None else (found[0], left + right)
+
+    return join
 
 
 class SentencePieceTokenizer(VocabularyTokenizer):
-    """``words`` knows the pieces that merges may build, and ``scores`` ranks every id.
+    """``words`` knows the pieces that merges may build, and ``join`` which come first.
 
-    ``byte_ids`` has the token of each byte where the vocabulary has byte tokens. ``added`` are
-    matched in text as a whole; of those, the ones in the vocabulary's ``special`` count only with
-    ``parse_special``. ``space_prefix`` puts a space in front of text that begins a sequence or
-    follows an added token. ``swallow_space`` are added tokens that take the whitespace after them.
+    With ``lines_apart`` line ends are never joined to other text, and several of them are one piece
+    if there is such a piece. ``byte_ids`` has the token of each byte where the vocabulary has byte
+    tokens. ``added`` are matched in text as a whole; of those, the ones in the vocabulary's
+    ``special`` count only with ``parse_special``. ``space_prefix`` puts a space in front of text
+    that begins a sequence or follows an added token. ``swallow_space`` are added tokens that take
+    the whitespace after them.
     """
 
     def __init__(
@@ -45,16 +72,17 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         vocabulary: Vocabulary,
         *,
         words: PieceTable,
-        scores: npt.NDArray[Any],
+        join: Join[str],
         byte_ids: Mapping[int, int],
         added: Mapping[str, int],
         space_prefix: bool,
         swallow_space: frozenset[int] = frozenset(),
+        lines_apart: bool = False,
     ) -> None:
         super().__init__(vocabulary)
         self._words = words
-        floats = np.result_type(scores, np.float32)
-        self._scores = np.ascontiguousarray(scores, floats).data
+        self._join = join
+        self._lines_apart = lines_apart
         self._byte_ids = byte_ids
         self._bytes = {token: bytes([byte]) for byte, token in byte_ids.items()}
         self._space_prefix = space_prefix
@@ -109,21 +137,22 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         return ids
 
     def _chunks(self, text: str) -> Iterator[str]:
-        start = 0
-        for found in self._boundary.finditer(text):
-            yield text[start : found.start()]
-            start = found.start()
-        yield text[start:]
+        lines = (found[0] for found in _LINES.finditer(text)) if self._lines_apart else (text,)
+        for line in lines:
+            start = 0
+            for found in self._boundary.finditer(line):
+                yield line[start : found.start()]
+                start = found.start()
+            yield line[start:]
 
     def _merge(self, chunk: str, watch: Watch = ignore_count) -> tuple[int, ...]:
-        """Ids of a chunk: best-scoring merges first."""
+        """Ids of a chunk: the best merges first."""
+        if self._lines_apart and chunk[:1] == "\n":
+            token = self._words.find(chunk)
+            if token is not None:
+                return (token,)
         symbols = join_neighbours(chunk, self._join, watch)
         return tuple(token for symbol in symbols for token in self._symbol_ids(symbol))
-
-    def _join(self, left: str, right: str) -> tuple[float, str] | None:
-        joined = left + right
-        token = self._words.find(joined)
-        return None if token is None else (-self._scores[token], joined)
 
     def _symbol_ids(self, symbol: str) -> list[int]:
         token = self._words.find(symbol)
