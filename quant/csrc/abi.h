@@ -145,6 +145,17 @@ struct StreamArgs {
     float eps;
 };
 
+// How a layer reads several streams, and what each takes of its output.
+struct ConnectionArgs {
+    const float* streams; // (R, S * D)
+    float *out, *shares;  // (R, D), (R, S)
+    const float* norm;    // (S * D)
+    Stack down, up;       // (K, S * D), (S * D, K)
+    Stack share;          // (S, S * D), of no rows behind the last layer
+    int32_t rows, count;
+    float eps;
+};
+
 enum Scoring : int32_t { SOFTMAX, SIGMOID, SOFTMAX_CHOSEN };
 
 // A router: see RouterSpec in quant/ops/experts.py.

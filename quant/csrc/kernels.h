@@ -28,5 +28,6 @@ struct Kernels {
     void (*predict_streams)(Context&, const StreamArgs&);
     void (*correct_streams)(Context&, const StreamArgs&);
     void (*join_streams)(Context&, const Stack&, const float* streams, int rows, float* out);
+    void (*read_streams)(Context&, const ConnectionArgs&);
     void (*recurrent)(Context&, const RecurrentArgs&);
 };

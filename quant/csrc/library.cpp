@@ -65,7 +65,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 14; }
+LRT_API int lrt_abi_version() { return 15; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -116,6 +116,7 @@ LRT_API void lrt_split_streams(Runtime* r, const Stack* stack, const float* x, i
 }
 LRT_API void lrt_predict_streams(Runtime* r, const StreamArgs* args) { r->kernels.predict_streams(r->context, *args); }
 LRT_API void lrt_correct_streams(Runtime* r, const StreamArgs* args) { r->kernels.correct_streams(r->context, *args); }
+LRT_API void lrt_read_streams(Runtime* r, const ConnectionArgs* args) { r->kernels.read_streams(r->context, *args); }
 LRT_API void lrt_join_streams(Runtime* r, const Stack* stack, const float* streams, int rows, float* out) {
     r->kernels.join_streams(r->context, *stack, streams, rows, out);
 }

@@ -1,4 +1,4 @@
-// Inputs that each layer has of its own, and residual streams of which a layer computes one. What is computed is said by
+// Inputs that each layer has of its own, and several residual streams. What is computed is said by
 // quant/ops/layer_inputs.py and quant/ops/streams.py.
 #pragma once
 
@@ -148,6 +148,43 @@ void correct_streams(Context& context, const StreamArgs& args) {
             for (int i = 0; i < size; i++) to[s * size + i] = from[s * size + i] + (truth[i] - guess[i]) * factor;
         }
         for (int i = 0; i < size; i++) active[i] = to[args.which * size + i] * (args.scale ? args.scale[i] : 1.f);
+    });
+}
+
+// out (R, D): the mean over streams of gates times the streams, each normed for itself; shares (R, S) of what the layer gives.
+void read_streams(Context& context, const ConnectionArgs& args) {
+    const int all = args.down.cols, count = args.count, size = all / count, rank = args.down.rows;
+    const F16L part = F16L::set1(1.f / (float)count);
+    float* normed = scratch<float>(context.joined, (size_t)args.rows * all);
+    parallel(context, args.rows, [&](int row) {
+        for (int s = 0; s < count; s++) {
+            const size_t at = (size_t)row * all + (size_t)s * size;
+            rms_norm(args.streams + at, args.norm + (size_t)s * size, args.eps, size, normed + at);
+        }
+    });
+    if (args.share.rows) {
+        matmul(context, args.share, prepare(context, context.rows, normed, nullptr, args.rows, nullptr, 0, args.share), args.shares);
+        for (int i = 0; i < args.rows * count; i++) args.shares[i] = 2.f / (1.f + std::exp(-args.shares[i] / (float)count));
+    }
+    float* narrow = scratch<float>(context.gated, (size_t)args.rows * rank);
+    matmul(context, args.down, prepare(context, context.rows, normed, nullptr, args.rows, nullptr, 0, args.down), narrow);
+    parallel(context, args.rows, [&](int row) {
+        float* line = narrow + (size_t)row * rank;
+        for (int i = 0; i < rank; i += 16) {
+            const int n = least(16, rank - i);
+            store_some(activate(load_some(line + i, n) * part, SILU), n, line + i);
+        }
+    });
+    float* gates = scratch<float>(context.wide, (size_t)args.rows * all);
+    matmul(context, args.up, prepare(context, context.inner, narrow, nullptr, args.rows, nullptr, 0, args.up), gates);
+    parallel(context, args.rows, [&](int row) {
+        const float *gate = gates + (size_t)row * all, *from = normed + (size_t)row * all;
+        for (int i = 0; i < size; i += 16) {
+            const int n = least(16, size - i);
+            F16L sum = F16L::zero();
+            for (int at = i; at < all; at += size) sum = sum + sigmoid16(load_some(gate + at, n)) * load_some(from + at, n);
+            store_some(sum * part, n, args.out + (size_t)row * size + i);
+        }
     });
 }
 

@@ -38,7 +38,7 @@ from localrt.quant.ops.experts import (
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
-from localrt.quant.ops.streams import LowRankWeights, StreamSpec, StreamWeights
+from localrt.quant.ops.streams import ConnectionWeights, LowRankWeights, StreamSpec, StreamWeights
 
 __all__ = [
     "Activation",
@@ -321,6 +321,19 @@ class Ops(Protocol):
 
         ``projections`` stacks a matrix (D, D) for each of the others.
         """
+
+    def repeat_stream(self, x: Array, count: int) -> Array:
+        """x (R, D) as each of so many streams."""
+
+    def read_streams(
+        self, streams: Array, weights: ConnectionWeights
+    ) -> tuple[Array, Array | None]:
+        """What a layer reads of all streams (R, D), and the share of its output that each takes
+        (R, S), None without a matrix for it. The streams stay as they are.
+        """
+
+    def share_out(self, streams: Array, y: Array, shares: Array) -> Array:
+        """To each stream its share of y (R, D) added; both are given up."""
 
     # -- a mixture of experts --------------------------------------------------------------------
 

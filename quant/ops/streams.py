@@ -1,9 +1,13 @@
-"""Several residual streams of which each layer computes one: Gemma 3n's AltUp, and its LAuReL.
+"""Several residual streams: Gemma 3n's AltUp with its LAuReL, and hyper-connections.
 
-A layer first predicts all streams, each from all of them, runs on the predicted active one, and
-then corrects every stream by what the layer made of it (Alternating Updates, Baykal et al. 2023).
-Coefficients are linear in the tanh of a router's products. Beside attention runs a learned
-residual of low rank (LAuReL, Menghani et al. 2024). Knows no layers.
+In AltUp a layer first predicts all streams, each from all of them, runs on the predicted active
+one, and then corrects every stream by what the layer made of it (Alternating Updates, Baykal et al.
+2023). Coefficients are linear in the tanh of a router's products. Beside attention runs a learned
+residual of low rank (LAuReL, Menghani et al. 2024).
+
+Through a hyper-connection (Zhu et al. 2024, in the gated form of Qwen3.8-Flash-Next) a layer reads
+a mixture of all streams, number by number, and each stream takes its own share of what the layer
+gives. Knows no layers.
 
 Shapes: R rows, D hidden size, S streams, side by side in one array (R, S * D); K rank.
 """
@@ -14,7 +18,7 @@ from dataclasses import dataclass
 
 from localrt.quant.ops.arrays import Vector, Weight
 
-__all__ = ["LowRankWeights", "StreamSpec", "StreamWeights"]
+__all__ = ["ConnectionWeights", "LowRankWeights", "StreamSpec", "StreamWeights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,4 +52,20 @@ class LowRankWeights:
     left: Weight  # (K, D)
     right: Weight  # (D, K)
     post_norm: Vector  # (D,)
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionWeights:
+    """How a layer reads ``count`` streams, n of which are normed each for itself.
+
+    The layer's input is the mean over streams of ``sigmoid(up(silu(down(n) / S))) * n``; a stream
+    takes ``2 * sigmoid(share(n) / S)`` of its output. Behind the last layer nothing is shared out.
+    """
+
+    count: int
+    norm: Vector  # (S * D,)
+    down: Weight  # (K, S * D)
+    up: Weight  # (S * D, K)
+    share: Weight | None  # (S, S * D)
     eps: float

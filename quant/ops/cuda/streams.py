@@ -19,4 +19,5 @@ class StreamSteps:
     """A part of ``CudaOps``."""
 
     norm = project_inputs = gate_inputs = low_rank = _missing
+    repeat_stream = read_streams = share_out = _missing
     split_streams = predict_streams = correct_streams = add_to_streams = join_streams = _missing

@@ -36,6 +36,7 @@ __all__ = [
     "SCORINGS",
     "SOURCES",
     "AttentionArgs",
+    "ConnectionArgs",
     "ExpertArgs",
     "ExpertParts",
     "HeadArgs",
@@ -56,7 +57,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 14
+_ABI_VERSION = 15
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -196,6 +197,17 @@ class StreamArgs(Structure):
     )
 
 
+class ConnectionArgs(Structure):
+    """Reading several residual streams."""
+
+    _fields_ = _fields(
+        (c_void_p, "streams out shares norm"),
+        (Stack, "down up share"),
+        (c_int32, "rows count"),
+        (c_float, "eps"),
+    )
+
+
 class RouteArgs(Structure):
     """A mixture's norm and router."""
 
@@ -286,6 +298,7 @@ _SIGNATURES = {
         ),
     ),
     "lrt_split_streams": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
+    "lrt_read_streams": (None, (c_void_p, POINTER(ConnectionArgs))),
     "lrt_predict_streams": (None, (c_void_p, POINTER(StreamArgs))),
     "lrt_correct_streams": (None, (c_void_p, POINTER(StreamArgs))),
     "lrt_join_streams": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),

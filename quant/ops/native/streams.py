@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
-from localrt.quant.ops.native.abi import ACTIVATIONS, InputArgs, StreamArgs
+from localrt.quant.ops.native.abi import ACTIVATIONS, ConnectionArgs, InputArgs, StreamArgs
 from localrt.quant.ops.native.weights import NativeWeight, address_of, locate
-from localrt.quant.ops.streams import LowRankWeights, StreamSpec, StreamWeights
+from localrt.quant.ops.streams import ConnectionWeights, LowRankWeights, StreamSpec, StreamWeights
 
 __all__ = ["StreamSteps"]
 
@@ -114,6 +114,37 @@ class StreamSteps:
             self._handle, projections.stack, locate(streams), len(streams), locate(out)
         )
         return out
+
+    def repeat_stream(self, x: Floats, count: int) -> Floats:
+        """(R, S * D)."""
+        return np.tile(x, (1, count))
+
+    def read_streams(
+        self, streams: Floats, weights: ConnectionWeights
+    ) -> tuple[Floats, Floats | None]:
+        """(R, D) and (R, S)."""
+        rows, count = len(streams), weights.count
+        out = self._array(rows, streams.shape[1] // count)
+        shares = None if weights.share is None else np.empty((rows, count), np.float32)
+        args = ConnectionArgs(
+            streams=locate(streams),
+            out=locate(out),
+            norm=address_of(weights.norm),
+            down=weights.down.stack,
+            up=weights.up.stack,
+            rows=rows,
+            count=count,
+            eps=weights.eps,
+        )
+        if weights.share is not None and shares is not None:
+            args.share, args.shares = weights.share.stack, locate(shares)
+        self._api.lrt_read_streams(self._handle, args)
+        return out, shares
+
+    def share_out(self, streams: Floats, y: Floats, shares: Floats) -> Floats:
+        """In place."""
+        streams.reshape(*shares.shape, -1)[:] += y[:, None] * shares[:, :, None]
+        return streams
 
     def _stream_args(
         self, streams: Floats, weights: StreamWeights, spec: StreamSpec

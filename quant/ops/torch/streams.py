@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
-from localrt.quant.ops.streams import LowRankWeights, StreamSpec, StreamWeights
+from localrt.quant.ops.streams import ConnectionWeights, LowRankWeights, StreamSpec, StreamWeights
 
 __all__ = ["StreamSteps", "rows_of_tokens"]
 
@@ -99,6 +99,30 @@ class StreamSteps:
             total += _as_large(self.linear(apart[:, number], matrix), apart[:, 0])
         joined: Tensor = total / (1 + len(matrices))
         return joined
+
+    def repeat_stream(self, x: Tensor, count: int) -> Tensor:
+        """(R, S * D)."""
+        return x.repeat(1, count)
+
+    def read_streams(
+        self, streams: Tensor, weights: ConnectionWeights
+    ) -> tuple[Tensor, Tensor | None]:
+        """(R, D) and (R, S)."""
+        count = weights.count
+        apart = streams.view(len(streams), count, -1)
+        normed = F.rms_norm(apart, apart.shape[-1:], None, weights.eps)
+        joined = normed.flatten(1) * weights.norm
+        narrow = F.silu(self.linear(joined, weights.down) / count)
+        gates = self.linear(narrow, weights.up).sigmoid()
+        x = (gates * joined).view_as(apart).mean(1)
+        if weights.share is None:
+            return x, None
+        return x, 2 * (self.linear(joined, weights.share) / count).sigmoid()
+
+    def share_out(self, streams: Tensor, y: Tensor, shares: Tensor) -> Tensor:
+        """In place."""
+        streams.view(len(y), -1, y.shape[1]).addcmul_(y[:, None], shares[:, :, None])
+        return streams
 
     def _modes(self, x: Tensor, weights: StreamWeights, spec: StreamSpec) -> Tensor:
         """(R, S), float32: what coefficients are made of."""

@@ -1,0 +1,106 @@
+"""Hyper-connections on torch and on the CPU's kernels against transformers' module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.quant.formats import FORMATS, PackedTensor
+from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.ops.streams import ConnectionWeights
+from localrt.quant.ops.torch.ops import TorchOps
+from tests.ops.test_native_matmul import ISAS
+
+modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+from transformers import Qwen4ExpTextConfig  # noqa: E402
+
+native_only = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
+IMPLEMENTATIONS = [
+    pytest.param(lambda: TorchOps(compute_format="f32"), id="torch"),
+    *(
+        pytest.param(lambda isa=isa: NativeOps(threads=2, isa=isa), id=isa, marks=native_only)
+        for isa in ISAS
+    ),
+]
+ROWS, EPS = 7, 1e-6
+
+
+def theirs(hidden: int, count: int, rank: int, *, shares: bool) -> torch.nn.Module:
+    torch.manual_seed(hidden)
+    config = Qwen4ExpTextConfig(
+        hidden_size=hidden, hc_count=count, hc_lowrank=rank, rms_norm_eps=EPS, eos_token_id=0
+    )
+    module = modeling.Qwen4ExpTextGatedResidual(config, use_combine=shares)
+    for each in module.parameters():
+        torch.nn.init.normal_(each, std=0.3)
+    return module
+
+
+def weights_of(ops: Any, module: torch.nn.Module, count: int) -> ConnectionWeights:
+    def matrix(linear: torch.nn.Linear | None) -> Any:
+        if linear is None:
+            return None
+        values = linear.weight.detach().numpy()
+        packed = PackedTensor("w", FORMATS["f32"], values.shape, values.view(np.uint8))
+        return ops.weight(values.shape, [packed])
+
+    return ConnectionWeights(
+        count=count,
+        norm=ops.vector(1 + module.hc_norm.weight.detach().numpy()),
+        down=matrix(module.input_mix_weight_down),
+        up=matrix(module.input_mix_weight_up),
+        share=matrix(module.block_inject_weight),
+        eps=EPS,
+    )
+
+
+def as_array(ops: Any, values: np.ndarray) -> Any:
+    return torch.from_numpy(values.copy()) if isinstance(ops, TorchOps) else values.copy()
+
+
+@pytest.mark.parametrize(("hidden", "count", "rank"), [(24, 4, 5), (40, 3, 17), (16, 2, 1)])
+@pytest.mark.parametrize("make", IMPLEMENTATIONS)
+def test_a_layer_reads_and_feeds_all_streams(make: Any, hidden: int, count: int, rank: int) -> None:
+    ops, module = make(), theirs(hidden, count, rank, shares=True)
+    random = np.random.default_rng(0)
+    streams = random.standard_normal((ROWS, count * hidden), np.float32)
+    given = random.standard_normal((ROWS, hidden), np.float32)
+    with torch.no_grad():
+        expected, _, shares = module(torch.from_numpy(streams)[None])
+    weights = weights_of(ops, module, count)
+    ours = as_array(ops, streams)
+    x, own = ops.read_streams(ours, weights)
+    np.testing.assert_allclose(x, expected[0], atol=2e-5)
+    np.testing.assert_allclose(own, shares[0], atol=2e-5)
+    behind = ops.share_out(ours, as_array(ops, given), own)
+    wanted = streams.reshape(ROWS, count, hidden) + given[:, None] * shares[0].numpy()[:, :, None]
+    np.testing.assert_allclose(behind, wanted.reshape(ROWS, -1), atol=5e-5)
+
+
+@pytest.mark.parametrize("make", IMPLEMENTATIONS)
+def test_behind_the_last_layer_nothing_is_shared_out(make: Any) -> None:
+    ops, module = make(), theirs(24, 3, 5, shares=False)
+    x = np.random.default_rng(1).standard_normal((ROWS, 24), np.float32)
+    streams = ops.repeat_stream(as_array(ops, x), 3)
+    with torch.no_grad():
+        expected = module(torch.from_numpy(np.tile(x, (1, 3)))[None])
+    out, shares = ops.read_streams(streams, weights_of(ops, module, 3))
+    np.testing.assert_allclose(out, expected[0], atol=2e-5)
+    assert shares is None
+
+
+@native_only
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_does_not_depend_on_those_beside_it(isa: str) -> None:
+    ops, module = NativeOps(threads=2, isa=isa), theirs(40, 4, 9, shares=True)
+    weights = weights_of(ops, module, 4)
+    streams = np.random.default_rng(2).standard_normal((19, 160), np.float32)
+    x, shares = ops.read_streams(streams, weights)
+    for row in range(19):
+        one, share = ops.read_streams(streams[row : row + 1].copy(), weights)
+        assert np.array_equal(one[0], x[row])
+        assert np.array_equal(share[0], shares[row])
