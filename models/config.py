@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from localrt.models.ngrams import NgramHash, NgramSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
+from localrt.quant.ops.index import IndexSpec
 from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec, RecurrentSpec
 from localrt.quant.ops.streams import StreamSpec
 
@@ -24,16 +26,19 @@ __all__ = [
     "LATENT_DOWN",
     "LATENT_UP",
     "LAYER_EMBEDDING",
+    "NGRAM_TABLE",
     "ROUTER",
     "ROUTER_NORM",
     "SHARED_DOWN",
     "SHARED_GATE",
     "SHARED_GATE_UP",
+    "Connections",
     "DecoderConfig",
     "LayerInputs",
     "LayerNames",
     "MixtureSpec",
     "Multipliers",
+    "NgramLayer",
     "RecurrentNames",
     "expert_matrices",
     "memory_places",
@@ -43,6 +48,8 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # Checkpoints present it with a row for each layer of each token: (vocabulary * layers, width)
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
+# Checkpoints present it as one table
+NGRAM_TABLE = "model.ngram_embedding.weight"
 
 # A sparse layer's tensors, below ``model.layers.N.``, whatever a file calls them
 ROUTER = "mlp.gate"
@@ -59,15 +66,17 @@ LATENT_UP = "mlp.latent_up"
 
 
 def memory_places(layers: Iterable[Sequence[LayerSpec]]) -> Iterator[tuple[int, ...]]:
-    """Of each layer's mixers, the numbers in a cache that is made for those of all ``layers``.
+    """Of what each layer remembers, the numbers in a cache that is made for all ``layers``.
 
     What keeps keys and values is numbered for itself, and so is what has a state.
     """
     counts = Counter[bool]()
-    for mixers in layers:
-        kinds = [isinstance(spec, AttentionSpec) for spec in mixers]
-        yield tuple(counts[kind] for kind in kinds)
-        counts.update(kinds)
+    for memory in layers:
+        places = []
+        for kind in (isinstance(spec, AttentionSpec) for spec in memory):
+            places.append(counts[kind])
+            counts[kind] += 1
+        yield tuple(places)
 
 
 def expert_matrices(number: int) -> tuple[str, ...]:
@@ -164,6 +173,44 @@ class LayerInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Connections:
+    """Hyper-connections: so many residual streams, of which layers read a mixture; its gates are
+    projected in two steps, by way of ``rank`` numbers.
+    """
+
+    count: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise ValueError(f"hc_count must be at least 2, is {self.count}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramLayer:
+    """Hashed n-grams before ``layer``: ``width`` numbers of a token, all rows of the table side by
+    side. ``memory`` is what the layer remembers of a sequence.
+    """
+
+    layer: int
+    width: int
+    spec: NgramSpec
+    memory: RecurrentSpec
+
+    def __post_init__(self) -> None:
+        if self.width % self.spec.rows_per_token:
+            raise ValueError(
+                f"ple_embed_dim must be a multiple of {self.spec.rows_per_token} (the heads of all "
+                f"n-grams), is {self.width}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the table."""
+        return NgramHash(self.spec).rows, self.width // self.spec.rows_per_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """What a decoder is, whatever file it came from. ``attention`` has one entry per layer, which
     is a ``RecurrentSpec`` where the layer has a state in the place of keys and values, and None
@@ -203,6 +250,10 @@ class DecoderConfig:
     recurrent: RecurrentNames | None = None
     beside: tuple[RecurrentSpec, ...] = ()
     multipliers: Multipliers = Multipliers()
+    connections: Connections | None = None
+    ngrams: NgramLayer | None = None
+    index: IndexSpec | None = None  # of every layer that attends
+    index_apart: bool = False  # queries and key are projected by two matrices
 
     @property
     def layers(self) -> int:
@@ -214,28 +265,52 @@ class DecoderConfig:
         """The layers that keep keys and values."""
         return tuple(spec for spec in self.attention if isinstance(spec, AttentionSpec))
 
-    def mixers_of(self, layer: int) -> tuple[LayerSpec, ...]:
-        """What a layer mixes its rows with others by: nothing in one that is an MLP alone, or
-        several side by side.
+    def memory_of(self, layer: int) -> tuple[LayerSpec, ...]:
+        """What a layer remembers of a sequence: nothing if it is an MLP alone.
+
+        An indexer comes before its attention, n-grams behind all others; in between are attention,
+        a recurrent layer, or several side by side.
         """
-        both = (self.attention[layer], *self.beside[layer : layer + 1])
-        return tuple(spec for spec in both if spec is not None)
+        own, ngrams = self.attention[layer], self.ngrams_of(layer)
+        whole = (
+            self.index if isinstance(own, AttentionSpec) else None,
+            own,
+            *self.beside[layer : layer + 1],
+            None if ngrams is None else ngrams.memory,
+        )
+        return tuple(spec for spec in whole if spec is not None)
+
+    def ngrams_of(self, layer: int) -> NgramLayer | None:
+        """A layer's hashed n-grams, if it has some."""
+        own = self.ngrams
+        return own if own is not None and own.layer == layer else None
 
     @property
-    def mixers(self) -> tuple[tuple[LayerSpec, ...], ...]:
-        """Those of each layer."""
-        return tuple(map(self.mixers_of, range(self.layers)))
+    def ngram_place(self) -> int:
+        """Where the n-grams' memory lies in a cache of all layers, among what has a state."""
+        assert self.ngrams is not None, "the model has n-grams"
+        return self.cache_places[self.ngrams.layer][-1]
+
+    @property
+    def memories(self) -> tuple[tuple[LayerSpec, ...], ...]:
+        """What each layer remembers."""
+        return tuple(map(self.memory_of, range(self.layers)))
 
     @property
     def cache_places(self) -> tuple[tuple[int, ...], ...]:
-        """Where each layer's mixers find what they keep in a cache of all layers."""
-        own = tuple(memory_places(self.mixers))
+        """Where each layer finds what it remembers in a cache of all layers."""
+        own = tuple(memory_places(self.memories))
         return tuple(own[self.cache_of(layer)] for layer in range(self.layers))
 
     @property
     def memory(self) -> tuple[LayerSpec, ...]:
-        """What the cache of a sequence is made for: all layers' mixers in order."""
-        return tuple(spec for mixers in self.mixers for spec in mixers)
+        """What the cache of a sequence is made for: what all layers remember, in order."""
+        return tuple(spec for own in self.memories for spec in own)
+
+    @property
+    def final_norm(self) -> bool:
+        """Whether there is a norm before the head; what reads several streams has norms itself."""
+        return self.connections is None
 
     def has_mlp(self, layer: int) -> bool:
         """Whether a layer has an MLP, or a mixture in its place."""

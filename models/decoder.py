@@ -12,10 +12,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from localrt.errors import MemoryBudgetError
-from localrt.models.config import EMBEDDING, HEAD, LAYER_EMBEDDING, DecoderConfig
+from localrt.models.config import (
+    EMBEDDING,
+    HEAD,
+    LAYER_EMBEDDING,
+    NGRAM_TABLE,
+    DecoderConfig,
+)
+from localrt.models.connections import Connected, ReadStreams, RepeatStream, load_connection
+from localrt.models.indexed import IndexedAttention
 from localrt.models.latent import LatentAttention
 from localrt.models.layer_inputs import InputGate, InputRows, input_scale, load_input_projection
 from localrt.models.moe import Experts, ResidentExperts, SparseMlp, load_expert
+from localrt.models.ngram_layer import AddNgrams, NgramRows
+from localrt.models.ngrams import NgramHash
 from localrt.models.parts import (
     Attention,
     Chain,
@@ -41,8 +51,10 @@ from localrt.models.streams import (
     load_projections,
 )
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.attention import AttentionSpec, LatentSpec
+from localrt.quant.ops.index import IndexSpec
 from localrt.quant.ops.protocol import Batch, KVCache, LayerSpec, Ops, RecurrentSpec, Vector
+from localrt.quant.ops.streams import ConnectionWeights
 
 __all__ = [
     "Decoder",
@@ -52,6 +64,9 @@ __all__ = [
     "load_resident",
     "load_resident_mlp",
 ]
+
+_ATTENTION, _MLP = "attn_hyper_connection.", "mlp_hyper_connection."
+_MIXER = "model.hyper_connection_mixer."
 
 
 def load_attention(
@@ -69,12 +84,23 @@ def load_attention(
         parts.append(load_input_projection(config, weights))
     if layer == 0 and config.streams is not None:
         parts.append(SplitStreams(load_projections(config, weights, SPLIT)))
+    if layer == 0 and config.connections is not None:
+        parts.append(RepeatStream(config.connections.count))
     places = config.cache_places[layer] if at is None else at
-    mixers = [
-        _load_mixer(config, layer, weights, spec, place)
-        for spec, place in zip(config.mixers_of(layer), places, strict=True)
-    ]
-    if config.streams is not None:
+    memory = list(zip(config.memory_of(layer), places, strict=True))
+    if (ngrams := config.ngrams_of(layer)) is not None:
+        _, place = memory.pop()
+        parts.append(AddNgrams(config, ngrams, weights, place))
+    if config.index is not None and isinstance(config.attention[layer], AttentionSpec):
+        (index, index_at), (_, place) = memory
+        assert isinstance(index, IndexSpec), "it comes before what it chooses for"
+        mixers: list[Layer] = [IndexedAttention(config, layer, weights, index, index_at, place)]
+    else:
+        mixers = [_load_mixer(config, layer, weights, spec, place) for spec, place in memory]
+    if config.connections is not None:
+        (mixer,) = mixers
+        parts.append(_connected(config, mixer, weights, f"model.layers.{layer}.{_ATTENTION}"))
+    elif config.streams is not None:
         (mixer,) = mixers
         assert isinstance(mixer, Attention), "no model with streams has another kind"
         parts.append(StreamAttention(config, layer, weights, mixer))
@@ -117,6 +143,13 @@ def load_mlp(
         if layer == config.layers - 1:
             parts.append(JoinStreams(load_projections(config, weights, JOIN)))
         return _joined(parts)
+    if config.connections is not None:
+        prefix = f"model.layers.{layer}.{_MLP}"
+        last_one = layer == config.layers - 1
+        reading = (
+            [ReadStreams(_connection(config, weights, _MIXER, shares=False))] if last_one else []
+        )
+        return _joined([_connected(config, mlp, weights, prefix), *reading])
     joining: list[Layer] = [mlp]
     if config.layer_inputs is not None:
         joining.append(InputGate(config, layer, weights))
@@ -124,6 +157,26 @@ def load_mlp(
     scale = config.residual_scale * config.multipliers.mlp_out
     *first, last = joining
     return _joined([*(Residual(part, scale) for part in first), Residual(last, scale, total)])
+
+
+def _connected(config: DecoderConfig, layer: Layer, weights: WeightLoader, prefix: str) -> Part:
+    return Connected(layer, _connection(config, weights, prefix))
+
+
+def _connection(
+    config: DecoderConfig, weights: WeightLoader, prefix: str, *, shares: bool = True
+) -> ConnectionWeights:
+    assert config.connections is not None, "the model has several streams"
+    return load_connection(
+        weights,
+        prefix,
+        hidden=config.hidden_size,
+        count=config.connections.count,
+        rank=config.connections.rank,
+        eps=config.norm_eps,
+        norm_offset=config.norm_offset,
+        shares=shares,
+    )
 
 
 def _joined(parts: Sequence[Part]) -> Part:
@@ -145,8 +198,10 @@ def load_resident_mlp(
     return part
 
 
-def load_norm(config: DecoderConfig, weights: WeightLoader) -> Vector:
-    """The norm before the head."""
+def load_norm(config: DecoderConfig, weights: WeightLoader) -> Vector | None:
+    """The norm before the head, if there is one."""
+    if not config.final_norm:
+        return None
     return weights.vector(
         config.hidden_size,
         "model.norm.weight",
@@ -165,6 +220,9 @@ def load_resident(config: DecoderConfig, ops: Ops, weights: WeightLoader) -> Res
             size = (inputs.vocab_size * config.layers, inputs.width)
             rows = weights.matrix(size, LAYER_EMBEDDING)
             body.append(InputRows(rows, input_scale(config), config.layers))
+        if (own := config.ngrams) is not None:
+            grams = weights.matrix(own.shape, NGRAM_TABLE)
+            body.append(NgramRows(NgramHash(own.spec), grams, config.ngram_place))
         experts = ResidentExperts()
         for layer, at in enumerate(config.cache_places):
             if at:

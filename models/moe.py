@@ -71,7 +71,9 @@ class SparseMlp:
         self._beside = _BesideDense(config, layer, weights) if spec.beside_dense else None
         norm = _EXPERT_NORM if spec.beside_dense else config.names_of(layer).mlp_norm
         self.router = RouterWeights(
-            norm=weights.vector(hidden, f"{prefix}{norm}.weight", offset=config.norm_offset),
+            norm=weights.vector(hidden, f"{prefix}{norm}.weight", offset=config.norm_offset)
+            if norm
+            else None,
             gate=weights.matrix((count, hidden), f"{prefix}{ROUTER}.weight"),
             gate_bias=optional(spec.gate_bias, count, f"{prefix}{ROUTER}.bias"),
             choice_bias=optional(spec.choice_bias, count, prefix + CHOICE_BIAS),

@@ -15,7 +15,7 @@ from math import isqrt
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NgramHash", "NgramSpec", "ngrams_of"]
+__all__ = ["Ids", "NgramHash", "NgramSpec", "ngrams_of"]
 
 Ids = npt.NDArray[np.int64]
 
@@ -31,7 +31,9 @@ class NgramSpec:
     """A layer's hashed n-grams. ``table`` counts the layers of a model that have some.
 
     ``heads`` are those of each order, ``rows_from`` is the least number of rows of a head, and
-    ``separator`` the token that no n-gram reaches across: the end of a text.
+    ``separator`` the token that no n-gram reaches across: the end of a text. Where a file has them,
+    ``sizes`` are the rows of each head, ``multipliers`` what tokens are times, the latest first,
+    and ``rows`` are the table's.
     """
 
     orders: int = 3  # the longest n-gram
@@ -42,6 +44,9 @@ class NgramSpec:
     separator: int
     seed: int = 1234
     table: int = 0
+    sizes: tuple[int, ...] = ()
+    multipliers: tuple[int, ...] = ()
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.orders <= 16:
@@ -57,6 +62,16 @@ class NgramSpec:
                 raise ValueError(f"{name} must be at least {bound}, is {value}")
         if not 0 <= self.separator < self.vocab:
             raise ValueError(f"eos_token_id must be below {self.vocab}, is {self.separator}")
+        for name, wanted, most, values in (
+            ("head_vocab_sizes", self.rows_per_token, _LARGEST >> 16, self.sizes),
+            ("layer_multipliers", self.orders, _LARGEST // self.vocab, self.multipliers),
+        ):
+            if values and len(values) != wanted:
+                raise ValueError(f"{name} must be {wanted} numbers, are {len(values)}")
+            if not all(type(value) is int and 0 < value <= most for value in values):
+                raise ValueError(f"{name} must be integers from 1 to {most}, are {values!r:.60}")
+        if self.rows is not None and self.rows < sum(self.sizes):
+            raise ValueError(f"the table has {self.rows} rows, its heads {sum(self.sizes)}")
 
     @property
     def rows_per_token(self) -> int:
@@ -69,16 +84,15 @@ class NgramHash:
 
     def __init__(self, spec: NgramSpec) -> None:
         self.spec = spec
-        count = spec.rows_per_token
-        primes = _primes(spec.rows_from, (spec.table + 1) * count)[spec.table * count :]
-        self.sizes: Ids = np.array(primes, np.int64)
+        self.sizes: Ids = np.array(spec.sizes or _head_sizes(spec), np.int64)
         """Rows of each head, (H,): heads of pairs first."""
         ends = np.cumsum(self.sizes)
         self.offsets: Ids = ends - self.sizes
         """The first row of each head, (H,)."""
-        self.rows = -(-int(ends[-1]) // spec.rows_multiple) * spec.rows_multiple
+        padded = -(-int(ends[-1]) // spec.rows_multiple) * spec.rows_multiple
+        self.rows = padded if spec.rows is None else spec.rows
         """Of the whole table."""
-        self.multipliers: Ids = _multipliers(spec)
+        self.multipliers: Ids = np.array(spec.multipliers or _multipliers(spec), np.int64)
         """Of a token and of those before it, (N,)."""
 
     def rows_of(self, ngrams: Ids) -> Ids:
@@ -114,13 +128,17 @@ def ngrams_of(
     return ngrams
 
 
-def _multipliers(spec: NgramSpec) -> Ids:
+def _head_sizes(spec: NgramSpec) -> list[int]:
+    """Primes, which no other head of the model has."""
+    count = spec.rows_per_token
+    return _primes(spec.rows_from, (spec.table + 1) * count)[spec.table * count :]
+
+
+def _multipliers(spec: NgramSpec) -> list[int]:
     """Odd numbers whose products with a token do not exceed 63 bits."""
     bound = max(1, _LARGEST // spec.vocab // 2)
     seed = spec.seed + _SEED_OF_LAYER * spec.table
-    return np.array(
-        [2 * (_splitmix(seed + _GAMMA * (n + 1)) % bound) + 1 for n in range(spec.orders)], np.int64
-    )
+    return [2 * (_splitmix(seed + _GAMMA * (n + 1)) % bound) + 1 for n in range(spec.orders)]
 
 
 def _splitmix(value: int) -> int:

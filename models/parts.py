@@ -23,6 +23,7 @@ from localrt.quant.ops.protocol import (
     Array,
     AttentionSpec,
     AttentionWeights,
+    Batch,
     MlpWeights,
     Ops,
     Pass,
@@ -52,9 +53,10 @@ class PassState:
     """What a pass hands from part to part.
 
     ``x`` (R, D) is the residual stream as ``ops`` keeps it, ``step`` what ``ops`` derived from the
-    batch. ``inputs`` are what every layer has of its own, ``streams`` several residual streams, of
-    which ``x`` then is the active one. ``logits`` (rows wanted, V) are filled by the head, for the
-    rows ``wanted`` of ``x``.
+    ``batch``, which recorded runs do without. ``inputs`` are what every layer has of its own,
+    ``streams`` several residual streams, of which ``x`` then is the active one, or what a layer
+    reads of them. ``ngrams`` gives the rows of hashed n-grams, for which it may wait. ``logits``
+    (rows wanted, V) are filled by the head, for the rows ``wanted`` of ``x``.
     """
 
     ops: Ops
@@ -64,6 +66,8 @@ class PassState:
     logits: Logits | None = None
     inputs: Array = None
     streams: Array = None
+    ngrams: Callable[[], Array] | None = None
+    batch: Batch | None = None
 
     def copy_features(self, out: Logits) -> None:
         """Copy ``x`` to ``out`` (R, D) on the host."""
@@ -249,7 +253,7 @@ class Head:
     """The final norm, and the logits of the vocabulary's rows from ``first_row`` on."""
 
     def __init__(
-        self, config: DecoderConfig, norm: Vector, weight: Weight, first_row: int = 0
+        self, config: DecoderConfig, norm: Vector | None, weight: Weight, first_row: int = 0
     ) -> None:
         self.norm, self.weight = norm, weight
         self._eps, self._softcap = config.norm_eps, config.final_softcap

@@ -32,6 +32,8 @@ _LIMITS = {
     "num_experts": 1 << 12,
     "num_local_experts": 1 << 12,
     "moe_num_experts": 1 << 12,
+    "ngram_rows": 1 << 40,
+    "ngram_vocab_size_base": 1 << 32,
     "n_routed_experts": 1 << 12,
 }
 _DEFAULT_LIMIT = 1 << 20
@@ -73,9 +75,15 @@ class RawConfig:
             )
         return value
 
-    def index(self, key: str, default: int = 0) -> int:
+    def index(self, key: str, default: int | None = 0) -> int:
         """An integer from 0 on."""
         return 0 if self._required(key, default) == 0 else self.integer(key, default)
+
+    def first_index(self, key: str) -> int:
+        """An integer from 0 on, or the first of a list of them."""
+        values = self._values.get(key)
+        first = values[0] if isinstance(values, list | tuple) and values else values
+        return self._with({key: first}).index(key, None)
 
     def integers(self, key: str, layers: int, default: int | None = None) -> tuple[int, ...]:
         """A positive integer for each layer: a list of them, or one for all."""

@@ -5,14 +5,12 @@ What they compute is ``quant/ops/recurrent.py``'s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig, RecurrentNames
 from localrt.models.parts import PassState
-from localrt.models.weights import WeightLoader
+from localrt.models.weights import TapsFirst, WeightLoader
 from localrt.quant.ops.protocol import Array, Vector, Weight
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 
@@ -45,7 +43,7 @@ class Recurrent:
         self.layer, self.spec, self._names = at, spec, names
         prefix = f"model.layers.{layer}."
         optional, heads, rank = weights.optional_vector, spec.heads, spec.low_rank
-        stateful, inner = spec.kind != "conv", spec.inner
+        stateful, inner = spec.stateful, spec.inner
         rates = spec.factors - heads if stateful else 0
         norm_width = spec.value_size if spec.kind == "delta" else inner
 
@@ -60,7 +58,9 @@ class Recurrent:
             transform = None if names.decay_is_rate else _rate
             decay = weights.vector(heads, f"{prefix}{names.decay}", transform=transform)
         self.weights = RecurrentWeights(
-            norm=weights.vector(
+            norm=None
+            if not around.attention_norm
+            else weights.vector(
                 hidden,
                 f"{prefix}{around.attention_norm}.weight",
                 offset=config.norm_offset,
@@ -72,7 +72,7 @@ class Recurrent:
             taps=weights.vector(
                 spec.taps * spec.channels,
                 *(f"{prefix}{name}.weight" for name in names.taps),
-                transform=_TapsFirst(spec.taps),
+                transform=TapsFirst(spec.taps),
             ),
             out=weights.matrix((hidden, inner), f"{prefix}{names.out}.weight"),
             taps_bias=optional(
@@ -123,13 +123,3 @@ def _mix_scale(config: DecoderConfig, spec: RecurrentSpec, weights: WeightLoader
 def _rate(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Rates of decay, of their logarithms."""
     return -np.exp(values)
-
-
-@dataclass(frozen=True, slots=True)
-class _TapsFirst:
-    """A convolution's taps (T, channels), as files have them the other way round."""
-
-    taps: int
-
-    def __call__(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        return np.ascontiguousarray(values.reshape(-1, self.taps).T).reshape(-1)

@@ -58,6 +58,7 @@ _PUBLISHED = {
     "granite_hybrid": "granitehybrid GraniteMoeHybridForCausalLM",
     "qwen3_5": "qwen35 qwen35moe Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration "
     "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration qwen3next Qwen3NextForCausalLM",
+    "qwen4_exp": "qwen4exp Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration",
     "kimi_linear": "kimi-linear KimiLinearForCausalLM",
     "falcon_h1": "falcon-h1 FalconH1ForCausalLM",
     "nemotron_h": "nemotron_h nemotron_h_moe NemotronHForCausalLM NemotronH_Omni_Reasoning_V3 "

@@ -58,7 +58,7 @@ class Share:
         """All of it."""
         layers = range(config.layers)
         return cls(
-            attention=frozenset(layer for layer in layers if config.mixers_of(layer)),
+            attention=frozenset(layer for layer in layers if config.memory_of(layer)),
             mlp=frozenset(layer for layer in layers if config.has_mlp(layer)),
             embedding=True,
             head=(config.vocab_size,),
@@ -102,7 +102,7 @@ class _Outline:
         for layer in range(config.layers):
             sides = [layer in side for side in (share.attention, share.mlp, share.longest)]
             if any(sides):
-                own = (*sides, config.mixers_of(layer), config.mixture(layer), *tensors[layer])
+                own = (*sides, config.memory_of(layer), config.mixture(layer), *tensors[layer])
                 kinds.setdefault(own, layer)
         return list(kinds.values())
 
@@ -118,7 +118,7 @@ def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, sha
         if share.embedding:
             table = weights.matrix((config.vocab_size, config.hidden_size), EMBEDDING)
             always.append(Embedding(table, config.embedding_scale))
-        places = memory_places(config.mixers_of(layer) for layer in attention)
+        places = memory_places(config.memory_of(layer) for layer in attention)
         for layer, at in zip(attention, places, strict=True):
             always.append(load_attention(config, layer, weights, at))
         experts = ResidentExperts()
@@ -132,7 +132,7 @@ def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, sha
         head = _head(outline, config, weights, ops, share)
         for rows in ops.lengths:
             last = rows == max(ops.lengths)
-            memory = [spec for layer in attention for spec in config.mixers_of(layer)]
+            memory = [spec for layer in attention for spec in config.memory_of(layer)]
             cache = ops.kv_cache(memory, rows)
             step = ops.begin(Batch.extend([(cache, [0] * rows)]))
             wanted = np.arange(rows)[-1:] if last else np.arange(rows)

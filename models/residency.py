@@ -72,7 +72,7 @@ class Residency:
     """
 
     ops: Ops
-    norm: Vector
+    norm: Vector | None
     config: DecoderConfig
     body: Sequence[Part]
     experts: Sequence[Experts] = ()  # of the sparse layers
@@ -156,7 +156,7 @@ class Resident(Residency):
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:
         """See ``Residency``: there is nothing to wait for."""
-        return PassState(self.ops, self.ops.begin(batch), wanted=wanted)
+        return PassState(self.ops, self.ops.begin(batch), wanted=wanted, batch=batch)
 
     def head(self, state: PassState) -> Sequence[Part]:
         """See ``Residency``."""

@@ -5,9 +5,9 @@ norms and biases; a layer may have one of the two alone. So is every expert of a
 layer's MLP unit is what all rows need: norm, router, shared experts. The head is cut by rows into
 units no larger than the largest MLP, nor than 8 MB: small units need little to pass through, and
 let what is read for each token be little more than what is missing. The embedding is read by row;
-where it is the head too, it is cut like one. So are per-layer embeddings. What runs once, before
-the first layer or behind the last one, belongs to that layer's unit. This module knows names,
-shapes and sizes, neither files nor devices.
+where it is the head too, it is cut like one. Per-layer embeddings and hashed n-grams are read by
+row too. What runs once, before the first layer or behind the last one, belongs to that layer's
+unit. This module knows names, shapes and sizes, neither files nor devices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ import numpy.typing as npt
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
-from localrt.models.config import EMBEDDING, HEAD, LAYER_EMBEDDING, DecoderConfig
+from localrt.models.config import (
+    EMBEDDING,
+    HEAD,
+    LAYER_EMBEDDING,
+    NGRAM_TABLE,
+    DecoderConfig,
+)
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.moe import ResidentExperts, load_expert
 from localrt.models.weights import Transform, WeightLoader, is_ignored, missing_tensor
@@ -30,7 +36,7 @@ from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 
 __all__ = ["TABLES", "Unit", "list_units", "packed_nbytes"]
 
-TABLES = ("embedding", "inputs")
+TABLES = ("embedding", "inputs", "ngrams")
 """Units of which passes take single rows."""
 
 _LARGEST_SLICE = 8 << 20
@@ -78,8 +84,13 @@ def list_units(tensors: Mapping[str, TensorInfo], config: DecoderConfig) -> tupl
             if config.layer_inputs is None
             else (Unit("inputs", (_info(tensors, LAYER_EMBEDDING).name,)),)
         ),
+        *(() if config.ngrams is None else (Unit("ngrams", (_info(tensors, NGRAM_TABLE).name,)),)),
         *layers,
-        Unit("norm", (_info(tensors, "model.norm.weight").name,)),
+        *(
+            (Unit("norm", (_info(tensors, "model.norm.weight").name,)),)
+            if config.final_norm
+            else ()
+        ),
         *((Unit("rotary", rotary),) if rotary else ()),
         *slices,
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -170,3 +171,13 @@ class WeightLoader:
         raise CheckpointError(
             f"{self._checkpoint.path.name}: wrong shape: {found}; the config asks for {wanted}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TapsFirst:
+    """A convolution's taps (T, channels), as files have them the other way round."""
+
+    taps: int
+
+    def __call__(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return np.ascontiguousarray(values.reshape(-1, self.taps).T).reshape(-1)

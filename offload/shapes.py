@@ -21,7 +21,9 @@ from localrt.models.registry import read_config
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.choose import missing_on_cards
 from localrt.quant.ops.cuda.kernels.runs import scratch_nbytes
+from localrt.quant.ops.index import IndexSpec
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.native.kv import BLOCK, LATENT_FORMATS, block_nbytes
 from localrt.quant.ops.protocol import LayerSpec
@@ -51,8 +53,9 @@ class KvShape:
     ``latent`` is DeepSeek's: one vector of ``width`` a token, in the place of keys and values, and
     ``row_nbytes`` of queries and of their results for each row of a pass, which are wide there;
     ``macs`` are the multiply-accumulates of one query row with one token held. A layer that
-    ``reads`` another one's keys and values has none of its own, and neither has one that only has a
-    ``state``, which takes what it takes, however many tokens there are.
+    ``reads`` another one's keys and values has none of its own, and neither has one that only has
+    ``states``, which take what they take, however many tokens there are. With an ``index``,
+    attention sees no more tokens than that chooses, and its keys are in the cache too.
     """
 
     groups: int = 0
@@ -61,11 +64,37 @@ class KvShape:
     latent: bool = False
     row_nbytes: int = 0
     reads: int | None = None
-    state: RecurrentSpec | None = None
+    states: tuple[RecurrentSpec, ...] = ()
+    index: IndexSpec | None = None
 
     def token_nbytes(self, kv_format: KvFormat) -> int:
         """Bytes of one token in the layer's cache: none if it attends to another layer's."""
-        return 0 if self.reads is not None else self.seen_nbytes(kv_format)
+        own = 0 if self.reads is not None else self.seen_nbytes(kv_format)
+        return own + self._index_nbytes(kv_format)
+
+    def held_nbytes(self, kv_format: KvFormat, held: int) -> int:
+        """Bytes that a row reads of a sequence of ``held`` tokens, and that states take."""
+        seen = held
+        if self.index is not None:
+            seen = min(held, self.index.most_tokens)
+        # Of an index, a value for each block.
+        blocks = 0 if self.index is None else held // self.index.block
+        states = sum(2 * 4 * state.state_size for state in self.states)
+        read = seen * self.seen_nbytes(kv_format) + blocks * self._index_nbytes(kv_format) // 2
+        return read + states
+
+    def held_macs(self, held: float) -> float:
+        """Multiply-accumulates of a row that sees ``held`` tokens, beside its projections."""
+        states = sum(state.macs for state in self.states)
+        if self.index is None:
+            return held * self.macs + states
+        scores = held / self.index.block * self.index.heads * self.index.head_dim
+        return min(held, self.index.most_tokens) * self.macs + scores + states
+
+    def _index_nbytes(self, kv_format: KvFormat) -> int:
+        if self.index is None:
+            return 0
+        return block_nbytes(1, self.index.head_dim, kv_format) // BLOCK
 
     def seen_nbytes(self, kv_format: KvFormat) -> int:
         """Bytes of one token that attention reads."""
@@ -114,7 +143,7 @@ class PassSizes:
             mixed_nbytes=max((spec.pass_nbytes for spec in states), default=0),
             experts_used=0 if widest is None else widest.router.used,
             expert_inner=0 if widest is None else widest.inner,
-            split_nbytes=_split_nbytes(map(_kv_shape, config.mixers), config.context_length),
+            split_nbytes=_split_nbytes(map(_kv_shape, config.memories), config.context_length),
             beside=_numbers_beside(config),
         )
 
@@ -135,8 +164,9 @@ class ModelShape:
     """Units in the order of a pass, and the few numbers that memory and time depend on.
 
     ``inner`` is the widest MLP, ``parameters`` counts every weight once. ``notes`` say what was
-    assumed. ``beside`` is that of ``PassSizes``. ``routed`` are the experts; ``steps`` are what a
-    pass computes one after another: a unit, or a layer's experts.
+    assumed. ``beside`` is that of ``PassSizes``. ``off_card`` says what our kernels for cards lack
+    for this model, if anything. ``routed`` are the experts; ``steps`` are what a pass computes one
+    after another: a unit, or a layer's experts.
     """
 
     name: str
@@ -151,6 +181,7 @@ class ModelShape:
     experts: Experts | None = None
     beside: int = 0
     notes: tuple[str, ...] = ()
+    off_card: str = ""
     routed: tuple[PlacedUnit, ...] = field(init=False, repr=False, compare=False)
     steps: tuple[tuple[PlacedUnit, ...], ...] = field(init=False, repr=False, compare=False)
 
@@ -190,7 +221,7 @@ class ModelShape:
             vocab=self.vocab,
             query_nbytes=max((layer.row_nbytes for layer in self.kv if layer.latent), default=0),
             mixed_nbytes=max(
-                (layer.state.pass_nbytes for layer in self.kv if layer.state), default=0
+                (state.pass_nbytes for layer in self.kv for state in layer.states), default=0
             ),
             experts_used=0 if self.experts is None else self.experts.used,
             expert_inner=0 if self.experts is None else self.experts.inner,
@@ -210,8 +241,14 @@ class ModelShape:
 
     @property
     def on_ssd(self) -> tuple[int, ...]:
-        """The layers whose keys and values may live on the SSD: states beside them do not."""
-        return tuple(layer for layer in self.attending if self.kv[layer].state is None)
+        """The layers whose keys and values may live on the SSD: states beside them do not, nor what
+        is scored for each token.
+        """
+        return tuple(
+            layer
+            for layer in self.attending
+            if not self.kv[layer].states and self.kv[layer].index is None
+        )
 
     def kv_token_nbytes(self, kv_format: KvFormat) -> tuple[int, ...]:
         """Bytes that one token takes in each layer."""
@@ -222,10 +259,10 @@ class ModelShape:
 
         States take their sets: those that are kept to come back to are counted.
         """
-        layout = StateLayout([layer.state for layer in self.kv if layer.state is not None])
+        layout = StateLayout([state for layer in self.kv for state in layer.states])
         states = layout.layer_nbytes(ctx)
         return tuple(
-            grown_capacity(ctx) * size + (0 if layer.state is None else next(states))
+            grown_capacity(ctx) * size + sum(next(states) for _ in layer.states)
             for layer, size in zip(self.kv, self.kv_token_nbytes(kv_format), strict=True)
         )
 
@@ -247,7 +284,7 @@ def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
     stored: Mapping[str, int] = {}
     if isinstance(checkpoint, StoreCheckpoint):
         stored = {unit.name: unit.nbytes for unit in checkpoint.manifest.units}
-    kv = tuple(map(_kv_shape, config.mixers))
+    kv = tuple(map(_kv_shape, config.memories))
     ignored = HEAD if config.tied_head else ""
     sizes, experts = PassSizes.of_config(config), None
     routers = [mixture.router for mixture in config.mixtures if mixture is not None]
@@ -268,21 +305,29 @@ def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
         ),
         experts=experts,
         beside=_numbers_beside(config),
+        off_card=missing_on_cards(config.memory),
     )
 
 
 def _numbers_beside(config: DecoderConfig) -> int:
-    """Inputs as they are read, as rows, and as they are projected; streams before and behind."""
+    """Inputs as they are read, as rows, and as they are projected; streams before and behind; rows
+    of n-grams, as they are read too.
+    """
     inputs = 0 if config.layer_inputs is None else config.layers * config.layer_inputs.width
-    streams = 0 if config.streams is None else config.streams.count * config.hidden_size
-    return 3 * inputs + 2 * streams
+    several = config.streams or config.connections
+    streams = 0 if several is None else several.count * config.hidden_size
+    ngrams = 0 if config.ngrams is None else config.ngrams.width
+    gates = 0 if config.connections is None else 2 * streams  # and normed streams
+    return 3 * inputs + 2 * streams + gates + 2 * ngrams
 
 
-def _kv_shape(mixers: Sequence[LayerSpec]) -> KvShape:
+def _kv_shape(memory: Sequence[LayerSpec]) -> KvShape:
     shape = KvShape()
-    for spec in mixers:
+    for spec in memory:
         if isinstance(spec, RecurrentSpec):
-            shape = replace(shape, state=spec)
+            shape = replace(shape, states=(*shape.states, spec))
+        elif isinstance(spec, IndexSpec):
+            shape = replace(shape, index=spec)
         elif isinstance(spec, LatentSpec):
             macs, width = spec.heads * (spec.head_dim + spec.latent), spec.head_dim
             own = spec.row_nbytes

@@ -200,10 +200,15 @@ def _kv_tier(
         private_folder(folder)
     except OSError as error:
         raise StorageError(f"{folder} cannot be made: {error.strerror}") from error
-    places = zip(config.attention, plan.placement.kv, strict=True)
+    cached = [
+        (spec, place)
+        for memory, place in zip(config.memories, plan.placement.kv, strict=True)
+        for spec in memory
+        if isinstance(spec, AttentionSpec)
+    ]
     return KvTier(
-        config.attending,
-        [place for spec, place in places if isinstance(spec, AttentionSpec)],
+        [spec for spec, _ in cached],
+        [place for _, place in cached],
         folder,
         capacity=choice.ctx,
         kv_format=kv_format,

@@ -137,7 +137,7 @@ class HiddenStates:
 
     def _layer(self, checkpoint: Checkpoint, layer: int) -> list[Residual | SideBySide]:
         weights, parts = WeightLoader(checkpoint, self._ops), list[Residual | SideBySide]()
-        if self._config.mixers_of(layer):
+        if self._config.memory_of(layer):
             attention = load_attention(self._config, layer, weights)
             assert isinstance(attention, Residual | SideBySide), "others have been refused"
             parts.append(attention)

@@ -17,11 +17,13 @@ from localrt.quant.ops.protocol import RecurrentSpec
 __all__ = ["read_config"]
 
 _IN_GROUPS = "qwen3next"  # whose files keep the value heads of a key head together
-_KINDS = {"linear_attention": False, "full_attention": True}
+_KINDS = {"linear_attention": False, "full_attention": True, "indexed_attention": True}
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """``layer_types`` says which layers attend; without it, every fourth does."""
+    if not raw.has("intermediate_size"):  # mixtures alone
+        raw = raw.renamed({"moe_intermediate_size": "intermediate_size"})
     config = llama.read_config(raw)
     (plain,) = set(config.attending)
     rope = read_rope(raw, plain.head_dim, default_share=0.25)

@@ -13,6 +13,7 @@ from localrt.errors import CheckpointError
 from localrt.models.checkpoints.gguf_metadata import GgufMetadata
 from localrt.models.checkpoints.gguf_names import (
     CONFIG_KEYS,
+    CONNECTION_KEYS,
     DEEPSEEK_KEYS,
     GEMMA,
     QWEN_DELTA,
@@ -91,6 +92,8 @@ def model_config(
         _add_temperature(config)
     if architecture == "granite_swa":
         _add_bases(config, metadata)
+    if architecture == "qwen4exp":
+        _add_connections(config, metadata, tensors)
     return config
 
 
@@ -294,6 +297,30 @@ def _add_kimi(config: dict[str, Any], metadata: GgufMetadata) -> None:
     config["linear_num_heads"] = config.get("num_attention_heads")
     config["linear_conv_kernel_dim"] = metadata.integer("kimi-linear.ssm.conv_kernel")
     config.setdefault("norm_topk_prob", True)
+
+
+def _add_connections(
+    config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Streams, indexer and n-grams of Qwen3.8-Flash-Next. The file has what hashing takes."""
+    config["output_gate_type"] = "sigmoid"
+    for key, name in CONNECTION_KEYS.items():
+        config[name] = metadata.integer(f"qwen4exp.{key}")
+
+    def listed(key: str) -> list[Any]:
+        key = f"qwen4exp.{key}"
+        listed = key in metadata and metadata.is_array(key)
+        return list(metadata[key]) if listed and metadata.count(key) <= _MOST_LAYERS else []
+
+    config["indexer_compress_ratio"] = max(listed("attention.compress_ratios"), default=None)
+    config["ple_layer_ids"] = [layer + 1 for layer in listed("ple.layers")]
+    for key in ("layer_multipliers", "head_vocab_sizes"):
+        config[f"ngram_{key}"] = listed(f"ple.{key}")
+    if (table := tensors.get("model.ngram_embedding.weight")) is not None:
+        config["ngram_rows"] = table.rows
+    width = config.pop("hidden_size_per_layer_input", None)
+    if isinstance(width, int):
+        config["ple_embed_dim"] = width * len(config["ngram_head_vocab_sizes"])
 
 
 def _add_bases(config: dict[str, Any], metadata: GgufMetadata) -> None:

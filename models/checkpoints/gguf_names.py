@@ -13,6 +13,7 @@ from localrt.models.checkpoints.expert_stacks import Stack
 
 __all__ = [
     "CONFIG_KEYS",
+    "CONNECTION_KEYS",
     "DEEPSEEK_KEYS",
     "GEMMA",
     "INTERLEAVED_ROTARY",
@@ -42,7 +43,7 @@ INTERLEAVED_ROTARY = frozenset(
 """Architectures whose files hold query and key rows in pairs (x0, y0, x1, y1, ...)."""
 
 GEMMA = frozenset({"gemma", "gemma2", "gemma3"})
-QWEN_DELTA = frozenset({"qwen3next", "qwen35", "qwen35moe"})
+QWEN_DELTA = frozenset({"qwen3next", "qwen35", "qwen35moe", "qwen4exp"})
 """Architectures whose files hold norm weights with the 1 added that Hugging Face adds later."""
 
 _TENSORS: Mapping[str, str] = {
@@ -53,6 +54,15 @@ _TENSORS: Mapping[str, str] = {
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+
+_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
+    "qwen4exp": {
+        "per_layer_token_embd": "model.ngram_embedding",
+        "output_hc_norm": "model.hyper_connection_mixer.hc_norm",
+        "output_hc_down": "model.hyper_connection_mixer.input_mix_weight_down",
+        "output_hc_up": "model.hyper_connection_mixer.input_mix_weight_up",
+    }
 }
 
 _TENSOR_STACKS: Mapping[str, str] = {
@@ -152,6 +162,29 @@ _DELTA_NET_TOGETHER = {
     "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_in": "linear_attn.in_proj_qkvz",  # of first files; others have the four apart
 }
+_CONNECTED_DELTA_NET = {
+    **_DELTA_NET,
+    **{
+        f"hc_{ours}_{stem}": f"{theirs}_hyper_connection.{name}"
+        for ours, theirs in (("attn", "attn"), ("ffn", "mlp"))
+        for stem, name in (
+            ("norm", "hc_norm"),
+            ("down", "input_mix_weight_down"),
+            ("up", "input_mix_weight_up"),
+            ("inject", "block_inject_weight"),
+        )
+    },
+    "indexer.q_proj": "self_attn.indexer.q_proj",
+    "indexer.k_proj": "self_attn.indexer.k_proj",
+    "indexer.q_norm": "self_attn.indexer.q_layernorm",
+    "indexer.k_norm": "self_attn.indexer.k_layernorm",
+    "ple_key": "ple.key_proj",
+    "ple_value": "ple.value_proj",
+    "ple_norm_key": "ple.norm_key",
+    "ple_norm_query": "ple.norm_query",
+    "ple_norm_conv": "ple.norm_conv",
+    "ple_conv1d": "ple.conv1d",
+}
 _MAMBA = {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
@@ -232,6 +265,7 @@ _LAYER_TENSORS_OF: Mapping[str, Mapping[str, str]] = {
     "qwen3next": _DELTA_NET_TOGETHER,
     "qwen35": _DELTA_NET,
     "qwen35moe": _DELTA_NET,
+    "qwen4exp": _CONNECTED_DELTA_NET,
 }
 
 RECURRENT_KEYS: Mapping[str, str] = {
@@ -283,6 +317,19 @@ CONFIG_KEYS: Mapping[str, str] = {
     "vocab_size": "vocab_size",
 }
 
+CONNECTION_KEYS: Mapping[str, str] = {
+    # of Qwen3.8-Flash-Next, after the architecture's name and a dot
+    "hyper_connection.count": "hc_count",
+    "hyper_connection.low_rank": "hc_lowrank",
+    "attention.indexer.head_count": "indexer_n_heads",
+    "attention.indexer.key_length": "indexer_head_dim",
+    "attention.indexer.top_k": "indexer_budget",
+    "ple.ngram_size": "ngram_size",
+    "ple.heads_per_ngram": "heads_per_ngram",
+    "ple.conv_kernel": "ple_conv_kernel_size",
+    "ple.eos_token_id": "eos_token_id",
+}
+
 DEEPSEEK_KEYS: Mapping[str, str] = {
     # of latent attention, after the architecture's name and a dot
     "attention.kv_lora_rank": "kv_lora_rank",
@@ -323,7 +370,7 @@ SAMPLING_KEYS: Mapping[str, str] = {
 }
 
 _NAME = re.compile(
-    r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>(?:shortconv\.)?[a-z0-9_]+)"
+    r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<stem>(?:shortconv\.|indexer\.)?[a-z0-9_]+)"
     r"(?:\.(?P<expert>\d{1,9}))?(?:\.(?P<kind>weight|bias|scale))?"
 )
 
@@ -337,8 +384,9 @@ def hf_tensor_name(architecture: str, name: str) -> str:
     if kind is None and stem in _WEIGHTS_OF_NO_KIND:
         kind = "weight"
     if layer is None:
-        known = stem in _TENSORS and expert is None and kind is not None
-        return f"{_TENSORS[stem]}.{kind}" if known else name
+        plain = _TENSORS_OF.get(architecture, {}).get(stem) or _TENSORS.get(stem)
+        known = plain is not None and expert is None and kind is not None
+        return f"{plain}.{kind}" if known else name
     if (whole := _WHOLE_NAMES.get(f"{stem}.{kind}")) is not None and expert is None:
         return f"model.layers.{int(layer)}.{whole}"
     if expert is not None:

@@ -18,6 +18,7 @@ from localrt.models.checkpoints.gemma_tensors import gemma_tensors
 from localrt.models.checkpoints.hf_config import flatten_config
 from localrt.models.checkpoints.hf_names import INTERLEAVED_ROTARY, plain_tensors
 from localrt.models.checkpoints.latent_tensors import latent_tensors
+from localrt.models.checkpoints.ngram_tensors import is_hash_constant, ngram_tensors
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.rotary_rows import rotary_rows
 from localrt.models.checkpoints.safetensors_header import (
@@ -78,6 +79,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         tensors = plain_tensors(self.architecture, self.config, located)
         for in_models_form in (latent_tensors, gemma_tensors, delta_tensors):
             tensors = in_models_form(tensors, self.config)
+        tensors = ngram_tensors(tensors)
         if self.architecture in INTERLEAVED_ROTARY:
             tensors |= rotary_rows(tensors, self.config, self.path)
         for name, tensor in tensors.items():
@@ -91,7 +93,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         located: dict[str, StoredTensor] = {}
         for name, tensor, file_path in self._listed():
             plain = decoder_tensor(name, self.config, multimodal=multimodal)
-            if plain is None:
+            if plain is None or is_hash_constant(plain):
                 continue
             if isinstance(tensor, str):
                 raise unread_type_error(file_path, name, tensor)

@@ -17,7 +17,7 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.ranged_file import RangedFile, describe_start
 from localrt.models.checkpoints.stored_tensor import StoredTensor
-from localrt.quant.formats import BF16, F16, F32, Format
+from localrt.quant.formats import BF16, F8_E4M3, F16, F32, Format
 
 __all__ = ["RAW_BYTES", "read_header", "read_json", "unread_type_error"]
 
@@ -25,7 +25,7 @@ RAW_BYTES = Format("u8", 1, 1)
 """Bytes whose meaning another tensor or the architecture knows: parts of packed weights."""
 
 _FORMATS: Mapping[str, Format] = MappingProxyType(
-    {"F32": F32, "F16": F16, "BF16": BF16, "U8": RAW_BYTES}
+    {"F32": F32, "F16": F16, "BF16": BF16, "F8_E4M3": F8_E4M3, "U8": RAW_BYTES}
 )
 _LONGEST_HEADER = 100_000_000  # the specification's own bound
 _LONGEST_JSON = 64 << 20

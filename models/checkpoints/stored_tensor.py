@@ -49,6 +49,11 @@ class RowSource(ABC):
     info: TensorInfo
 
     @property
+    def scale(self) -> float:
+        """What every value is times."""
+        return 1.0
+
+    @property
     def rows(self) -> int:
         """Steps along the first axis; 1 for a vector."""
         return self.info.shape[0] if len(self.info.shape) > 1 else 1
@@ -98,7 +103,8 @@ class RowSource(ABC):
     def _packed(self, data: Bytes, rows: int) -> PackedTensor:
         info = self.info
         shape = (rows, *info.shape[1:]) if len(info.shape) > 1 else info.shape
-        return PackedTensor(info.name, info.format, shape, data.reshape(rows, self.row_bytes))
+        data = data.reshape(rows, self.row_bytes)
+        return PackedTensor(info.name, info.format, shape, data, self.scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ __all__ = ["Caches", "SplitCache", "split_batch"]
 
 
 class SplitCache:
-    """See ``KVCache``. ``mixers`` are each layer's; ``on_card`` names those whose cache is the
+    """See ``KVCache``. ``memories`` are each layer's; ``on_card`` names those whose cache is the
     card's.
     """
 
@@ -28,14 +28,14 @@ class SplitCache:
         self,
         host: Ops,
         card: Ops,
-        mixers: Sequence[Sequence[LayerSpec]],
+        memories: Sequence[Sequence[LayerSpec]],
         on_card: frozenset[int],
         capacity: int,
     ) -> None:
         self._host_ops = host
-        self._host_specs = _specs(mixers, range(len(mixers)), without=on_card)
+        self._host_specs = _specs(memories, range(len(memories)), without=on_card)
         self._card_ops = card
-        self._card_specs = _specs(mixers, sorted(on_card))
+        self._card_specs = _specs(memories, sorted(on_card))
         self._parts: dict[int, KVCache] = {
             id(host): host.kv_cache(self._host_specs, capacity),
             id(card): card.kv_cache(self._card_specs, capacity),
@@ -159,19 +159,19 @@ class SplitCache:
 
 
 class Caches:
-    """Those that have been made and are still in use; ``mixers`` and ``on_card`` as above."""
+    """Those that have been made and are still in use; ``memories`` and ``on_card`` as above."""
 
     def __init__(
         self,
-        mixers: Sequence[Sequence[LayerSpec]],
+        memories: Sequence[Sequence[LayerSpec]],
         host: Ops,
         card: Ops | None,
         on_card: frozenset[int],
     ) -> None:
-        self._mixers = mixers
-        self._specs = _specs(mixers, range(len(mixers)))
+        self._memories = memories
+        self._specs = _specs(memories, range(len(memories)))
         self._host, self._card, self._on_card = host, card, on_card
-        self._host_specs = _specs(mixers, range(len(mixers)), without=on_card)
+        self._host_specs = _specs(memories, range(len(memories)), without=on_card)
         self._made: WeakSet[KVCache] = WeakSet()
 
     def make(self, capacity: int) -> KVCache:
@@ -180,7 +180,7 @@ class Caches:
         if self._card is None or self._card is self._host or not self._on_card:
             cache = self._host.kv_cache(self._specs, capacity)
         else:
-            cache = SplitCache(self._host, self._card, self._mixers, self._on_card, capacity)
+            cache = SplitCache(self._host, self._card, self._memories, self._on_card, capacity)
         self._made.add(cache)
         return cache
 
@@ -241,12 +241,12 @@ class Caches:
 
 
 def _specs(
-    mixers: Sequence[Sequence[LayerSpec]],
+    memories: Sequence[Sequence[LayerSpec]],
     layers: Iterable[int],
     without: frozenset[int] = frozenset(),
 ) -> list[LayerSpec]:
     """What some layers keep, in order."""
-    return [spec for layer in layers if layer not in without for spec in mixers[layer]]
+    return [spec for layer in layers if layer not in without for spec in memories[layer]]
 
 
 def _grown_length(cache: KVCache, rows: int) -> int:

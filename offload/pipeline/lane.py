@@ -176,7 +176,7 @@ class StreamedState(PassState):
         mark: Mark,
         check: Check | None,
     ) -> None:
-        super().__init__(lane.ops, None, wanted=wanted)
+        super().__init__(lane.ops, None, wanted=wanted, batch=batch)
         self._batch = batch
         self._steps: dict[int, Pass] = {}
         self._copies: dict[int, Array] = {}  # of the inputs, by lane

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.unit_memory import Verifier
-from localrt.models.config import EMBEDDING, LAYER_EMBEDDING, DecoderConfig
+from localrt.models.config import EMBEDDING, LAYER_EMBEDDING, NGRAM_TABLE, DecoderConfig
 from localrt.models.decoder import load_norm
 from localrt.offload.account import card_scratch_nbytes
 from localrt.offload.experts.hybrid import HybridStage
@@ -27,6 +27,7 @@ from localrt.offload.kv.tier import KvTier
 from localrt.offload.pipeline.balance import Balance, Rings, host_ring
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Bytes, Lane
+from localrt.offload.pipeline.ngram_table import NgramTable
 from localrt.offload.pipeline.row_table import RowTable
 from localrt.offload.pipeline.setup import Devices, Setup
 from localrt.offload.pipeline.stages import load_resident, make_stages
@@ -149,11 +150,18 @@ def _open(
         held.callback(table.close)
         return table
 
+    def open_ngrams() -> NgramTable:
+        stall_s = setup.reading.stall_s
+        table = NgramTable(setup.store, NGRAM_TABLE, setup.files, resident, stall_s=stall_s)
+        held.callback(table.close)
+        return table
+
     inputs = setup.config.layer_inputs
+    ngrams = None if setup.config.ngrams is None else open_ngrams()
     ram_ring, _ = setup.rings()
     slots = placement.ram_ring - ram_ring  # bytes of the ring that are experts' slots
     card_ops = None if card is None else card.ops
-    caches = Caches(setup.config.mixers, devices.ops, card_ops, on_card)
+    caches = Caches(setup.config.memories, devices.ops, card_ops, on_card)
     balance = Balance(
         stages,
         [lane for lane in (cpu, card) if lane is not None],
@@ -171,6 +179,7 @@ def _open(
     def ssd_bytes() -> int:
         read = 0 if cpu.reader is None else cpu.reader.bytes_read
         read += 0 if experts is None else experts.bytes_read
+        read += 0 if ngrams is None else ngrams.bytes_read
         return read + (0 if kv_tier is None else kv_tier.read_bytes)
 
     return Pipeline(
@@ -184,6 +193,7 @@ def _open(
         caches=caches,
         embedding=open_table(EMBEDDING),
         inputs=None if inputs is None else open_table(LAYER_EMBEDDING),
+        ngrams=ngrams,
         balance=balance,
         clock=devices.clock,
         load_s=load_s,
@@ -263,6 +273,8 @@ def _with_norm(setup: Setup, lane: Lane) -> Lane:
                 stage.free()
 
     setup.held.callback(close)
+    if not setup.config.final_norm:
+        return lane
     unit = setup.unit("norm")
     data = aligned_buffer(unit.nbytes)
     setup.files.read_into(unit.file, unit.offset, data)

@@ -69,11 +69,11 @@ class Setup:
 
     def layers(self, kind: Literal["attention", "mlp"]) -> dict[int, StoredUnit]:
         """The layers' units of a kind, in order; of those layers that have one."""
-        mixers, has_mlp = self.config.mixers_of, self.config.has_mlp
+        memory, has_mlp = self.config.memory_of, self.config.has_mlp
         return {
             layer: self.unit(f"layers.{layer}.{kind}")
             for layer in range(self.config.layers)
-            if (mixers(layer) if kind == "attention" else has_mlp(layer))
+            if (memory(layer) if kind == "attention" else has_mlp(layer))
         }
 
     def head(self) -> list[StoredUnit]:

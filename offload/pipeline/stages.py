@@ -85,12 +85,12 @@ def make_stages(
 def _cache_places(
     config: DecoderConfig, lanes: Mapping[bool, Lane | None], on_card: frozenset[int]
 ) -> dict[int, tuple[int, ...]]:
-    """Where each layer's mixers are in their lane's cache: one for both lanes, or one for each."""
+    """Where a lane's cache has what each layer remembers: one for both lanes, or one for each."""
     split = len({id(lane.ops) for lane in lanes.values() if lane is not None}) > 1
     places: dict[int, tuple[int, ...]] = {}
     for side in (on_card, frozenset(range(config.layers)) - on_card) if split else (None,):
         layers = [n for n in range(config.layers) if side is None or n in side]
-        numbers = memory_places(config.mixers_of(layer) for layer in layers)
+        numbers = memory_places(config.memory_of(layer) for layer in layers)
         places |= zip(layers, numbers, strict=True)
     return places
 

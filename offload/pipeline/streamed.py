@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig
 from localrt.models.layer_inputs import input_scale
+from localrt.models.ngram_layer import rows_of_pass
+from localrt.models.ngrams import NgramHash
 from localrt.models.parts import Part, PassState
 from localrt.models.residency import Check, Residency
 from localrt.models.timing import PipelineCounts, Task
@@ -27,6 +29,7 @@ from localrt.offload.pipeline.balance import Balance
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.head import JoinedHead
 from localrt.offload.pipeline.lane import Lane, StreamedState
+from localrt.offload.pipeline.ngram_table import NgramTable
 from localrt.offload.pipeline.row_table import RowTable
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.pipeline.stretches import Stretches
@@ -55,6 +58,7 @@ class Pipeline:
     caches: Caches
     embedding: RowTable
     inputs: RowTable | None  # per-layer embeddings
+    ngrams: NgramTable | None
     balance: Balance
     clock: WallClock
     load_s: float
@@ -81,6 +85,12 @@ class Streamed(Residency):
         if pipe.inputs is not None:
             scale = input_scale(config)
             self._embed.append(partial(_take_inputs, pipe.inputs, pipe.cpu, scale, config.layers))
+        if config.ngrams is not None and pipe.ngrams is not None:
+            hashed = NgramHash(config.ngrams.spec)
+            # First of all: what is read while the embedding's rows are may as well be read.
+            self._embed.insert(
+                0, partial(_ask_ngrams, pipe.ngrams, pipe.cpu, hashed, config.ngram_place)
+            )
         self.body: Sequence[Part] = [*self._embed, *pipe.layers]
         self.stages = [*pipe.layers, *pipe.head]
         self.sparse = pipe.experts
@@ -202,6 +212,16 @@ def _embed(table: RowTable, cpu: Lane, scale: float, state: StreamedState) -> No
     state.enter(cpu)
     with cpu.ops.scope():
         state.x = table.embed(cpu.ops, state.step, state.tokens, scale, state.check)
+
+
+def _ask_ngrams(
+    table: NgramTable, cpu: Lane, hashed: NgramHash, place: int, state: StreamedState
+) -> None:
+    """The first part, where a layer has hashed n-grams: their rows are asked for."""
+    state.enter(cpu)
+    assert state.batch is not None, "a pass has one"
+    rows = rows_of_pass(hashed, state.batch, place).reshape(-1)
+    state.ngrams = table.ask(cpu.ops, state.step, rows, state.check)
 
 
 def _take_inputs(

@@ -18,13 +18,13 @@ import numpy.typing as npt
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.text_model import TEXT_KEYS
-from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD, LAYER_EMBEDDING
+from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD, LAYER_EMBEDDING, NGRAM_TABLE
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.moe import ResidentExperts, load_expert
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.models.weights import Transform, WeightLoader
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint
-from localrt.quant.formats import F32, FORMATS, Format
+from localrt.quant.formats import F8_E4M3, F32, FORMATS, Format
 from localrt.quant.methods.choices import fitting_format
 
 __all__ = ["shape_from_config"]
@@ -163,6 +163,8 @@ class _Asked(WeightLoader):
         self.matrix(table, EMBEDDING)
         if (inputs := config.layer_inputs) is not None:
             self.matrix((inputs.vocab_size * config.layers, inputs.width), LAYER_EMBEDDING)
+        if (own := config.ngrams) is not None:
+            self.matrix(own.shape, NGRAM_TABLE)
         for layer, at in enumerate(config.cache_places):
             if at:
                 load_attention(config, layer, self, at)
@@ -180,6 +182,8 @@ class _Asked(WeightLoader):
         """See ``WeightLoader``."""
         rows, columns = shape
         wanted = self._formats[0 if ".experts." in names[0] else 1]
+        if names[0] == NGRAM_TABLE:  # as published; it is read by row, whatever it takes
+            wanted = F8_E4M3
         fitting = wanted if columns % wanted.block == 0 else fitting_format(wanted, columns)
         for name in names:
             self._found[name] = TensorInfo(name, (rows, columns), fitting, 0)

@@ -75,8 +75,7 @@ class Costs:
     def kv_held(self, layer: int) -> int:
         """Bytes of keys and values that attention reads, and of a state, read and written."""
         kept = self.shape.kv[layer]
-        state = 0 if kept.state is None else 2 * 4 * kept.state.state_size
-        return self.sequences * (self.held * kept.seen_nbytes(self.kv_format) + state)
+        return self.sequences * kept.held_nbytes(self.kv_format, self.held)
 
     def touched(self, use: float) -> tuple[float, int]:
         """The share of passes that need an expert of this ``use``, and the rows it then sees."""
@@ -128,8 +127,7 @@ class Costs:
     def _attention_macs(self, layer: int, rows: int) -> float:
         """Each row sees what its sequence holds, and the rows before it."""
         kept, new = self.shape.kv[layer], max(1, rows // self.sequences)
-        state = 0 if kept.state is None else kept.state.macs
-        return rows * ((self.held + (new + 1) / 2) * kept.macs + state)
+        return rows * kept.held_macs(self.held + (new + 1) / 2)
 
 
 def expert_costs(costs: Costs) -> ExpertCosts | None:

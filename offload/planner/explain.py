@@ -25,6 +25,7 @@ _PLACES = {
     Where.SSD: "on the SSD, read for each token, computed by the CPU",
 }
 _RESOURCES: dict[Resource, str] = {"ssd": "disk", "link": "link", "cpu": "CPU", "gpu": "GPU"}
+_TABLES = {"inputs": "inputs of each layer", "ngrams": "table of hashed n-grams"}
 _KINDS = ("embedding", "attention", "mlp", "expert", "head")
 
 
@@ -123,9 +124,8 @@ def _placement(plan: Plan) -> Iterator[str]:
     for unit in plan.request.shape.units:
         where = plan.placement.where[unit.name]
         if unit.kind == "embedding" and where.read:
-            yield (
-                f"  {format_bytes(unit.nbytes):>7}  on the SSD, read row by row  (the embedding)"
-            )
+            table = _TABLES.get(unit.name, "embedding")
+            yield f"  {format_bytes(unit.nbytes):>7}  on the SSD, read row by row  (the {table})"
             continue
         if unit.kind != "norm":
             counts.setdefault(where, Counter())[unit.kind] += 1
@@ -137,7 +137,7 @@ def _placement(plan: Plan) -> Iterator[str]:
             )
             yield f"  {format_bytes(sizes[where]):>7}  {_PLACES[where]}  ({units})"
     places = zip(plan.request.shape.kv, plan.placement.kv, strict=True)
-    kv = Counter(place for layer, place in places if layer.width or layer.state)
+    kv = Counter(place for layer, place in places if layer.width or layer.states)
     if set(kv) - {"ram"}:
         yield "  keys and values: " + ", ".join(
             f"{count} layers in {place}" for place, count in kv.items()

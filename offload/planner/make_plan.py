@@ -37,6 +37,10 @@ def make_plan(request: PlanRequest, *, exact: bool = True, advise: bool = False)
             f"kv_format int4 is not for latent attention ({request.shape.architecture}), whose "
             "cache is small as it is: use bf16 or int8"
         )
+    if request.uses_gpu and (missing := request.shape.off_card):
+        note = f"the card is not used: of localrt's kernels for cards, {missing}"
+        shape = replace(request.shape, notes=(*request.shape.notes, note))
+        request = replace(request.without_gpu(), shape=shape)
     plan = find_plan(request, exact=exact)
     if plan is None:
         raise _refusal(request)

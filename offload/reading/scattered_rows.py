@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +79,9 @@ class ScatteredRows:
         self._files, self._parts, self._row_bytes = files, parts, row_bytes
         self._stall_s = stall_s
         self._ends = np.cumsum([part.rows for part in parts])
+        self.bytes_read = 0
+        """From the files, so far: whole pages."""
+        self._counting = Lock()
         self._pool = ThreadPoolExecutor(_PARALLEL, thread_name_prefix="localrt-ngrams")
 
     @property
@@ -108,6 +112,7 @@ class ScatteredRows:
         """``rows`` in rising order, so that those of one page are one read."""
         pages = aligned_buffer((-(-self._row_bytes // PAGE) + 1) * PAGE)
         held: tuple[str, int, int] | None = None
+        read = 0
         for row, target in zip(rows, out, strict=True):
             number = int(np.searchsorted(self._ends, row, side="right"))
             part = self._parts[number]
@@ -117,4 +122,7 @@ class ScatteredRows:
             if held != (part.file, first, last):
                 self._files.read_into(part.file, first, pages[: last - first], end - first)
                 held = part.file, first, last
+                read += last - first
             target[:] = pages[start - first : end - first]
+        with self._counting:
+            self.bytes_read += read

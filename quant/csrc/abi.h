@@ -58,6 +58,7 @@ struct AttentionArgs {
     const float* near_turns;     // (16, rotary / 2, 2, 16), cosines and sines of 256 positions, or null
     const float* far_turns;      // (blocks, rotary / 2, 2), of every 256th position, times the rotary scale
     const int64_t* positions;    // (R)
+    const int32_t* chosen;       // (R, 1 + most_chosen): how many tokens a row sees, and which; null: all
     const Span* spans;
     Stack qkv, proj;
     int32_t rows, span_count, heads, kv_heads, head_dim, rotary, window;  // window 0: none
@@ -66,7 +67,21 @@ struct AttentionArgs {
     int32_t gated;        // each head's rows of q are followed by as many of its gate
     int32_t head_gates;   // behind all rows of q, k and v is one of each head's gate
     int32_t norms_last;   // heads are normed behind their rotation
+    int32_t most_chosen;
     float eps, scale, softcap;  // softcap 0: none
+};
+
+// An indexer: see quant/ops/index.py.
+struct IndexArgs {
+    const float* x;                       // (R, D)
+    int32_t* chosen;                      // (R, budget + block), as attention has it
+    const float *q_norm, *k_norm;         // (E)
+    const float *cos, *sin;               // (R, rotary / 2)
+    const float *block_cos, *block_sin;   // the same of the first token of a block that a row would end
+    const Span* spans;
+    Stack qk;
+    int32_t rows, span_count, heads, head_dim, rotary, block, budget;
+    float eps;
 };
 
 struct LatentArgs {
@@ -91,7 +106,7 @@ struct StateSpan {
     int32_t unused;
 };
 
-enum RecurrentKind : int32_t { DELTA, SSM, CONV };
+enum RecurrentKind : int32_t { DELTA, SSM, CONV, NGRAM };
 
 // A recurrent layer: see RecurrentSpec and RecurrentWeights in quant/ops/recurrent.py.
 struct RecurrentArgs {
@@ -104,6 +119,7 @@ struct RecurrentArgs {
     Stack gate_up, decay_up;               // of gates and decays that come by way of fewer numbers, or no parts
     int32_t rows, span_count, kind, heads, key_heads, key_size, value_size, taps, width, tiled, channel_decay;
     int32_t norm_size, norm_width, gate_sigmoid, gate_first;  // norm_width: of the norm's weights
+    int32_t dilation;                                         // rows from a tap to the next
     float eps, norm_eps, strength, least_step, most_step;  // norm_eps: of the result's norm
 };
 
@@ -156,6 +172,19 @@ struct ConnectionArgs {
     float eps;
 };
 
+// A layer's hashed n-grams: see quant/ops/ngrams.py.
+struct NgramArgs {
+    float* streams;        // (R, S * D), to which is added
+    const float* ngrams;   // (R, E)
+    const float* tokens;   // (R), ids
+    const float *key_norm, *stream_norm, *value_norm;  // (S * D) each
+    const float* conv;     // (T, S * D)
+    const StateSpan* spans;
+    Stack key, value;      // (S * D, E), (D, E)
+    int32_t rows, span_count, count, taps, dilation;
+    float eps;
+};
+
 enum Scoring : int32_t { SOFTMAX, SIGMOID, SOFTMAX_CHOSEN };
 
 // A router: see RouterSpec in quant/ops/experts.py.
@@ -164,7 +193,7 @@ struct RouteArgs {
     float* normed;               // (R, D)
     int32_t* experts;            // (R, ranked)
     float *scores, *weights;     // (R, ranked), (R, used)
-    const float *norm, *gate_bias, *choice_bias;  // the latter two (E) or null
+    const float *norm, *gate_bias, *choice_bias;  // (D), (E), (E), or null
     const float *gate_norm, *expert_scale;        // (D) in the place of `norm` for the gate, (E) of the weights, or null
     Stack gate;                  // (E, D)
     int32_t rows, used, ranked, scoring, normalize, groups, used_groups, group_top;

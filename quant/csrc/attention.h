@@ -359,7 +359,8 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
     const int size = args.head_dim, groups = args.kv_heads, per = args.heads / groups;
     const int queries = span.rows * per;  // of one group, row by row
     const int chunks = (queries + QUERIES - 1) / QUERIES;
-    const Tree tree(context, span);
+    const size_t listed = 1 + (size_t)args.most_chosen;
+    const Tree tree = args.chosen ? Tree(span, args.chosen + first_row * listed, args.most_chosen) : Tree(context, span);
     const int blocks = (tree.longest() + KEYS - 1) / KEYS;
     const float* q = args.q + (size_t)first_row * args.heads * size;
     auto describe = [&](int group, int index) {

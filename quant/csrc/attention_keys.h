@@ -36,15 +36,19 @@ struct Cached {
 thread_local Scratch tree_tail;  // of a thread's present row: a piece of a block
 
 // Which keys the rows of a span see. A row of a token tree sees those before the tree, then its ancestors and itself,
-// wherever they lie: they are gathered, so that it computes bit for bit what it would without the rest of the tree.
+// wherever they lie: they are gathered, so that it computes bit for bit what it would without the rest of the tree. So are
+// the tokens that are chosen for a row, where that sees no others.
 struct Tree {
     const Span& span;
-    int base;         // tokens before the tree
-    const int* path;  // (rows, 1 + width): how many of the tree's rows a row sees, and which
+    int base;         // tokens before the tree, which all rows see
+    int width;        // tokens that a row may see of others, at most
+    const int* path;  // (rows, 1 + width): how many of those from `base` on a row sees, and which
 
-    Tree(Context& context, const Span& span) : span(span), base(span.held - (span.mask ? span.extra : 0)), path(nullptr) {
+    // `chosen` (rows, 1 + most) lists all that rows see.
+    Tree(const Span& span, const int* chosen, int most) : span(span), base(0), width(most), path(chosen) {}
+    Tree(Context& context, const Span& span)
+        : span(span), base(span.held - (span.mask ? span.extra : 0)), width(span.extra + span.rows), path(nullptr) {
         if (!span.mask) return;
-        const int width = this->width();
         int* to = scratch<int>(context.tasks, (size_t)span.rows * (1 + width));
         path = to;
         for (int row = 0; row < span.rows; row++, to += 1 + width) {
@@ -54,8 +58,9 @@ struct Tree {
                 if (mask[i]) to[1 + to[0]++] = i;
         }
     }
-    int width() const { return span.extra + span.rows; }
-    int last(int row) const { return path ? base + path[(size_t)row * (1 + width())] : span.held + row + 1; }
+    int last(int row) const { return path ? base + path[(size_t)row * (1 + width)] : span.held + row + 1; }
+    // Where the i-th token lies that a row sees.
+    int slot(int row, int i) const { return path && i >= base ? base + path[(size_t)row * (1 + width) + 1 + i - base] : i; }
     int longest() const {
         int end = 0;
         for (int row = 0; row < span.rows; row++) end = most(end, last(row));
@@ -68,7 +73,7 @@ struct Tree {
         const int size = cached.args.head_dim;
         const Piece old(span, block, cached.group, size);
         if (!scattered(block)) return Sources(old);
-        const int* seen = path + (size_t)row * (1 + width()) + 1;
+        const int* seen = path + (size_t)row * (1 + width) + 1;
         const int start = most(0, base - block * KEYS), end = least(KEYS, last(row) - block * KEYS);
         int bent = start;  // the first key that lies elsewhere
         while (bent < end && seen[block * KEYS + bent - base] == block * KEYS + bent - base) bent++;

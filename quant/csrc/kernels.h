@@ -30,4 +30,6 @@ struct Kernels {
     void (*join_streams)(Context&, const Stack&, const float* streams, int rows, float* out);
     void (*read_streams)(Context&, const ConnectionArgs&);
     void (*recurrent)(Context&, const RecurrentArgs&);
+    void (*add_ngrams)(Context&, const NgramArgs&);
+    void (*choose_tokens)(Context&, const IndexArgs&);
 };

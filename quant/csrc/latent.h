@@ -131,7 +131,7 @@ inline Sources latent_sources(const Span& span, const Tree& tree, int block, int
     const int count = least(KEYS, tree.last(row) - block * KEYS);
     if (tree.scattered(block)) {
         uint8_t* copy = scratch<uint8_t>(latent_rows, KEYS * (row_bytes + sizeof(float)));
-        const int* seen = tree.path + (size_t)row * (1 + tree.width()) + 1;
+        const int* seen = tree.path + (size_t)row * (1 + tree.width) + 1;
         for (int i = 0; i < count; i++) {
             const int key = block * KEYS + i, slot = key < tree.base ? key : tree.base + seen[key - tree.base];
             const uint8_t* from = span.data + slot / KEYS * span.stride;

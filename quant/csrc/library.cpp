@@ -65,7 +65,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 15; }
+LRT_API int lrt_abi_version() { return 16; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -121,6 +121,8 @@ LRT_API void lrt_join_streams(Runtime* r, const Stack* stack, const float* strea
     r->kernels.join_streams(r->context, *stack, streams, rows, out);
 }
 LRT_API void lrt_recurrent(Runtime* r, const RecurrentArgs* args) { r->kernels.recurrent(r->context, *args); }
+LRT_API void lrt_choose_tokens(Runtime* r, const IndexArgs* args) { r->kernels.choose_tokens(r->context, *args); }
+LRT_API void lrt_add_ngrams(Runtime* r, const NgramArgs* args) { r->kernels.add_ngrams(r->context, *args); }
 // Ceilings to measure kernels against: see ceilings.h.
 LRT_API double lrt_multiply_peak(Runtime* r, int rounds) { return r->kernels.multiply_peak(r->context, rounds); }
 LRT_API void lrt_read_all(Runtime* r, const uint8_t* data, int64_t bytes) { r->kernels.read_all(r->context, data, bytes); }

@@ -15,12 +15,18 @@ struct RecurrentShape {
     int inner, keys, channels, factors, row, width, rank;    // row: numbers that are kept of one
     int channels_at, gates_at, strengths_at, decays_at;      // of `width`; with a rank, gates and decays are behind all others
     int q, k, v;                                             // of the channels
+    int back;                                                // rows that the convolution looks back on
 
     explicit RecurrentShape(const RecurrentArgs& args) : inner(args.heads * args.value_size), keys(args.key_heads * args.key_size) {
         rank = args.gate_up.count ? args.gate_up.cols : 0;
         width = args.mix.rows;
         factors = args.heads * (args.channel_decay ? args.key_size : 1) + args.heads;
-        if (args.kind == CONV) {
+        back = (args.taps - 1) * args.dilation;
+        if (args.kind == NGRAM) {
+            width = inner = channels = args.width;
+            factors = 1;
+            channels_at = gates_at = strengths_at = decays_at = q = k = v = 0;
+        } else if (args.kind == CONV) {
             inner = channels = args.width;
             factors = q = k = v = 0;
             channels_at = 2 * inner;
@@ -68,6 +74,12 @@ struct Rows {
         const int token = owner->position + i;
         return token < 0 ? nullptr : owner->rows_from + (size_t)(token % owner->ring_from) * row;
     }
+    // A row that waits: its numbers as they are kept.
+    void take_kept(int i, const RecurrentShape& shape) const {
+        const float* kept = before(i, shape.row);
+        copy_floats(kept, shape.row, past + (size_t)i * shape.row);
+        copy_floats(kept + shape.channels, shape.factors, factors + (size_t)i * shape.factors);
+    }
     float* channels(int i, const RecurrentShape& shape) const {
         return i < waiting ? past + (size_t)i * shape.row : fresh + (size_t)(i - waiting) * shape.width + shape.channels_at;
     }
@@ -96,7 +108,7 @@ inline void make_factors(const RecurrentArgs& args, const RecurrentShape& shape,
 // What is kept of new rows until the state has them, and of those before them that stay or are looked back on.
 inline void keep_rows(const RecurrentArgs& args, const RecurrentShape& shape, const Rows& rows) {
     const StateSpan& span = *rows.owner;
-    const int first = most(0, span.fold - (args.taps - 1)), held = span.held;
+    const int first = most(0, span.fold - shape.back), held = span.held;
     auto place = [&](int token) { return span.rows_to + (size_t)(token % span.ring_to) * shape.row; };
     if (span.rows_to != span.rows_from)
         for (int token = first; token < held; token++) copy_floats(rows.before(token - span.position, shape.row), shape.row, place(token));
@@ -114,7 +126,7 @@ inline void convolve(const RecurrentArgs& args, const RecurrentShape& shape, con
         const float* inputs[MAX_TAPS];
         for (int tap = args.taps - 1, from = i; tap >= 0; tap--) {
             inputs[tap] = from >= 0 ? rows.channels(from, shape) : rows.before(from, shape.row);
-            from = from >= 0 ? rows.parent(from) : from - 1;
+            for (int step = 0; step < args.dilation; step++) from = from >= 0 ? rows.parent(from) : from - 1;
         }
         float* out = rows.channels(i, shape);
         for (int c = begin; c < end; c += 16) {
@@ -317,6 +329,49 @@ inline void widen(Context& context, const Stack& stack, float* wide, int rows, i
     matmul(context, stack, acts, wide + to, width);
 }
 
+// All sequences of a pass, and of every row of theirs its sequence and its number there. `wide` (R, width) has the new rows
+// as projected, `joined` (R, inner) room for their results.
+struct Sequences {
+    Rows* list;
+    int *owners, *numbers, all;
+
+    Sequences(Context& context, const RecurrentArgs& args, const RecurrentShape& shape, float* wide, float* joined) : all(0) {
+        int waiting = 0;
+        for (int s = 0; s < args.span_count; s++) {
+            const StateSpan& span = args.spans[s];
+            waiting += span.held - span.position;
+            all += span.held - span.position + span.rows;
+        }
+        float* past = scratch<float>(context.gated, (size_t)waiting * shape.row + (size_t)all * (shape.factors + args.key_heads));
+        float *factors = past + (size_t)waiting * shape.row, *dots = factors + (size_t)all * shape.factors;
+        list = scratch<Rows>(context.places, args.span_count);
+        owners = scratch<int>(context.tasks, 2 * (size_t)all);
+        numbers = owners + all;
+        int row = 0, fresh = 0;
+        for (int s = 0; s < args.span_count; s++) {
+            const StateSpan& span = args.spans[s];
+            const int old = span.held - span.position, count = old + span.rows;
+            list[s] = {&span, past, wide + (size_t)fresh * shape.width, factors + (size_t)row * shape.factors,
+                       dots + (size_t)row * args.key_heads, joined + (size_t)fresh * shape.inner, old, count,
+                       span.parents ? old - span.extra : count, span.fold - span.position};
+            for (int i = 0; i < count; i++) owners[row + i] = s, numbers[row + i] = i;
+            past += (size_t)old * shape.row;
+            row += count;
+            fresh += span.rows;
+        }
+    }
+};
+
+// Keeps what is to be kept of all rows, then convolves them.
+inline void keep_and_convolve(Context& context, const RecurrentArgs& args, const RecurrentShape& shape, const Rows* list) {
+    for (int s = 0; s < args.span_count; s++) keep_rows(args, shape, list[s]);
+    const int piece = 128, pieces = (shape.channels + piece - 1) / piece;
+    parallel(context, args.span_count * pieces, [&](int task) {
+        const int begin = task % pieces * piece;
+        convolve(args, shape, list[task / pieces], begin, least(shape.channels, begin + piece));
+    });
+}
+
 void recurrent(Context& context, const RecurrentArgs& args) {
     const RecurrentShape shape(args);
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.mix);
@@ -332,50 +387,20 @@ void recurrent(Context& context, const RecurrentArgs& args) {
             for (int i = 0; i < args.mix.rows; i++) wide[(size_t)row * shape.width + i] *= args.mix_scale[i];
         });
     float* joined = scratch<float>(context.joined, (size_t)args.rows * shape.inner);
-    int all = 0, waiting = 0;
-    for (int s = 0; s < args.span_count; s++) {
-        const StateSpan& span = args.spans[s];
-        waiting += span.held - span.position;
-        all += span.held - span.position + span.rows;
-    }
-    float* past = scratch<float>(context.gated, (size_t)waiting * shape.row + (size_t)all * (shape.factors + args.key_heads));
-    float *factors = past + (size_t)waiting * shape.row, *dots = factors + (size_t)all * shape.factors;
-    Rows* list = scratch<Rows>(context.places, args.span_count);
-    int* owners = scratch<int>(context.tasks, 2 * (size_t)all);  // of every row: its span, and its number there
-    int *numbers = owners + all, row = 0, fresh = 0;
-    for (int s = 0; s < args.span_count; s++) {
-        const StateSpan& span = args.spans[s];
-        const int old = span.held - span.position, count = old + span.rows;
-        list[s] = {&span, past, wide + (size_t)fresh * shape.width, factors + (size_t)row * shape.factors,
-                   dots + (size_t)row * args.key_heads, joined + (size_t)fresh * shape.inner, old, count,
-                   span.parents ? old - span.extra : count, span.fold - span.position};
-        for (int i = 0; i < count; i++) owners[row + i] = s, numbers[row + i] = i;
-        past += (size_t)old * shape.row;
-        row += count;
-        fresh += span.rows;
-    }
+    const Sequences sequences(context, args, shape, wide, joined);
+    const int all = sequences.all, *owners = sequences.owners, *numbers = sequences.numbers;
+    const Rows* list = sequences.list;
     parallel(context, all, [&](int task) {
         const Rows& rows = list[owners[task]];
         const int i = numbers[task];
-        float* line = rows.factors + (size_t)i * shape.factors;
-        if (i < rows.waiting) {
-            const float* kept = rows.before(i, shape.row);
-            copy_floats(kept, shape.row, rows.past + (size_t)i * shape.row);
-            copy_floats(kept + shape.channels, shape.factors, line);
-            return;
-        }
+        if (i < rows.waiting) return rows.take_kept(i, shape);
         float* projected = rows.fresh + (size_t)(i - rows.waiting) * shape.width;
         if (args.kind == CONV)
             for (int c = 0; c < shape.inner; c++) projected[shape.channels_at + c] *= projected[c];
         else
-            make_factors(args, shape, projected, line);
+            make_factors(args, shape, projected, rows.factors + (size_t)i * shape.factors);
     });
-    for (int s = 0; s < args.span_count; s++) keep_rows(args, shape, list[s]);
-    const int piece = 128, pieces = (shape.channels + piece - 1) / piece;
-    parallel(context, args.span_count * pieces, [&](int task) {
-        const int begin = task % pieces * piece;
-        convolve(args, shape, list[task / pieces], begin, least(shape.channels, begin + piece));
-    });
+    keep_and_convolve(context, args, shape, list);
     if (args.kind != CONV) {
         parallel(context, (all + 7) / 8, [&](int task) {
             for (int i = 8 * task; i < least(all, 8 * task + 8); i++) normalize_keys(args, shape, list[owners[i]], numbers[i]);

@@ -148,8 +148,12 @@ inline void router_products(Context& context, const Stack& gate, const float* x,
 void norm_route(Context& context, const RouteArgs& args) {
     const int cols = args.gate.cols, count = args.gate.rows;
     parallel(context, (args.rows + 15) / 16, [&](int task) {
-        for (int row = task * 16; row < least(args.rows, task * 16 + 16); row++)
-            rms_norm(args.x + (size_t)row * cols, args.norm, args.eps, cols, args.normed + (size_t)row * cols);
+        for (int row = task * 16; row < least(args.rows, task * 16 + 16); row++) {
+            const float* from = args.x + (size_t)row * cols;
+            float* to = args.normed + (size_t)row * cols;
+            if (args.norm) rms_norm(from, args.norm, args.eps, cols, to);
+            else copy_floats(from, cols, to);
+        }
     });
     float* products = scratch<float>(context.gated, (size_t)args.rows * count);
     const float* seen = args.gate_norm ? args.x : args.normed;

@@ -373,7 +373,8 @@ void linear(Context& context, const Stack& stack, const float* x, int rows, floa
 #include "experts.h"
 #include "latent.h"
 #include "streams.h"
-#include "recurrent.h"
+#include "index.h"
+#include "ngrams.h"
 #include "scale_search.h"
 
 namespace {
@@ -391,4 +392,5 @@ void read_rows(const Matrix& matrix, const int64_t* rows, int count, float facto
 extern const Kernels KERNELS;
 const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear,
                          read_rows, multiply_peak, read_all, search_scales, norm_latent_append, latent_output, norm_rows, project_inputs,
-                         gate_inputs, low_rank, split_streams, predict_streams, correct_streams, join_streams, read_streams, recurrent};
+                         gate_inputs, low_rank, split_streams, predict_streams, correct_streams, join_streams, read_streams, recurrent,
+                         add_ngrams, choose_tokens};

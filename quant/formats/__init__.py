@@ -3,7 +3,7 @@
 from localrt.quant.formats.affine import AFFINE, AffineCodec
 from localrt.quant.formats.catalog import CODECS, FORMATS
 from localrt.quant.formats.codec import Codec
-from localrt.quant.formats.fp4 import NVFP4
+from localrt.quant.formats.fp4 import F8_E4M3, NVFP4
 from localrt.quant.formats.ggml import (
     BF16,
     F16,
@@ -29,6 +29,7 @@ __all__ = [
     "AFFINE",
     "BF16",
     "CODECS",
+    "F8_E4M3",
     "F16",
     "F32",
     "FORMATS",

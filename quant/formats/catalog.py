@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.codec import Codec
-from localrt.quant.formats.fp4 import MXFP4_CODEC, NVFP4_CODEC
+from localrt.quant.formats.fp4 import F8_E4M3, MXFP4_CODEC, NVFP4_CODEC
 from localrt.quant.formats.ggml import GGML_FORMATS
 from localrt.quant.formats.nf4 import NF4_CODEC
 from localrt.quant.formats.packed import Format
@@ -25,7 +25,11 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         format_.name: format_
-        for format_ in (*GGML_FORMATS.values(), *(codec.format for codec in CODECS.values()))
+        for format_ in (
+            *GGML_FORMATS.values(),
+            *(codec.format for codec in CODECS.values()),
+            F8_E4M3,
+        )
     }
 )
 """Every format that localrt can unpack, by its name."""

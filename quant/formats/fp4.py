@@ -22,9 +22,10 @@ from localrt.quant.formats.codec import (
 from localrt.quant.formats.ggml import MXFP4
 from localrt.quant.formats.packed import Format
 
-__all__ = ["E2M1", "E4M3", "MXFP4_CODEC", "NVFP4", "NVFP4_CODEC"]
+__all__ = ["E2M1", "E4M3", "F8_E4M3", "MXFP4_CODEC", "NVFP4", "NVFP4_CODEC"]
 
 NVFP4 = Format("nvfp4", 16, 9)
+F8_E4M3 = Format("f8_e4m3", 1, 1)
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E2M1.flags.writeable = False

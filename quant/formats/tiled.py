@@ -15,9 +15,9 @@ columns. A span holds, for its 16 rows:
                           16h + 4j + i
             8 bits        eight vectors: byte (v, row, i) is column 4v + i
 
-Codes are unsigned (Q8_0's plus 128). A tile is as large as its rows were. f32, f16 and bf16 are
-tiles of single columns. ``quant/csrc`` converts the same way, only faster; it knows nothing that is
-not said here.
+Codes are unsigned (Q8_0's plus 128). A tile is as large as its rows were. f32, f16, bf16 and
+f8_e4m3 are tiles of single columns. ``quant/csrc`` converts the same way, only faster; it knows
+nothing that is not said here.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _HEADS: dict[str, Ranges] = {
     "f32": ((0, 4),),
     "f16": ((0, 2),),
     "bf16": ((0, 2),),
+    "f8_e4m3": ((0, 1),),
     "q4_0": ((0, 2),),
     "q4_1": ((0, 2), (2, 4)),
     "q5_0": ((0, 2),),

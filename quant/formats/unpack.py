@@ -18,6 +18,7 @@ import numpy.typing as npt
 from localrt.quant.formats.catalog import CODECS
 from localrt.quant.formats.codec import unpack_blocks_of
 from localrt.quant.formats.codes import read_codes
+from localrt.quant.formats.fp4 import E4M3
 from localrt.quant.formats.packed import PackedTensor
 
 __all__ = ["unpack"]
@@ -74,6 +75,10 @@ def _unpack_half(blocks: Bytes, out: Floats) -> None:
 def _unpack_bf16(blocks: Bytes, out: Floats) -> None:
     # bfloat16 is the upper half of a float32
     np.left_shift(blocks.view("<u2"), np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
+
+
+def _unpack_f8(blocks: Bytes, out: Floats) -> None:
+    np.take(E4M3, blocks, out=out)
 
 
 def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
@@ -138,6 +143,7 @@ _UNPACK: Mapping[str, Callable[[Bytes, Floats], None]] = MappingProxyType(
         **{name: partial(_unpack_affine, name, zero) for name, zero in _ZEROS.items()},
         "bf16": _unpack_bf16,
         "f16": _unpack_half,
+        "f8_e4m3": _unpack_f8,
         "mxfp4": _unpack_mxfp4,
     }
 )

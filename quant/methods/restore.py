@@ -5,17 +5,17 @@ Tiles are taken back to rows, rows unpacked, and a rotation undone: W = (W H) H.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from localrt.quant.formats import PackedTensor, unpack
+from localrt.quant.formats import BF16, F8_E4M3, Format, PackedTensor, unpack
 from localrt.quant.formats.codec import Floats
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, untile
 from localrt.quant.methods.hadamard import block_hadamard
 
-__all__ = ["Quantized", "restore", "restored_rows"]
+__all__ = ["Quantized", "restore", "restored_rows", "widened", "widened_format"]
 
 _PIECE = 1 << 22  # values unpacked at a time
 
@@ -56,3 +56,21 @@ def restored_rows(block: PackedTensor | TiledTensor) -> Iterator[Floats]:
         shape = (stop - start, columns)
         values = unpack(untile(TiledTensor(block.name, block.format, shape, tiles, block.scale)))
         yield block_hadamard(values, block.hadamard) if block.hadamard else values
+
+
+def widened_format(format_: Format) -> Format:
+    """What kernels that do not know E4M3 compute with in its place."""
+    return BF16 if format_ == F8_E4M3 else format_
+
+
+def widened(
+    blocks: Iterable[PackedTensor | TiledTensor],
+) -> Iterator[PackedTensor | TiledTensor]:
+    """E4M3 as bf16, which holds each of its values; other blocks as they are."""
+    for block in blocks:
+        if block.format != F8_E4M3:
+            yield block
+            continue
+        for values in restored_rows(replace(block, scale=1.0)):
+            halves = (values.view(np.uint32) >> 16).astype("<u2").view(np.uint8)
+            yield PackedTensor(block.name, BF16, values.shape, halves, block.scale)

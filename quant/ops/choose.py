@@ -9,10 +9,11 @@ from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.cuda.kernels.kv import FORMATS
 from localrt.quant.ops.hybrid_cache import split_layers
+from localrt.quant.ops.index import IndexSpec
 from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.protocol import LayerSpec, Ops
+from localrt.quant.ops.protocol import LayerSpec, Ops, RecurrentSpec
 
-__all__ = ["kernels_take_heads", "make_ops", "why_not_our_kernels"]
+__all__ = ["kernels_take_heads", "make_ops", "missing_on_cards", "why_not_our_kernels"]
 
 _WIDEST = 512  # of a head, latents or rotary numbers: MAX_HEAD in quant/csrc/kv.h
 
@@ -38,10 +39,11 @@ def make_ops(
         MissingExtraError: neither the compiled kernels nor torch can do it.
     """
     latent = any(isinstance(spec, LatentSpec) for spec in attention)
+    ours = latent or any(isinstance(spec, IndexSpec) for spec in attention)
     if device == "auto":
         device = _default_device()
-        # Latent attention on packed weights needs our kernels: without them, it is the CPU's.
-        if latent and compute_format is None and device != "cpu" and _limit(attention, 0):
+        # Such attention on packed weights needs our kernels: without them, it is the CPU's.
+        if ours and compute_format is None and device != "cpu" and _limit(attention, 0):
             device = "cpu"
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
         from localrt.quant.ops.native.kv import cache_format, parse_kv_format
@@ -121,7 +123,7 @@ def why_not_our_kernels(ops: Ops, attention: Sequence[LayerSpec], device: str) -
     if not limit:
         return ""
     if ops.device == "cpu":
-        return f"the GPU is not used, for latent attention needs localrt's kernels, and {limit}"
+        return f"the GPU is not used, for this model's attention needs our kernels, and {limit}"
     return f"the GPU computes without localrt's kernels, on weights in bf16 or NF4: {limit}"
 
 
@@ -141,6 +143,8 @@ def _limit(attention: Sequence[LayerSpec], index: int) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     if 10 * major + minor < OLDEST:
         return f"they need a card of compute capability {OLDEST / 10}, and this has {major}.{minor}"
+    if missing := missing_on_cards(attention):
+        return missing
     for spec in split_layers(attention)[0]:
         if isinstance(spec, LatentSpec):
             if not takes_latents(spec.rope_dim, spec.latent):
@@ -148,9 +152,20 @@ def _limit(attention: Sequence[LayerSpec], index: int) -> str:
                 return f"they do not take latents of {sizes}"
         elif not takes_heads(spec.head_dim):
             return f"they do not take heads of {spec.head_dim} numbers"
+    return "" if has_compiler() else NO_COMPILER
+
+
+def missing_on_cards(memory: Sequence[LayerSpec]) -> str:
+    """What our kernels for cards lack for a model that remembers ``memory``; empty if nothing."""
+    for spec in memory:
+        if isinstance(spec, RecurrentSpec):
+            if spec.kind == "ngram":
+                return "they do not take hashed n-grams"
+        elif isinstance(spec, IndexSpec):
+            return "they do not choose the tokens that attention sees"
         elif spec.value_norm:
             return "they do not norm values"
-    return "" if has_compiler() else NO_COMPILER
+    return ""
 
 
 def kernels_take_heads(size: int) -> bool:

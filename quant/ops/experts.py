@@ -78,7 +78,7 @@ class RouterSpec:
 class RouterWeights:
     """A router and the norm before it."""
 
-    norm: Vector  # (D,)
+    norm: Vector  # (D,), None where rows are taken as they are
     gate: Weight  # (E, D)
     gate_bias: Vector | None = None  # (E,), part of the logits
     choice_bias: Vector | None = None  # (E,), of the ranking alone

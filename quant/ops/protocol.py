@@ -35,8 +35,10 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
+from localrt.quant.ops.index import IndexSpec, IndexWeights
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
+from localrt.quant.ops.ngrams import NgramWeights
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.streams import ConnectionWeights, LowRankWeights, StreamSpec, StreamWeights
 
@@ -247,10 +249,26 @@ class Ops(Protocol):
         gates of gated attention, (2R, H, E).
         """
 
-    def attention_output(
-        self, q: Array, weights: AttentionWeights, spec: AttentionSpec, step: Pass, layer: int
+    def choose_tokens(
+        self, x: Array, weights: IndexWeights, spec: IndexSpec, step: Pass, layer: int
     ) -> Array:
-        """Attention over each row's sequence, output projection: (R, D). ``q`` is given up."""
+        """The tokens that each row sees, for ``attention_output``; ``x`` (R, D) is read as it is.
+
+        The indexer's keys go to the caches.
+        """
+
+    def attention_output(
+        self,
+        q: Array,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: Pass,
+        layer: int,
+        chosen: Array | None = None,
+    ) -> Array:
+        """Attention over each row's sequence, or the tokens ``chosen`` of it, output projection:
+        (R, D). ``q`` is given up.
+        """
 
     def norm_latent_append(
         self, x: Array, weights: LatentWeights, spec: LatentSpec, step: Pass, layer: int
@@ -334,6 +352,17 @@ class Ops(Protocol):
 
     def share_out(self, streams: Array, y: Array, shares: Array) -> Array:
         """To each stream its share of y (R, D) added; both are given up."""
+
+    def add_ngrams(
+        self,
+        streams: Array,
+        rows: Array,
+        weights: NgramWeights,
+        spec: RecurrentSpec,
+        step: Pass,
+        layer: int,
+    ) -> Array:
+        """What ``rows`` (R * H, E / H) of hashed n-grams add to the streams, which are given up."""
 
     # -- a mixture of experts --------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ each token, with its key k, query q, value v and a decay a from 0 to 1,
 where d is v for ``ssm`` (Mamba-2, Dao and Gu 2024: k, q, v are B, C, dt x) and what the state does
 not know yet for ``delta``, b (v - a k' state) (Gated DeltaNet, Yang et al. 2025; with a decay for
 each key channel, KDA, Kimi 2025). Before it, a causal convolution over the last few rows mixes
-neighbours, channel by channel; a ``conv`` layer (LFM2) is that convolution alone, between gates.
+neighbours, channel by channel; a ``conv`` layer (LFM2) is that convolution alone, between gates. So
+is what ``ngram`` remembers, of a layer of hashed n-grams (``ngrams.py``), and the tokens' ids.
 
 Tokens are taken one after another, whoever else is in a pass: a row's bits depend on the rows
 before it alone. A token costs no more arithmetic so than in chunks, whose products save nothing but
@@ -26,7 +27,7 @@ from localrt.quant.ops.arrays import Vector, Weight
 
 __all__ = ["RecurrentKind", "RecurrentSpec", "RecurrentWeights"]
 
-RecurrentKind = Literal["delta", "ssm", "conv"]
+RecurrentKind = Literal["delta", "ssm", "conv", "ngram"]
 
 _MOST_SIZE, _MOST_TAPS = 256, 8  # what the compiled kernels have room for
 
@@ -41,7 +42,8 @@ class RecurrentSpec:
     with ``gate_first``; ``norm_eps`` is that norm's where it is not ``eps``. What is written of a
     value is multiplied by ``strength``. With a ``low_rank``, gates and decays are projected in two
     steps, by way of so many numbers each. Of ``ssm``, time steps stay within ``time_steps``. Of
-    ``conv``, heads and sizes are 1, and ``width`` is the number of channels.
+    ``conv`` and ``ngram``, heads and sizes are 1, and ``width`` is the number of channels. A
+    convolution's taps are ``dilation`` rows apart.
     """
 
     kind: RecurrentKind
@@ -62,6 +64,7 @@ class RecurrentSpec:
     norm_eps: float | None = None
     strength: float = 1.0
     low_rank: int = 0
+    dilation: int = 1
 
     def __post_init__(self) -> None:
         if self.key_heads < 1 or self.heads % self.key_heads:
@@ -75,10 +78,22 @@ class RecurrentSpec:
         ):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be from 1 to {most}, is {getattr(self, name)}")
-        if self.kind == "conv" and self.width < 1:
+        if self.dilation < 1:
+            raise ValueError(f"dilation must be at least 1, is {self.dilation}")
+        if not self.stateful and self.width < 1:
             raise ValueError(f"width must be at least 1, is {self.width}")
         if self.low_rank and self.kind != "delta":
             raise ValueError(f"low_rank is of delta layers, not of {self.kind}")
+
+    @property
+    def stateful(self) -> bool:
+        """Whether there is more to it than a convolution."""
+        return self.kind not in ("conv", "ngram")
+
+    @property
+    def back(self) -> int:
+        """Rows before a row that its convolution looks back on."""
+        return (self.taps - 1) * self.dilation
 
     @property
     def inner(self) -> int:
@@ -97,9 +112,11 @@ class RecurrentSpec:
 
     @property
     def factors(self) -> int:
-        """Numbers of a row beside its channels: decays, and how much of a value is written."""
-        if self.kind == "conv":
-            return 0
+        """Numbers of a row beside its channels: decays, and how much of a value is written; of
+        ``ngram`` its token's id.
+        """
+        if not self.stateful:
+            return 1 if self.kind == "ngram" else 0
         return self.heads * (self.key_size if self.channel_decay else 1) + self.heads
 
     @property
@@ -112,7 +129,7 @@ class RecurrentSpec:
     @property
     def projected_rows(self) -> int:
         """Numbers that a row is projected to in the end."""
-        if self.kind == "conv":
+        if not self.stateful:
             return 3 * self.width
         steps = self.factors if self.kind == "delta" else self.heads
         return self.channels + self.inner + steps
@@ -120,7 +137,7 @@ class RecurrentSpec:
     @property
     def state_size(self) -> int:
         """Numbers of a sequence's state; columns go by sixteen."""
-        if self.kind == "conv":
+        if not self.stateful:
             return 0
         return self.heads * self.key_size * (-(-self.value_size // 16) * 16)
 
@@ -138,7 +155,7 @@ class RecurrentSpec:
     @property
     def macs(self) -> int:
         """Multiply-accumulates of a row beside its projections."""
-        state = 0 if self.kind == "conv" else 4 * self.heads * self.key_size * self.value_size
+        state = 4 * self.heads * self.key_size * self.value_size if self.stateful else 0
         return state + self.taps * self.channels
 
 
@@ -153,7 +170,7 @@ class RecurrentWeights:
     make those.
     """
 
-    norm: Vector  # (D,)
+    norm: Vector  # (D,), None where rows are taken as they are
     mix: Weight
     taps: Vector  # (T, channels): the oldest row's first
     out: Weight  # (D, H V)

@@ -83,7 +83,7 @@ class StateLayout:
 
     def __init__(self, specs: Sequence[RecurrentSpec]) -> None:
         self.specs = tuple(specs)
-        self.back = max((spec.taps - 1 for spec in specs), default=0)
+        self.back = max((spec.back for spec in specs), default=0)
         self.states = list(accumulate((spec.state_size for spec in specs), initial=0))
         self.rows = list(accumulate((spec.row_size for spec in specs), initial=0))
 
@@ -100,7 +100,7 @@ class StateLayout:
     @property
     def name(self) -> str:
         """What the numbers of a set mean."""
-        alike = groupby((spec.state_size, spec.row_size, spec.taps) for spec in self.specs)
+        alike = groupby((spec.state_size, spec.row_size, spec.back + 1) for spec in self.specs)
         parts = (f"{len(list(same))}x{'.'.join(map(str, sizes))}" for sizes, same in alike)
         return f"states 1 {'+'.join(parts)}"
 
@@ -263,6 +263,12 @@ class StateCache:
         """Nothing grows with the tokens."""
         if length > self._capacity:
             raise ValueError(f"{length} tokens exceed the cache's capacity of {self._capacity}")
+
+    def tokens_behind(self, layer: int, count: int) -> npt.NDArray[np.int64]:
+        """The last ``count`` tokens held, or all of fewer, as an ``ngram`` layer knows them."""
+        now = self._now
+        tokens = np.arange(max(0, self._length - count), self._length)
+        return to_host(now.ring_of(layer)[tokens % now.ring][:, -1]).astype(np.int64)
 
     # -- a pass ----------------------------------------------------------------------------------
 

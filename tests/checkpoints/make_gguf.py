@@ -35,11 +35,16 @@ def write_gguf(
     """Write a GGUF file, or its parts, and return their paths.
 
     A tensor is ``(array, type name)``: float values to be converted, or ``uint8`` bytes that are
-    packed already. Metadata values are plain: int, float, bool, str, bytes or lists of them.
+    packed already. Metadata values are plain: int, float, bool, str, bytes or lists of them, or
+    arrays of integers.
     """
     writer = gguf.GGUFWriter(str(path), arch, split_max_tensors=tensors_per_part)
     for key, value in metadata.items():
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, np.ndarray):
+            kind = gguf.GGUFValueType[value.dtype.name.upper()]
+            pairs = gguf.GGUFValueType.ARRAY
+            writer.add_key_value(key, value.tolist(), pairs, sub_type=kind)
+        elif isinstance(value, (list, tuple)):
             writer.add_array(key, value)
         elif isinstance(value, bytes):
             writer.add_key_value(key, value, gguf.GGUFValueType.STRING)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from localrt.models.checkpoints.gguf_names import QWEN_DELTA
+from localrt.models.ngrams import NgramHash, NgramSpec
 from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 from tests.models.gguf_mamba import MAMBA_FILES, write_mamba
 
@@ -21,6 +22,7 @@ HYBRID_FILES = {
     "qwen3-next": "qwen3next",
     "qwen3.5": "qwen35",
     "qwen3.5-moe": "qwen35moe",
+    "qwen4-exp-wide": "qwen4exp",
     "lfm2": "lfm2",
     "lfm2-moe": "lfm2moe",
     "granite-hybrid": "granitehybrid",
@@ -54,6 +56,22 @@ _NAMES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "attn_hyper_connection.hc_norm": "hc_attn_norm",
+    "attn_hyper_connection.input_mix_weight_down": "hc_attn_down",
+    "attn_hyper_connection.input_mix_weight_up": "hc_attn_up",
+    "attn_hyper_connection.block_inject_weight": "hc_attn_inject",
+    "mlp_hyper_connection.hc_norm": "hc_ffn_norm",
+    "mlp_hyper_connection.input_mix_weight_down": "hc_ffn_down",
+    "mlp_hyper_connection.input_mix_weight_up": "hc_ffn_up",
+    "mlp_hyper_connection.block_inject_weight": "hc_ffn_inject",
+    "self_attn.indexer.q_layernorm": "indexer.q_norm",
+    "self_attn.indexer.k_layernorm": "indexer.k_norm",
+    "ple.key_proj": "ple_key",
+    "ple.value_proj": "ple_value",
+    "ple.norm_key": "ple_norm_key",
+    "ple.norm_query": "ple_norm_query",
+    "ple.norm_conv": "ple_norm_conv",
+    "ple.conv1d": "ple_conv1d",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_b": "ssm_beta",
@@ -86,6 +104,9 @@ _TOP = {
     "model.norm.weight": "output_norm.weight",
     "model.embedding_norm.weight": "token_embd_norm.weight",
     "lm_head.weight": "output.weight",
+    "model.hyper_connection_mixer.hc_norm.weight": "output_hc_norm.weight",
+    "model.hyper_connection_mixer.input_mix_weight_down.weight": "output_hc_down.weight",
+    "model.hyper_connection_mixer.input_mix_weight_up.weight": "output_hc_up.weight",
 }
 _EXPERTS = re.compile(r"(mlp|feed_forward|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
 
@@ -147,7 +168,17 @@ def _tensor(key: str, value: Array, architecture: str, config: Any) -> Mapping[s
         return {f"{prefix}ffn_norm.weight": value}
     if stem == "linear_attn.in_proj_qkvz.weight":
         return _apart(prefix, value, config)
-    if architecture.startswith("qwen35"):
+    if stem.endswith("ngram_embedding.weight"):
+        return {"per_layer_token_embd.weight": value}
+    if ".ple_embedding." in stem:
+        return {}
+    if stem == "self_attn.indexer.index_qk_proj.weight":
+        first = config.indexer_n_heads * config.indexer_head_dim
+        return {
+            f"{prefix}indexer.q_proj.weight": value[:first],
+            f"{prefix}indexer.k_proj.weight": value[first:],
+        }
+    if architecture.startswith(("qwen35", "qwen4exp")):
         value = _value_heads_in_turns(stem, value, config)
     if architecture == "granitehybrid" and stem.startswith(("self_attn.q", "self_attn.k")):
         heads = config.num_attention_heads if "q_proj" in stem else config.num_key_value_heads
@@ -170,7 +201,7 @@ def _tensor(key: str, value: Array, architecture: str, config: Any) -> Mapping[s
         value = value.reshape(config.mamba_n_groups, -1)
     if module == "mlp.shared_expert_gate":
         value = value.reshape(-1)
-    plain = module.endswith("norm") and module != "linear_attn.norm"
+    plain = module.rpartition(".")[2].find("norm") >= 0 and module != "linear_attn.norm"
     if architecture in QWEN_DELTA and plain:
         value = value + 1
     return {f"{prefix}{_NAMES[module]}.{kind}": value}
@@ -246,10 +277,11 @@ def _metadata(config: Any) -> dict[str, Any]:
     }
     if "rope_theta" in rope:
         found["rope.freq_base"] = float(rope["rope_theta"])
-    kinds = config.layer_types
+    kinds = ["full_attention" if "indexed" in kind else kind for kind in config.layer_types]
     groups = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
     found["attention.head_count_kv"] = groups
-    found["feed_forward_length"] = config.intermediate_size
+    if hasattr(config, "intermediate_size"):
+        found["feed_forward_length"] = config.intermediate_size
     if hasattr(config, "linear_num_key_heads"):
         found["attention.head_count_kv"] = config.num_key_value_heads
         found["full_attention_interval"] = kinds.index("full_attention") + 1
@@ -261,6 +293,8 @@ def _metadata(config: Any) -> dict[str, Any]:
             "ssm.time_step_rank": config.linear_num_value_heads,
             "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
         }
+    if config.model_type == "qwen4_exp_text":
+        found |= _connected(config, kinds)
     if config.model_type == "kimi_linear":
         latent, rotary = config.kv_lora_rank, config.qk_rope_head_dim
         found |= {
@@ -307,6 +341,36 @@ def _metadata(config: Any) -> dict[str, Any]:
             found["expert_gating_func"] = 2
             found["expert_weights_scale"] = config.routed_scaling_factor
     return found
+
+
+def _connected(config: Any, kinds: list[str]) -> dict[str, Any]:
+    """Streams, indexer and n-grams of Qwen3.8-Flash-Next."""
+    spec = NgramSpec(
+        orders=config.ngram_size,
+        heads=config.heads_per_ngram,
+        rows_from=config.ngram_vocab_size_base,
+        vocab=config.vocab_size,
+        separator=config.eos_token_id,
+    )
+    hashed = NgramHash(spec)
+    ratio = config.indexer_compress_ratio
+    return {
+        "hyper_connection.count": config.hc_count,
+        "hyper_connection.low_rank": config.hc_lowrank,
+        "attention.indexer.head_count": config.indexer_n_heads,
+        "attention.indexer.key_length": config.indexer_head_dim,
+        "attention.indexer.top_k": config.indexer_budget,
+        "attention.compress_ratios": [ratio if kind == "full_attention" else 0 for kind in kinds],
+        "ple.layers": [layer - 1 for layer in config.ple_layer_ids],
+        "ple.ngram_size": config.ngram_size,
+        "ple.heads_per_ngram": config.heads_per_ngram,
+        "ple.conv_kernel": config.ple_conv_kernel_size,
+        "ple.eos_token_id": config.eos_token_id,
+        "ple.layer_multipliers": hashed.multipliers.astype(np.uint64),
+        "ple.head_offsets": hashed.offsets.astype(np.uint64),
+        "ple.head_vocab_sizes": hashed.sizes.astype(np.uint64),
+        "embedding_length_per_layer_input": config.ple_embed_dim // spec.rows_per_token,
+    }
 
 
 def _lfm2_width(config: Any) -> int:

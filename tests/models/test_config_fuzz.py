@@ -34,6 +34,8 @@ MODELS = {
     "gemma4-moe": "use_double_wide_mlp per_layer_config hidden_size_per_layer_input num_kv_shared"
     "_layers attention_k_eq_v",
     "qwen3.5-moe": "linear_conv_kernel_dim full_attention_interval mtp_num_hidden_layers",
+    "qwen4-exp": "ple_layer_ids ple_embed_dim hc_count hc_lowrank indexer_budget indexer_head_dim"
+    " ngram_vocab_size_base output_gate_type eos_token_id",
     "qwen3-next": "mlp_only_layers decoder_sparse_step linear_key_head_dim linear_value_head_dim",
     "lfm3": "use_attention_gate use_sandwich_norm sliding_window sliding_attention",
     "olmo-hybrid": "rope_theta linear_allow_neg_eigval linear_value_head_dim",

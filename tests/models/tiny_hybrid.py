@@ -20,6 +20,7 @@ from transformers import (
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
+    Qwen4ExpTextConfig,
 )
 
 from tests.models.tiny_families import with_text
@@ -42,6 +43,33 @@ _DELTA: dict[str, Any] = {
     },
 }
 
+
+_EXP: dict[str, Any] = {
+    **_DELTA,
+    "linear_num_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "hc_count": 3,
+    "hc_lowrank": 20,
+    "output_gate_type": "sigmoid",
+    "indexer_n_heads": 8,  # no block is left without a score
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
+_NGRAMS: dict[str, Any] = {
+    "ple_layer_ids": [3],
+    "ple_embed_dim": 64,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 90,
+    "make_ngram_vocab_size_divisible_by": 4,
+    "split_ngram_parts": 4,
+}
 
 _VISION: dict[str, Any] = {
     "hidden_size": 32,
@@ -280,6 +308,14 @@ def hybrid_mixtures(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             shared_expert_intermediate_size=64,
             mlp_only_layers=[0],
         ),
+        "qwen4-exp": lambda: Qwen4ExpTextConfig(**_sparse(sizes), **_EXP, **_NGRAMS),
+        # All is seen: beyond the budget llama.cpp sees parts of more blocks.
+        "qwen4-exp-wide": lambda: Qwen4ExpTextConfig(
+            **_sparse(sizes), **{**_EXP, "indexer_budget": 64}, **_NGRAMS
+        ),
+        "qwen4-exp-plain": lambda: Qwen4ExpTextConfig(
+            **_sparse(sizes), **{**_EXP, "output_gate_type": None, "indexer_compress_ratio": 2}
+        ),
         "qwen3.5-moe": lambda: Qwen3_5MoeTextConfig(
             **sizes,
             **_DELTA,
@@ -289,3 +325,8 @@ def hybrid_mixtures(sizes: Mapping[str, Any]) -> dict[str, Callable[[], Any]]:
             shared_expert_intermediate_size=64,
         ),
     }
+
+
+def _sparse(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of models without a dense MLP."""
+    return {key: value for key, value in sizes.items() if key != "intermediate_size"}

@@ -13,6 +13,7 @@ from localrt.errors import CancelledError
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.placement import Where
+from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.offload.cards.carded import on_card
@@ -21,7 +22,15 @@ from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pac
 
 pytestmark = needs_kernels
 
-NAMES = ["qwen3.5", "qwen3.5-moe", "nemotron-h-latent", "falcon-h1", "kimi-linear", "lfm3"]
+NAMES = [
+    "qwen3.5",
+    "qwen3.5-moe",
+    "nemotron-h-latent",
+    "falcon-h1",
+    "kimi-linear",
+    "lfm3",
+    "qwen4-exp",
+]
 COSTS = ExpertCosts(cpu=Rate(0.0, 1e-5, 0.0), gpu=Rate(1e-5, 0.0, 0.0), fetch=1e-5)
 
 
@@ -81,7 +90,7 @@ def test_a_card_computes_the_same(model: Model, late: bool) -> None:
 
 def test_keys_and_values_on_the_ssd_leave_states_in_ram(model: Model, tmp_path: Path) -> None:
     ops = NativeOps(threads=1)
-    specs = model.config.attending
+    specs, _ = split_layers(model.config.memory)
     tier = KvTier(specs, ["ssd"] * len(specs), tmp_path, capacity=600, kv_format="bf16")
     ops.kv_maker = tier
     here = model.ops.kv_cache(model.config.memory, 600)

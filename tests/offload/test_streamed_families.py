@@ -46,6 +46,7 @@ STREAMED = {
     "qwen3": "qwen3-vl",
     "qwen3_5": "qwen3.5-moe",
     "qwen3_moe": "qwen3-vl-moe",
+    "qwen4_exp": "qwen4-exp",
     "seed_oss": "seed-oss",
     "smollm3": "smollm3",
 }

@@ -178,7 +178,7 @@ class NativeEngine(Engine):
     @cached_property
     def _attention_key(self) -> str:
         """Names windows, rotary frequencies and the like: some follow the context's length."""
-        specs = repr(self._loaded().config.mixers)
+        specs = repr(self._loaded().config.memories)
         return hashlib.sha256(specs.encode()).hexdigest()[:12]
 
     def _reserve(self, cache: KVCache, length: int) -> None:

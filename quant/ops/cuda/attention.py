@@ -92,6 +92,7 @@ class AttentionSteps:
         spec: AttentionSpec,
         step: CudaPass,
         layer: int,
+        chosen: None = None,
     ) -> Tensor:
         """(R, D), float32."""
         q, gates = q.chunk(2) if spec.has_gates else (q, None)

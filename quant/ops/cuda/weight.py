@@ -26,6 +26,7 @@ from localrt.quant.formats.tiled import (
     untile,
     whole_tiles,
 )
+from localrt.quant.methods.restore import widened
 from localrt.quant.ops.cuda.kernels.formats import TYPES
 from localrt.quant.ops.cuda.kernels.products import TiledMatrix
 
@@ -73,7 +74,9 @@ def build_weight(
     rotations: set[int] = set()
     building: _TiledPart | _DensePart | None = None
     left = shape[0]
-    pieces = (whole_tiles(named) for _, named in groupby(blocks, key=lambda block: block.name))
+    pieces = (
+        whole_tiles(named) for _, named in groupby(widened(blocks), key=lambda block: block.name)
+    )
     for block in chain.from_iterable(pieces):
         rotations.add(block.hadamard if isinstance(block, TiledTensor) else 0)
         data: object = block.data

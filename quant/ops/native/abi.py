@@ -40,10 +40,12 @@ __all__ = [
     "ExpertArgs",
     "ExpertParts",
     "HeadArgs",
+    "IndexArgs",
     "InputArgs",
     "LatentArgs",
     "Matrix",
     "MlpArgs",
+    "NgramArgs",
     "RecurrentArgs",
     "RouteArgs",
     "SearchArgs",
@@ -57,7 +59,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 15
+_ABI_VERSION = 16
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -77,7 +79,7 @@ _LAYOUTS = {
     **_numbered("q4_k q5_k q6_k mxfp4 nvfp4 nf4", 19),
 }
 ACTIVATIONS = _numbered("silu gelu_tanh swiglu_oai relu2")
-RECURRENT_KINDS = _numbered("delta ssm conv")
+RECURRENT_KINDS = _numbered("delta ssm conv ngram")
 SCORINGS = _numbered("softmax sigmoid softmax-chosen")
 # How codes and scales are spaced: affine formats with and without a minimum, others by name.
 FAMILIES = _numbered("even even-with-minimum nf4 mxfp4 nvfp4")
@@ -120,12 +122,24 @@ class AttentionArgs(Structure):
 
     _fields_ = _fields(
         (c_void_p, "x q out norm qkv_bias q_norm k_norm v_norm out_bias post_norm sinks"),
-        (c_void_p, "cos sin near_turns far_turns positions"),
+        (c_void_p, "cos sin near_turns far_turns positions chosen"),
         (POINTER(SpanArgs), "spans"),
         (Stack, "qkv proj"),
         (c_int32, "rows span_count heads kv_heads head_dim rotary window joint_norms projections"),
-        (c_int32, "gated head_gates norms_last"),
+        (c_int32, "gated head_gates norms_last most_chosen"),
         (c_float, "eps scale softcap"),
+    )
+
+
+class IndexArgs(Structure):
+    """An indexer that chooses tokens."""
+
+    _fields_ = _fields(
+        (c_void_p, "x chosen q_norm k_norm cos sin block_cos block_sin"),
+        (POINTER(SpanArgs), "spans"),
+        (Stack, "qk"),
+        (c_int32, "rows span_count heads head_dim rotary block budget"),
+        (c_float, "eps"),
     )
 
 
@@ -159,7 +173,7 @@ class RecurrentArgs(Structure):
         (POINTER(StateSpanArgs), "spans"),
         (Stack, "mix proj gate_up decay_up"),
         (c_int32, "rows span_count kind heads key_heads key_size value_size taps width tiled"),
-        (c_int32, "channel_decay norm_size norm_width gate_sigmoid gate_first"),
+        (c_int32, "channel_decay norm_size norm_width gate_sigmoid gate_first dilation"),
         (c_float, "eps norm_eps strength least_step most_step"),
     )
 
@@ -204,6 +218,18 @@ class ConnectionArgs(Structure):
         (c_void_p, "streams out shares norm"),
         (Stack, "down up share"),
         (c_int32, "rows count"),
+        (c_float, "eps"),
+    )
+
+
+class NgramArgs(Structure):
+    """A layer's hashed n-grams."""
+
+    _fields_ = _fields(
+        (c_void_p, "streams ngrams tokens key_norm stream_norm value_norm conv"),
+        (POINTER(StateSpanArgs), "spans"),
+        (Stack, "key value"),
+        (c_int32, "rows span_count count taps dilation"),
         (c_float, "eps"),
     )
 
@@ -302,6 +328,8 @@ _SIGNATURES = {
     "lrt_predict_streams": (None, (c_void_p, POINTER(StreamArgs))),
     "lrt_correct_streams": (None, (c_void_p, POINTER(StreamArgs))),
     "lrt_join_streams": (None, (c_void_p, POINTER(Stack), c_void_p, c_int, c_void_p)),
+    "lrt_choose_tokens": (None, (c_void_p, POINTER(IndexArgs))),
+    "lrt_add_ngrams": (None, (c_void_p, POINTER(NgramArgs))),
     "lrt_recurrent": (None, (c_void_p, POINTER(RecurrentArgs))),
     "lrt_multiply_peak": (c_double, (c_void_p, c_int)),
     "lrt_read_all": (None, (c_void_p, c_void_p, c_int64)),

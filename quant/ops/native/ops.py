@@ -17,6 +17,7 @@ import numpy.typing as npt
 from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile_tensor
+from localrt.quant.methods.restore import widened_format
 from localrt.quant.ops.aligned import large_floats
 from localrt.quant.ops.attention import (
     AttentionSpec,
@@ -33,6 +34,7 @@ from localrt.quant.ops.experts import (
     Routing,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
+from localrt.quant.ops.index import IndexSpec, IndexWeights
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.layer_inputs import rows_of_tokens
 from localrt.quant.ops.native.abi import (
@@ -56,6 +58,7 @@ from localrt.quant.ops.native.passes import (
     NativePass,
     Turns,
     attention_args,
+    index_args,
     latent_args,
     native_cache,
     recurrent_args,
@@ -147,7 +150,7 @@ class NativeOps(StreamSteps):
 
     def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
         """Packed bytes, rows rounded up to whole tiles."""
-        return padded_rows(shape[0]) * format.row_bytes(shape[1])
+        return padded_rows(shape[0]) * widened_format(format).row_bytes(shape[1])
 
     def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
         """Bytes of keys, values and states once grown to ``length`` tokens."""
@@ -222,6 +225,23 @@ class NativeOps(StreamSteps):
             q[: step.rows] *= spec.temperature.factors(step.batch.positions)[:, None]
         return q
 
+    def choose_tokens(
+        self,
+        x: Floats,
+        weights: IndexWeights,
+        spec: IndexSpec,
+        step: NativePass,
+        layer: int,
+    ) -> npt.NDArray[np.int32]:
+        """(R, 1 + most): of each row how many tokens it sees, and where they lie in its cache."""
+        chosen = np.empty((step.rows, 1 + spec.most_tokens), np.int32)
+        args = index_args(weights, spec, step, layer)
+        args.x, args.chosen = x.ctypes.data, chosen.ctypes.data
+        self._api.lrt_choose_tokens(self._handle, args)
+        for span in step.batch.spans:
+            native_cache(span).layer_done(layer, span.rows)
+        return chosen
+
     def attention_output(
         self,
         q: Floats,
@@ -229,10 +249,14 @@ class NativeOps(StreamSteps):
         spec: AttentionSpec,
         step: NativePass,
         layer: int,
+        chosen: npt.NDArray[np.int32] | None = None,
     ) -> Floats:
         """(R, D)."""
         out = self._array(step.rows, weights.out.stack.rows)
         args = step.attention[layer]
+        if chosen is not None:
+            assert weights.qkv_bias is None, "keys that leave out their bias are seen in order"
+            args.chosen, args.most_chosen = chosen.ctypes.data, chosen.shape[1] - 1
         args.q, args.out = q.ctypes.data, out.ctypes.data
         self._api.lrt_attention_output(self._handle, args)
         if spec.reads is None:
@@ -428,7 +452,7 @@ class NativeOps(StreamSteps):
             x=x.ctypes.data,
             wanted=wanted.ctypes.data,
             logits=logits.ctypes.data,
-            norm=norm.address,
+            norm=address_of(norm),
             weight=weight.stack,
             count=len(rows),
             eps=eps,

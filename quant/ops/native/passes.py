@@ -20,9 +20,11 @@ from localrt.quant.ops.attention import (
     Rope,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
+from localrt.quant.ops.index import IndexSpec, IndexWeights
 from localrt.quant.ops.native.abi import (
     RECURRENT_KINDS,
     AttentionArgs,
+    IndexArgs,
     LatentArgs,
     RecurrentArgs,
     SpanArgs,
@@ -38,6 +40,7 @@ __all__ = [
     "NativePass",
     "Turns",
     "attention_args",
+    "index_args",
     "latent_args",
     "native_cache",
     "recurrent_args",
@@ -59,7 +62,7 @@ class NativePass:
     attention: dict[int, AttentionArgs] = field(default_factory=dict)  # of each layer
     latent: dict[int, LatentArgs] = field(default_factory=dict)
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
-    tables: dict[Rope, tuple[NativeVector, NativeVector]] = field(default_factory=dict)
+    tables: dict[tuple[Rope, int], tuple[NativeVector, NativeVector]] = field(default_factory=dict)
     states: list[StatePass] = field(default_factory=list)  # of recurrent layers
 
     def span_args(self, layer: int) -> ctypes.Array[SpanArgs]:
@@ -81,6 +84,8 @@ class NativePass:
 
     def state_args(self, layer: int) -> ctypes.Array[StateSpanArgs]:
         """Every sequence's memory of a recurrent layer, and its rows."""
+        if not self.states:
+            self.states = begin_states(self.batch.spans)
         spans = (StateSpanArgs * len(self.states))()
         for index, (span, states) in enumerate(zip(self.batch.spans, self.states, strict=True)):
             source, target = states.source, states.target
@@ -100,19 +105,22 @@ class NativePass:
             )
         return spans
 
-    def rope_tables(self, rope: Rope | None) -> tuple[int, int] | tuple[None, None]:
-        """Where the cosines and sines of the pass lie, each (R, rotary / 2)."""
+    def rope_tables(self, rope: Rope | None, back: int = 0) -> tuple[int, int] | tuple[None, None]:
+        """Where the cosines and sines of the pass lie, each (R, rotary / 2).
+
+        They are those of positions so many tokens ``back``.
+        """
         if rope is None:
             return None, None
-        if rope not in self.tables:
+        if (rope, back) not in self.tables:
             frequencies = np.asarray(rope.inv_freq, np.float32)
-            angles = self.batch.positions.astype(np.float32)[:, None] * frequencies
+            angles = (self.batch.positions - back).astype(np.float32)[:, None] * frequencies
             scale = np.float32(rope.scale)
-            self.tables[rope] = (
+            self.tables[rope, back] = (
                 NativeVector(np.cos(angles) * scale),
                 NativeVector(np.sin(angles) * scale),
             )
-        cos, sin = self.tables[rope]
+        cos, sin = self.tables[rope, back]
         return cos.address, sin.address
 
 
@@ -163,6 +171,31 @@ def attention_args(
     return args
 
 
+def index_args(weights: IndexWeights, spec: IndexSpec, step: NativePass, layer: int) -> IndexArgs:
+    """Of an indexer's only step."""
+    spans = step.span_args(layer)
+    cos, sin = step.rope_tables(spec.rope)
+    block_cos, block_sin = step.rope_tables(spec.rope, spec.block - 1)
+    return IndexArgs(
+        q_norm=address_of(weights.q_norm),
+        k_norm=address_of(weights.k_norm),
+        cos=cos,
+        sin=sin,
+        block_cos=block_cos,
+        block_sin=block_sin,
+        spans=spans,
+        qk=weights.qk.stack,
+        rows=step.rows,
+        span_count=len(spans),
+        heads=spec.heads,
+        head_dim=spec.head_dim,
+        rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
+        block=spec.block,
+        budget=spec.budget,
+        eps=spec.eps,
+    )
+
+
 def latent_args(
     weights: LatentWeights, spec: LatentSpec, step: NativePass, layer: int
 ) -> LatentArgs:
@@ -201,8 +234,6 @@ def recurrent_args(
     weights: RecurrentWeights, spec: RecurrentSpec, step: NativePass, layer: int
 ) -> RecurrentArgs:
     """Of a recurrent layer's only step."""
-    if not step.states:
-        step.states = begin_states(step.batch.spans)
     spans = step.state_args(layer)
     args = RecurrentArgs(
         norm=address_of(weights.norm),
@@ -227,6 +258,7 @@ def recurrent_args(
         key_size=spec.key_size,
         value_size=spec.value_size,
         taps=spec.taps,
+        dilation=spec.dilation,
         width=spec.width,
         tiled=spec.tiled,
         channel_decay=spec.channel_decay,

@@ -8,9 +8,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
-from localrt.quant.ops.native.abi import ACTIVATIONS, ConnectionArgs, InputArgs, StreamArgs
+from localrt.quant.ops.native.abi import (
+    ACTIVATIONS,
+    ConnectionArgs,
+    InputArgs,
+    NgramArgs,
+    StreamArgs,
+)
+from localrt.quant.ops.native.passes import NativePass
 from localrt.quant.ops.native.weights import NativeWeight, address_of, locate
+from localrt.quant.ops.ngrams import NgramWeights
+from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.streams import ConnectionWeights, LowRankWeights, StreamSpec, StreamWeights
 
 __all__ = ["StreamSteps"]
@@ -144,6 +154,40 @@ class StreamSteps:
     def share_out(self, streams: Floats, y: Floats, shares: Floats) -> Floats:
         """In place."""
         streams.reshape(*shares.shape, -1)[:] += y[:, None] * shares[:, :, None]
+        return streams
+
+    def add_ngrams(
+        self,
+        streams: Floats,
+        rows: Floats,
+        weights: NgramWeights,
+        spec: RecurrentSpec,
+        step: NativePass,
+        layer: int,
+    ) -> Floats:
+        """In place."""
+        tokens, spans = step.batch.tokens.astype(np.float32), step.state_args(layer)
+        args = NgramArgs(
+            streams=locate(streams),
+            ngrams=locate(rows),
+            tokens=locate(tokens),
+            key_norm=address_of(weights.key_norm),
+            stream_norm=address_of(weights.stream_norm),
+            value_norm=address_of(weights.value_norm),
+            conv=address_of(weights.taps),
+            spans=spans,
+            key=weights.key.stack,
+            value=weights.value.stack,
+            rows=len(streams),
+            span_count=len(spans),
+            count=weights.count,
+            taps=spec.taps,
+            dilation=spec.dilation,
+            eps=weights.eps,
+        )
+        self._api.lrt_add_ngrams(self._handle, args)
+        for span in step.batch.spans:
+            states_of(span.cache).layer_done(layer)
         return streams
 
     def _stream_args(

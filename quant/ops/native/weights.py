@@ -24,6 +24,7 @@ from localrt.quant.formats.tiled import (
     tile_span,
     whole_tiles,
 )
+from localrt.quant.methods.restore import widened
 from localrt.quant.ops.native.abi import SOURCES, Matrix, Stack, layout_of
 
 __all__ = ["NativeVector", "NativeWeight", "Tiler", "address_of", "build_weight", "locate"]
@@ -106,7 +107,7 @@ def build_weight(
         ValueError: blocks that are not the matrix, or inputs rotated in different ways.
     """
     tensors: list[TiledTensor] = []
-    for _, named in groupby(blocks, key=lambda block: block.name):
+    for _, named in groupby(widened(blocks), key=lambda block: block.name):
         building: _Building | None = None
         for piece in whole_tiles(named):
             _require_known(piece.name, piece.format, shape[1])

@@ -29,6 +29,7 @@ from localrt.quant.ops.experts import (
     Routing,
 )
 from localrt.quant.ops.hybrid_cache import begin_states, split_layers
+from localrt.quant.ops.index import IndexSpec, IndexWeights
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.protocol import (
     AttentionSpec,
@@ -52,6 +53,7 @@ from localrt.quant.ops.torch.experts import (
     route,
     run_each,
 )
+from localrt.quant.ops.torch.index import choose_rows
 from localrt.quant.ops.torch.kv import kv_of, sequence_cache
 from localrt.quant.ops.torch.latent import attend_latents, latent_queries, latent_values
 from localrt.quant.ops.torch.recurrent import mix_rows, widen
@@ -194,8 +196,36 @@ class TorchOps(StreamSteps):
         _append(k, v, step, layer)
         return q if gates is None else torch.cat([q, gates])
 
+    def choose_tokens(
+        self, x: Tensor, weights: IndexWeights, spec: IndexSpec, step: _Pass, layer: int
+    ) -> list[Tensor]:
+        """Of each sequence (rows, held + rows), True where a row sees a token."""
+        qk = self.linear(x, weights.qk).view(len(x), -1, spec.head_dim)
+        q = self._norm_and_turn(qk[:, :-1], weights.q_norm, spec, step)
+
+        def finish(mean: Tensor, position: int) -> Tensor:
+            normed = self._norm(mean, weights.k_norm, spec.eps)[None, None]
+            if spec.rope is None:
+                return normed[0, 0]
+            at = torch.tensor([position], device=self._device)
+            return _rotate(normed, *self._turns(spec.rope, at))[0, 0]
+
+        chosen, row = [], 0
+        for span in step.spans:
+            part = slice(row, row + span.rows)
+            places = step.positions[part]
+            chosen.append(choose_rows(q[part], qk[part, -1], spec, span, places, layer, finish))
+            row += span.rows
+        return chosen
+
     def attention_output(
-        self, q: Tensor, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+        self,
+        q: Tensor,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: _Pass,
+        layer: int,
+        chosen: list[Tensor] | None = None,
     ) -> Tensor:
         """(R, D)."""
         outputs = []
@@ -203,7 +233,7 @@ class TorchOps(StreamSteps):
         q, gates = q.chunk(2) if spec.has_gates else (q, None)
         for index, span in enumerate(step.spans):
             rows = q[row : row + span.rows]
-            mask = self._mask(index, span, spec.window, step)
+            mask = self._mask(index, span, spec.window, step) if chosen is None else chosen[index]
             cache = kv_of(span)
             outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
             row += span.rows
@@ -382,11 +412,14 @@ class TorchOps(StreamSteps):
     def _rope_tables(self, rope: Rope, step: _Pass) -> tuple[Tensor, Tensor]:
         """cos and sin of the pass, (R, 1, len(inv_freq)), computed once per pass in float32."""
         if rope not in step.tables:
-            inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
-            angles = step.positions.float()[:, None, None] * inv_freq
-            cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
-            step.tables[rope] = cos.to(self._dtype), sin.to(self._dtype)
+            step.tables[rope] = self._turns(rope, step.positions)
         return step.tables[rope]
+
+    def _turns(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
+        angles = positions.float()[:, None, None] * inv_freq
+        cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
+        return cos.to(self._dtype), sin.to(self._dtype)
 
     def _mask(self, index: int, span: Span, window: int | None, step: _Pass) -> Tensor | None:
         """(rows, held + rows), True where seen; None when every key is seen."""

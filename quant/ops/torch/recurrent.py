@@ -17,7 +17,7 @@ from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
 
-__all__ = ["mix_rows", "widen"]
+__all__ = ["convolve_rows", "mix_rows", "widen"]
 
 _KEY_EPS = 1e-6  # of the length that keys and queries are divided by
 
@@ -44,10 +44,35 @@ def mix_rows(
     layer: int,
 ) -> Tensor:
     """(R, H V), float32, from rows as projected (R, ...), float32; the caches have the states."""
+    rows = torch.cat([_columns(mixed, spec)[0], _factors(mixed, weights, spec)], dim=1)
+    return _finish(_run_all(rows, weights, spec, spans, passes, layer), mixed, weights, spec)
+
+
+def convolve_rows(
+    rows: Tensor,
+    taps: Tensor,
+    spec: RecurrentSpec,
+    spans: tuple[Span, ...],
+    passes: list[StatePass],
+    layer: int,
+) -> Tensor:
+    """(R, channels), float32: the convolution of ``rows`` (R, row size), which caches keep."""
+    weights = RecurrentWeights(norm=None, mix=None, taps=taps, out=None)
+    return _run_all(rows, weights, spec, spans, passes, layer)
+
+
+def _run_all(
+    rows: Tensor,
+    weights: RecurrentWeights,
+    spec: RecurrentSpec,
+    spans: tuple[Span, ...],
+    passes: list[StatePass],
+    layer: int,
+) -> Tensor:
+    """What all rows see of their sequences' states."""
     parts, row = [], 0
     for span, states in zip(spans, passes, strict=True):
-        seen = _run(mixed[row : row + span.rows], weights, spec, span, states, layer)
-        parts.append(_finish(seen, mixed[row : row + span.rows], weights, spec))
+        parts.append(_run(rows[row : row + span.rows], weights, spec, span, states, layer))
         states_of(span.cache).layer_done(layer)
         row += span.rows
     return torch.cat(parts)
@@ -87,18 +112,17 @@ def _decays(steps: Tensor, rates: Tensor, spec: RecurrentSpec) -> Tensor:
 
 
 def _run(
-    mixed: Tensor,
+    new: Tensor,
     weights: RecurrentWeights,
     spec: RecurrentSpec,
     span: Span,
     states: StatePass,
     layer: int,
 ) -> Tensor:
-    """What each row of a sequence sees of the state, (rows, H V)."""
+    """What each of the ``new`` rows (rows, row size) of a sequence sees of the state."""
     source, target = states.source, states.target
     held, position = span.cache.length, int(source.positions[layer])
-    new = torch.cat([_columns(mixed, spec)[0], _factors(mixed, weights, spec)], dim=1)
-    kept, back = source.ring_of(layer), spec.taps - 1
+    kept, back = source.ring_of(layer), spec.back
     first = max(0, position - back)
     old = kept[np.arange(first, held) % source.ring]  # (tokens before, row)
     padding = old.new_zeros(back - (position - first), spec.row_size)
@@ -123,7 +147,8 @@ def _run(
         inputs, at = [], row
         for _ in range(spec.taps):
             inputs.append(rows[back + at, : spec.channels])
-            at = parent(at) if at >= 0 else at - 1
+            for _ in range(spec.dilation):
+                at = parent(at) if at >= 0 else at - 1
         channels = (torch.stack(inputs[::-1]) * taps).sum(0)
         if weights.taps_bias is not None:
             channels = channels + weights.taps_bias.float()
@@ -147,7 +172,7 @@ def _step(
     state: Tensor, channels: Tensor, factors: Tensor, weights: RecurrentWeights, spec: RecurrentSpec
 ) -> tuple[Tensor, Tensor]:
     """A token's output (H V) and the state after it, of the state (H, K, V) before."""
-    if spec.kind == "conv":
+    if not spec.stateful:
         return channels, state
     channels = F.silu(channels)
     keys, inner, heads = spec.keys, spec.inner, spec.heads
@@ -191,7 +216,7 @@ def _finish(seen: Tensor, mixed: Tensor, weights: RecurrentWeights, spec: Recurr
 
 def _state(flat: Tensor, spec: RecurrentSpec) -> Tensor:
     """(H, K, V) of a set's (H, V / 16, K, 16)."""
-    if spec.kind == "conv":
+    if not spec.stateful:
         return flat
     blocks = flat.view(spec.heads, -1, spec.key_size, 16).transpose(1, 2)
     state: Tensor = blocks.reshape(spec.heads, spec.key_size, -1)[..., : spec.value_size]

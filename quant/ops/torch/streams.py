@@ -5,12 +5,18 @@ Streams (R, S * D) are looked at as (R, S, D). The sums over streams are float32
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localrt.quant.ops.hybrid_cache import begin_states
 from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
+from localrt.quant.ops.ngrams import LEAST_PRODUCT, NgramWeights
+from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.streams import ConnectionWeights, LowRankWeights, StreamSpec, StreamWeights
+from localrt.quant.ops.torch.recurrent import convolve_rows
 
 __all__ = ["StreamSteps", "rows_of_tokens"]
 
@@ -124,10 +130,41 @@ class StreamSteps:
         streams.view(len(y), -1, y.shape[1]).addcmul_(y[:, None], shares[:, :, None])
         return streams
 
+    def add_ngrams(
+        self,
+        streams: Tensor,
+        rows: Tensor,
+        weights: NgramWeights,
+        spec: RecurrentSpec,
+        step: Any,
+        layer: int,
+    ) -> Tensor:
+        """(R, S * D), in place."""
+        if not step.states:
+            step.states = begin_states(step.spans)
+        count, eps = weights.count, weights.eps
+        rows = rows.view(len(streams), -1)
+        keys = _norm_each(self.linear(rows, weights.key), weights.key_norm, count, eps)
+        seen = _norm_each(streams, weights.stream_norm, count, eps)
+        size = keys.shape[1] // count
+        products = (keys * seen).view(-1, count, size).sum(2, keepdim=True) / size**0.5
+        gates = (products.abs().clamp(min=LEAST_PRODUCT).sqrt() * products.sign()).sigmoid()
+        values = (gates * self.linear(rows, weights.value).float()[:, None]).flatten(1)
+        normed = _norm_each(values, weights.value_norm, count, eps)
+        kept = torch.cat([normed, step.tokens[:, None].float()], dim=1)
+        mixed = convolve_rows(kept, weights.taps, spec, step.spans, step.states, layer)
+        return streams.add_((values + F.silu(mixed)).to(streams.dtype))
+
     def _modes(self, x: Tensor, weights: StreamWeights, spec: StreamSpec) -> Tensor:
         """(R, S), float32: what coefficients are made of."""
         normed = self._norm(x, weights.norm, spec.eps)
         return F.linear(normed.float(), weights.router.float()).tanh()
+
+
+def _norm_each(x: Tensor, weight: Tensor, count: int, eps: float) -> Tensor:
+    """(R, S * D), float32: RMSNorm of each stream for itself."""
+    apart = x.float().view(len(x), count, -1)
+    return F.rms_norm(apart, apart.shape[-1:], None, eps).flatten(1) * weight.float()
 
 
 def _as_large(y: Tensor, x: Tensor) -> Tensor:

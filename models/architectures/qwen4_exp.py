@@ -1,0 +1,101 @@
+"""Qwen3.8-Flash-Next, the prototype of Qwen4: Qwen3.5's mixtures with several residual streams.
+
+Layers read a mixture of the streams and have no norms of their own. Attention sees the tokens that
+an indexer chooses. Before one layer the streams gain what hashed n-grams say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.errors import UnsupportedModelError
+from localrt.models.architectures import qwen3_5
+from localrt.models.config import Connections, DecoderConfig, LayerNames, NgramLayer
+from localrt.models.ngrams import NgramSpec
+from localrt.models.raw_config import RawConfig
+from localrt.quant.ops.index import IndexSpec
+from localrt.quant.ops.protocol import RecurrentSpec
+
+__all__ = ["read_config"]
+
+_GATES = {"silu": "silu", "sigmoid": "sigmoid"}
+
+
+def read_config(raw: RawConfig) -> DecoderConfig:
+    """``output_gate_type`` is of DeltaNet layers."""
+    config = qwen3_5.read_config(raw)
+    gate = raw.choice("output_gate_type", raw.text("hidden_act", "silu"), _GATES)
+    connections = Connections(count=raw.integer("hc_count", 4), rank=raw.integer("hc_lowrank", 320))
+    return replace(
+        config,
+        architecture="qwen4_exp",
+        attention=tuple(
+            replace(spec, gate=gate) if isinstance(spec, RecurrentSpec) else spec
+            for spec in config.attention
+        ),
+        names=LayerNames(attention_norm="", mlp_norm=""),
+        connections=connections,
+        ngrams=_ngrams(raw, config, connections.count),
+        index=_index(raw, config),
+        index_apart=raw.is_gguf,
+    )
+
+
+def _index(raw: RawConfig, config: DecoderConfig) -> IndexSpec:
+    attending = config.attending[0] if config.attending else None
+    if attending is None or attending.rope is None:
+        raise ValueError("layer_types must have a layer that attends, with a rotary embedding")
+    size, rotary = raw.integer("indexer_head_dim"), 2 * len(attending.rope.inv_freq)
+    if rotary > size:
+        raise ValueError(f"indexer_head_dim must be at least {rotary} (what rotates), is {size}")
+    return IndexSpec(
+        heads=raw.integer("indexer_n_heads"),
+        kv_heads=raw.integer("indexer_kv_heads", 1),
+        head_dim=size,
+        scale=1.0,
+        eps=config.norm_eps,
+        rope=attending.rope,
+        block=raw.integer("indexer_compress_ratio"),
+        budget=raw.integer("indexer_budget"),
+    )
+
+
+def _ngrams(raw: RawConfig, config: DecoderConfig, streams: int) -> NgramLayer | None:
+    """Of the one layer that has n-grams; files count layers from 1."""
+    layers = raw.sequence("ple_layer_ids") or []
+    if not layers:
+        return None
+    if len(layers) > 1:
+        raise UnsupportedModelError(
+            f"ple_layer_ids {layers!r:.60}: n-grams of more than one layer are not supported"
+        )
+    (layer,) = layers
+    if type(layer) is not int or not 1 <= layer <= config.layers:
+        raise ValueError(
+            f"ple_layer_ids must be a layer from 1 to {config.layers}, is {layer!r:.60}"
+        )
+    spec = NgramSpec(
+        orders=raw.integer("ngram_size", 3),
+        heads=raw.integer("heads_per_ngram", 8),
+        rows_from=raw.integer("ngram_vocab_size_base", 20_000_000),
+        rows_multiple=raw.integer("make_ngram_vocab_size_divisible_by", 128),
+        vocab=config.vocab_size,
+        separator=raw.first_index("eos_token_id"),
+        seed=raw.integer("seed", 1234),
+        sizes=tuple(raw.sequence("ngram_head_vocab_sizes") or ()),
+        multipliers=tuple(raw.sequence("ngram_layer_multipliers") or ()),
+        rows=raw.integer("ngram_rows") if raw.has("ngram_rows") else None,
+    )
+    memory = RecurrentSpec(
+        kind="ngram",
+        heads=1,
+        key_heads=1,
+        key_size=1,
+        value_size=1,
+        taps=raw.integer("ple_conv_kernel_size", 4),
+        dilation=spec.orders,
+        eps=config.norm_eps,
+        width=streams * config.hidden_size,
+    )
+    width = raw.integer("ple_embed_dim", config.hidden_size)
+    return NgramLayer(layer=layer - 1, width=width, spec=spec, memory=memory)

@@ -1,0 +1,186 @@
+// Choosing the tokens that attention sees: see quant/ops/index.py for the mathematics. What the indexer remembers is a layer of
+// the cache with one group: a token's key is its index key as projected, its value the key of the block that it ends.
+#pragma once
+#include "attention.h"
+
+namespace {
+
+constexpr int SCORED_ROWS = 32;  // whose scores are held at once
+
+// A number as it is cached: code `at` of int4's sixteen bytes is in a low half below 16, else in a high one.
+inline float int4_code(const uint8_t* bytes, int step, int at) {
+    const uint8_t both = bytes[at % 16 * step];
+    return (float)(at < 16 ? both & 15 : both >> 4);
+}
+
+// A token's key, as it is kept: turned, if the format is.
+inline void read_key(const Span& span, int slot, int size, float* out) {
+    const Piece piece(span, slot / KEYS, 0, size);
+    const int at = slot % KEYS, tile = at / 16, lane = at % 16;
+    if (span.format == KV_BF16) {
+        const uint16_t* keys = (const uint16_t*)piece.k + (size_t)tile * 16 * size + lane;
+        for (int e = 0; e < size; e++) out[e] = from_bf16(keys[(size_t)e * 16]);
+    } else if (span.format == KV_INT8) {
+        const int8_t* keys = (const int8_t*)piece.k + (size_t)tile * 16 * size + lane;
+        const float scale = ((const float*)piece.k_scale)[at];
+        for (int e = 0; e < size; e++) out[e] = (float)keys[(size_t)e * 16] * scale;
+    } else {
+        const uint8_t* keys = piece.k + (size_t)tile * chunks_of(size) * 16 * CachedInt4::KEY_BYTES;
+        for (int e = 0; e < size; e++) {
+            const int c = e / CHUNK, i = e % CHUNK, half = i / 16;
+            const uint8_t* chunk = keys + (size_t)c * 16 * CachedInt4::KEY_BYTES;
+            uint32_t uppers;
+            __builtin_memcpy(&uppers, chunk + 256 + 64 * half + 4 * lane, 4);
+            const float code = int4_code(chunk + lane, 16, i) + (float)(16 * (uppers >> 2 * (i % 16) & 3));
+            out[e] = (code - CachedInt4::KEY_ZERO) * from_bf16(((const uint16_t*)piece.k_scale)[(size_t)c * KEYS + at]);
+        }
+    }
+}
+
+// The same of its value.
+inline void read_value(const Span& span, int slot, int size, float* out) {
+    const Piece piece(span, slot / KEYS, 0, size);
+    const int at = slot % KEYS;
+    if (span.format == KV_BF16) {
+        const uint8_t* values = piece.v + (size_t)at * size * 2;
+        for (int e = 0; e < size; e += 16) F16L::load_bf16(values + 2 * e).store(out + e);
+    } else if (span.format == KV_INT8) {
+        const F16L scale = F16L::set1(((const float*)piece.v_scale)[at]);
+        const uint8_t* values = piece.v + (size_t)at * size;
+        for (int e = 0; e < size; e += 16) (CachedInt8::load(values + e) * scale).store(out + e);
+    } else {
+        const int chunks = chunks_of(size);
+        for (int e = 0; e < size; e++) {
+            const int c = e / CHUNK;
+            const uint8_t* chunk = piece.v + ((size_t)at * chunks + c) * CachedInt4::VALUE_BYTES;
+            const float scale = from_bf16(((const uint16_t*)piece.v_scale)[(size_t)c * KEYS + at]);
+            out[e] = (int4_code(chunk, 1, e % CHUNK) - CachedInt4::VALUE_ZERO) * scale;
+        }
+    }
+}
+
+// The finished key of the block that a row ends, from its tokens' keys as they are cached.
+inline void finish_block(const IndexArgs& args, const Tree& tree, int row, const float* cos, const float* sin, float* out) {
+    const int size = args.head_dim, length = tree.last(row), format = tree.span.format;
+    alignas(64) float sum[MAX_HEAD], key[MAX_HEAD];
+    fill_floats(sum, size, 0.f);
+    for (int i = length - args.block; i < length; i++) {
+        read_key(tree.span, tree.slot(row, i), size, key);
+        for (int e = 0; e < size; e++) sum[e] += key[e];
+    }
+    for (int e = 0; e < size; e++) sum[e] /= (float)args.block;
+    rotate_head(format, size, sum);  // back, if it was turned
+    rms_norm(sum, args.k_norm, args.eps, size, out);
+    rotate(out, cos, sin, args.rotary / 2);
+    rotate_head(format, size, out);
+}
+
+// Scores of blocks [begin, end) for a row whose queries are `q` (H, E): none is below 0.
+inline void score_blocks(const IndexArgs& args, const Tree& tree, int row, const float* q, int begin, int end, float* scores) {
+    const int size = args.head_dim;
+    alignas(64) float key[MAX_HEAD];
+    for (int b = begin; b < end; b++) {
+        read_value(tree.span, tree.slot(row, b * args.block + args.block - 1), size, key);
+        float total = 0;
+        for (int h = 0; h < args.heads; h++) {
+            F16L sum = F16L::zero();
+            for (int e = 0; e < size; e += 16) sum = F16L::load(q + h * size + e).fma(F16L::load(key + e), sum);
+            total += most(0.f, sum16(sum));
+        }
+        scores[b] = total;
+    }
+}
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits;
+}
+
+// The `kept`-th largest of numbers that are not below 0, in bits, whose order is theirs; `above` are larger. By bytes, from
+// the highest on.
+inline uint32_t nth_largest(const float* numbers, int count, int kept, int& above) {
+    uint32_t prefix = 0;
+    above = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int counts[256] = {};
+        const uint32_t higher = shift == 24 ? 0 : ~0u << (shift + 8);
+        for (int i = 0; i < count; i++) {
+            const uint32_t bits = bits_of(numbers[i]);
+            if ((bits & higher) == prefix) counts[bits >> shift & 255]++;
+        }
+        int byte = 255;
+        while (above + counts[byte] < kept) above += counts[byte--];
+        prefix |= (uint32_t)byte << shift;
+    }
+    return prefix;
+}
+
+// The tokens of the best blocks, and those behind the last whole one, in their order; ties go to earlier blocks.
+inline void pick_tokens(const IndexArgs& args, const Tree& tree, int row, const float* scores, int* chosen) {
+    const int length = tree.last(row), whole = length / args.block, kept = args.budget / args.block;
+    int above, *to = chosen + 1;
+    const uint32_t least_bits = nth_largest(scores, whole, kept, above);
+    int ties = kept - above;
+    for (int b = 0; b < whole; b++) {
+        const uint32_t bits = bits_of(scores[b]);
+        if (bits < least_bits || (bits == least_bits && ties-- <= 0)) continue;
+        for (int i = b * args.block; i < (b + 1) * args.block; i++) *to++ = tree.slot(row, i);
+    }
+    for (int i = whole * args.block; i < length; i++) *to++ = tree.slot(row, i);
+    chosen[0] = (int)(to - chosen) - 1;
+}
+
+// Of one sequence, whose rows are `qk` (rows, (H + 1) E) as projected and begin with number `first` of the pass.
+inline void choose_of_span(Context& context, const IndexArgs& args, const Span& span, int first, float* qk) {
+    const int size = args.head_dim, wide = (args.heads + 1) * size, half = args.rotary / 2, kept = args.budget / args.block;
+    const Tree tree(context, span);
+    parallel(context, span.rows, [&](int row) {
+        float *line = qk + (size_t)row * wide, *own = line + args.heads * size;
+        const size_t turn = (size_t)(first + row) * half;
+        alignas(64) float nothing[MAX_HEAD];
+        for (int h = 0; h < args.heads; h++) {
+            float* q = line + h * size;
+            rms_norm(q, args.q_norm, args.eps, size, q);
+            rotate(q, args.cos + turn, args.sin + turn, half);
+            rotate_head(span.format, size, q);
+        }
+        rotate_head(span.format, size, own);
+        fill_floats(nothing, size, 0.f);
+        append(span, 0, span.held + row, size, own, nothing);
+    });
+    parallel(context, span.rows, [&](int row) {
+        if (tree.last(row) % args.block) return;
+        const size_t turn = (size_t)(first + row) * half;
+        alignas(64) float key[MAX_HEAD];
+        finish_block(args, tree, row, args.block_cos + turn, args.block_sin + turn, key);
+        append(span, 0, span.held + row, size, qk + (size_t)row * wide + args.heads * size, key);
+    });
+    const int blocks = tree.longest() / args.block + 1, piece = 1024, pieces = (blocks + piece - 1) / piece;
+    float* scores = scratch<float>(context.partial, (size_t)SCORED_ROWS * blocks);
+    for (int begin = 0; begin < span.rows; begin += SCORED_ROWS) {
+        const int count = least(SCORED_ROWS, span.rows - begin);
+        auto picks = [&](int row) { return tree.last(row) / args.block > kept; };
+        parallel(context, count * pieces, [&](int task) {
+            const int row = begin + task / pieces, from = task % pieces * piece, to = least(tree.last(row) / args.block, from + piece);
+            if (picks(row)) score_blocks(args, tree, row, qk + (size_t)row * wide, from, to, scores + (size_t)(row - begin) * blocks);
+        });
+        parallel(context, count, [&](int task) {
+            const int row = begin + task;
+            int* chosen = args.chosen + (size_t)(first + row) * (args.budget + args.block);
+            if (picks(row)) return pick_tokens(args, tree, row, scores + (size_t)task * blocks, chosen);
+            chosen[0] = tree.last(row);
+            for (int i = 0; i < chosen[0]; i++) chosen[1 + i] = tree.slot(row, i);
+        });
+    }
+}
+
+void choose_tokens(Context& context, const IndexArgs& args) {
+    float* qk = scratch<float>(context.wide, (size_t)args.rows * args.qk.rows);
+    const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, nullptr, 0, args.qk);
+    matmul(context, args.qk, acts, qk);
+    for (int s = 0, row = 0; s < args.span_count; row += args.spans[s++].rows)
+        choose_of_span(context, args, args.spans[s], row, qk + (size_t)row * args.qk.rows);
+}
+
+}  // namespace

@@ -1,0 +1,181 @@
+"""Qwen3.8-Flash-Next: chosen tokens and hashed n-grams keep every promise about bits."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from localrt.errors import CheckpointError, LocalrtError, UnsupportedModelError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.ops.protocol import Batch, Ops, Span
+from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
+from tests.offload.placed import needs_kernels
+
+NAME, COUNT = "qwen4-exp", 60  # far more tokens than the tiny budget chooses
+TABLE = "model.layers.2.ple.ple_embedding.ngram_embedding."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exp")
+    save_tiny(NAME, path)
+    return path
+
+
+def load(folder: Path, ops: Ops) -> Decoder:
+    with closing(open_checkpoint(folder)) as checkpoint:
+        return load_decoder(checkpoint, ops, read_config(checkpoint))
+
+
+def read_all(model: Decoder, ids: list[int]) -> np.ndarray:
+    return model.forward(Batch.extend([(model.cache(256), ids)]))
+
+
+@pytest.fixture(scope="module", params=["bf16", "int8", "int4"])
+def native(request: pytest.FixtureRequest, folder: Path) -> Decoder:
+    return load(folder, NativeOps(threads=2, kv_format=request.param))
+
+
+@pytest.fixture(scope="module")
+def whole(native: Decoder) -> np.ndarray:
+    return read_all(native, tokens(COUNT))
+
+
+@needs_kernels
+def test_kernels_compute_what_torch_does(folder: Path) -> None:
+    ids = tokens(COUNT)
+    want = read_all(load_ours(folder), ids)
+    assert relative_error(read_all(load(folder, NativeOps(threads=2)), ids), want) < 0.02
+
+
+@needs_kernels
+def test_bits_depend_on_no_cut(native: Decoder, whole: np.ndarray) -> None:
+    ids, cache, parts = tokens(COUNT), native.cache(256), []
+    for count in (1, 3, 7, 2, 5, 1, 1, 20, 1, 19):
+        part, ids = ids[:count], ids[count:]
+        parts.append(native.forward(Batch.extend([(cache, part)])))
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+@needs_kernels
+def test_bits_depend_on_no_company(native: Decoder, whole: np.ndarray) -> None:
+    ids, other = tokens(COUNT), tokens(33, seed=5)
+    both = Batch.extend([(native.cache(256), other), (native.cache(256), ids)])
+    np.testing.assert_array_equal(native.forward(both)[len(other) :], whole)
+
+
+@needs_kernels
+def test_a_trees_path_is_computed_as_if_alone(native: Decoder, whole: np.ndarray) -> None:
+    ids, held, cache = tokens(COUNT), 41, native.cache(256)
+    native.forward(Batch.extend([(cache, ids[:held])]))
+    branch = [ids[held], 9, ids[held + 1], 11, ids[held + 2], ids[held + 3]]
+    parents, path = [-1, -1, 0, 1, 2, 4], [0, 2, 4, 5]
+    mask = np.eye(6, dtype=bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            mask[row] |= mask[parent]
+    places = held + mask.sum(1).astype(np.int64) - 1
+    logits = native.forward(Batch(np.array(branch), places, (Span(cache, 6, mask),)))
+    np.testing.assert_array_equal(logits[path], whole[held : held + 4])
+    cache.select(held, path)
+    behind = native.forward(Batch.extend([(cache, ids[held + 4 :])]))
+    np.testing.assert_array_equal(behind, whole[held + 4 :])
+
+
+@needs_kernels
+def test_going_back_changes_nothing(native: Decoder, whole: np.ndarray) -> None:
+    ids, cache = tokens(COUNT), native.cache(256)
+    for part in (
+        ids[:30],
+        ids[30:],
+    ):
+        native.forward(Batch.extend([(cache, part)]))
+    held = cache.trim(35)
+    assert 0 < held <= 35
+    again = native.forward(Batch.extend([(cache, ids[held:])]))
+    np.testing.assert_array_equal(again, whole[held:])
+
+
+def rewritten(folder: Path, to: Path, change: dict[str, torch.Tensor | None]) -> Path:
+    """The model with other tensors; None leaves one out."""
+    tensors = load_file(folder / "model.safetensors") | change
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        to / "model.safetensors",
+    )
+    (to / "config.json").write_text((folder / "config.json").read_text())
+    return to
+
+
+def parts_of(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(TABLE)}
+
+
+@pytest.mark.parametrize("ops", ["torch", pytest.param("native", marks=needs_kernels)])
+def test_a_table_in_fp8_is_what_its_values_are(ops: str, folder: Path, tmp_path: Path) -> None:
+    """A scale stands beside each part of the table, as in files whose weights are in FP8."""
+    eights, same, scale = {}, {}, 0.25
+    for name, part in parts_of(folder).items():
+        eights[name] = (part / scale).to(torch.float8_e4m3fn)
+        eights[f"{name}_scale"] = torch.tensor([scale])
+        same[name] = eights[name].float() * scale
+    logits = []
+    for place, change in (("eights", eights), ("same", same)):
+        (tmp_path / place).mkdir()
+        path = rewritten(folder, tmp_path / place, change)
+        model = load_ours(path) if ops == "torch" else load(path, NativeOps(threads=2))
+        logits.append(read_all(model, tokens(20)))
+    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(LocalrtError) as refused:
+        load_ours(folder)
+    line = str(refused.value)
+    assert "\n" not in line
+    return line
+
+
+def test_a_part_of_the_table_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+    first = min(parts_of(folder))
+    assert "3 of 4 parts are there" in refusal(rewritten(folder, tmp_path, {first: None}))
+
+
+def test_parts_of_other_widths_are_no_table(folder: Path, tmp_path: Path) -> None:
+    last = max(parts_of(folder))
+    line = refusal(rewritten(folder, tmp_path, {last: torch.zeros(5, 7)}))
+    assert f"{last} (5, 7)" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hc_count": 1}, "hc_count must be at least 2, is 1"),
+        ({"ple_layer_ids": [9]}, "ple_layer_ids must be a layer from 1 to 3, is 9"),
+        ({"ple_layer_ids": [1, 3]}, "n-grams of more than one layer are not supported"),
+        ({"ple_embed_dim": 62}, "ple_embed_dim must be a multiple of 4"),
+        ({"indexer_budget": 10}, "indexer_budget must be a multiple of indexer_compress_ratio (4)"),
+        ({"indexer_kv_heads": 2}, "indexer_kv_heads must be 1, is 2"),
+        ({"output_gate_type": "tanh"}, "output_gate_type 'tanh' is not supported"),
+        ({"eos_token_id": 999}, "eos_token_id must be below 211, is 999"),
+    ],
+)
+def test_a_wrong_config_is_said_in_a_line(
+    change: dict[str, object], words: str, folder: Path, tmp_path: Path
+) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=r".*") as refused:
+        load_ours(tmp_path)
+    assert words in str(refused.value)
