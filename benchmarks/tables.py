@@ -22,7 +22,7 @@ from benchmarks.app.tables import app_table
 from benchmarks.common.command import RESULTS, ROOT, make_parser
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from benchmarks.gpu.tables import gpu_tables
-from benchmarks.hybrids.tables import hybrids_table, remembering_table
+from benchmarks.hybrids.tables import flash_next_table, hybrids_table, remembering_table
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.kv.tables import kv_table
 from benchmarks.moe.tables import experts_table, ssd_table
@@ -109,6 +109,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "experts": experts_table,
     "experts_ssd": ssd_table,
     "gpu_check": gpu_tables,
+    "flash_next": flash_next_table,
     "hybrids": hybrids_table,
     "hybrids-remembering": remembering_table,
     "kernels": kernels_table,

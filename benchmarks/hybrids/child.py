@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import localrt
 from benchmarks.hybrids.contest import token_ids
 from localrt.bench.child import serve
+from localrt.offload.pipeline.ngram_table import NgramTable
 
 __all__ = ["main"]
 
@@ -15,6 +19,20 @@ __all__ = ["main"]
 def main() -> None:
     """Hold models for the parent."""
     serve(_Child())
+
+
+class _WatchedRows:
+    def __init__(self) -> None:
+        self.seconds = {"asked": 0.0, "waited": 0.0}
+        self.passes = 0
+        self.table: NgramTable | None = None
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - started
+        self.passes += what == "asked"
 
 
 class _Child:
@@ -36,6 +54,30 @@ class _Child:
             seed=1,
         )
         return chunk.metrics.to_dict()
+
+    def watch_ngrams(self) -> None:
+        """Take the time of the rows of hashed n-grams from here on, whose file is not cached."""
+        self._rows = rows = _WatchedRows()
+        ask = NgramTable.ask
+
+        def watched(table: NgramTable, *args: Any) -> Callable[[], Any]:
+            rows.table = table
+            with rows.timed("asked"):
+                take = ask(table, *args)
+
+            def taken() -> Any:
+                with rows.timed("waited"):
+                    return take()
+
+            return taken
+
+        NgramTable.ask = watched  # type: ignore[method-assign]
+
+    def ngrams(self) -> dict[str, Any]:
+        """Passes so far, seconds that asking for rows and waiting for them took, bytes read."""
+        rows = self._rows
+        read = 0 if rows.table is None else rows.table.bytes_read
+        return {"passes": rows.passes, **rows.seconds, "bytes": read}
 
     def resume(self, name: str, tokens: int) -> dict[str, Any]:
         """The first token of a chat's next turn, whose KV cache and states are then parked."""

@@ -24,6 +24,8 @@ __all__ = ["MODELS", "model_file"]
 
 Array = npt.NDArray[Any]
 
+_DIFFERENT = 1 << 20  # rows of a matrix, which repeat in larger ones
+
 
 def _qwen35_4b() -> tuple[str, Any]:
     """Half of the layers of Qwen3.5-4B."""
@@ -96,11 +98,47 @@ def _gemma4_e4b() -> tuple[str, Any]:
     )
 
 
+def _flash_next() -> tuple[str, Any]:
+    """Eight of the 48 layers of Qwen3.8-Flash-Next with 64 of their 512 experts, and 100 of the 320
+    million rows of its table.
+    """
+    from transformers import Qwen4ExpTextConfig
+
+    return "qwen4exp", Qwen4ExpTextConfig(
+        hidden_size=2560,
+        num_hidden_layers=8,
+        num_attention_heads=24,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_value_heads=48,
+        moe_intermediate_size=640,
+        shared_expert_intermediate_size=640,
+        num_experts=64,
+        max_position_embeddings=262_144,
+        output_gate_type="sigmoid",
+        ple_layer_ids=[2],
+        ngram_vocab_size_base=6_250_000,
+        indexer_n_heads=4,
+        indexer_kv_heads=1,
+        indexer_head_dim=128,
+        indexer_budget=2048,
+        indexer_compress_ratio=4,
+        eos_token_id=248_044,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
+    )
+
+
 MODELS: Mapping[str, Callable[[], tuple[str, Any]]] = {
     "Qwen3.5-4B": _qwen35_4b,
     "LFM2-1.2B": _lfm2,
     "Granite-4-H-Tiny": _granite,
     "Gemma-4-E4B": _gemma4_e4b,
+    "Qwen3.8-Flash-Next": _flash_next,
 }
 """What makes the config of each, as transformers has it."""
 
@@ -128,21 +166,31 @@ def _write(path: Path, architecture: str, config: Any) -> None:
         metadata = hybrid_metadata(architecture, config)
     writer = gguf.GGUFWriter(str(path), architecture)
     for key, value in [*metadata.items(), *_vocabulary(config.vocab_size)]:
-        if isinstance(value, list | tuple):
+        if isinstance(value, np.ndarray):
+            kind = gguf.GGUFValueType[value.dtype.name.upper()]
+            writer.add_key_value(key, value.tolist(), gguf.GGUFValueType.ARRAY, sub_type=kind)
+        elif isinstance(value, list | tuple):
             writer.add_array(key, value)
         elif isinstance(value, int) and not isinstance(value, bool):
             writer.add_uint32(key, value)
         else:
             writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     layers = config.num_hidden_layers
-    for name, like in tensors.items():
-        if (kind := _kind(name, like.shape, layers)) is None:
-            writer.add_tensor(name, _vector(name, like))
-        else:
-            writer.add_tensor(name, _packed(name, kind, like.shape), raw_dtype=kind)
+    whole = {name: (_kind(name, like.shape, layers), like) for name, like in tensors.items()}
+    for name, (kind, like) in whole.items():
+        wide = like.dtype if kind is None else np.dtype(np.uint8)
+        shape = like.shape if kind is None else _packed_shape(kind, like.shape)
+        nbytes = int(np.prod(shape)) * wide.itemsize
+        writer.add_tensor_info(name, shape, wide, nbytes, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
+    assert writer.fout is not None, "it was opened for the header"
+    out = writer.fout[0]
+    for name, (kind, like) in whole.items():  # one in memory at a time, of large ones some rows
+        for part in [_vector(name, like)] if kind is None else _packed(name, kind, like.shape):
+            part.tofile(out)
+        writer.write_padding(out, out.tell())
     writer.close()
 
 
@@ -177,7 +225,7 @@ def _kind(name: str, shape: tuple[int, ...], layers: int) -> gguf.GGMLQuantizati
     if name.endswith(("ffn_gate_inp.weight", "ssm_a", "ssm_d")):
         return None
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
-        return kinds.Q6_K
+        return kinds.Q8_0 if shape[-1] % 256 else kinds.Q6_K
     layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
     wide = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     if wide and ("attn_v" in name or "ffn_down" in name):
@@ -185,10 +233,19 @@ def _kind(name: str, shape: tuple[int, ...], layers: int) -> gguf.GGMLQuantizati
     return kinds.Q8_0 if shape[-2] < 64 or shape[-1] % 256 else kinds.Q4_K
 
 
-def _packed(name: str, kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]) -> Array:
-    rows = int(np.prod(shape[:-1]))
-    packed = random_packed(kind.name.lower(), rows, shape[-1], seed=sum(name.encode()))
-    return packed.data.reshape(*shape[:-1], -1)
+def _packed_shape(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]) -> tuple[int, ...]:
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    return (*shape[:-1], shape[-1] // block * size)
+
+
+def _packed(
+    name: str, kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]
+) -> Iterator[npt.NDArray[np.uint8]]:
+    """The rows of all matrices of a tensor; those of a large one repeat."""
+    rows, seed = int(np.prod(shape[:-1])), sum(name.encode())
+    some = random_packed(kind.name.lower(), min(rows, _DIFFERENT), shape[-1], seed=seed).data
+    for start in range(0, rows, _DIFFERENT):
+        yield some[: rows - start]
 
 
 def _vector(name: str, like: Array) -> npt.NDArray[np.float32]:
@@ -200,7 +257,7 @@ def _vector(name: str, like: Array) -> npt.NDArray[np.float32]:
         values = -rng.uniform(1.0, 16.0, like.shape)
     elif name.endswith("ssm_dt.bias"):
         values = rng.uniform(-6.0, -2.0, like.shape)
-    elif name.endswith(("norm.weight", "ssm_d", "scale.weight")):
+    elif "norm" in name or name.endswith(("ssm_d", "scale.weight")):
         values = np.ones(like.shape)
     elif like.ndim > 1:
         values = rng.standard_normal(like.shape) / like.shape[-1] ** 0.5

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from localrt.formatting import format_bytes, format_rate, format_seconds
 
-__all__ = ["hybrids_table", "remembering_table"]
+__all__ = ["flash_next_table", "hybrids_table", "remembering_table"]
 
 _PEERS = ("llama.cpp", "ik_llama.cpp")
 
@@ -31,6 +31,25 @@ def hybrids_table(record: Mapping[str, Any]) -> str:
             ours = format_rate(found["native"]["median"])
             lines.append([model, where, ours, f"{found['times']:.1f}x", ""])
     headers = ["model", "", "tok/s", *(f"times {peer}" for peer in _PEERS)]
+    return f"{markdown_table(headers, lines)}\n\n{_setting(record)}"
+
+
+def flash_next_table(record: Mapping[str, Any]) -> str:
+    """Rows of a table of n-grams in a model that is streamed, from ``flash_next.json``."""
+    headers = [
+        *("file", "budget", "peak", "decode", "prompt of 512", "read per token"),
+        *("of that the table", "rows asked for", "waited for", "share of a token"),
+    ]
+    lines = [
+        [
+            *(format_bytes(row[key]) for key in ("file", "budget", "peak")),
+            *(f"{format_rate(row[key])} tok/s" for key in ("median", "prompt_tok_s")),
+            *(format_bytes(row[key]) for key in ("read_bytes", "rows_bytes")),
+            *(format_seconds(row[key]) for key in ("rows_asked_s", "rows_waited_s")),
+            f"{100 * row['share']:.2f} %",
+        ]
+        for row in record["rows"]
+    ]
     return f"{markdown_table(headers, lines)}\n\n{_setting(record)}"
 
 

@@ -5,6 +5,7 @@
 
 namespace {
 
+constexpr int MOST_QUERIES = 32;         // of a row that share what is gathered for it
 constexpr size_t MOST_PIECES = 1u << 23;  // floats of what queries have seen of single blocks, where those are shared out
 
 inline float sum16(F16L x) {
@@ -358,7 +359,8 @@ inline void join(BlockResult& sofar, float* out, const BlockResult& block, const
 inline void attend(Context& context, const AttentionArgs& args, const Span& span, int first_row, float* out) {
     const int size = args.head_dim, groups = args.kv_heads, per = args.heads / groups;
     const int queries = span.rows * per;  // of one group, row by row
-    const int chunks = (queries + QUERIES - 1) / QUERIES;
+    // What is gathered for a row is gathered once for its queries.
+    const int together = args.chosen && per <= MOST_QUERIES ? per : QUERIES, chunks = (queries + together - 1) / together;
     const size_t listed = 1 + (size_t)args.most_chosen;
     const Tree tree = args.chosen ? Tree(span, args.chosen + first_row * listed, args.most_chosen) : Tree(context, span);
     const int blocks = (tree.longest() + KEYS - 1) / KEYS;
@@ -382,17 +384,17 @@ inline void attend(Context& context, const AttentionArgs& args, const Span& span
     };
     parallel(context, groups * chunks * pieces, [&](int task) {
         const int piece = task % pieces, chunk = task / pieces % chunks, group = task / pieces / chunks;
-        const int begin = chunk * QUERIES, n = least(QUERIES, queries - begin);
+        const int begin = chunk * together, n = least(together, queries - begin);
         const Cached cached(span, args, group, first_row);
-        Query list[QUERIES];
+        Query list[MOST_QUERIES];
         int low = INT32_MAX, high = 0;
         for (int i = 0; i < n; i++) {
             list[i] = describe(group, begin + i);
             low = least(low, list[i].first);
             high = most(high, list[i].last);
         }
-        BlockResult results[QUERIES];
-        alignas(64) float values[QUERIES * MAX_HEAD];
+        BlockResult results[MOST_QUERIES];
+        alignas(64) float values[MOST_QUERIES * MAX_HEAD];
         for (int i = 0; i < n; i++) {
             float* p = place(group, begin + i, piece);
             p[0] = -INFINITY;

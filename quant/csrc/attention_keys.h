@@ -82,9 +82,11 @@ struct Tree {
         const TokenBytes bytes(span.format, size);
         const Piece tail(scratch<uint8_t>(tree_tail, bytes.of_piece()), bytes);
         copy_tile(span.format, size, old, tail, split);
-        for (int i = bent; i < end; i++) {
-            const int slot = base + seen[block * KEYS + i - base];
-            copy_token(span.format, size, Piece(span, slot / KEYS, cached.group, size), slot % KEYS, tail, i);
+        for (int i = bent, count; i < end; i += count) {
+            const int* slots = seen + block * KEYS + i - base;
+            const int slot = base + slots[0], room = least(end - i, 16 - most(i % 16, slot % 16));
+            for (count = 1; count < room && slots[count] == slots[0] + count;) count++;
+            copy_tokens(span.format, size, Piece(span, slot / KEYS, cached.group, size), slot % KEYS, tail, i, count);
         }
         return Sources(old, tail, split);
     }

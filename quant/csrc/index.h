@@ -5,7 +5,8 @@
 
 namespace {
 
-constexpr int SCORED_ROWS = 32;  // whose scores are held at once
+constexpr int SCORED_ROWS = 32;    // whose scores are held at once
+constexpr int SCORED_BLOCKS = 64;  // a task's, four tiles
 
 // A number as it is cached: code `at` of int4's sixteen bytes is in a low half below 16, else in a high one.
 inline float int4_code(const uint8_t* bytes, int step, int at) {
@@ -75,20 +76,37 @@ inline void finish_block(const IndexArgs& args, const Tree& tree, int row, const
     rotate_head(format, size, out);
 }
 
-// Scores of blocks [begin, end) for a row whose queries are `q` (H, E): none is below 0.
-inline void score_blocks(const IndexArgs& args, const Tree& tree, int row, const float* q, int begin, int end, float* scores) {
-    const int size = args.head_dim;
+// The keys of the blocks [first, end), sixteen at most, as a row sees them: a tile (E, 16).
+inline void read_tile(const IndexArgs& args, const Tree& tree, int row, int first, int end, float* tile) {
+    const int size = args.head_dim, count = least(16, end - first);
     alignas(64) float key[MAX_HEAD];
-    for (int b = begin; b < end; b++) {
-        read_value(tree.span, tree.slot(row, b * args.block + args.block - 1), size, key);
-        float total = 0;
-        for (int h = 0; h < args.heads; h++) {
-            F16L sum = F16L::zero();
-            for (int e = 0; e < size; e += 16) sum = F16L::load(q + h * size + e).fma(F16L::load(key + e), sum);
-            total += most(0.f, sum16(sum));
-        }
-        scores[b] = total;
+    if (count < 16) fill_floats(tile, 16 * size, 0.f);
+    for (int lane = 0; lane < count; lane++) {
+        read_value(tree.span, tree.slot(row, (first + lane + 1) * args.block - 1), size, key);
+        for (int e = 0; e < size; e++) tile[16 * e + lane] = key[e];
     }
+}
+
+// The scores that N queries (E) give a tile of blocks, added to those of others.
+template <int N> inline F16L add_scores(const float* q, const float* tile, int size, F16L total) {
+    F16L sums[N];
+    for (int n = 0; n < N; n++) sums[n] = F16L::zero();
+    for (int e = 0; e < size; e++) {
+        const F16L key = F16L::load(tile + 16 * e);
+#pragma GCC unroll 8
+        for (int n = 0; n < N; n++) sums[n] = key.fma(F16L::set1_shared(q + n * size + e), sums[n]);
+    }
+    for (int n = 0; n < N; n++) total = total + sums[n].max(F16L::zero());
+    return total;
+}
+
+// Scores of a tile of blocks for a row whose queries are `q` (H, E): none is below 0.
+inline F16L score_tile(const IndexArgs& args, const float* q, const float* tile) {
+    F16L total = F16L::zero();
+    int h = 0;
+    for (; h + 4 <= args.heads; h += 4) total = add_scores<4>(q + h * args.head_dim, tile, args.head_dim, total);
+    for (; h < args.heads; h++) total = add_scores<1>(q + h * args.head_dim, tile, args.head_dim, total);
+    return total;
 }
 
 inline uint32_t bits_of(float x) {
@@ -149,26 +167,39 @@ inline void choose_of_span(Context& context, const IndexArgs& args, const Span& 
         fill_floats(nothing, size, 0.f);
         append(span, 0, span.held + row, size, own, nothing);
     });
-    parallel(context, span.rows, [&](int row) {
+    parallel(context, span.rows, [&](int row) {  // all keys are there now
         if (tree.last(row) % args.block) return;
         const size_t turn = (size_t)(first + row) * half;
         alignas(64) float key[MAX_HEAD];
         finish_block(args, tree, row, args.block_cos + turn, args.block_sin + turn, key);
-        append(span, 0, span.held + row, size, qk + (size_t)row * wide + args.heads * size, key);
+        append_value(span, 0, span.held + row, size, key);
     });
-    const int blocks = tree.longest() / args.block + 1, piece = 1024, pieces = (blocks + piece - 1) / piece;
-    float* scores = scratch<float>(context.partial, (size_t)SCORED_ROWS * blocks);
+    const int most_blocks = tree.longest() / args.block, pieces = (most_blocks + SCORED_BLOCKS - 1) / SCORED_BLOCKS;
+    const int stride = pieces * SCORED_BLOCKS;  // a row's scores
+    float* scores = scratch<float>(context.partial, (size_t)SCORED_ROWS * stride);
+    auto whole = [&](int row) { return tree.last(row) / args.block; };
+    auto picks = [&](int row) { return whole(row) > kept; };
     for (int begin = 0; begin < span.rows; begin += SCORED_ROWS) {
         const int count = least(SCORED_ROWS, span.rows - begin);
-        auto picks = [&](int row) { return tree.last(row) / args.block > kept; };
-        parallel(context, count * pieces, [&](int task) {
-            const int row = begin + task / pieces, from = task % pieces * piece, to = least(tree.last(row) / args.block, from + piece);
-            if (picks(row)) score_blocks(args, tree, row, qk + (size_t)row * wide, from, to, scores + (size_t)(row - begin) * blocks);
+        parallel(context, pieces, [&](int piece) {
+            alignas(64) float tile[16 * MAX_HEAD];
+            for (int first = piece * SCORED_BLOCKS; first < least(most_blocks, (piece + 1) * SCORED_BLOCKS); first += 16) {
+                // Beside the rows of a tree, all see the same blocks; later rows see more of them.
+                const bool shared = !tree.path || (first + 16) * args.block <= tree.base;
+                bool ready = false;
+                for (int task = 0; task < count; task++) {
+                    const int row = begin + task;
+                    if (!picks(row) || first >= whole(row)) continue;
+                    if (!ready) read_tile(args, tree, row, first, shared ? most_blocks : whole(row), tile);
+                    ready = shared;
+                    score_tile(args, qk + (size_t)row * wide, tile).store(scores + (size_t)task * stride + first);
+                }
+            }
         });
         parallel(context, count, [&](int task) {
             const int row = begin + task;
             int* chosen = args.chosen + (size_t)(first + row) * (args.budget + args.block);
-            if (picks(row)) return pick_tokens(args, tree, row, scores + (size_t)task * blocks, chosen);
+            if (picks(row)) return pick_tokens(args, tree, row, scores + (size_t)task * stride, chosen);
             chosen[0] = tree.last(row);
             for (int i = 0; i < chosen[0]; i++) chosen[1 + i] = tree.slot(row, i);
         });

@@ -81,25 +81,42 @@ inline void copy_tile(int format, int size, const Piece& from, const Piece& to, 
     copy_scales(format, size, from.v_scale, at, to.v_scale, at, 16);
 }
 
-// One token, from a place in a piece to a place in another.
-inline void copy_token(int format, int size, const Piece& from, int source, const Piece& to, int at) {
+// WIDTH bytes of each line of a tile, whose lines are `bytes` long.
+template <size_t WIDTH> inline void copy_lanes(const uint8_t* from, uint8_t* to, int lines, size_t bytes) {
+    for (int line = 0; line < lines; line++) __builtin_memcpy(to + line * bytes, from + line * bytes, WIDTH);
+}
+
+// The keys of some lanes of a tile, from lane `source` on, to another tile's from `lane` on.
+template <int LANES> inline void copy_keys(int format, int size, const uint8_t* from, int source, uint8_t* to, int lane) {
+    if (format == KV_BF16) {
+        copy_lanes<2 * LANES>(from + 2 * source, to + 2 * lane, size, 32);
+    } else if (format == KV_INT8) {
+        copy_lanes<LANES>(from + source, to + lane, size, 16);
+    } else {
+        for (int c = 0; c < chunks_of(size); c++, to += 16 * CachedInt4::KEY_BYTES, from += 16 * CachedInt4::KEY_BYTES) {
+            copy_lanes<LANES>(from + source, to + lane, 16, 16);
+            copy_lanes<4 * LANES>(from + 256 + 4 * source, to + 256 + 4 * lane, 2, 64);  // the upper bits
+        }
+    }
+}
+
+// Neighbouring tokens of one tile, from a place in a piece to a place in another, in one tile there too.
+inline void copy_tokens(int format, int size, const Piece& from, int source, const Piece& to, int at, int count) {
     const TokenBytes bytes(format, size);
     const uint8_t* old = from.k + source / 16 * 16 * bytes.key;
     uint8_t* tile = to.k + at / 16 * 16 * bytes.key;
-    const int lane = at % 16, theirs = source % 16;
-    if (format == KV_BF16) {
-        for (int e = 0; e < size; e++) ((uint16_t*)tile)[e * 16 + lane] = ((const uint16_t*)old)[e * 16 + theirs];
-    } else if (format == KV_INT8) {
-        for (int e = 0; e < size; e++) tile[e * 16 + lane] = old[e * 16 + theirs];
-    } else {
-        for (int c = 0; c < chunks_of(size); c++, tile += 16 * CachedInt4::KEY_BYTES, old += 16 * CachedInt4::KEY_BYTES) {
-            for (int j = 0; j < 16; j++) tile[j * 16 + lane] = old[j * 16 + theirs];
-            for (int half = 256; half < 384; half += 64) __builtin_memcpy(tile + half + 4 * lane, old + half + 4 * theirs, 4);
-        }
-    }
-    __builtin_memcpy(to.v + at * bytes.value, from.v + source * bytes.value, bytes.value);
-    copy_scales(format, size, from.k_scale, source, to.k_scale, at, 1);
-    copy_scales(format, size, from.v_scale, source, to.v_scale, at, 1);
+    int done = 0;
+    auto go = [&](auto lanes) {
+        constexpr int LANES = decltype(lanes)::value;
+        for (; done + LANES <= count; done += LANES)
+            copy_keys<LANES>(format, size, old, source % 16 + done, tile, at % 16 + done);
+    };
+    go(std::integral_constant<int, 8>());
+    go(std::integral_constant<int, 4>());
+    go(std::integral_constant<int, 1>());
+    __builtin_memcpy(to.v + at * bytes.value, from.v + source * bytes.value, count * bytes.value);
+    copy_scales(format, size, from.k_scale, source, to.k_scale, at, count);
+    copy_scales(format, size, from.v_scale, source, to.v_scale, at, count);
 }
 
 inline uint16_t to_bf16(float x) {
@@ -148,24 +165,36 @@ inline void append_int4(const float* from, int size, float zero, uint16_t* scale
     }
 }
 
-// A token's key and value of one group into the cache.
+// A token's value of one group into the cache.
+inline void append_value(const Span& span, int group, int slot, int size, const float* value) {
+    const Piece piece(span, slot / KEYS, group, size);
+    const int at = slot % KEYS;
+    if (span.format == KV_BF16) {
+        uint16_t* values = (uint16_t*)piece.v + (size_t)at * size;
+        for (int e = 0; e < size; e++) values[e] = to_bf16(value[e]);
+    } else if (span.format == KV_INT8) {
+        append_int8(value, size, (float*)piece.v_scale + at, (int8_t*)piece.v + (size_t)at * size, 1);
+    } else {
+        const int chunks = chunks_of(size), next = CachedInt4::VALUE_BYTES;
+        append_int4(value, size, CachedInt4::VALUE_ZERO, (uint16_t*)piece.v_scale + at, piece.v + (size_t)at * chunks * next, next, 1, nullptr);
+    }
+}
+
+// A token's key and value.
 inline void append(const Span& span, int group, int slot, int size, const float* key, const float* value) {
     const Piece piece(span, slot / KEYS, group, size);
     const int at = slot % KEYS, tile = at / 16, lane = at % 16;
     if (span.format == KV_BF16) {
-        uint16_t *keys = (uint16_t*)piece.k + (size_t)tile * 16 * size + lane, *values = (uint16_t*)piece.v + (size_t)at * size;
+        uint16_t* keys = (uint16_t*)piece.k + (size_t)tile * 16 * size + lane;
         for (int e = 0; e < size; e++) keys[(size_t)e * 16] = to_bf16(key[e]);
-        for (int e = 0; e < size; e++) values[e] = to_bf16(value[e]);
     } else if (span.format == KV_INT8) {
         append_int8(key, size, (float*)piece.k_scale + at, (int8_t*)piece.k + (size_t)tile * 16 * size + lane, 16);
-        append_int8(value, size, (float*)piece.v_scale + at, (int8_t*)piece.v + (size_t)at * size, 1);
     } else {
-        const int chunks = chunks_of(size), key_next = 16 * CachedInt4::KEY_BYTES, value_next = CachedInt4::VALUE_BYTES;
-        uint8_t* keys = piece.k + (size_t)tile * chunks * key_next;
-        append_int4(key, size, CachedInt4::KEY_ZERO, (uint16_t*)piece.k_scale + at, keys + lane, key_next, 16, keys + 256 + 4 * lane);
-        append_int4(value, size, CachedInt4::VALUE_ZERO, (uint16_t*)piece.v_scale + at, piece.v + (size_t)at * chunks * value_next,
-                    value_next, 1, nullptr);
+        const int chunks = chunks_of(size), next = 16 * CachedInt4::KEY_BYTES;
+        uint8_t* keys = piece.k + (size_t)tile * chunks * next;
+        append_int4(key, size, CachedInt4::KEY_ZERO, (uint16_t*)piece.k_scale + at, keys + lane, next, 16, keys + 256 + 4 * lane);
     }
+    append_value(span, group, slot, size, value);
 }
 
 // Quantized keys are cached without their projection's bias. In models that have one (Qwen2), a few of its elements

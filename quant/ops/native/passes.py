@@ -51,6 +51,18 @@ Floats = npt.NDArray[np.float32]
 _CACHE_FORMATS = (*KV_FORMATS, *LATENT_FORMATS.values())  # as the kernels number them
 
 
+class _Places:
+    """Where a sequence's states lie: asking numpy for each layer would take longer than a step."""
+
+    __slots__ = ("held", "parents", "source", "source_rows", "target", "target_rows")
+
+    def __init__(self, span: Span, states: StatePass) -> None:
+        source, target = states.source, states.target
+        self.source, self.source_rows = source.states.ctypes.data, source.rows.ctypes.data
+        self.target, self.target_rows = target.states.ctypes.data, target.rows.ctypes.data
+        self.parents, self.held = _address(states.parents), span.cache.length
+
+
 @dataclass(slots=True)
 class NativePass:
     """A batch, and what all layers share of it: masks, rotary tables, arguments made once."""
@@ -64,6 +76,7 @@ class NativePass:
     masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
     tables: dict[tuple[Rope, int], tuple[NativeVector, NativeVector]] = field(default_factory=dict)
     states: list[StatePass] = field(default_factory=list)  # of recurrent layers
+    places: list[_Places] = field(default_factory=list)  # where these lie
 
     def span_args(self, layer: int) -> ctypes.Array[SpanArgs]:
         """Every sequence's cache of a layer, and what its rows see."""
@@ -86,20 +99,24 @@ class NativePass:
         """Every sequence's memory of a recurrent layer, and its rows."""
         if not self.states:
             self.states = begin_states(self.batch.spans)
+            self.places = list(map(_Places, self.batch.spans, self.states))
         spans = (StateSpanArgs * len(self.states))()
-        for index, (span, states) in enumerate(zip(self.batch.spans, self.states, strict=True)):
+        for index, (span, states, at) in enumerate(
+            zip(self.batch.spans, self.states, self.places, strict=True)
+        ):
             source, target = states.source, states.target
+            state, row = 4 * source.layout.states[layer], 4 * source.layout.rows[layer]
             spans[index] = StateSpanArgs(
-                source.state(layer).ctypes.data,
-                target.state(layer).ctypes.data,
-                source.ring_of(layer).ctypes.data,
-                target.ring_of(layer).ctypes.data,
-                _address(states.parents),
+                at.source + state,
+                at.target + state,
+                at.source_rows + source.ring * row,
+                at.target_rows + target.ring * row,
+                at.parents,
                 source.ring,
                 target.ring,
                 int(source.positions[layer]),
                 states.fold,
-                span.cache.length,
+                at.held,
                 span.rows,
                 states.extra,
             )
@@ -233,8 +250,17 @@ def latent_args(
 def recurrent_args(
     weights: RecurrentWeights, spec: RecurrentSpec, step: NativePass, layer: int
 ) -> RecurrentArgs:
-    """Of a recurrent layer's only step."""
-    spans = step.state_args(layer)
+    """Of a recurrent layer's only step; those that stay are made once."""
+    kept = weights.mix.call
+    if kept is None or kept[0] is not weights or kept[1] is not spec:
+        kept = weights.mix.call = weights, spec, _recurrent_args(weights, spec)
+    args: RecurrentArgs = kept[2]
+    args.spans, args.rows = step.state_args(layer), step.rows
+    args.span_count = len(step.states)
+    return args
+
+
+def _recurrent_args(weights: RecurrentWeights, spec: RecurrentSpec) -> RecurrentArgs:
     args = RecurrentArgs(
         norm=address_of(weights.norm),
         conv=address_of(weights.taps),
@@ -247,11 +273,8 @@ def recurrent_args(
         out_bias=address_of(weights.out_bias),
         post_norm=address_of(weights.post_norm),
         mix_scale=address_of(weights.mix_scale),
-        spans=spans,
         mix=weights.mix.stack,
         proj=weights.out.stack,
-        rows=step.rows,
-        span_count=len(spans),
         kind=RECURRENT_KINDS[spec.kind],
         heads=spec.heads,
         key_heads=spec.key_heads,
