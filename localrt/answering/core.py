@@ -147,9 +147,9 @@ class Core:
         """Whether a chat can have these options.
 
         Raises:
-            OptionError: an unknown name or an impossible value.
+            OptionError: an unknown name, an impossible value, or thinking of a model that has none.
         """
-        read_options(self.defaults, options)
+        self.requests.check(options)
 
     def open_chat(self) -> KvChatCache:
         """What a new conversation keeps here from answer to answer."""

@@ -70,6 +70,16 @@ class RequestBuilder:
             raise TokenizerError(self._parts.tokenizer_problem)
         return self._tokenizer
 
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Whether a conversation can have these options.
+
+        Raises:
+            OptionError: an unknown name, an impossible value, or thinking of a model that has none.
+        """
+        chosen = read_options(self._defaults, options)
+        if self._tokenizer is not None:
+            self._thinking.variables(chosen)
+
     def make(
         self,
         prompt: str | Sequence[Message] | None,

@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
                 file=sys.stderr,
             )
         with load_model(args) as model:
+            model.chat().set(**defaults)  # what it cannot do is refused here, not in each answer
             model.defaults.update(defaults)
             name = options.name or model.name
 

@@ -195,10 +195,11 @@ def test_on_the_command_line(
     assert json.loads(capsys.readouterr().out)["metrics"]["thinking_tokens"] == 3
     assert main(["run", path, "hi", "--thinking", "off", "--json", *few]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["thinking_tokens"] == 0
-    assert main(["run", str(tiny_folder), "hi", "--thinking", "on", *few]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("localrt: this model does not think")
-    assert error.count("\n") == 1
+    for command in (["run", str(tiny_folder), "hi"], ["serve", str(tiny_folder), "--port", "0"]):
+        assert main([*command, "--thinking", "on", *few]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("localrt: this model does not think")
+        assert error.count("\n") == 1
 
 
 def test_a_picture_in_a_batch_is_one_line(
