@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.drafts.placement import DraftPlace
+from localrt.drafts.translation import TranslatedSource
 from localrt.engine.native.engine import NativeEngine
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes
@@ -27,7 +28,7 @@ from localrt.models.timing import Clock
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.speculative.drafter import Drafter, Rows
 from localrt.speculative.plan import MOST_NODES
-from localrt.speculative.source import Check, DraftFailedError
+from localrt.speculative.source import Check, DraftFailedError, DraftSource
 from localrt.speculative.tree_source import TreeSource
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = ["CacheRoom", "DraftTime", "EngineDrafter", "ModelDraft", "vocabulary_
 
 _ROUND_NODES = 128
 _ROUND_LOGITS = 16 << 20
+_MORE_TOKENS = 2  # that a text may have in a draft's vocabulary
 
 
 class CacheRoom:
@@ -181,6 +183,8 @@ class ModelDraft:
             parts.engine.close()
             raise OptionError(f"draft {name} {problem}")
         self._engine = engine = _native(parts)
+        self.translated = bool(vocabulary_problem(target.tokenizer, parts.tokenizer))
+        self._shared = min(engine.info.vocab_size, target.engine.info.vocab_size)
         self._room = None
         ours, theirs = target.engine.info.weight_bytes, engine.info.weight_bytes
         share = 1.5 * theirs / max(ours, 1)  # by the weights, where it was not planned
@@ -190,26 +194,31 @@ class ModelDraft:
                 self._room = CacheRoom(engine.kv_nbytes, place.cache_room)
         self.level_share = min(1.0, share)
 
-    def source(self, session: EngineSession, options: Options) -> TreeSource:
+    def source(self, session: EngineSession, options: Options) -> DraftSource:
         """Guesses for a session."""
         place, info = self._place, self._target.engine.info
         clock = _native(self._target).virtual_clock
         drafter = EngineDrafter(
             self._engine,
-            min(self._engine.info.vocab_size, info.vocab_size),
+            self._engine.info.vocab_size if self.translated else self._shared,
             room=self._room,
             time=None if clock is None else DraftTime(clock, place.costs if place else None),
         )
         round_nodes = _ROUND_NODES
         if info.streamed:  # memory is tight
             round_nodes = max(8, _ROUND_LOGITS // (4 * info.vocab_size))
-        return TreeSource(
+        capacity = session.capacity + (options.tree_budget or MOST_NODES)
+        source = TreeSource(
             drafter,
-            capacity=min(session.capacity + (options.tree_budget or MOST_NODES), self._parts.ctx),
+            capacity=min(capacity * (_MORE_TOKENS if self.translated else 1), self._parts.ctx),
             temperature=options.sampling.temperature,
             round_nodes=round_nodes,
             report=place.remember if place else None,
         )
+        ours, theirs = self._target.tokenizer, self._parts.tokenizer
+        if not self.translated or ours is None or theirs is None:
+            return source
+        return TranslatedSource(source, ours, theirs)
 
     def close(self) -> None:
         """Free the model."""
@@ -225,8 +234,10 @@ def _problem(draft: LoadedModel, target: LoadedModel) -> str:
     """Why a model cannot draft for another; empty where it can."""
     if not isinstance(draft.engine, NativeEngine):
         return "needs the native engine, which does not know it"
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        return ""  # if need be, guesses are translated
     problem = vocabulary_problem(target.tokenizer, draft.tokenizer)
-    if not problem and target.tokenizer is None:
+    if not problem:
         ours, theirs = (p.engine.info.vocab_size for p in (target, draft))
         if ours != theirs:
             problem = f"it has {theirs} tokens and the model {ours}"

@@ -54,18 +54,17 @@ def test_a_draft_that_is_the_target_is_always_right(folders: tuple[Path, Path]) 
 
 
 @needs_kernels
-def test_a_draft_with_another_vocabulary_is_explained(
+def test_a_draft_whose_vocabulary_is_unknown_is_explained(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     target, _ = folders
     write_tiny_model(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(path.read_text().replace('"Ġ":', '"Ġx":'))
+    (tmp_path / "tokenizer.json").unlink()
     for load in (
         lambda: localrt.load(target, draft=str(tmp_path)),
         lambda: localrt.load(target).generate("hi", draft=str(tmp_path)),
     ):
-        with pytest.raises(localrt.OptionError, match=r"another vocabulary: token \d+ is 'Ġx'"):
+        with pytest.raises(localrt.OptionError, match="one of the two models has no tokenizer"):
             load()
 
 

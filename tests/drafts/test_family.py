@@ -141,7 +141,6 @@ def test_a_draft_that_was_found_is_used_and_one_that_fails_is_not(
     assert "draft" not in why
     for name, note in (
         ("draft", "was found on this machine"),
-        ("other", "has another vocabulary: token"),
         ("missing", "is not used:"),
     ):
         tokens, why = said(str(tmp_path / name))
