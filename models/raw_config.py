@@ -177,6 +177,11 @@ class RawConfig:
         found = {new: self._values[old] for old, new in names.items() if old in self._values}
         return self._with({**self._values, **found})
 
+    def with_defaults(self, values: Mapping[str, Any]) -> RawConfig:
+        """This config, with ``values`` for the keys that are absent or null."""
+        given = {key: value for key, value in self._values.items() if value is not None}
+        return self._with({**values, **given})
+
     def _with(self, values: Mapping[str, Any]) -> RawConfig:
         other = RawConfig(self._checkpoint, context=self.context)
         other._values = values

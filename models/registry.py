@@ -29,6 +29,7 @@ __all__ = [
 # Of each module, the published names: GGUF's general.architecture, config.json's architectures[0]
 _PUBLISHED = {
     "llama": "llama LlamaForCausalLM mistral MistralForCausalLM",
+    "llava": "LlavaForConditionalGeneration",
     "ministral3": "mistral3 Ministral3ForCausalLM Mistral3ForConditionalGeneration",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "qwen2 Qwen2ForCausalLM qwen2vl Qwen2VLForConditionalGeneration "

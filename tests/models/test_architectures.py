@@ -178,6 +178,22 @@ def test_a_gemma3_config_may_leave_out_its_defaults() -> None:
     assert [spec.window for spec in config.attention[:6]] == [4096] * 5 + [None]
 
 
+@pytest.mark.parametrize(("kind", "kv_heads"), [("mistral", 8), ("llama", 32), ("llava", 32)])
+def test_a_llava_config_may_leave_out_its_defaults(kind: str, kv_heads: int) -> None:
+    raw = SimpleNamespace(
+        architecture="LlavaForConditionalGeneration",
+        kind="safetensors",
+        path=Path("llava"),
+        tensors={},
+        config={"model_type": kind, "hidden_size": 5120, "head_dim": 128, "vocab_size": 131072},
+    )
+    config = read_config(cast(Checkpoint, raw))
+    assert (config.attention[0].heads, config.attention[0].kv_heads) == (32, kv_heads)
+    raw.config["model_type"] = "qwen2"
+    with pytest.raises(UnsupportedModelError, match=r"'qwen2' is not supported .known: llama, m"):
+        read_config(cast(Checkpoint, raw))
+
+
 def test_every_registered_name_has_its_file() -> None:
     from localrt.models.registry import find_architecture
 

@@ -16,6 +16,7 @@ from transformers import (
     GraniteMoeSWAConfig,
     GraniteSWAConfig,
     HunYuanDenseV1Config,
+    LlavaConfig,
     Ministral3Config,
     Mistral3Config,
     Olmo2Config,
@@ -120,6 +121,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mistral3-small": lambda: with_text(
         Mistral3Config,
         {"model_type": "mistral", **_SIZES, "sliding_window": None, "tie_word_embeddings": True},
+        model_type="pixtral",
+        **_PIXTRAL,
+    ),
+    "llava": lambda: with_text(
+        LlavaConfig,
+        {
+            "model_type": "mistral",
+            **_SIZES,
+            "head_dim": 32,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+        },
         model_type="pixtral",
         **_PIXTRAL,
     ),

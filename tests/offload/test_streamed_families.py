@@ -34,6 +34,7 @@ STREAMED = {
     "lfm2": "lfm2-moe",
     "lfm3": "lfm3",
     "llama": "llama",
+    "llava": "llava",
     "ministral3": "mistral3",
     "mixtral": "mixtral",
     "nemotron_h": "nemotron-h-groups",
