@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.registry import ARCHITECTURES
@@ -130,6 +133,11 @@ def test_any_config(folder: Path, data: Any, name: str, context: int | None) -> 
         ("nemotron-h-groups", ("layers_block_type",), [], "must be an integer from 1"),
         ("nemotron-h-groups", ("num_hidden_layers",), 4, "has 5 entries for 4 layers"),
         ("nemotron-h-groups", ("moe_latent_size",), 8, "wrong shape|is missing"),
+        ("nemotron-h-groups", ("mamba_num_heads",), 7, "heads .7. must be a multiple of key_heads"),
+        ("granite-hybrid-moe", ("mamba_n_groups",), 3, "mamba_n_groups .3. must divide 128"),
+        ("falcon-h1", ("mamba_n_heads",), 7, "mamba_n_heads .7. .* must divide 96"),
+        ("qwen3.5-moe", ("linear_num_key_heads",), 7, "must be a multiple of key_heads .7"),
+        ("olmo-hybrid", ("linear_num_value_heads",), 5, "heads .5. must be a multiple of key_he"),
     ],
 )
 def test_what_cannot_be_calculated_with(
@@ -152,6 +160,11 @@ LAYER_LISTS = {
     "gpt-oss": "layer_types",
     "granite-swa": "layer_rope_theta",
     "glm4-moe-lite": "mlp_layer_types",
+    "qwen3.5-moe": "layer_types",
+    "kimi-linear": "layer_types",
+    "lfm2-moe": "layer_types",
+    "granite-hybrid-moe": "layer_types",
+    "olmo-hybrid": "layer_types",
 }
 
 
@@ -169,6 +182,33 @@ def test_lists_that_are_not_of_the_layers(folder: Path, name: str) -> None:
     for values, told in wrong:
         with pytest.raises((CheckpointError, UnsupportedModelError), match=told):
             loaded(folder, name, {**config, key: values}, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen3.5-moe", "model.layers.0.linear_attn.A_log"),
+        ("qwen3.5-moe", "model.layers.0.linear_attn.conv1d.weight"),
+        ("kimi-linear", "model.layers.0.self_attn.k_conv1d.weight"),
+        ("lfm2-moe", "model.layers.0.conv.conv.weight"),
+        ("granite-hybrid-moe", "model.layers.0.mamba.dt_bias"),
+        ("falcon-h1", "model.layers.0.mamba.D"),
+        ("olmo-hybrid", "model.layers.0.linear_attn.v_conv1d.weight"),
+    ],
+)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_recurrent_tensor_of_a_wrong_size_is_named(
+    tmp_path: Path, name: str, tensor: str, change: int
+) -> None:
+    save_tiny(name, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    rows = tensors[tensor]
+    wrong = rows[:-1] if change < 0 else np.concatenate([rows, rows[:1]])
+    save_file({**tensors, tensor: wrong}, file)
+    told = rf"wrong shape: .*{re.escape(tensor)} \({wrong.size},\).*; the config asks for "
+    with pytest.raises(CheckpointError, match=told):
+        load_ours(tmp_path)
 
 
 def test_every_architecture_is_tried(folder: Path) -> None:
