@@ -20,6 +20,7 @@ from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.registry import read_config
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
+from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.choose import missing_on_cards
 from localrt.quant.ops.cuda.kernels.runs import scratch_nbytes
@@ -316,9 +317,12 @@ def _numbers_beside(config: DecoderConfig) -> int:
     inputs = 0 if config.layer_inputs is None else config.layers * config.layer_inputs.width
     several = config.streams or config.connections
     streams = 0 if several is None else several.count * config.hidden_size
-    ngrams = 0 if config.ngrams is None else config.ngrams.width
+    # Rows of n-grams, and the tiles that they are read with, of two bytes a number at most.
+    ngrams = 0 if config.ngrams is None else config.ngrams.width * (1 + TILE_ROWS // 2)
     gates = 0 if config.connections is None else 2 * streams  # and normed streams
-    return 3 * inputs + 2 * streams + gates + 2 * ngrams
+    index = config.index
+    chosen = 0 if index is None else 1 + index.most_tokens + index.projected_rows
+    return 3 * inputs + 2 * streams + gates + ngrams + chosen
 
 
 def _kv_shape(memory: Sequence[LayerSpec]) -> KvShape:

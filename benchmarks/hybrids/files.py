@@ -99,21 +99,21 @@ def _gemma4_e4b() -> tuple[str, Any]:
 
 
 def _flash_next() -> tuple[str, Any]:
-    """Eight of the 48 layers of Qwen3.8-Flash-Next with 64 of their 512 experts, and 100 of the 320
+    """Half of the 48 layers of Qwen3.8-Flash-Next with 32 of their 512 experts, and 100 of the 320
     million rows of its table.
     """
     from transformers import Qwen4ExpTextConfig
 
     return "qwen4exp", Qwen4ExpTextConfig(
         hidden_size=2560,
-        num_hidden_layers=8,
+        num_hidden_layers=24,
         num_attention_heads=24,
         num_key_value_heads=2,
         head_dim=256,
         linear_num_value_heads=48,
         moe_intermediate_size=640,
         shared_expert_intermediate_size=640,
-        num_experts=64,
+        num_experts=32,
         max_position_embeddings=262_144,
         output_gate_type="sigmoid",
         ple_layer_ids=[2],
@@ -188,9 +188,10 @@ def _write(path: Path, architecture: str, config: Any) -> None:
     assert writer.fout is not None, "it was opened for the header"
     out = writer.fout[0]
     for name, (kind, like) in whole.items():  # one in memory at a time, of large ones some rows
+        writer.write_padding(out, out.tell())
         for part in [_vector(name, like)] if kind is None else _packed(name, kind, like.shape):
             part.tofile(out)
-        writer.write_padding(out, out.tell())
+    writer.write_padding(out, out.tell())
     writer.close()
 
 
@@ -228,9 +229,12 @@ def _kind(name: str, shape: tuple[int, ...], layers: int) -> gguf.GGMLQuantizati
         return kinds.Q8_0 if shape[-1] % 256 else kinds.Q6_K
     layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
     wide = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
-    if wide and ("attn_v" in name or "ffn_down" in name):
+    more = wide and ("attn_v" in name or "ffn_down" in name)
+    if shape[-1] % 256:  # what llama.cpp takes in their place
+        return kinds.Q8_0 if more else kinds.Q5_0
+    if more:
         return kinds.Q6_K
-    return kinds.Q8_0 if shape[-2] < 64 or shape[-1] % 256 else kinds.Q4_K
+    return kinds.Q8_0 if shape[-2] < 64 else kinds.Q4_K
 
 
 def _packed_shape(kind: gguf.GGMLQuantizationType, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -41,10 +41,25 @@ class RowRange:
     rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Bytes ``first`` to ``last`` of ``file``, the ``rows`` asked for that they hold, and where in
+    them each begins.
+    """
+
+    file: str
+    first: int
+    last: int
+    rows: list[int]
+    places: list[int]
+
+
 class RowsAhead:
     """Rows on their way. ``take`` waits for them; ``cancel`` if nobody wants them any more."""
 
-    def __init__(self, reads: Sequence[Future[None]], data: Bytes, which: Ids, stall_s: float):
+    def __init__(
+        self, reads: Sequence[Future[None]], data: Bytes, which: Ids | None, stall_s: float
+    ):
         self._reads, self._data, self._which, self._stall_s = reads, data, which, stall_s
 
     def take(self, check: Check | None = None) -> Bytes:
@@ -54,7 +69,7 @@ class RowsAhead:
             CheckpointError: the file fails, or the disk does not answer.
         """
         wait_for_all(self._reads, "rows of a table", self._stall_s, check)
-        return self._data[self._which]
+        return self._data if self._which is None else self._data[self._which]
 
     def cancel(self) -> None:
         """Leave out the reads that have not begun."""
@@ -79,6 +94,8 @@ class ScatteredRows:
         self._files, self._parts, self._row_bytes = files, parts, row_bytes
         self._stall_s = stall_s
         self._ends = np.cumsum([part.rows for part in parts])
+        self._firsts = self._ends - [part.rows for part in parts]
+        self._offsets = np.array([part.offset for part in parts], np.int64)
         self.bytes_read = 0
         """From the files, so far: whole pages."""
         self._counting = Lock()
@@ -96,33 +113,45 @@ class ScatteredRows:
             bounds = f"{wanted[0]} to {wanted[-1]}"
             raise ValueError(f"rows must be from 0 to {self.rows - 1}, are from {bounds}")
         data = np.empty((len(wanted), self._row_bytes), np.uint8)
-        shares = min(_PARALLEL, -(-len(wanted) // _LEAST))
-        edges = [n * len(wanted) // shares for n in range(shares + 1)] if shares else []
+        pages = self._pages(wanted)
+        shares = min(_PARALLEL, -(-len(pages) // _LEAST))
+        edges = [n * len(pages) // shares for n in range(shares + 1)] if shares else []
         reads = [
-            self._pool.submit(self._read, wanted[first:last], data[first:last])
+            self._pool.submit(self._read, pages[first:last], data)
             for first, last in pairwise(edges)
         ]
-        return RowsAhead(reads, data, which.reshape(-1), self._stall_s)
+        repeated = None if np.array_equal(wanted, rows) else which.reshape(-1)
+        return RowsAhead(reads, data, repeated, self._stall_s)
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, rows: Ids, out: Bytes) -> None:
-        """``rows`` in rising order, so that those of one page are one read."""
-        pages = aligned_buffer((-(-self._row_bytes // PAGE) + 1) * PAGE)
-        held: tuple[str, int, int] | None = None
-        read = 0
-        for row, target in zip(rows, out, strict=True):
-            number = int(np.searchsorted(self._ends, row, side="right"))
-            part = self._parts[number]
-            start = part.offset + int(row - self._ends[number] + part.rows) * self._row_bytes
-            end = start + self._row_bytes
-            first, last = start // PAGE * PAGE, -(-end // PAGE) * PAGE
-            if held != (part.file, first, last):
-                self._files.read_into(part.file, first, pages[: last - first], end - first)
-                held = part.file, first, last
-                read += last - first
-            target[:] = pages[start - first : end - first]
+    def _pages(self, rows: Ids) -> list[_Pages]:
+        """Where ``rows`` lie, in rising order; those of the same pages are read together."""
+        numbers = np.searchsorted(self._ends, rows, side="right")
+        starts = self._offsets[numbers] + (rows - self._firsts[numbers]) * self._row_bytes
+        ends = starts + self._row_bytes
+        firsts, lasts = starts // PAGE * PAGE, -(-ends // PAGE) * PAGE
+        found: list[_Pages] = []
+        before: tuple[int, int, int] | None = None
+        places = zip(*(part.tolist() for part in (numbers, firsts, lasts, starts)), strict=True)
+        for row, (number, first, last, start) in enumerate(places):
+            if before != (number, first, last):
+                found.append(_Pages(self._parts[number].file, first, last, [], []))
+                before = number, first, last
+            found[-1].rows.append(row)
+            found[-1].places.append(start - first)
+        return found
+
+    def _read(self, pages: Sequence[_Pages], out: Bytes) -> None:
+        width, total = self._row_bytes, 0
+        room = aligned_buffer(max(each.last - each.first for each in pages))
+        for each in pages:
+            size = each.last - each.first
+            self._files.read_into(each.file, each.first, room[:size], each.places[-1] + width)
+            total += size
+            for row, at in zip(each.rows, each.places, strict=True):
+                out[row] = room[at : at + width]
         with self._counting:
-            self.bytes_read += read
+            self.bytes_read += total
