@@ -27,6 +27,7 @@ __all__ = ["REFRESH", "TOLERANCE", "Run", "Tuner"]
 TOLERANCE = 0.015
 # An answer is taken to be as long as this where the limit is longer: what may be lost at its start.
 _ASSUMED = 96
+_BLEND = 0.2  # of a new measurement in a running mean
 _PLAIN_FIRST = 2  # plain steps before the first attempt
 REFRESH = 128  # passes after which a plain step is measured again
 _LOOKUP_NODES = 64
@@ -51,6 +52,8 @@ class Tuner:
         self.gaps = GapWorth()
         self.sources = {name: Source(level) for name, level in sources.items()}
         self.streamed = streamed
+        self.looking_s = 0.0
+        """Of looking for guesses where none are worth a pass, in the mean."""
 
     @property
     def plain(self) -> float | None:
@@ -67,6 +70,11 @@ class Tuner:
         """A target pass of ``rows`` took ``seconds``, whoever asked for it."""
         with self.lock:
             self.cost.add(rows, seconds)
+
+    def looked(self, seconds: float) -> None:
+        """No guess was worth a pass."""
+        with self.lock:
+            self.looking_s += _BLEND * (seconds - self.looking_s) if self.looking_s else seconds
 
     def start(
         self,

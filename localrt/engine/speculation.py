@@ -29,8 +29,7 @@ __all__ = ["Guesser", "Guessing", "MakeSource", "Speculation", "Stepper", "TreeP
 
 # The share of plain decoding that looking for guesses may take where there are none, and the most
 # steps to leave it out.
-_LOOKING, _LONGEST_REST = 0.01, 12
-_BLEND = 0.2  # of a new measurement in a running mean
+_LOOKING, _LONGEST_REST = 0.005, 24
 
 MakeSource = Callable[[EngineSession], DraftSource]
 
@@ -200,7 +199,7 @@ class Stepper(Guessing):
         self._simulated = forecast is not None and forecast.simulated
         self._cramped = False  # guesses need more memory than there is
         self._rest = 0  # steps before guesses are looked for again
-        self._looking_s = 0.0  # what looking for them takes where there are none, in the mean
+        self._longest_rest = 1  # twice as long each time that none were found
 
     def prefilled(self, rows: int) -> None:
         """A prompt of ``rows`` has just been computed."""
@@ -246,13 +245,9 @@ class Stepper(Guessing):
 
     def _pass(self, token: int, left: int, check: Check) -> Logits:
         session = self.session
-        # A tree's rows, and what each of its tokens is worth: no more than may still be emitted.
-        room = session.capacity - len(session.tokens) - 1
-        rows = session.tree_rows
-        room = room if rows is None else max(0, min(room, rows - 1))
         self._plan = None
         guess = left > 1 and not self._cramped
-        tree = self._draft(room, left - 1, check) if guess else TokenTree.empty()
+        tree = self._draft(left - 1, check) if guess else TokenTree.empty()
         order = self._run.ahead(self._plan, tree)
         work = None if order is None or left <= 1 else self._work(order)
         started = self.session.now()
@@ -303,12 +298,18 @@ class Stepper(Guessing):
             raise error
         self._run.failed(source, str(error))
 
-    def _draft(self, room: int, ahead: int, check: Check) -> TokenTree:
+    def _room(self) -> int:
+        """The most nodes that a tree may have: those whose tokens may still be emitted."""
+        room, rows = self.session.capacity - len(self.session.tokens) - 1, self.session.tree_rows
+        return room if rows is None else max(0, min(room, rows - 1))
+
+    def _draft(self, ahead: int, check: Check) -> TokenTree:
         """Guesses behind the history, as planned."""
         if self._rest > 0:
             self._rest -= 1
             return TokenTree.empty()
         began, charged, preparing = self.session.now(), 0.0, self._preparing
+        room = self._room()
         ready = {name: source.ready(self._history) for name, source in preparing.items()}
         missing = {name: source.missing(self._history) for name, source in preparing.items()}
         while (plan := self._run.plan(room, ready, missing)) is not None:
@@ -343,13 +344,15 @@ class Stepper(Guessing):
         return worth
 
     def _rest_after(self, tree: TokenTree, seconds: float) -> None:
-        """Where nothing is found, look again when that costs a hundredth of the steps between."""
+        """Where nothing is found, look again when that costs little beside the steps between."""
         if len(tree):
+            self._longest_rest = 1
             return
-        self._looking_s += _BLEND * (seconds - self._looking_s)
-        plain = self._tuner.plain
+        self._tuner.looked(seconds)
+        plain, looking = self._tuner.plain, self._tuner.looking_s
         if plain:
-            self._rest = min(int(self._looking_s / (_LOOKING * plain)), _LONGEST_REST)
+            self._rest = min(int(looking / (_LOOKING * plain)), self._longest_rest)
+            self._longest_rest = min(2 * self._longest_rest, _LONGEST_REST)
 
 
 class Guesser(Guessing):
