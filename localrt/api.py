@@ -45,6 +45,7 @@ def load(
     ctx: int | None = None,
     kv_format: str | None = None,
     activations: str | None = None,
+    chat_template: str | Path | None = None,
     draft: str = "auto",
     threads: int | None = None,
     revision: str | None = None,
@@ -74,10 +75,13 @@ def load(
         activations: what weights are multiplied with on a GPU that our kernels run on:
             ``"int8"``, 32 of them with a scale, as on the CPU (None is the same), or ``"bf16"``,
             which keeps what bf16 tells apart and takes more time in passes of many rows.
+        chat_template: a file with the Jinja2 template to chat with, for a model that brings none
+            or a wrong one. How tools are called and thinking is written follows from it.
         draft: what guesses ahead: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself),
-            ``"head"`` (the trained head that there is for the model, or a head's folder) or a model
-            with the same vocabulary, which is loaded first, within the same budgets, and left out
-            where it does not fit. ``"MODEL+ngram"`` is both. Every request may choose again.
+            ``"head"`` (the trained head that there is for the model, or a head's folder) or a
+            smaller model, best of the same vocabulary, which is loaded first, within the same
+            budgets, and left out where it does not fit. ``"MODEL+ngram"`` is both. Every request
+            may choose again.
         threads: CPU threads of the engine; None takes the machine's physical cores.
         revision: branch, tag or commit of a hub model.
         offline: never use the network; None follows the environment.
@@ -96,6 +100,7 @@ def load(
         ctx=ctx,
         kv_format=kv_format,
         activations=activations,
+        chat_template=None if chat_template is None else Path(chat_template),
         threads=threads,
     )
     return Model(

@@ -159,7 +159,7 @@ class RequestBuilder:
     @cached_property
     def _syntax(self) -> TemplateSyntax:
         """What the chat template shows of answers; found when it is first needed."""
-        return TemplateSyntax.of(self._template)
+        return TemplateSyntax.of(self._template, self._tokenizer)
 
     def _watch(self, cancel: threading.Event) -> Watch:
         """What ends the reading of a prompt that is cancelled, or much too long."""

@@ -61,6 +61,7 @@ _KV_HELP = "format of the KV cache: int8 takes half the memory, int4 a third (CP
 _ACTIVATIONS_HELP = (
     "what the kernels of a GPU multiply with: int8 is faster (default), bf16 exacter"
 )
+_TEMPLATE_HELP = "file with the Jinja2 chat template to use in place of the model's"
 _ENGINE_HELP = "auto uses llamacpp for models that native cannot run"
 _LOADING: tuple[Flag, ...] = (
     ("--engine", ("auto", "native", "llamacpp"), None, _ENGINE_HELP),
@@ -71,12 +72,13 @@ _LOADING: tuple[Flag, ...] = (
     ("--ctx", int, "TOKENS", "context length"),
     ("--kv-format", ("bf16", "int8", "int4"), None, _KV_HELP),
     ("--activations", ("int8", "bf16"), None, _ACTIVATIONS_HELP),
+    ("--chat-template", str, "FILE", _TEMPLATE_HELP),
     ("--threads", int, "N", "CPU threads"),
     *HUB_FLAGS,
 )
 _DRAFT_HELP = (
-    "what guesses the next tokens: a smaller model with the same vocabulary, a trained head, or "
-    "repeated text (ngram); auto is the default"
+    "what guesses the next tokens: a smaller model (best of the same vocabulary), a trained head, "
+    "or repeated text (ngram); auto is the default"
 )
 _THINKING_HELP = "whether the model thinks before it answers, or how much"
 _OVERFLOW_HELP = "what to do when a conversation is longer than the context"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from localrt.errors import CancelledError, OptionError
 from localrt.offload.account import longest_context
@@ -33,6 +34,7 @@ class LoadOptions:
     ctx: int | None = None
     kv_format: str | None = None
     activations: str | None = None
+    chat_template: Path | None = None
     threads: int | None = None
     pass_rows: int = 1
 

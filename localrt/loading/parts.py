@@ -65,7 +65,7 @@ def load_parts(
         # Before the weights: what building a vocabulary leaves behind is used again for them, and
         # what the template's language takes is counted.
         tokenizer, problem = _load_tokenizer(checkpoint)
-        template: MessageTemplate | None = load_template(checkpoint)
+        template: MessageTemplate | None = load_template(checkpoint, options.chat_template)
         if name == "native":
             engine, ctx = load_native(
                 checkpoint,

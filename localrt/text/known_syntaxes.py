@@ -6,7 +6,9 @@ calls in another way than its template does, behind the same mark.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from localrt.text.call_notation import (
     Framed,
@@ -121,6 +123,7 @@ _LFM = CallSyntax(
 _BY_NEEDLE: tuple[tuple[str, CallSyntax], ...] = (
     ("<｜DSML｜function_calls>", _dsml("function_calls")),
     ("<｜DSML｜tool_calls>", _dsml("tool_calls")),
+    ("｜DSML｜", _dsml("function_calls")),
     (
         "<｜tool▁calls▁begin｜>",
         _of("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", parse_deepseek, _DEEPSEEK_MARKS),
@@ -153,12 +156,19 @@ _BY_NEEDLE: tuple[tuple[str, CallSyntax], ...] = (
 )
 
 
-def known_syntax(template: str) -> CallSyntax:
-    """The syntax that a template's source speaks of; Hermes' where it speaks of none.
+def known_syntax(
+    template: str, has_token: Callable[[str], bool] = lambda mark: False
+) -> CallSyntax:
+    """The syntax that a template's source speaks of, or else one whose mark is a token of the
+    model's vocabulary (``has_token``); Hermes' where there is neither.
 
     gpt-oss, whose messages all have a channel, is ``localrt.text.harmony``'s.
     """
-    return next((syntax for needle, syntax in _BY_NEEDLE if needle in template), _HERMES)
+    spoken_of = (syntax for needle, syntax in _BY_NEEDLE if needle in template)
+    # Other needles are words of any vocabulary.
+    marks = ((needle, syntax) for needle, syntax in _BY_NEEDLE if needle[0] in "<[｜")
+    of_tokens = (syntax for needle, syntax in marks if has_token(needle))
+    return next(chain(spoken_of, of_tokens), _HERMES)
 
 
 def known_with(found: CallSyntax, template: str) -> CallSyntax:

@@ -11,6 +11,7 @@ from typing import Any
 
 from localrt.errors import TemplateError
 from localrt.models.templates.chat_template import MessageTemplate
+from localrt.models.tokenizers.base import Tokenizer
 from localrt.text.call_probe import probe_calls
 from localrt.text.frame_probe import probe_frame
 from localrt.text.harmony import HARMONY_CALL, is_harmony
@@ -29,12 +30,19 @@ class TemplateSyntax:
     frame: AnswerFrame = USUAL_FRAME
 
     @classmethod
-    def of(cls, template: MessageTemplate) -> TemplateSyntax:
-        """That of ``template``. gpt-oss' channels are ``localrt.text.harmony``'s."""
+    def of(cls, template: MessageTemplate, tokenizer: Tokenizer | None = None) -> TemplateSyntax:
+        """That of ``template``, whose model has this tokenizer.
+
+        gpt-oss' channels are ``localrt.text.harmony``'s.
+        """
         source = template.tool_source
         if is_harmony(source):
             return cls(CallSyntax("", "", (), spelling=HARMONY_CALL))
-        known = cls(known_syntax(source))
+        known = cls(
+            known_syntax(source)
+            if tokenizer is None
+            else known_syntax(source, lambda mark: tokenizer.token_id(mark) is not None)
+        )
         if not source:
             return known
 

@@ -217,11 +217,12 @@ class PlainTemplate(MessageTemplate):
         return "\n".join([*turns, "Assistant:"] if add_generation_prompt else turns)
 
 
-def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
-    """The chat template that ``checkpoint`` brings, or None.
+def load_template(checkpoint: Checkpoint, file: Path | None = None) -> ChatTemplate | None:
+    """The chat template in ``file``, or the one that ``checkpoint`` brings; None without either.
 
     Raises:
-        TemplateError: there is one, and it is not valid Jinja2.
+        TemplateError: there is one, and it is not valid Jinja2; or the file is empty, or cannot be
+            read.
         TokenizerError: a file beside the tokenizer is not readable JSON.
     """
     if checkpoint.kind == "gguf":
@@ -230,15 +231,19 @@ def load_template(checkpoint: Checkpoint) -> ChatTemplate | None:
             metadata.get("tokenizer.chat_template"),
             metadata.get("tokenizer.chat_template.tool_use"),
         )
+        if file is not None:
+            default, with_tools = _source(file), None
         bos, eos = (_gguf_text(metadata, default, key) for key in ("bos", "eos"))
     else:
         folder = checkpoint.path
         names = read_json(folder / "special_tokens_map.json")
         config = names | read_json(folder / "tokenizer_config.json")
-        sources = _folder_sources(folder, config)
+        sources = _folder_sources(folder, config) if file is None else {"default": _source(file)}
         default, with_tools = sources.get("default"), sources.get("tool_use")
         bos, eos = (token_name(config.get(key)) or "" for key in ("bos_token", "eos_token"))
     if not isinstance(default, str) or not default.strip():
+        if file is not None:
+            raise TemplateError(f"the chat template {file} is empty")
         return None
     if not isinstance(with_tools, str):
         with_tools = None
@@ -275,13 +280,16 @@ def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     for path in files[::-1]:
         if path.is_file():
             name = "default" if path.parent == folder else path.stem
-            try:
-                found[name] = path.read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise TemplateError(
-                    f"{path} cannot be read: {' '.join(str(error).split())}"
-                ) from None
+            found[name] = _source(path)
     return found
+
+
+def _source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise TemplateError(f"the chat template {path} cannot be read: {reason}") from None
 
 
 def _named_source(entry: object) -> tuple[str, str]:

@@ -322,6 +322,32 @@ def test_template_files_win(tmp_path: Path) -> None:
     assert (template.render(HELLO), template.render(HELLO, tools=[{}])) == ("new", "tools")
 
 
+def test_a_file_that_is_given_wins(tmp_path: Path) -> None:
+    given = tmp_path / "given.jinja"
+    given.write_text("{{ bos_token }}given")
+    metadata = {
+        "tokenizer.chat_template": "own",
+        "tokenizer.chat_template.tool_use": "own tools",
+        "tokenizer.ggml.tokens": ["<s>"],
+        "tokenizer.ggml.bos_token_id": 0,
+    }
+    gguf: Any = SimpleNamespace(kind="gguf", metadata=metadata)
+    own = folder(tmp_path, tokenizer_config_json={"chat_template": "own", "bos_token": "<s>"})
+    for checkpoint in (gguf, own):
+        template = load_template(checkpoint, given)
+        assert template is not None
+        assert template.render(HELLO) == template.render(HELLO, tools=[{}]) == "<s>given"
+
+
+def test_a_given_file_without_a_template_is_refused_by_its_name(tmp_path: Path) -> None:
+    given = tmp_path / "given.jinja"
+    with pytest.raises(TemplateError, match=r"given\.jinja cannot be read: No such file"):
+        load_template(folder(tmp_path), given)
+    given.write_text(" ")
+    with pytest.raises(TemplateError, match=r"given\.jinja is empty"):
+        load_template(folder(tmp_path), given)
+
+
 def test_no_template(tmp_path: Path) -> None:
     assert load_template(folder(tmp_path)) is None
     assert load_template(folder(tmp_path, tokenizer_config_json={"chat_template": None})) is None

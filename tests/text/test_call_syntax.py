@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from localrt import split_thinking
 from localrt.models.templates.chat_template import ChatTemplate
 from localrt.text.harmony import HarmonyParser, is_harmony
+from localrt.text.known_syntaxes import known_syntax
 from localrt.text.parser import TextParser
 from localrt.text.template_syntax import TemplateSyntax
 from localrt.text.thinking import thoughts_apart
@@ -251,6 +252,16 @@ def test_half_a_call_is_text(name: str) -> None:
 def test_a_template_that_writes_no_calls_is_known_by_its_marks(mark: str, opening: str) -> None:
     syntax = TemplateSyntax.of(ChatTemplate("{# " + mark + " #}" + chat("")))
     assert syntax.calls.opening == opening
+
+
+def test_a_template_without_any_mark_is_known_by_the_models_own_tokens() -> None:
+    for token, opening in (
+        ("<|tool_call_start|>", "<|tool_call_start|>"),
+        ("｜DSML｜", "<｜DSML｜function_calls>"),
+        ("functools", "<tool_call>"),  # a word of any vocabulary
+    ):
+        assert known_syntax(chat(""), {token}.__contains__).opening == opening
+    assert known_syntax("[TOOL_CALLS]", {"<tool_call|>"}.__contains__).opening == "[TOOL_CALLS]"
 
 
 @pytest.mark.parametrize(
