@@ -176,6 +176,17 @@ def test_another_cache_format_does_not_fit(tmp_path: Path) -> None:
     assert cache_in(tmp_path).restore(other, ids) == 0
 
 
+@pytest.mark.parametrize("other", ["granite-hybrid", "lfm2", "falcon-h1", "llama"])
+def test_what_another_model_kept_is_left_alone(tmp_path: Path, other: str) -> None:
+    """Where its folder was copied: the key of a folder tells models apart."""
+    ids = [int(t) for t in tokens(300)]
+    cache_in(tmp_path).save(filled(engine_of(tmp_path / "theirs", other), ids))
+    session = engine_of(tmp_path / "model", "qwen3.5").session(2048)
+    assert cache_in(tmp_path).restore(session, ids) == 0
+    assert not session.tokens
+    assert cache_in(tmp_path).restore(engine_of(tmp_path / "theirs", other).session(2048), ids) > 0
+
+
 def test_a_file_deleted_by_another_app_is_absent(tmp_path: Path, engine: NativeEngine) -> None:
     ids = [int(t) for t in tokens(300)]
     one, two = cache_in(tmp_path), cache_in(tmp_path)

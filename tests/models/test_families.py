@@ -10,18 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 from transformers import Exaone4Config
 
+from localrt.errors import CheckpointError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
+from tests.checkpoints.make_gguf import write_gguf
 from tests.models.gguf_families import FAMILY_FILES, write_family
 from tests.models.gguf_hybrid import HYBRID_FILES, write_hybrid
 from tests.models.gguf_mamba import write_mamba
 from tests.models.test_architectures import oracle
 from tests.models.test_mixtures import logits_of
-from tests.models.tiny import CONFIGS, relative_error, save_tiny, tokens
+from tests.models.tiny import CONFIGS, load_ours, relative_error, save_tiny, tokens
 
 LENGTH = 40
 
@@ -47,6 +50,33 @@ def test_llama_cpp_computes_the_same(gguf: Any, monkeypatch: pytest.MonkeyPatch)
     path, _ = gguf
     ids = tokens(LENGTH, seed=8)
     assert relative_error(logits_of(path, ids), llama_cpp_logits(path, ids, monkeypatch)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen3.5", "blk.0.ssm_conv1d.weight"),
+        ("kimi-linear", "blk.0.ssm_dt.bias"),
+        ("lfm2", "blk.0.shortconv.conv.weight"),
+        ("granite-hybrid", "blk.0.ssm_a"),
+    ],
+)
+def test_a_recurrent_tensor_that_is_wrong_or_absent_is_named(
+    tmp_path: Path, name: str, tensor: str
+) -> None:
+    path = write_hybrid(save_tiny(name, tmp_path), tmp_path / "m.gguf", name)
+    reader = GGUFReader(path)
+    own = {key: field.contents() for key, field in reader.fields.items() if "GGUF." not in key}
+    architecture = own.pop("general.architecture")
+    tensors = {each.name: (np.array(each.data), "f32") for each in reader.tensors}
+    array, kind = tensors.pop(tensor)
+    for changed, told in (
+        (tensors, "tensor model.layers.0.* is missing"),
+        ({**tensors, tensor: (array[:-1], kind)}, r"wrong shape: model.layers.0.*the config asks"),
+    ):
+        write_gguf(tmp_path / "bad.gguf", architecture, own, changed)
+        with pytest.raises(CheckpointError, match=rf"^bad\.gguf: {told}"):
+            load_ours(tmp_path / "bad.gguf")
 
 
 @pytest.mark.llamacpp
