@@ -355,10 +355,14 @@ void head(Context& context, const HeadArgs& args) {
         matmul(context, args.weight, acts, args.logits);
     }
     if (args.softcap > 0) {
-        const size_t total = (size_t)args.count * args.weight.rows, piece = 8192;
+        const F16L cap = F16L::set1(args.softcap);
+        const int64_t total = (int64_t)args.count * args.weight.rows, piece = 8192;
         parallel(context, (int)((total + piece - 1) / piece), [&](int task) {
-            for (size_t i = task * piece; i < least(total, (task + 1) * piece); i++)
-                args.logits[i] = std::tanh(args.logits[i] / args.softcap) * args.softcap;
+            const int64_t end = least(total, (task + 1) * piece);
+            for (int64_t i = task * piece; i < end; i += 16) {
+                const int count = (int)least(end - i, (int64_t)16);
+                store_some(tanh16(load_some(args.logits + i, count) / cap) * cap, count, args.logits + i);
+            }
         });
     }
 }
