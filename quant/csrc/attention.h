@@ -359,8 +359,10 @@ inline void join(BlockResult& sofar, float* out, const BlockResult& block, const
 inline void attend(Context& context, const AttentionArgs& args, const Span& span, int first_row, float* out) {
     const int size = args.head_dim, groups = args.kv_heads, per = args.heads / groups;
     const int queries = span.rows * per;  // of one group, row by row
-    // What is gathered for a row is gathered once for its queries.
-    const int together = args.chosen && per <= MOST_QUERIES ? per : QUERIES, chunks = (queries + together - 1) / together;
+    // What is gathered for a row is gathered once for its queries. A long prompt's share blocks that are in the cache.
+    const bool many = groups * queries >= 8 * MOST_QUERIES * context.pool.threads();
+    const int together = args.chosen && per <= MOST_QUERIES ? per : many ? MOST_QUERIES : QUERIES;
+    const int chunks = (queries + together - 1) / together;
     const size_t listed = 1 + (size_t)args.most_chosen;
     const Tree tree = args.chosen ? Tree(span, args.chosen + first_row * listed, args.most_chosen) : Tree(context, span);
     const int blocks = (tree.longest() + KEYS - 1) / KEYS;
