@@ -10,8 +10,8 @@ last few rows.
 A set that is *kept* does not change any more: the next pass leaves it and makes another. So a
 sequence goes back to where a set was kept, and to each of the few tokens before, without computing
 anything. Kept are the ends of what was read at once, and every so many tokens of an answer, as many
-sets as take the memory of ``_KEPT_NBYTES``; the one goes that is closest to its neighbours, as seen
-from the end. It knows no devices: arrays come from an implementation.
+sets as take the memory of ``_KEPT_NBYTES``; the one goes that saves returns the least. It knows no
+devices: arrays come from an implementation.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from math import log
 from typing import Any, Protocol
 
 import numpy as np
@@ -415,17 +416,19 @@ class StateCache:
         self._kept.remove(gone)
 
     def _least(self) -> StateSet:
-        """The kept set that is worth least: where a return would cost little more without it.
+        """The kept set without which returns would read the fewest tokens more.
 
-        The last one is worth most: an answer is generated again, and a turn written anew, from it.
+        A return is the likelier, the closer it is to the end. An answer is generated again, and a
+        turn written anew, from the last two, which stay.
         """
         places = [0, *(each.length for each in self._kept)]
-        end = self._kept[-1].length
+        behind = [places[-1] - place + _KEEP_EVERY for place in places]
 
         def worth(index: int) -> float:
-            return (places[index + 1] - places[index]) / (end - places[index + 1] + _KEEP_EVERY)
+            more = places[index + 1] - places[index]
+            return more * log(behind[index + 1] / behind[index + 2])
 
-        return self._kept[min(range(len(self._kept) - 1), key=worth)] if end else self._kept[0]
+        return self._kept[min(range(max(1, len(self._kept) - 2)), key=worth)]
 
 
 def tree_parents(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:

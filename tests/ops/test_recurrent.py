@@ -15,6 +15,8 @@ from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.native.abi import best_isa, find_library
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import KVCache
+from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.states import StateCache
 from localrt.quant.ops.torch.ops import TorchOps
 from tests.ops.recurrent_layers import SPECS, Layer, random_rows, tree_mask
 
@@ -201,3 +203,23 @@ def test_what_lies_below_in_a_tree_stays_and_the_way_back_has_none_of_it(
         kept = cache.trim(wanted)
         assert kept <= wanted
         np.testing.assert_array_equal(layer.run((cache, x[kept:])), whole[kept:])
+
+
+@settings(max_examples=30, deadline=None)
+@given(ends=st.lists(st.integers(1, 40), min_size=1, max_size=4), turn=st.integers(1, 511))
+def test_a_changed_last_turn_reads_one_chunk_again(ends: list[int], turn: int) -> None:
+    """Also where a state is so large that few are kept: Granite-4-H-Tiny's takes 57 MB."""
+    spec = RecurrentSpec(
+        kind="ssm", heads=48, key_heads=1, key_size=128, value_size=64, taps=4, eps=1e-6
+    )
+    cache = StateCache([spec] * 36, 1 << 20, lambda size: np.zeros(size, np.float32))
+    assert cache.layout.kept == 4
+    for chunks in ends:
+        for _ in range(chunks):
+            cache.begin(512, None)
+            for layer in range(36):
+                cache.layer_done(layer)
+            cache.advance(512)
+        length = cache.length
+        changed = max(0, length - turn)
+        assert cache.trim(changed) >= changed - 512
