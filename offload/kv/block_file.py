@@ -26,6 +26,7 @@ import numpy as np
 from localrt.errors import StorageError
 from localrt.files import private_file, private_folder, write_text
 from localrt.models.prefix import Tokens, common_prefix
+from localrt.quant.ops.aligned import aligned_buffer
 from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks
 from localrt.quant.ops.states import SavedState, reachable
 
@@ -33,6 +34,7 @@ __all__ = ["BlockFile"]
 
 _VERSION = 2
 _PIECE, _CHECKED = 16 << 20, 4 << 20  # bytes written, and read and checked, at once
+_READERS = 2  # states at once: fresh memory costs more than reading
 _DATA, _ABOUT, _STATE = "blocks.bin", "tokens.json", "state-{}.bin"
 _NO_TOKENS: Tokens = np.empty(0, np.int64)
 
@@ -150,22 +152,30 @@ class BlockFile:
 
     def states(self, length: int) -> list[SavedState]:
         """Those that were saved of the first ``length`` tokens, as far as they are whole."""
-        found = []
-        for state in self._states:
-            if state.position > length:
-                continue
-            try:
-                data = np.fromfile(self.folder / _STATE.format(state.length), np.uint8)
-            except OSError:
-                continue
-            if data.nbytes == state.nbytes and zlib.crc32(data.data) == state.sum:
-                found.append(SavedState(state.position, state.length, data))
-        return found
+        with ThreadPoolExecutor(_READERS) as readers:
+            found = readers.map(
+                self._read_state, [each for each in self._states if each.position <= length]
+            )
+            return [state for state in found if state is not None]
 
     def delete(self) -> None:
         """Remove it; nothing happens where it is gone."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.tokens, self._sums, self._block_bytes, self._states = _NO_TOKENS, [], 0, []
+
+    def _read_state(self, state: _StateFile) -> SavedState | None:
+        """None where it is damaged or gone."""
+        data = aligned_buffer(state.nbytes)
+        try:
+            with (self.folder / _STATE.format(state.length)).open("rb", buffering=0) as file:
+                whole = _read_into(file, data.data)
+        except OSError:
+            return None
+        return (
+            SavedState(state.position, state.length, data)
+            if zlib.crc32(whole) == state.sum
+            else None
+        )
 
     def _write_states(self, states: Sequence[SavedState], same: int) -> list[_StateFile]:
         """Files of those that are not there yet; ``same`` tokens are those that were held."""

@@ -182,12 +182,16 @@ class StateSet:
         return SavedState(position, length, data.view(np.uint8))
 
     def load(self, saved: SavedState, alloc: Alloc) -> None:
-        """The opposite."""
+        """The opposite; ``saved`` is used up."""
         if self.ring < self.layout.ring(saved.length - saved.position):
             self.widen(alloc, saved.length - saved.position, 0)
         numbers = saved.data.view(np.float32)
         tokens = np.arange(self.layout.first(saved.position), saved.length)
-        put_from_host(self.states, numbers[: self.layout.states[-1]])
+        states = numbers[: self.layout.states[-1]]
+        if isinstance(self.states, np.ndarray):
+            self.states = states  # nobody else has them, and fresh memory is slow
+        else:
+            put_from_host(self.states, states)
         at = self.layout.states[-1]
         for layer, (first, last) in enumerate(pairwise(self.layout.rows)):
             count = len(tokens) * (last - first)
