@@ -321,3 +321,12 @@ def test_layers_that_share_caches_attend_on_one_processor(vram: int) -> None:
     where = plan.placement.where
     sides = {w.on_gpu for name, w in where.items() if name.endswith(".attention")}
     assert len(sides) == 1
+
+
+def test_a_context_fits_a_hybrid_that_does_not_fit_a_transformer_of_its_size() -> None:
+    budgets = Budgets(ram=2600 * MB)
+    ctx = 131_072
+    hybrid = planned(published("lfm2-1.2b"), machine(), budgets, exact=False, ctx=ctx)
+    assert hybrid.ctx == ctx
+    with pytest.raises(MemoryBudgetError, match="131072 tokens 4.3 GB"):
+        planned(published("llama-3.2-1b"), machine(), budgets, exact=False, ctx=ctx)
