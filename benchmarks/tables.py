@@ -26,7 +26,7 @@ from benchmarks.hybrids.tables import flash_next_table, hybrids_table, rememberi
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.kv.tables import kv_table
 from benchmarks.moe.tables import experts_table, ssd_table
-from benchmarks.offload.tables import ngrams_table, offload_table, prompts_table
+from benchmarks.offload.tables import offload_table, prompts_table
 from benchmarks.quality.tables import full_tables, short_table
 from benchmarks.speculation.tables import speculation_short, speculation_table
 from localrt.formatting import format_bytes, format_rate, format_seconds
@@ -114,7 +114,6 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "hybrids-remembering": remembering_table,
     "kernels": kernels_table,
     "kv": kv_table,
-    "ngrams": ngrams_table,
     "offload": offload_table,
     "passes": passes_table,
     "prompts": prompts_table,

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.record import load, pending, save_row, setting
 from benchmarks.hybrids.contest import hold_contest
-from benchmarks.hybrids.files import MODELS, model_file
+from benchmarks.hybrids.files import model_file
 from benchmarks.hybrids.memory import edit_last_turn, fill_context, guess, resume_chat
 from localrt.bench.outcome import BenchOptions
 from localrt.bench.runner import run_bench
@@ -54,7 +54,7 @@ def all_rows(folder: Path, ik: Path | None) -> Iterator[Row]:
     def row(what: str, model: str, measure: Callable[[Path], Any]) -> Row:
         return Row(f"{model} {what}", lambda: measure(model_file(model, folder)))
 
-    for model in MODELS:
+    for model in _LIMITS:
         known = ik if model in _KNOWN_TO_IK else None
         yield row("in memory", model, partial(_contest, ik=known))
     for model, limit in _LIMITS.items():

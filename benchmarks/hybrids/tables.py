@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,7 +71,7 @@ def remembering_table(record: Mapping[str, Any]) -> str:
         elif what == "guessing":
             for key, times in found["times"].items():
                 ours, theirs = (
-                    format_rate(sorted(one[key] for one in found["samples"][name])[2])
+                    format_rate(statistics.median(one[key] for one in found["samples"][name]))
                     for name in ("guessing", "plain")
                 )
                 text = f"tok/s with guesses, {key}"

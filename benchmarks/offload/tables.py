@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
-from localrt.formatting import format_bytes, format_rate, format_seconds
+from localrt.formatting import format_bytes, format_rate
 
-__all__ = ["ngrams_table", "offload_table", "prompts_table"]
+__all__ = ["offload_table", "prompts_table"]
 
 Result = Mapping[str, Any]
 
@@ -81,32 +81,6 @@ def prompts_table(record: Mapping[str, Any]) -> str:
         f"{first['card_bytes_s'] / 1e9:.0f} GB/s, link {first['link_bytes_s'] / 1e9:.0f} GB/s, "
         f"kernels reach {100 * first['reached']:.0f} % of the arithmetic), weights in "
         f"{first['format']}, room for {first['ctx']:,} tokens. {versions_of(record)}."
-    )
-
-
-def ngrams_table(record: Mapping[str, Any]) -> str:
-    """Rows of hashed n-grams read from the disk, from ``ngrams.json``."""
-    headers = [
-        *("table", "read per token", "waited per token", "99 % within"),
-        *("share of a token", "processor", "a prompt", "memory"),
-    ]
-    lines = [
-        [
-            f"{format_bytes(row['table_bytes'])}, {row['rows']:,} rows",
-            f"{format_bytes(row['read_bytes_per_token'])} in {row['reads_per_token']:.1f} reads"
-            + ("" if row["direct"] else " (buffered)"),
-            format_seconds(row["token_s"]),
-            format_seconds(row["token_p99_s"]),
-            f"{100 * row['share']:.2f} % at {row['rate']:g} tok/s",
-            format_seconds(row["token_cpu_s"]),
-            f"{row['prompt_tokens']:,} tokens in {format_seconds(row['prompt_s'])}",
-            format_bytes(row["memory_growth_bytes"]),
-        ]
-        for row in record["rows"]
-    ]
-    return (
-        f"{markdown_table(headers, lines)}\n\n`{record['command']}` on {machine_of(record)}. "
-        f"{versions_of(record)}."
     )
 
 
