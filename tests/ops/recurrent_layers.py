@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +93,46 @@ def tree_mask(parents: list[int]) -> npt.NDArray[np.bool_]:
         if parent >= 0:
             mask[row] |= mask[parent]
     return mask
+
+
+class CachedLayer(Protocol):
+    """A layer whose caches hold what it remembers of a sequence."""
+
+    def cache(self) -> KVCache: ...
+
+    def run(self, *parts: tuple[Any, ...]) -> Floats: ...
+
+
+def check_tree(layer: CachedLayer, held: int, parents: list[int], first: int) -> None:
+    """A tree behind ``held`` rows has each path's bits, in one pass and grown in two, and what is
+    kept of it is as if read without the rest.
+    """
+    count = len(parents)
+    mask = tree_mask([parent % (row + 1) - 1 for row, parent in enumerate(parents)])
+    x, nodes = random_rows(held), random_rows(count, seed=5)
+
+    def begun() -> KVCache:
+        cache = layer.cache()
+        if held:
+            layer.run((cache, x))
+        return cache
+
+    cache, grown, first = begun(), begun(), min(first, count)
+    out = layer.run((cache, nodes, mask))
+    halves = [layer.run((grown, nodes[:first], mask[:first, :first]))]
+    if first < count:
+        halves.append(layer.run((grown, nodes[first:], mask[first:])))
+    np.testing.assert_array_equal(np.concatenate(halves), out)
+    for row in range(count):
+        path = np.flatnonzero(mask[row])
+        alone = begun()
+        np.testing.assert_array_equal(layer.run((alone, nodes[path]))[-1], out[row])
+    kept, after = np.flatnonzero(mask[-1]).tolist(), random_rows(9, seed=7)
+    wanted = layer.run((alone, after))
+    for each in (cache, grown):
+        each.select(held, kept)
+        assert each.length == held + len(kept)
+        np.testing.assert_array_equal(layer.run((each, after)), wanted)
 
 
 def _random_weights(spec: RecurrentSpec, ops: Ops) -> RecurrentWeights:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from localrt.quant.ops.index import IndexSpec
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
-from localrt.quant.ops.protocol import KVCache
 from localrt.quant.ops.torch.ops import TorchOps
 from tests.ops.indexed_layers import (
     EPS,
@@ -24,7 +23,7 @@ from tests.ops.indexed_layers import (
     Shape,
     random_tensors,
 )
-from tests.ops.recurrent_layers import random_rows, tree_mask
+from tests.ops.recurrent_layers import check_tree, random_rows
 from tests.ops.test_native_matmul import ISAS
 
 modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
@@ -203,32 +202,7 @@ def test_a_tree_gives_each_path_the_bits_of_its_tokens(
     parents: list[int],
     first: int,
 ) -> None:
-    """In one pass, and grown in two; what is kept of it is as if read without the rest."""
-    layer, count = native[case], len(parents)
-    mask = tree_mask([parent % (row + 1) - 1 for row, parent in enumerate(parents)])
-    x, nodes = random_rows(held), random_rows(count, seed=5)
-
-    def begun() -> KVCache:
-        cache = layer.cache()
-        if held:
-            layer.run((cache, x))
-        return cache
-
-    cache, grown, first = begun(), begun(), min(first, count)
-    out = layer.run((cache, nodes, mask))
-    halves = [layer.run((grown, nodes[:first], mask[:first, :first]))]
-    if first < count:
-        halves.append(layer.run((grown, nodes[first:], mask[first:])))
-    np.testing.assert_array_equal(np.concatenate(halves), out)
-    for row in range(count):
-        path = np.flatnonzero(mask[row])
-        alone = begun()
-        np.testing.assert_array_equal(layer.run((alone, nodes[path]))[-1], out[row])
-    kept, after = np.flatnonzero(mask[-1]).tolist(), random_rows(9, seed=7)
-    wanted = layer.run((alone, after))
-    for each in (cache, grown):
-        each.select(held, kept)
-        np.testing.assert_array_equal(layer.run((each, after)), wanted)
+    check_tree(native[case], held, parents, first)
 
 
 @pytest.mark.parametrize("make", [torch_layer, pytest.param(IndexedLayer, marks=needs_kernels)])

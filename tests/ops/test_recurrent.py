@@ -14,11 +14,10 @@ from localrt.quant.ops import states
 from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.ops.native.abi import best_isa, find_library
 from localrt.quant.ops.native.ops import NativeOps
-from localrt.quant.ops.protocol import KVCache
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache
 from localrt.quant.ops.torch.ops import TorchOps
-from tests.ops.recurrent_layers import SPECS, Layer, random_rows, tree_mask
+from tests.ops.recurrent_layers import SPECS, Layer, check_tree, random_rows, tree_mask
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 ISAS = ["", "portable", *(["avx2"] if best_isa() in ("avx2", "avxvnni", "avx512") else [])]
@@ -73,34 +72,7 @@ def test_passes_of_any_size_give_the_same_bits(
 def test_a_tree_gives_each_path_the_bits_of_its_tokens(
     native: dict[str, Layer], name: str, held: int, parents: list[int], first: int
 ) -> None:
-    """In one pass, and grown in two."""
-    layer, count = native[name], len(parents)
-    tree = [parent % (row + 1) - 1 for row, parent in enumerate(parents)]
-    mask, x, nodes = tree_mask(tree), random_rows(held), random_rows(count, seed=5)
-
-    def begun() -> KVCache:
-        cache = layer.cache()
-        if held:
-            layer.run((cache, x))
-        return cache
-
-    cache = begun()
-    out = layer.run((cache, nodes, mask))
-    grown, first = begun(), min(first, count)
-    halves = [layer.run((grown, nodes[:first], mask[:first, :first]))]
-    if first < count:
-        halves.append(layer.run((grown, nodes[first:], mask[first:])))
-    np.testing.assert_array_equal(np.concatenate(halves), out)
-    for row in range(count):
-        path = np.flatnonzero(mask[row])
-        alone = begun()
-        np.testing.assert_array_equal(layer.run((alone, nodes[path]))[-1], out[row])
-    kept, after = np.flatnonzero(mask[-1]).tolist(), random_rows(3, seed=7)
-    wanted = layer.run((alone, after))
-    for each in (cache, grown):
-        each.select(held, kept)
-        assert each.length == held + len(kept)
-        np.testing.assert_array_equal(layer.run((each, after)), wanted)
+    check_tree(native[name], held, parents, first)
 
 
 @needs_kernels
