@@ -12,6 +12,9 @@ from localrt.quant.ops.protocol import RecurrentSpec
 
 __all__ = ["NAMES", "convolution_names", "read_config", "short_convolution"]
 
+_PUBLISHED = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+"""Liquid AI's own names of two keys, which count where both are there."""
+
 _KINDS = {"conv": False, "full_attention": True}
 NAMES = LayerNames(
     attention_norm="operator_norm",
@@ -26,6 +29,7 @@ NAMES = LayerNames(
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """``layer_types``, or ``full_attn_idxs``, say which layers attend."""
+    raw = raw.renamed(_PUBLISHED)
     config = llama.read_config(raw)
     attending = config.attending[0]
     short = short_convolution(raw, config, taps=3)

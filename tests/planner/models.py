@@ -293,7 +293,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2-1.2b": {
         "model_type": "lfm2",
         "hidden_size": 2048,
-        "intermediate_size": 12288,
+        "block_ff_dim": 12288,
+        "tie_embedding": True,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
         "num_hidden_layers": 16,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,

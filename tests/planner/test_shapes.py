@@ -39,6 +39,8 @@ PUBLISHED = {  # billions, of the model cards
     "deepseek-v3": (671.0, 36.6),
     "kimi-linear-48b-a3b": (49.1, 3.1),
     "qwen3.8-flash-next": (176.9, 6.67),  # 125 and a table of 51; its card leaves out the head
+    "lfm2-1.2b": (1.17, 1.17),
+    "llama-3.2-1b": (1.24, 1.24),
     "falcon-h1-7b": (7.59, 7.19),
     "nemotron-3-nano-30b-a3b": (31.6, 3.2),
 }
