@@ -19,7 +19,10 @@ __all__ = ["RandomCheckpoint", "RandomPackedCheckpoint", "random_packed"]
 
 Shapes = dict[str, tuple[int, ...]]
 # Mean square of a code under each kind of format, for scales that keep a matrix's rows near 1.
-_SPREAD = {"nf4": 0.3, "mxfp4": 2.7, "nvfp4": 2.7, "q6_k": 18.0, "q8_0": 74.0}
+_SPREAD = {
+    **{"nf4": 0.3, "mxfp4": 2.7, "nvfp4": 2.7, "q6_k": 18.0, "q8_0": 74.0},
+    **{"q2_k": 8.0, "q3_k": 45.0, "tq2_0": 1.0, "iq4_nl": 68.0, "iq4_xs": 1200.0},
+}
 
 
 def random_packed(name: str, rows: int, columns: int, *, seed: int = 0) -> PackedTensor:
@@ -39,6 +42,10 @@ def random_packed(name: str, rows: int, columns: int, *, seed: int = 0) -> Packe
     elif name == "q6_k":
         blocks[..., 192:208] = rng.integers(1, 4, (*blocks.shape[:2], 16))
         blocks[..., 208:] = halves
+    elif name == "q2_k":  # scales and minima of about 8 each
+        blocks[..., 80:82], blocks[..., 82:] = halves, (1.5 * scales)[..., None].view(np.uint8)
+    elif name in ("q3_k", "tq2_0"):
+        blocks[..., -2:] = halves
     else:
         blocks[..., :2] = halves
         if name in ("q4_k", "q5_k"):  # six-bit scales and minima of about 32 each

@@ -11,14 +11,16 @@
 
 // What GGUF calls the rows that `lrt_tile` takes.
 enum Source : int32_t {
-    FROM_F32, FROM_F16, FROM_BF16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0, FROM_Q5_1, FROM_Q8_0, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_MXFP4
+    FROM_F32, FROM_F16, FROM_BF16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0, FROM_Q5_1, FROM_Q8_0, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_MXFP4,
+    FROM_Q2_K, FROM_Q3_K, FROM_IQ4_NL, FROM_IQ4_XS, FROM_TQ2_0
 };
 
 // How tiles are laid out. Formats that differ only in their rows, or in the columns of a span, share one.
 enum Layout : int32_t {
     F32, F16, BF16,
     AFFINE4, AFFINE4_MIN, AFFINE5, AFFINE5_MIN, AFFINE6, AFFINE8 = 9, AFFINE8_MIN,
-    Q4_K = 19, Q5_K, Q6_K, MXFP4, NVFP4, NF4
+    Q4_K = 19, Q5_K, Q6_K, MXFP4, NVFP4, NF4,
+    Q2_K, Q3_K, IQ4_NL, IQ4_XS, TQ2_0
 };
 
 // A weight matrix in the tiled layout of quant/formats/tiled.py.

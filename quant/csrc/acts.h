@@ -31,12 +31,12 @@ struct RunRange {  // runs [first, last)
     int rows(const Runs& runs) const { return runs[last - 1].start + runs[last - 1].size - runs[first].start; }
 };
 
-// What the sums of a symmetric layout start from: -zero * the sum of the codes.
+// -zero * the sum of the codes: what the sums of a symmetric layout start from, and what minima of halves are times.
 struct Start {
     int zero, halves;
     int32_t* values;  // runs: (K / 32, n, halves)
 };
-constexpr int MAX_STARTS = 7;
+constexpr int MAX_STARTS = 10;
 
 struct Acts {
     const float* x;       // (R, K)

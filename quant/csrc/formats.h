@@ -1,7 +1,7 @@
 // How each layout's tiled bytes become codes, scales and offsets: value = scale * (code - ZERO) where
 // a layout is SYMMETRIC, else scale * code + offset. A tile is 16 rows; a step is 32 columns, or 512
 // codes: eight B64, the four codes k..k+3 of 16 rows each (k = 4 * index). HALVES 2 has a scale for
-// every 16 columns; such layouts are SYMMETRIC. A span is a head and its steps: SPAN columns, or as many as the matrix says.
+// every 16 columns; one that is not SYMMETRIC has minima for them, which are subtracted. A span is a head and its steps: SPAN columns, or as many as the matrix says.
 // quant/formats/tiled.py says where each field lies.
 #pragma once
 
@@ -13,14 +13,6 @@ inline void nibbles(const uint8_t* p, B64* q) {
         B64 b = B64::load(p + 64 * v);
         q[v] = b & low;
         q[v + 4] = b.shr<4>() & low;
-    }
-}
-
-inline void fifth_bits(const uint8_t* p, B64* q) {
-    for (int v = 0; v < 8; v++) {
-        uint64_t mask;
-        __builtin_memcpy(&mask, p + 8 * v, 8);
-        q[v] = q[v].with_bits(mask, 16);
     }
 }
 
@@ -36,18 +28,47 @@ inline void sixth_bits(const uint8_t* p, B64* q) {
     }
 }
 
+inline void pairs(const uint8_t* p, B64* q) {
+    const B64 pair = B64::set1(3);
+    for (int half = 0; half < 2; half++) {
+        const B64 b = B64::load(p + 64 * half);
+        B64* out = q + 4 * half;
+        out[0] = b & pair;
+        out[1] = b.shr<2>() & pair;
+        out[2] = b.shr<4>() & pair;
+        out[3] = b.shr<6>() & pair;
+    }
+}
+
+inline void masked_bits(const uint8_t* p, int bit, B64* q) {
+    for (int v = 0; v < 8; v++) {
+        uint64_t mask;
+        __builtin_memcpy(&mask, p + 8 * v, 8);
+        q[v] = q[v].with_bits(mask, bit);
+    }
+}
+
 // The codes of a step, BITS wide.
 template <int BITS> inline void read_codes(const uint8_t* p, B64* q) {
+    if (BITS < 4) {
+        pairs(p, q);
+        if (BITS == 3) masked_bits(p + 128, 4, q);
+        return;
+    }
     if (BITS == 8) {
         for (int v = 0; v < 8; v++) q[v] = B64::load(p + 64 * v);
         return;
     }
     nibbles(p, q);
-    if (BITS == 5) fifth_bits(p + 256, q);
+    if (BITS == 5) masked_bits(p + 256, 16, q);
     if (BITS == 6) sixth_bits(p + 256, q);
 }
 
 constexpr int step_bytes(int bits) { return bits * 64; }
+
+// Whether there are minima for every 16 columns, and what is noted of activations: -zero times their sums; 0 for nothing.
+template <class Layout> constexpr bool half_minima() { return !Layout::SYMMETRIC && Layout::HALVES == 2; }
+template <class Layout> constexpr int start_zero() { return Layout::SYMMETRIC ? Layout::ZERO : half_minima<Layout>() ? 1 : 0; }
 
 inline F16L negated(F16L x) { return x * F16L::set1(-1.f); }
 
@@ -68,23 +89,27 @@ template <int BITS_, bool MINIMUM> struct Affine {
     static F16L offset(const Head& head, int) { return head.offset; }
 };
 
+// Sixteen numbers of six bits: five in a word, the last one's pairs of bits on top of the three.
+struct SixBit {
+    I16 words[3], last;
+    explicit SixBit(const uint8_t* p) : words{I16::load(p), I16::load(p + 64), I16::load(p + 128)} {
+        last = words[0].shr(30) | words[1].shr(30).shl(2) | words[2].shr(30).shl(4);
+    }
+    I16 operator[](int i) const { return i < 15 ? words[i / 5].shr(6 * (i % 5)) & I16::set1(63) : last; }
+};
+
 template <bool FIVE> struct TwoLevel {  // Q4_K, Q5_K
     static constexpr int BITS = FIVE ? 5 : 4, HALVES = 1, SPAN = 256, ZERO = 0;
     static constexpr bool SYMMETRIC = false;
     static constexpr int HEADER = 256, STEP = step_bytes(BITS);
     struct Head { F16L scale[8], offset[8]; };
-    // Eight scales and eight minima of six bits: five in a word, the last one's pairs of bits on top
-    // of the three.
     static Head open(const uint8_t* p) {
         const F16L d = F16L::load_f16(p), minimum = negated(F16L::load_f16(p + 32));
-        const I16 words[3] = {I16::load(p + 64), I16::load(p + 128), I16::load(p + 192)};
-        const I16 last = words[0].shr(30) | words[1].shr(30).shl(2) | words[2].shr(30).shl(4);
+        const SixBit six(p + 64);
         Head head;
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            const I16 six = i < 15 ? words[i / 5].shr(6 * (i % 5)) & I16::set1(63) : last;
-            (i < 8 ? head.scale[i] : head.offset[i - 8]) = (i < 8 ? d : minimum) * F16L::from(six);
-        }
+        for (int i = 0; i < 16; i++)
+            (i < 8 ? head.scale[i] : head.offset[i - 8]) = (i < 8 ? d : minimum) * F16L::from(six[i]);
         return head;
     }
     static void codes(const uint8_t* p, B64* q) { read_codes<BITS>(p, q); }
@@ -102,6 +127,49 @@ struct Six {  // Q6_K: a scale for every 16 columns
     static F16L scale(const Head& head, const uint8_t* p, int step, int half) {
         return head.d * F16L::from(I16::load_i8(p + 32 + 16 * (2 * step + half)));
     }
+};
+
+struct Three {  // Q3_K: the same, of six bits around 32
+    static constexpr int BITS = 3, HALVES = 2, SPAN = 256, ZERO = 4;
+    static constexpr bool SYMMETRIC = true;
+    static constexpr int HEADER = 224, STEP = step_bytes(3);
+    struct Head { F16L scale[16]; };
+    static Head open(const uint8_t* p) {
+        const F16L d = F16L::load_f16(p), middle = F16L::set1(-32.f);
+        const SixBit six(p + 32);
+        Head head;
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) head.scale[i] = d * (F16L::from(six[i]) + middle);
+        return head;
+    }
+    static void codes(const uint8_t* p, B64* q) { read_codes<3>(p, q); }
+    static F16L scale(const Head& head, const uint8_t*, int step, int half) { return head.scale[2 * step + half]; }
+};
+
+struct Two {  // Q2_K: nibbles of a scale and a minimum for every 16 columns
+    static constexpr int BITS = 2, HALVES = 2, SPAN = 256, ZERO = 0;
+    static constexpr bool SYMMETRIC = false;
+    static constexpr int HEADER = 320, STEP = step_bytes(2);
+    struct Head { F16L d, least; };
+    static Head open(const uint8_t* p) { return {F16L::load_f16(p), F16L::load_f16(p + 32)}; }
+    static I16 both(const uint8_t* p, int step, int half) { return I16::load_u8(p + 64 + 16 * (2 * step + half)); }
+    static void codes(const uint8_t* p, B64* q) { read_codes<2>(p, q); }
+    static F16L scale(const Head& head, const uint8_t* p, int step, int half) {
+        return head.d * F16L::from(both(p, step, half) & I16::set1(15));
+    }
+    static F16L minimum(const Head& head, const uint8_t* p, int step, int half) {
+        return head.least * F16L::from(both(p, step, half).shr(4));
+    }
+};
+
+struct Ternary {  // TQ2_0
+    static constexpr int BITS = 2, HALVES = 1, SPAN = 256, ZERO = 1;
+    static constexpr bool SYMMETRIC = true;
+    static constexpr int HEADER = 32, STEP = step_bytes(2);
+    struct Head { F16L scale; };
+    static Head open(const uint8_t* p) { return {F16L::load_f16(p)}; }
+    static void codes(const uint8_t* p, B64* q) { read_codes<2>(p, q); }
+    static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
 };
 
 // Codes of four bits that stand for other numbers.
@@ -151,6 +219,44 @@ struct Nf4 {  // levels rounded to 1/127: within 0.4 % of the group's largest ma
         looked_up(p, numbers, q);
     }
     static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
+};
+
+// IQ4_NL's and IQ4_XS' levels, around 128.
+inline void iq4_codes(const uint8_t* p, B64* q) {
+    alignas(16) static const uint8_t numbers[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                    129, 141, 153, 166, 181, 197, 217, 241};
+    looked_up(p, numbers, q);
+}
+
+struct Iq4Nl {
+    static constexpr int BITS = 8, HALVES = 1, SPAN = 32, ZERO = 128;
+    static constexpr bool SYMMETRIC = true;
+    static constexpr int HEADER = 32, STEP = step_bytes(4);
+    struct Head { F16L scale; };
+    static Head open(const uint8_t* p) { return {F16L::load_f16(p)}; }
+    static void codes(const uint8_t* p, B64* q) { iq4_codes(p, q); }
+    static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
+};
+
+struct Iq4Xs {  // scales of six bits around 32: five in a word, two in bytes, the last one on top of these
+    static constexpr int BITS = 8, HALVES = 1, SPAN = 256, ZERO = 128;
+    static constexpr bool SYMMETRIC = true;
+    static constexpr int HEADER = 128, STEP = step_bytes(4);
+    struct Head { F16L scale[8]; };
+    static Head open(const uint8_t* p) {
+        const F16L d = F16L::load_f16(p), middle = F16L::set1(-32.f);
+        const I16 word = I16::load(p + 32), first = I16::load_u8(p + 96), second = I16::load_u8(p + 112), low = I16::set1(63);
+        const I16 last = word.shr(30) | first.shr(6).shl(2) | second.shr(6).shl(4);
+        Head head;
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            const I16 six = i < 5 ? word.shr(6 * i) & low : i == 5 ? first & low : i == 6 ? second & low : last;
+            head.scale[i] = d * (F16L::from(six) + middle);
+        }
+        return head;
+    }
+    static void codes(const uint8_t* p, B64* q) { iq4_codes(p, q); }
+    static F16L scale(const Head& head, const uint8_t*, int step, int) { return head.scale[step]; }
 };
 
 struct Float32 {

@@ -16,7 +16,8 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
     const int groups = acts.cols / 32;
     const int8_t* a = acts.codes;
     const float* meta = acts.meta;
-    const int32_t* start = Layout::SYMMETRIC ? acts.start(Layout::ZERO, Layout::HALVES) : nullptr;
+    constexpr int ZERO = start_zero<Layout>();
+    const int32_t* start = ZERO ? acts.start(ZERO, Layout::HALVES) : nullptr;
     constexpr int HALVES = Layout::HALVES, QUADS = 8 / HALVES;
     F16L sums[R];
 #pragma GCC unroll 4
@@ -44,13 +45,15 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
                     }
                     const F16L dot = F16L::from(first + second);
                     part[r] = half ? dot.fma(scale, part[r]) : dot * scale;
+                    if constexpr (half_minima<Layout>())
+                        part[r] = Layout::minimum(head, tile, step, half).fma(F16L::set1((float)start[r * HALVES + half]), part[r]);
                     if (half == HALVES - 1) sums[r] = part[r].fma(F16L::set1(meta[2 * r]), sums[r]);
-                    if constexpr (!Layout::SYMMETRIC) sums[r] = Layout::offset(head, step).fma(F16L::set1(meta[2 * r + 1]), sums[r]);
+                    if constexpr (!ZERO) sums[r] = Layout::offset(head, step).fma(F16L::set1(meta[2 * r + 1]), sums[r]);
                 }
             }
             a += 32 * R;
             meta += 2 * R;
-            if (Layout::SYMMETRIC) start += HALVES * R;
+            if (ZERO) start += HALVES * R;
         }
         tile = steps;
     }
@@ -234,7 +237,8 @@ template <class Layout> struct Packed {
                     const int half = Layout::HALVES == 2 ? v / 4 : 0;
                     float scales[16], offsets[16];
                     Layout::scale(head, tile, step, half).store(scales);
-                    if constexpr (!Layout::SYMMETRIC) Layout::offset(head, step).store(offsets);
+                    if constexpr (half_minima<Layout>()) negated(Layout::minimum(head, tile, step, half)).store(offsets);
+                    else if constexpr (!Layout::SYMMETRIC) Layout::offset(head, step).store(offsets);
                     for (int i = 0; i < 4; i++) {
                         const int code = reinterpret_cast<const uint8_t*>(&q[v])[4 * lane + i];
                         const float value = Layout::SYMMETRIC ? scales[lane] * (float)(code - Layout::ZERO)
@@ -294,6 +298,11 @@ template <class Fn> inline void with_layout(int layout, Fn fn) {
         case MXFP4: return fn(Packed<Mxfp4>());
         case NVFP4: return fn(Packed<Nvfp4>());
         case NF4: return fn(Packed<Nf4>());
+        case Q2_K: return fn(Packed<Two>());
+        case Q3_K: return fn(Packed<Three>());
+        case IQ4_NL: return fn(Packed<Iq4Nl>());
+        case IQ4_XS: return fn(Packed<Iq4Xs>());
+        case TQ2_0: return fn(Packed<Ternary>());
     }
 }
 

@@ -9,7 +9,7 @@ constexpr int PANEL_COLUMNS = 512;
 struct Panel {
     alignas(64) uint8_t codes[PANEL_COLUMNS / 4 * PANEL_TILES * 64];     // (column / 4, tile, 64)
     alignas(64) float scale[PANEL_COLUMNS / 16 * PANEL_TILES * 16];      // (column / 16 or 32, tile, 16)
-    alignas(64) float offset[PANEL_COLUMNS / 32 * PANEL_TILES * 16];     // (column / 32, tile, 16)
+    alignas(64) float offset[PANEL_COLUMNS / 16 * PANEL_TILES * 16];     // as the scales
 };
 
 // `tiles` point at a span of each tile and move on by `columns`.
@@ -28,10 +28,10 @@ template <class Layout> inline void unpack_panel(const uint8_t** tiles, int colu
 #pragma GCC unroll 8
                 for (int v = 0; v < 8; v++, codes += 64 * PANEL_TILES) q[v].store(codes);
 #pragma GCC unroll 2
-                for (int half = 0; half < HALVES; half++, scales += 16 * PANEL_TILES) Layout::scale(head, p, step, half).store(scales);
-                if constexpr (!Layout::SYMMETRIC) {
-                    Layout::offset(head, step).store(offsets);
-                    offsets += 16 * PANEL_TILES;
+                for (int half = 0; half < HALVES; half++, scales += 16 * PANEL_TILES, offsets += 16 * PANEL_TILES) {
+                    Layout::scale(head, p, step, half).store(scales);
+                    if constexpr (half_minima<Layout>()) Layout::minimum(head, p, step, half).store(offsets);
+                    else if constexpr (!Layout::SYMMETRIC) Layout::offset(head, step).store(offsets);
                 }
             }
             p = steps;
@@ -60,6 +60,7 @@ struct PanelRows {  // a run at the panel's first column
 template <int R, int HALVES, bool SYMMETRIC, int BITS>
 LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahead& ahead, F16L* totals) {
     constexpr int T = PANEL_TILES, QUADS = 8 / HALVES;
+    constexpr bool MINIMA = !SYMMETRIC && HALVES == 2;  // of halves
     const uint8_t* codes = panel.codes;
     const float *scales = panel.scale, *offsets = panel.offset;
     F16L sums[R][T];
@@ -98,8 +99,10 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
                 for (int t = 0; t < T; t++) {
                     const F16L dot = F16L::from(dots[r][t]);
                     part[r][t] = half ? dot.fma(scale[t], part[r][t]) : dot * scale[t];
+                    if (MINIMA)
+                        part[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1((float)rows.start[r * HALVES + half]), part[r][t]);
                     if (half == HALVES - 1) sums[r][t] = part[r][t].fma(factor, sums[r][t]);
-                    if (!SYMMETRIC) sums[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1(rows.meta[2 * r + 1]), sums[r][t]);
+                    if (!SYMMETRIC && !MINIMA) sums[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1(rows.meta[2 * r + 1]), sums[r][t]);
                 }
             }
             scales += 16 * T;
@@ -107,7 +110,7 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
         }
         rows.codes += 32 * R;
         rows.meta += 2 * R;
-        if (SYMMETRIC) rows.start += HALVES * R;
+        if (SYMMETRIC || MINIMA) rows.start += HALVES * R;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -139,7 +142,8 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
     Panel panel;
     const int start = runs[range.first].start, rows = range.rows(runs), groups = acts.cols / 32;
     for (int i = 0; i < rows * count; i++) totals[i] = F16L::zero();
-    const int32_t* starts = Layout::SYMMETRIC ? acts.start(Layout::ZERO, Layout::HALVES) : nullptr;
+    constexpr int ZERO = start_zero<Layout>();
+    const int32_t* starts = ZERO ? acts.start(ZERO, Layout::HALVES) : nullptr;
     // A tile's bytes of one panel, spread over the first runs.
     const int bytes = PANEL_COLUMNS / 32 * Layout::STEP + PANEL_COLUMNS / span * Layout::HEADER;
     const int fetching = least(4, range.last - range.first) * (PANEL_COLUMNS / 32), lines = (bytes / 64 + fetching) / fetching;
@@ -158,7 +162,7 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
                 const size_t at = (size_t)run.start * groups + (size_t)column / 32 * run.size;
                 panel_run<Layout>(run.size, panel, columns / 32,
                                   {acts.codes + at * 32, acts.meta + at * 2,
-                                   Layout::SYMMETRIC ? starts + at * Layout::HALVES : nullptr},
+                                   ZERO ? starts + at * Layout::HALVES : nullptr},
                                   ahead, totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES);
             }
         }

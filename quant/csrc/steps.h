@@ -31,8 +31,9 @@ inline bool note_starts(const Stack& stack, Acts& acts) {
             if constexpr (decltype(part)::PACKED) {
                 using Layout = typename decltype(part)::Kind;
                 packed = true;
-                if (Layout::SYMMETRIC && !acts.find_start(Layout::ZERO, Layout::HALVES))
-                    acts.starts[acts.start_count++] = {Layout::ZERO, Layout::HALVES, nullptr};
+                constexpr int ZERO = start_zero<Layout>();
+                if (ZERO && !acts.find_start(ZERO, Layout::HALVES))
+                    acts.starts[acts.start_count++] = {ZERO, Layout::HALVES, nullptr};
             }
         });
     return packed;

@@ -22,6 +22,11 @@ Rows layout(int source) {
         case FROM_Q5_K: return {256, 176};
         case FROM_Q6_K: return {256, 210};
         case FROM_MXFP4: return {32, 17};
+        case FROM_Q2_K: return {256, 84};
+        case FROM_Q3_K: return {256, 110};
+        case FROM_IQ4_NL: return {32, 18};
+        case FROM_IQ4_XS: return {256, 136};
+        case FROM_TQ2_0: return {256, 66};
     }
     return {0, 0};
 }
@@ -32,6 +37,30 @@ uint32_t word(const uint8_t* p) {
     return w;
 }
 
+// A bit of each code, in eight masks.
+uint8_t* pack_masks(const uint8_t* codes, size_t stride, int bit, uint8_t* out) {
+    for (int v = 0; v < 8; v++, out += 8) {
+        uint64_t mask = 0;
+        for (int r = 0; r < 16; r++) {
+            const uint32_t ones = word(codes + r * stride + 4 * v) >> bit & 0x01010101;
+            mask |= (uint64_t)((ones * 0x01020408u >> 24) & 15) << 4 * r;
+        }
+        for (int i = 0; i < 8; i++) out[i] = (uint8_t)(mask >> 8 * i);
+    }
+    return out;
+}
+
+// Two bits of each code, from `bit` on, in two vectors.
+uint8_t* pack_pairs(const uint8_t* codes, size_t stride, int bit, uint8_t* out) {
+    for (int half = 0; half < 2; half++)
+        for (int r = 0; r < 16; r++, out += 4) {
+            uint32_t w = 0;
+            for (int j = 0; j < 4; j++) w |= (word(codes + r * stride + 16 * half + 4 * j) >> bit & 0x03030303) << 2 * j;
+            std::memcpy(out, &w, 4);
+        }
+    return out;
+}
+
 // The nibbles and higher bits of 32 columns of 16 rows; codes (16, stride) hold one code a byte.
 uint8_t* pack_step(const uint8_t* codes, size_t stride, int bits, uint8_t* out) {
     if (bits == 8) {
@@ -39,28 +68,30 @@ uint8_t* pack_step(const uint8_t* codes, size_t stride, int bits, uint8_t* out) 
             for (int r = 0; r < 16; r++, out += 4) std::memcpy(out, codes + r * stride + 4 * v, 4);
         return out;
     }
+    if (bits < 4) {
+        out = pack_pairs(codes, stride, 0, out);
+        return bits == 3 ? pack_masks(codes, stride, 2, out) : out;
+    }
     for (int v = 0; v < 4; v++)
         for (int r = 0; r < 16; r++, out += 4) {
             const uint32_t w = (word(codes + r * stride + 4 * v) & 0x0F0F0F0F) | (word(codes + r * stride + 16 + 4 * v) & 0x0F0F0F0F) << 4;
             std::memcpy(out, &w, 4);
         }
-    if (bits == 5)
-        for (int v = 0; v < 8; v++, out += 8) {
-            uint64_t mask = 0;
-            for (int r = 0; r < 16; r++) {
-                const uint32_t fifth = word(codes + r * stride + 4 * v) >> 4 & 0x01010101;
-                mask |= (uint64_t)((fifth * 0x01020408u >> 24) & 15) << 4 * r;
-            }
-            for (int i = 0; i < 8; i++) out[i] = (uint8_t)(mask >> 8 * i);
-        }
-    if (bits == 6)
-        for (int half = 0; half < 2; half++)
-            for (int r = 0; r < 16; r++, out += 4) {
-                uint32_t w = 0;
-                for (int j = 0; j < 4; j++) w |= (word(codes + r * stride + 16 * half + 4 * j) >> 4 & 0x03030303) << 2 * j;
-                std::memcpy(out, &w, 4);
-            }
-    return out;
+    if (bits == 5) return pack_masks(codes, stride, 4, out);
+    return bits == 6 ? pack_pairs(codes, stride, 4, out) : out;
+}
+
+// Pairs of bits, of which runs of 32 share 32 bytes.
+void low_pairs(const uint8_t* p, uint8_t* codes) {
+    for (int j = 0; j < 256; j++) codes[j] = p[j / 128 * 32 + j % 32] >> j % 128 / 32 * 2 & 3;
+}
+
+// Sixteen six-bit numbers as three words.
+void six_bit_words(const uint8_t* six, int row, uint32_t (*words)[16]) {
+    for (int w = 0; w < 3; w++) {
+        words[w][row] = (uint32_t)(six[15] >> 2 * w & 3) << 30;
+        for (int i = 0; i < 5; i++) words[w][row] |= (uint32_t)six[5 * w + i] << 6 * i;
+    }
 }
 
 // A bit of h for each of the bytes, at position 4.
@@ -126,10 +157,7 @@ uint8_t* tile_block(int source, const uint8_t* const* rows, uint8_t* out) {
                     six[j + 4] = (p[j + 8] & 15) | (p[j] >> 6) << 4;
                     six[j + 12] = (p[j + 8] >> 4) | (p[j + 4] >> 6) << 4;
                 }
-                for (int w = 0; w < 3; w++) {
-                    words[w][r] = (uint32_t)(six[15] >> 2 * w & 3) << 30;
-                    for (int i = 0; i < 5; i++) words[w][r] |= (uint32_t)six[5 * w + i] << 6 * i;
-                }
+                six_bit_words(six, r, words);
                 const uint8_t* q = rows[r] + (source == FROM_Q4_K ? 16 : 48);
                 for (int c = 0; c < 4; c++) low_high(q + 32 * c, 32, codes[r] + 64 * c);
                 if (source == FROM_Q5_K)
@@ -138,6 +166,57 @@ uint8_t* tile_block(int source, const uint8_t* const* rows, uint8_t* out) {
             std::memcpy(out, words, sizeof words);
             out += sizeof words;
             for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, source == FROM_Q4_K ? 4 : 5, out);
+            return out;
+        }
+        case FROM_Q2_K:
+            field(80, 2);
+            field(82, 2);
+            for (int sub = 0; sub < 16; sub++) field(sub, 1);
+            for (int r = 0; r < 16; r++) low_pairs(rows[r] + 16, codes[r]);
+            for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, 2, out);
+            return out;
+        case FROM_TQ2_0:
+            field(64, 2);
+            for (int r = 0; r < 16; r++) low_pairs(rows[r], codes[r]);
+            for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, 2, out);
+            return out;
+        case FROM_Q3_K: {
+            field(108, 2);
+            uint32_t words[3][16];
+            for (int r = 0; r < 16; r++) {
+                const uint8_t *p = rows[r] + 96, *high = rows[r];
+                uint8_t six[16];
+                for (int j = 0; j < 16; j++) six[j] = (p[j % 8] >> j / 8 * 4 & 15) | (p[8 + j % 4] >> j / 4 * 2 & 3) << 4;
+                six_bit_words(six, r, words);
+                low_pairs(rows[r] + 32, codes[r]);
+                for (int j = 0; j < 256; j++) codes[r][j] |= (high[j % 32] >> j / 32 & 1) << 2;
+            }
+            std::memcpy(out, words, sizeof words);
+            out += sizeof words;
+            for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, 3, out);
+            return out;
+        }
+        case FROM_IQ4_NL:
+            field(0, 2);
+            for (int r = 0; r < 16; r++) low_high(rows[r] + 2, 16, codes[r]);
+            return pack_step(codes[0], 256, 4, out);
+        case FROM_IQ4_XS: {
+            field(0, 2);
+            uint32_t words[16];
+            uint8_t bytes[2][16];
+            for (int r = 0; r < 16; r++) {
+                const uint8_t* p = rows[r] + 2;
+                uint8_t six[8];
+                for (int j = 0; j < 8; j++) six[j] = (p[2 + j / 2] >> j % 2 * 4 & 15) | (p[j / 4] >> j % 4 * 2 & 3) << 4;
+                words[r] = (uint32_t)(six[7] & 3) << 30;
+                for (int i = 0; i < 5; i++) words[r] |= (uint32_t)six[i] << 6 * i;
+                for (int i = 0; i < 2; i++) bytes[i][r] = (uint8_t)(six[5 + i] | (six[7] >> (2 + 2 * i) & 3) << 6);
+                for (int group = 0; group < 8; group++) low_high(rows[r] + 8 + 16 * group, 16, codes[r] + 32 * group);
+            }
+            std::memcpy(out, words, sizeof words);
+            std::memcpy(out + sizeof words, bytes, sizeof bytes);
+            out += sizeof words + sizeof bytes;
+            for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, 4, out);
             return out;
         }
         case FROM_Q6_K:

@@ -17,7 +17,11 @@ __all__ = [
     "F32",
     "GGML_FORMATS",
     "GGML_UNREAD",
+    "IQ4_NL",
+    "IQ4_XS",
     "MXFP4",
+    "Q2_K",
+    "Q3_K",
     "Q4_0",
     "Q4_1",
     "Q4_K",
@@ -26,6 +30,7 @@ __all__ = [
     "Q5_K",
     "Q6_K",
     "Q8_0",
+    "TQ2_0",
 ]
 
 F32 = Format("f32", 1, 4)
@@ -36,9 +41,14 @@ Q4_1 = Format("q4_1", 32, 20)  # scale f16, minimum f16, nibbles
 Q5_0 = Format("q5_0", 32, 22)  # scale f16, 32 high bits, nibbles
 Q5_1 = Format("q5_1", 32, 24)  # scale f16, minimum f16, 32 high bits, nibbles
 Q8_0 = Format("q8_0", 32, 34)  # scale f16, 32 int8
+Q2_K = Format("q2_k", 256, 84)  # 16 nibbles each of scales and minima, pairs of bits, two f16
+Q3_K = Format("q3_k", 256, 110)  # 256 high bits, pairs of bits, 16 six-bit scales, f16
 Q4_K = Format("q4_k", 256, 144)  # two f16, 8 six-bit scales and minima, nibbles
 Q5_K = Format("q5_k", 256, 176)  # as Q4_K, and 256 high bits
 Q6_K = Format("q6_k", 256, 210)  # low nibbles, high pairs of bits, 16 int8 scales, f16
+IQ4_NL = Format("iq4_nl", 32, 18)  # as Q4_0, its nibbles 16 uneven levels
+IQ4_XS = Format("iq4_xs", 256, 136)  # the same levels; f16, 8 six-bit scales
+TQ2_0 = Format("tq2_0", 256, 66)  # pairs of bits, from -1 to 1, f16
 MXFP4 = Format("mxfp4", 32, 17)  # power-of-two scale e8m0, 32 e2m1
 
 GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
@@ -50,10 +60,15 @@ GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
         6: Q5_0,
         7: Q5_1,
         8: Q8_0,
+        10: Q2_K,
+        11: Q3_K,
         12: Q4_K,
         13: Q5_K,
         14: Q6_K,
+        20: IQ4_NL,
+        23: IQ4_XS,
         30: BF16,
+        35: TQ2_0,
         39: MXFP4,
     }
 )
@@ -62,17 +77,13 @@ GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
 GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
     {
         9: Format("q8_1", 32, 40),
-        10: Format("q2_k", 256, 84),
-        11: Format("q3_k", 256, 110),
         15: Format("q8_k", 256, 292),
         16: Format("iq2_xxs", 256, 66),
         17: Format("iq2_xs", 256, 74),
         18: Format("iq3_xxs", 256, 98),
         19: Format("iq1_s", 256, 50),
-        20: Format("iq4_nl", 32, 18),
         21: Format("iq3_s", 256, 110),
         22: Format("iq2_s", 256, 82),
-        23: Format("iq4_xs", 256, 136),
         24: Format("i8", 1, 1),
         25: Format("i16", 1, 2),
         26: Format("i32", 1, 4),
@@ -80,7 +91,6 @@ GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
         28: Format("f64", 1, 8),
         29: Format("iq1_m", 256, 56),
         34: Format("tq1_0", 256, 54),
-        35: Format("tq2_0", 256, 66),
         40: Format("nvfp4", 64, 36),
         41: Format("q1_0", 128, 18),
     }

@@ -7,6 +7,9 @@ columns. A span holds, for its 16 rows:
     head    the scales: each field's 16 values side by side, field by field in the order of
             ``_HEADS``; where a span has two blocks, a field's first block and then its second
     steps   32 columns each:
+            2 bits        two vectors: bits 2j of byte (h, row, i) have column 16h + 4j + i
+            3 bits        the same of the low two, then eight 64-bit masks: bit 4 * row + i of mask
+                          v is bit 2 of column 4v + i
             4 to 6 bits   four vectors of 64 bytes: byte (v, row, i) has column 4v + i in its low
                           nibble and column 16 + 4v + i in its high one
             5 bits        then eight 64-bit masks: bit 4 * row + i of mask v is bit 4 of column
@@ -22,7 +25,7 @@ nothing that is not said here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +59,8 @@ _HEADS: dict[str, Ranges] = {
     "f16": ((0, 2),),
     "bf16": ((0, 2),),
     "f8_e4m3": ((0, 1),),
+    "q2_k": ((80, 82), (82, 84), *((sub, sub + 1) for sub in range(16))),
+    "q3_k": ((108, 110), (96, 108)),
     "q4_0": ((0, 2),),
     "q4_1": ((0, 2), (2, 4)),
     "q5_0": ((0, 2),),
@@ -64,12 +69,16 @@ _HEADS: dict[str, Ranges] = {
     "q4_k": ((0, 2), (2, 4), (4, 16)),
     "q5_k": ((0, 2), (2, 4), (4, 16)),
     "q6_k": ((208, 210), *((192 + sub, 193 + sub) for sub in range(16))),
+    "iq4_nl": ((0, 2),),
+    "iq4_xs": ((0, 2), (2, 8)),
+    "tq2_0": ((64, 66),),
     "mxfp4": ((0, 1),),
     "nvfp4": ((0, 1),),
     "nf4": ((0, 2),),
     **{name: ((0, 2), (2, 4)) if codec.minimum else ((0, 2),) for name, codec in AFFINE.items()},
 }
 _BITS = {
+    **{"q2_k": 2, "tq2_0": 2, "q3_k": 3},
     **{"q5_0": 5, "q5_1": 5, "q5_k": 5, "q6_k": 6, "q8_0": 8},
     **{name: codec.bits for name, codec in AFFINE.items()},
 }
@@ -126,8 +135,8 @@ def tile(tensor: PackedTensor) -> Bytes:
     source = padded.reshape(len(padded) // TILE_ROWS, TILE_ROWS, spans, -1).swapaxes(1, 2)
     lead = source.shape[:2]
     parts = [source[..., a:b] for a, b in ranges]
-    if _two_level(format_):
-        parts[2] = _regrouped_scales(parts[2])
+    for index, (regrouped, _) in _SIX_BIT.get(format_.name, {}).items():
+        parts[index] = regrouped(parts[index])
     parts = [part.reshape(*lead, -1) for part in parts]
     if format_.block > 1:
         codes = read_codes(format_.name, source.reshape(-1, format_.block_bytes))
@@ -152,11 +161,12 @@ def untile(tensor: TiledTensor) -> PackedTensor:
     source = tensor.data.reshape(tiles, spans, -1)
     target = np.empty((tiles, spans, TILE_ROWS, row_bytes // spans), np.uint8)
     at = 0
-    for a, b in ranges:
+    six_bit = _SIX_BIT.get(format_.name, {})
+    for index, (a, b) in enumerate(ranges):
         size = TILE_ROWS * (b - a)
         field: Bytes = source[..., at : at + size]
-        if _two_level(format_) and b - a == 12:
-            target[..., a:b] = _split_scales(field.reshape(tiles, spans, 3, TILE_ROWS, 4))
+        if index in six_bit:
+            target[..., a:b] = six_bit[index][1](field)
         else:
             target[..., a:b] = field.reshape(tiles, spans, TILE_ROWS, -1)
         at += size
@@ -205,10 +215,6 @@ def _plan(name: str, format_: Format, cols: int) -> tuple[int, Ranges]:
     return cols // span, tuple((s + a, s + b) for a, b in fields for s in starts)
 
 
-def _two_level(format_: Format) -> bool:
-    return format_.name in ("q4_k", "q5_k")
-
-
 def _packed_steps(codes: Bytes, bits: int) -> Bytes:
     """(..., 16, 32) codes to (..., bytes of a step)."""
     lead = codes.shape[:-2]
@@ -216,6 +222,13 @@ def _packed_steps(codes: Bytes, bits: int) -> Bytes:
     if bits == 8:
         eight: Bytes = quads.reshape(*lead, -1)
         return eight
+    if bits < 4:
+        pairs = (quads & 3).reshape(*lead, 2, 4, TILE_ROWS, 4)  # (..., h, j, row, i)
+        both: Bytes = np.bitwise_or.reduce(pairs << _PAIRS, axis=-3).reshape(*lead, -1)
+        if bits == 2:
+            return both
+        third = np.packbits((quads >> 2).reshape(*lead, -1), axis=-1, bitorder="little")
+        return np.concatenate([both, third], axis=-1)
     low = quads & 15
     parts: list[Bytes] = [(low[..., :4, :, :] | low[..., 4:, :, :] << 4).reshape(*lead, -1)]
     if bits == 5:
@@ -232,6 +245,12 @@ def _unpacked_steps(steps: Bytes, bits: int) -> Bytes:
     lead = steps.shape[:-1]
     if bits == 8:
         quads = steps.reshape(*lead, 8, TILE_ROWS, 4)
+    elif bits < 4:
+        both = steps[..., :128].reshape(*lead, 2, 1, TILE_ROWS, 4)
+        quads = (both >> _PAIRS & 3).reshape(*lead, 8, TILE_ROWS, 4)
+        if bits == 3:
+            third = np.unpackbits(steps[..., 128:], axis=-1, bitorder="little")
+            quads |= third.reshape(quads.shape) << 2
     else:
         low = steps[..., :256].reshape(*lead, 4, TILE_ROWS, 4)
         quads = np.concatenate([low & 15, low >> 4], axis=-3)
@@ -248,16 +267,50 @@ def _unpacked_steps(steps: Bytes, bits: int) -> Bytes:
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None, None]
 
 
-def _regrouped_scales(packed: Bytes) -> Bytes:
-    """Q4_K's twelve bytes of 6-bit scales and minima (..., 16 rows, 12) as three words a row.
+# -- six-bit scales --------------------------------------------------------------------------------
 
-    Of the eight scales and eight minima in order, word w has numbers 5w to 5w + 4, lowest first;
-    its top two bits are bits 2w and 2w + 1 of the last minimum. Its 16 values lie side by side.
-    """
+
+def _k_words(packed: Bytes) -> Bytes:
+    """Q4_K's twelve bytes of eight scales and eight minima, in words (see ``_in_words``)."""
     first, second, third = (packed[..., i : i + 4] for i in (0, 4, 8))
     scales = [first & 63, (third & 15) | (first >> 6) << 4]
     minima = [second & 63, (third >> 4) | (second >> 6) << 4]
-    six = np.concatenate([*scales, *minima], axis=-1).astype(np.uint32)
+    return _in_words(np.concatenate([*scales, *minima], axis=-1))
+
+
+def _k_bytes(words: Bytes) -> Bytes:
+    """The inverse."""
+    numbers = _of_words(words)
+    low, last = numbers[..., :4], numbers[..., 4:8]
+    low_minima, last_minima = numbers[..., 8:12], numbers[..., 12:]
+    first = low | (last >> 4) << 6
+    second = low_minima | (last_minima >> 4) << 6
+    return np.concatenate([first, second, (last & 15) | (last_minima & 15) << 4], axis=-1)
+
+
+def _q3_k_words(packed: Bytes) -> Bytes:
+    """Q3_K's twelve bytes of sixteen scales, in words (see ``_in_words``)."""
+    low = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
+    high = np.concatenate([packed[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
+    return _in_words(low | high << 4)
+
+
+def _q3_k_bytes(words: Bytes) -> Bytes:
+    """The inverse."""
+    numbers = _of_words(words)
+    low, high = numbers & 15, (numbers >> 4).reshape(*numbers.shape[:-1], 4, 4) << _PAIRS[:, 0]
+    return np.concatenate(
+        [low[..., :8] | low[..., 8:] << 4, np.bitwise_or.reduce(high, axis=-2)], axis=-1
+    )
+
+
+def _in_words(six: Bytes) -> Bytes:
+    """Sixteen six-bit numbers (..., 16 rows, 16) as three words a row.
+
+    Word w has numbers 5w to 5w + 4, lowest first; its top two bits are bits 2w and 2w + 1 of the
+    last number. Its 16 values lie side by side.
+    """
+    six = six.astype(np.uint32)
     shifts = np.arange(5, dtype=np.uint32) * 6
     words = [
         np.bitwise_or.reduce(six[..., 5 * w : 5 * w + 5] << shifts, axis=-1)
@@ -267,17 +320,53 @@ def _regrouped_scales(packed: Bytes) -> Bytes:
     return np.ascontiguousarray(np.stack(words, axis=-2), "<u4").view(np.uint8)
 
 
-def _split_scales(words: Bytes) -> Bytes:
-    """The inverse of ``_regrouped_scales``: (..., 3, 16 rows, 4 bytes) to (..., 16, 12)."""
-    values = np.ascontiguousarray(words).view("<u4")[..., 0]  # (..., 3, 16)
+def _of_words(words: Bytes) -> Bytes:
+    """The inverse."""
+    flat = np.ascontiguousarray(words).reshape(*words.shape[:2], 3, TILE_ROWS, 4)
+    values = flat.view("<u4")[..., 0]  # (..., 3, 16)
     six = [values[..., i // 5, :] >> 6 * (i % 5) & 63 for i in range(15)]
     six.append(np.bitwise_or.reduce([values[..., w, :] >> 30 << 2 * w for w in range(3)]))
-    numbers = np.stack(six, axis=-1).astype(np.uint8)  # (..., 16, 16)
-    low, last = numbers[..., :4], numbers[..., 4:8]
-    low_minima, last_minima = numbers[..., 8:12], numbers[..., 12:]
-    first = low | (last >> 4) << 6
-    second = low_minima | (last_minima >> 4) << 6
-    return np.concatenate([first, second, (last & 15) | (last_minima & 15) << 4], axis=-1)
+    return np.stack(six, axis=-1).astype(np.uint8)  # (..., 16, 16)
+
+
+def _iq4_words(packed: Bytes) -> Bytes:
+    """IQ4_XS' six bytes of eight scales (..., 16 rows, 6) as a word and two bytes a row.
+
+    The word has the first five, lowest first; the bytes have the next two. The top two bits of all
+    three are those of the last one. The values of each lie side by side.
+    """
+    nibbles = np.stack([packed[..., 2:] & 15, packed[..., 2:] >> 4], axis=-1)
+    high = np.concatenate([packed[..., at, None] >> _SHIFTS & 3 for at in (0, 1)], axis=-1)
+    six = nibbles.reshape(high.shape) | high << 4
+    words = np.bitwise_or.reduce(
+        six[..., :5].astype(np.uint32) << np.arange(5, dtype=np.uint32) * 6, axis=-1
+    )
+    words |= (six[..., 7].astype(np.uint32) & 3) << 30
+    last = [six[..., 5] | (six[..., 7] >> 2 & 3) << 6, six[..., 6] | six[..., 7] >> 4 << 6]
+    return np.concatenate([np.ascontiguousarray(words, "<u4").view(np.uint8), *last], axis=-1)
+
+
+def _iq4_bytes(field: Bytes) -> Bytes:
+    """The inverse: (..., 96) to (..., 16 rows, 6)."""
+    words = np.ascontiguousarray(field[..., :64]).view("<u4")
+    first, second = field[..., 64:80], field[..., 80:]
+    six = [(words >> 6 * i & 63).astype(np.uint8) for i in range(5)]
+    last = (words >> 30).astype(np.uint8) | first >> 6 << 2 | second >> 6 << 4
+    numbers = np.stack([*six, first & 63, second & 63, last], axis=-1)
+    low, high = numbers & 15, (numbers >> 4).reshape(*numbers.shape[:-1], 2, 4) << _SHIFTS
+    return np.concatenate(
+        [np.bitwise_or.reduce(high, axis=-1), low[..., ::2] | low[..., 1::2] << 4], axis=-1
+    )
+
+
+_SHIFTS = _PAIRS[:, 0, 0]
+_SIX_BIT: dict[str, dict[int, tuple[Callable[[Bytes], Bytes], Callable[[Bytes], Bytes]]]] = {
+    "q3_k": {1: (_q3_k_words, _q3_k_bytes)},
+    "q4_k": {2: (_k_words, _k_bytes)},
+    "q5_k": {2: (_k_words, _k_bytes)},
+    "iq4_xs": {1: (_iq4_words, _iq4_bytes)},
+}
+"""Of a head's fields that have six-bit numbers: how they are regrouped for a tile, and back."""
 
 
 def _joined(first: PackedTensor, second: PackedTensor) -> PackedTensor:

@@ -94,6 +94,24 @@ def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
     return d[:, :, None], m[:, :, None]
 
 
+def _q3_k_scales(packed: Bytes) -> Bytes:
+    """The 16 scales of a Q3_K block, six bits each, from twelve bytes: (n, 16)."""
+    low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)
+    high = np.concatenate([packed[:, 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
+    six: Bytes = low | high << 4
+    return six
+
+
+def _iq4_xs_scales(blocks: Bytes) -> Bytes:
+    """The 8 scales of an IQ4_XS block, six bits each: (n, 8)."""
+    nibbles = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
+    high = np.concatenate(
+        [blocks[:, at : at + 1] >> np.array([0, 2, 4, 6], np.uint8) & 3 for at in (2, 3)], axis=1
+    )
+    six: Bytes = nibbles | high << 4
+    return six
+
+
 def _unpack_affine(name: str, zero: int, blocks: Bytes, out: Floats) -> None:
     """``(code - zero) * scale``, plus or minus a minimum; a block has one or more groups."""
     scales, minima = _scales(name, blocks)  # (blocks, groups, 1)
@@ -109,11 +127,35 @@ def _unpack_affine(name: str, zero: int, blocks: Bytes, out: Floats) -> None:
 def _scales(name: str, blocks: Bytes) -> tuple[Floats, Floats | None]:
     if name in ("q4_k", "q5_k"):
         return _k_scales(blocks)
+    if name == "q2_k":
+        scales = _f16(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
+        minima = _f16(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+        return scales[:, :, None], minima[:, :, None]
+    if name == "q3_k":
+        signed = _q3_k_scales(blocks[:, 96:108]).astype(np.float32) - 32
+        return (_f16(blocks, 108) * signed)[:, :, None], None
+    if name == "tq2_0":
+        return _f16(blocks, 64)[:, None], None
     if name == "q6_k":
         scales = _f16(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32)
         return scales[:, :, None], None
     minima = _f16(blocks, 2)[:, None] if name in ("q4_1", "q5_1") else None
     return _f16(blocks, 0)[:, None], minima
+
+
+IQ4_LEVELS = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+)
+"""What IQ4_NL's and IQ4_XS' codes stand for."""
+
+
+def _unpack_iq4(name: str, blocks: Bytes, out: Floats) -> None:
+    scales = _f16(blocks, 0)
+    if name == "iq4_xs":
+        scales = scales * (_iq4_xs_scales(blocks).astype(np.float32) - 32)
+    np.take(IQ4_LEVELS, read_codes(name, blocks), out=out)
+    groups = out.reshape(*scales.shape, -1)
+    groups *= scales[:, :, None]
 
 
 # e2m1 doubled, so that it is whole, times half of the scale
@@ -132,9 +174,12 @@ _ZEROS = {
     "q5_0": 16,
     "q5_1": 0,
     "q8_0": 128,
+    "q2_k": 0,
+    "q3_k": 4,
     "q4_k": 0,
     "q5_k": 0,
     "q6_k": 32,
+    "tq2_0": 1,
 }
 
 _UNPACK: Mapping[str, Callable[[Bytes, Floats], None]] = MappingProxyType(
@@ -145,5 +190,6 @@ _UNPACK: Mapping[str, Callable[[Bytes, Floats], None]] = MappingProxyType(
         "f16": _unpack_half,
         "f8_e4m3": _unpack_f8,
         "mxfp4": _unpack_mxfp4,
+        **{name: partial(_unpack_iq4, name) for name in ("iq4_nl", "iq4_xs")},
     }
 )

@@ -7,6 +7,10 @@ import numpy as np
 from localrt.quant.formats import FORMATS, PackedTensor
 
 
+# Of the last two bytes of a block.
+_SCALES_AT = {"q3_k": 108, "q6_k": 208, "tq2_0": 64}
+
+
 def random_tensor(name: str, rows: int, cols: int, seed: int = 0) -> PackedTensor:
     """(rows, cols) in the format called ``name``: random codes, scales near 0.01."""
     rng = np.random.default_rng(seed)
@@ -26,8 +30,10 @@ def random_tensor(name: str, rows: int, cols: int, seed: int = 0) -> PackedTenso
             blocks[:, :, 0] = rng.integers(8, 60, blocks.shape[:2])
         elif name == "mxfp4":
             blocks[:, :, 0] = rng.integers(118, 124, blocks.shape[:2])
-        elif name == "q6_k":
-            blocks[:, :, 208:] = scales[:, :, :1].view(np.uint8)
+        elif name == "q2_k":
+            blocks[:, :, 80:] = scales.view(np.uint8)
+        elif name in _SCALES_AT:
+            blocks[:, :, _SCALES_AT[name] :] = scales[:, :, :1].view(np.uint8)
         else:
             blocks[:, :, :2] = scales[:, :, :1].view(np.uint8)
             minimum = name.startswith("int") and name.endswith("m")

@@ -33,7 +33,7 @@ def usable(isa: str) -> bool:
 _ISAS = ("avx512", "avxvnni", "avx2", "neon", "portable")
 ISAS = [isa for isa in _ISAS if find_library() and usable(isa)]
 # Each width, and a scale for every 16, 32 and 256 columns.
-SOME = ("f16", "q4_k", "q5_0", "q6_k", "q8_0", "nvfp4")
+SOME = ("f16", "q2_k", "q3_k", "q4_k", "q5_0", "q6_k", "q8_0", "iq4_xs", "nvfp4")
 # Every format on the best code path, some on the others.
 CASES = [(isa, name) for isa in ISAS for name in (NAMES if isa == ISAS[0] else SOME)]
 

@@ -59,7 +59,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 16
+_ABI_VERSION = 17
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -72,11 +72,11 @@ def _fields(*members: tuple[Any, str]) -> tuple[tuple[str, Any], ...]:
 
 
 # In the order of abi.h's enums. Sources are rows that the library puts into tiles.
-SOURCES = _numbered("f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q4_k q5_k q6_k mxfp4")
+SOURCES = _numbered("f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q4_k q5_k q6_k mxfp4 q2_k q3_k iq4_nl iq4_xs tq2_0")
 _LAYOUTS = {
     **_numbered("f32 f16 bf16 int4 int4m int5 int5m int6"),
     **_numbered("int8 int8m", 9),
-    **_numbered("q4_k q5_k q6_k mxfp4 nvfp4 nf4", 19),
+    **_numbered("q4_k q5_k q6_k mxfp4 nvfp4 nf4 q2_k q3_k iq4_nl iq4_xs tq2_0", 19),
 }
 ACTIVATIONS = _numbered("silu gelu_tanh swiglu_oai relu2")
 RECURRENT_KINDS = _numbered("delta ssm conv ngram")
