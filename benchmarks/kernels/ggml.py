@@ -15,7 +15,11 @@ import numpy.typing as npt
 
 __all__ = ["GgmlProduct", "find_ggml"]
 
-TYPES = {"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q8_0": 8, "q4_k": 12, "q5_k": 13, "q6_k": 14}
+TYPES = {
+    **{"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q8_0": 8},
+    **{"q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14},
+    **{"iq4_nl": 20, "iq4_xs": 23, "tq2_0": 35},
+}
 
 
 class _InitParams(Structure):

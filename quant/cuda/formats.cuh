@@ -67,6 +67,37 @@ struct Whole {
     }
 };
 
+// Whole numbers of 2 or 3 bits.
+template <int BITS_, int ZERO_, bool SIGNED_ = false>
+struct Pairs {
+    static constexpr int BITS = BITS_, ZERO = ZERO_, PLANES = 1;
+    static constexpr bool SIGNED = SIGNED_, MIXED = false;
+    static constexpr float UNIT = SIGNED ? 1.f / (1 << (8 - BITS)) : 1.f;
+    uint4 pairs[2];
+    u32 third[2];
+
+    FN void load(Pairs& w, const u8* step, const Lane& lane) {
+        for (int h = 0; h < 2; h++) {
+            w.pairs[h] = load_streamed((const uint4*)(step + h * 64 + lane.q * 16));
+            if constexpr (BITS == 3) w.third[h] = *(const u16*)(step + 128 + (4 * h + lane.t) * 8 + lane.q * 2);
+        }
+    }
+
+    FN u32 half(const Pairs& w, const Lane& lane, int row, int h) {
+        const u32 two = word(w.pairs[h], row) >> 2 * lane.t;
+        u32 codes = SIGNED ? two << (8 - BITS) & 0x03030303u << (8 - BITS) : two & 0x03030303u;
+        if constexpr (BITS == 3) {
+            constexpr u32 spread = SIGNED ? 0x10204080u : 0x00810204u, top = SIGNED ? 0x80808080u : 0x04040404u;
+            codes |= (w.third[h] >> 4 * row & 15) * spread & top;
+        }
+        return SIGNED ? codes ^ 0x80808080u : codes;
+    }
+
+    FN void operands(const Pairs& w, const Lane& lane, int row, int plane, u32& a, u32& b) {
+        a = half(w, lane, row, 0), b = half(w, lane, row, 1);
+    }
+};
+
 // Sixteen levels, by tables of magnitudes: codes below 8 in one plane, the others in another, of which
 // `NEGATIVE` is multiplied with -x. A code that is not its plane's gives 0, since no magnitude has the
 // sign that `pick` then repeats. The columns come as 4t, 16 + 4t, 4t + 1, ...: in the order of bytes.
@@ -94,6 +125,10 @@ struct E2m1 : Levels<0x03020100u, 0x0C080604u, 0x03020100u, 0x0C080604u, 1> {
 // NF4's levels as 127ths: within 0.4 % of a group's largest magnitude, as on the CPU.
 struct Nf4 : Levels<0x3243587Fu, 0x000C1724u, 0x2B1F140Au, 0x7F5C4738u, 0> {
     static constexpr float UNIT = 1.f / 127;
+};
+
+struct Iq4 : Levels<0x4153687Fu, 0x0A162331u, 0x26190D01u, 0x71594535u, 0> {
+    static constexpr float UNIT = 1;
 };
 
 // -- scales ----------------------------------------------------------------------------------------
@@ -204,8 +239,14 @@ struct E4m3Scale {  // for each 16 columns; none is negative
     FN float exact(const E4m3Scale& s, int row, int half) { return of(s, row, half); }
 };
 
-// Q4_K and Q5_K: a scale and a minimum of 6 bits for each step, times two float16 of the span. Five
-// numbers to a word, and the sixteenth in the words' top bits.
+// The i-th of sixteen numbers of 6 bits: five to a word, and the last one in the words' top bits.
+template <int ROWS>
+FN i32 six_bits(const Words<ROWS> (&w)[3], int row, int i) {
+    if (i < 15) return w[i / 5].of(w[i / 5], row) >> 6 * (i % 5) & 63;
+    return (w[0].of(w[0], row) >> 30) | (w[1].of(w[1], row) >> 30 << 2) | (w[2].of(w[2], row) >> 30 << 4);
+}
+
+// Q4_K and Q5_K: a scale and a minimum of 6 bits for each step, times two float16 of the span.
 template <int ROWS>
 struct SixBitScales {
     static constexpr bool MINIMUM = true, TWO_LEVEL = true, HALVES = false;
@@ -219,15 +260,51 @@ struct SixBitScales {
         s.dmin.load(s.dmin, head + 32, lane);
         for (int i = 0; i < 3; i++) s.words[i].load(s.words[i], head + 64 + i * 64, lane);
     }
-    FN i32 number(const SixBitScales& s, int row, int i) {
-        const Words<ROWS>* w = s.words;
-        if (i < 15) return w->of(w[i / 5], row) >> 6 * (i % 5) & 63;
-        return (w->of(w[0], row) >> 30) | (w->of(w[1], row) >> 30 << 2) | (w->of(w[2], row) >> 30 << 4);
-    }
-    FN i32 scale(const SixBitScales& s, int row, int step, int) { return number(s, row, step); }
-    FN i32 minimum(const SixBitScales& s, int row, int step) { return number(s, row, 8 + step); }
+    FN i32 scale(const SixBitScales& s, int row, int step, int) { return six_bits(s.words, row, step); }
+    FN i32 minimum(const SixBitScales& s, int row, int step) { return six_bits(s.words, row, 8 + step); }
     FN float outer(const SixBitScales& s, int row) { return s.d.of(s.d, row); }
     FN float outer_minimum(const SixBitScales& s, int row) { return -s.dmin.of(s.dmin, row); }
+};
+
+// Q3_K: a scale of 6 bits around 32 for each 16 columns, times a float16 of the span.
+template <int ROWS>
+struct SixBitHalves {
+    static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = true;
+    static constexpr int HEAD = 224;
+    static constexpr float UNIT = 1;
+    Halves<ROWS> d;
+    Words<ROWS> words[3];
+
+    FN void load(SixBitHalves& s, const u8* head, const Lane& lane) {
+        s.d.load(s.d, head, lane);
+        for (int i = 0; i < 3; i++) s.words[i].load(s.words[i], head + 32 + i * 64, lane);
+    }
+    FN i32 scale(const SixBitHalves& s, int row, int step, int half) { return six_bits(s.words, row, 2 * step + half) - 32; }
+    FN float outer(const SixBitHalves& s, int row) { return s.d.of(s.d, row); }
+};
+
+// IQ4_XS: the same for each step; five in a word, two in bytes, and the last one on top of these.
+template <int ROWS>
+struct SixBitSteps {
+    static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = false;
+    static constexpr int HEAD = 128;
+    static constexpr float UNIT = 1;
+    Halves<ROWS> d;
+    Words<ROWS> first;
+    Bytes<ROWS> bytes[2];
+
+    FN void load(SixBitSteps& s, const u8* head, const Lane& lane) {
+        s.d.load(s.d, head, lane);
+        s.first.load(s.first, head + 32, lane);
+        for (int i = 0; i < 2; i++) s.bytes[i].load(s.bytes[i], head + 96 + i * 16, lane);
+    }
+    FN i32 scale(const SixBitSteps& s, int row, int step, int) {
+        if (step < 5) return (i32)(s.first.of(s.first, row) >> 6 * step & 63) - 32;
+        const u32 a = s.bytes[0].of(s.bytes[0], row, 0), b = s.bytes[1].of(s.bytes[1], row, 0);
+        if (step < 7) return (i32)((step == 5 ? a : b) & 63) - 32;
+        return (i32)((s.first.of(s.first, row) >> 30) | (a >> 6 & 3) << 2 | (b >> 6 & 3) << 4) - 32;
+    }
+    FN float outer(const SixBitSteps& s, int row) { return s.d.of(s.d, row); }
 };
 
 // Q6_K: a signed byte for each 16 columns, times a float16 of the span.

@@ -6,7 +6,6 @@ import numpy as np
 
 from localrt.quant.formats import FORMATS, PackedTensor
 
-
 # Of the last two bytes of a block.
 _SCALES_AT = {"q3_k": 108, "q6_k": 208, "tq2_0": 64}
 

@@ -72,7 +72,9 @@ def _fields(*members: tuple[Any, str]) -> tuple[tuple[str, Any], ...]:
 
 
 # In the order of abi.h's enums. Sources are rows that the library puts into tiles.
-SOURCES = _numbered("f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q4_k q5_k q6_k mxfp4 q2_k q3_k iq4_nl iq4_xs tq2_0")
+SOURCES = _numbered(
+    "f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q4_k q5_k q6_k mxfp4 q2_k q3_k iq4_nl iq4_xs tq2_0"
+)
 _LAYOUTS = {
     **_numbered("f32 f16 bf16 int4 int4m int5 int5m int6"),
     **_numbered("int8 int8m", 9),

@@ -28,8 +28,11 @@ from localrt.quant.ops.cuda.kernels.variants import Cut
 from localrt.quant.ops.recurrent import RecurrentSpec
 
 # Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
-# processor, a tenth is a ninth of what a card issues.
-BOUNDS = {"q8_0": 0.05, "int4-g32": 0.06, "q4_0": 0.06, "q4_k": 0.06}
+# processor, a tenth is a ninth of what a card issues. Of 3 and 2 bits, a byte has more codes.
+BOUNDS = {
+    **{"q8_0": 0.05, "int4-g32": 0.06, "q4_0": 0.06, "q4_k": 0.06},
+    **{"q3_k": 0.21, "tq2_0": 0.12},
+}
 ELSEWHERE = ("q4_0", "q4_k", "q6_k", "mxfp4", "nvfp4")
 
 SMALL: dict[str, dict[str, object]] = {

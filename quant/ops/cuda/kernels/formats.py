@@ -11,7 +11,7 @@ from localrt.quant.formats.affine import AFFINE, AffineCodec
 
 __all__ = ["TYPES", "steps_at_once"]
 
-_SPANS = {"q4_k": 8, "q5_k": 8, "q6_k": 8, "nf4": 2}
+_SPANS = {**dict.fromkeys(("q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "tq2_0"), 8), "nf4": 2}
 
 
 def _affine(codec: AffineCodec) -> str:
@@ -27,9 +27,13 @@ TYPES = MappingProxyType(
         "q5_0": "Packed<Whole<5, 16>, HalfScale, 1>",
         "q5_1": "Packed<Whole<5, 0>, HalfScaleAndMinimum, 1>",
         "q8_0": "Packed<Whole<8, 128>, HalfScale, 1>",
+        "q3_k": "Packed<Pairs<3, 0, true>, SixBitHalves, 8>",
         "q4_k": "Packed<Whole<4, 0>, SixBitScales, 8>",
         "q5_k": "Packed<Whole<5, 0>, SixBitScales, 8>",
         "q6_k": "Packed<Whole<6, 0, true>, ByteScales, 8>",
+        "iq4_nl": "Packed<Iq4, HalfScale, 1>",
+        "iq4_xs": "Packed<Iq4, SixBitSteps, 8>",
+        "tq2_0": "Packed<Pairs<2, 1>, HalfScale, 8>",
         "mxfp4": "Packed<E2m1, E8m0Scale, 1>",
         "nvfp4": "Packed<E2m1, E4m3Scale, 1>",
         "nf4": "Packed<Nf4, HalfScale, 2>",
