@@ -20,6 +20,7 @@ from localrt.models.checkpoints.gguf_names import (
     hf_tensor_name,
 )
 from localrt.models.checkpoints.latent_tensors import latent_tensors
+from localrt.models.checkpoints.regrouped_rows import regrouped
 from localrt.models.checkpoints.rotary_rows import rotary_rows
 from localrt.models.checkpoints.stored_tensor import (
     RowSource,
@@ -69,7 +70,7 @@ class GgufCheckpoint(SourcedCheckpoint):
                 sources = in_models_form(sources, self.config)
             if self.architecture in INTERLEAVED_ROTARY:
                 sources |= rotary_rows(stored, self.config, self.path)
-            super().__init__(sources)
+            super().__init__({name: regrouped(source) for name, source in sources.items()})
         except BaseException:
             self.close()
             raise

@@ -19,6 +19,7 @@ from localrt.quant.formats.ggml import (
     Q5_K,
     Q6_K,
     Q8_0,
+    TQ2_0,
 )
 from localrt.quant.formats.nf4 import NF4
 from localrt.quant.formats.pack import assemble, codec_of, pack
@@ -46,6 +47,7 @@ __all__ = [
     "Q5_K",
     "Q6_K",
     "Q8_0",
+    "TQ2_0",
     "AffineCodec",
     "Codec",
     "Exactness",

@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -367,3 +369,22 @@ def test_real_models_open_and_no_tensor_keeps_a_foreign_name(name):
         model.config["vocab_size"],
         model.config["hidden_size"],
     )
+
+
+@pytest.mark.parametrize(("kind", "ours"), [("nvfp4", "nvfp4"), ("tq1_0", "tq2_0")])
+def test_types_that_we_keep_in_another_form_are_the_same_numbers(tmp_path, kind, ours):
+    packed = packed_rows(kind, 9, 512)
+    if kind == "nvfp4":
+        scales = packed.reshape(9, -1, 36)[..., :4]
+        scales[...] = np.minimum(scales, 0xFE)
+        scales[1, 0] = 0x7F  # 0, as ggml has it
+    model = open_model(tmp_path, "llama", {**ATTENTION, "blk.0.ffn_up.weight": (packed, kind)})
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensor = model.read(name, 1, 8)
+    assert tensor.format.name == ours
+    info = model.tensors[name]
+    assert info.nbytes == 9 * info.format.row_bytes(512)
+    with np.errstate(all="ignore"):
+        expected = dequantize(packed, GGMLQuantizationType[kind.upper()])
+    np.testing.assert_array_equal(unpack(tensor), expected[1:8])
+    assert np.array_equal(unpack(next(iter(model.blocks(name, 1)))), unpack(model.read(name, 0, 1)))
