@@ -37,10 +37,10 @@ def read_codes(name: str, blocks: Bytes) -> Bytes:
     if name == "iq4_xs":
         return _nibbles(blocks[:, -128:].reshape(count, 8, 16)).reshape(count, 256)
     if name in _PAIRS_AT:  # each half block: 4 runs of 32 share 32 bytes of pairs
-        pairs = blocks[:, _PAIRS_AT[name]].reshape(count, 2, 1, 32) >> _PAIRS & 3
+        pairs: Bytes = blocks[:, _PAIRS_AT[name]].reshape(count, 2, 1, 32) >> _PAIRS & 3
         if name == "q3_k":  # byte i of the high bits holds bit 2 of weight i of each group of 32
-            high = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-            pairs |= high.reshape(count, 2, 4, 32) << 2
+            third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+            pairs |= third.reshape(count, 2, 4, 32) << 2
         three: Bytes = pairs.reshape(count, 256)
         return three
     if name in ("q5_0", "q5_1"):

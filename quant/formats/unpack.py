@@ -129,8 +129,8 @@ def _scales(name: str, blocks: Bytes) -> tuple[Floats, Floats | None]:
         return _k_scales(blocks)
     if name == "q2_k":
         scales = _f16(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
-        minima = _f16(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
-        return scales[:, :, None], minima[:, :, None]
+        least = _f16(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
+        return scales[:, :, None], least[:, :, None]
     if name == "q3_k":
         signed = _q3_k_scales(blocks[:, 96:108]).astype(np.float32) - 32
         return (_f16(blocks, 108) * signed)[:, :, None], None
