@@ -19,6 +19,7 @@ SOURCES = (
     "kernels_avx512",
     "kernels_avxvnni",
     "kernels_neon",
+    "codebook_vbmi",
     "library",
     "pool",
     "tile",

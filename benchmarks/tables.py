@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.adapters.tables import adapters_table
 from benchmarks.app.tables import app_table
 from benchmarks.common.command import RESULTS, ROOT, make_parser
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.hybrids.tables import flash_next_table, hybrids_table, remembering_table
+from benchmarks.kernels.files import types_table
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.kv.tables import kv_table
 from benchmarks.moe.tables import experts_table, ssd_table
@@ -109,6 +111,8 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "experts": experts_table,
     "experts_ssd": ssd_table,
     "gpu_check": gpu_tables,
+    "adapters": adapters_table,
+    "types": types_table,
     "flash_next": flash_next_table,
     "hybrids": hybrids_table,
     "hybrids-remembering": remembering_table,

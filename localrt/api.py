@@ -37,6 +37,7 @@ __all__ = ["Model", "ModelInfo", "load"]
 def load(
     model: str | Path = "smollm2",
     *,
+    adapters: Mapping[str, str | Path] | None = None,
     engine: str = "auto",
     format: str | None = None,
     device: str = "auto",
@@ -57,6 +58,8 @@ def load(
 
     Args:
         model: a hub id (``org/name``, ``org/name:Q4_K_M``), a folder or .gguf file, or ``smollm2``.
+        adapters: LoRA adapters by the names that ``adapter=`` of a request has for them: PEFT's
+            folders, ``.gguf`` files, or hub ids.
         engine: ``"native"``, ``"llamacpp"``, or ``"auto"``: native where it knows the architecture,
             else llamacpp for a GGUF file.
         format: None keeps weights as they were published: quantized ones stay so. ``"bf16"`` or
@@ -107,6 +110,7 @@ def load(
         open_core(
             str(model),
             options,
+            adapters={name: str(path) for name, path in (adapters or {}).items()},
             draft=draft,
             revision=revision,
             offline=offline,
@@ -128,6 +132,11 @@ class Model(Closing):
         self.name = core.name
         self.info = core.info
         self.defaults = core.defaults
+
+    def __repr__(self) -> str:
+        """What it is, and where it runs."""
+        info = self.info
+        return f"<localrt.Model {self.name!r}: {info.format} on {info.device} ({info.engine})>"
 
     # -- text ------------------------------------------------------------------------------------
 
@@ -156,8 +165,8 @@ class Model(Closing):
             on_progress: called with ``Progress`` while the prompt is computed.
             options: those of ``Options`` and ``Sampling``: ``max_tokens``, ``temperature``,
                 ``top_k``, ``top_p``, ``seed``, ``stop``, ``logprobs``, ``json_schema``,
-                ``tool_choice``, ``draft`` and others. One that is None or left out has its value in
-                ``defaults``, or its own.
+                ``tool_choice``, ``draft``, ``adapter`` and others. One that is None or left out has
+                its value in ``defaults``, or its own.
 
         Raises:
             OptionError: an unknown option or an impossible value, or no prompt.
@@ -320,7 +329,13 @@ class Model(Closing):
             return len(self.tokenize(prompt))
         return len(self._core.requests.render(prompt))
 
-    def logits(self, token_ids: Sequence[int], *, first: int = 0) -> Iterator[Logits]:
+    def logits(
+        self,
+        token_ids: Sequence[int],
+        *,
+        first: int = 0,
+        adapter: str | Mapping[str, float] | None = None,
+    ) -> Iterator[Logits]:
         """Logits after each token from index ``first`` on, for measuring a model.
 
         Float32 pieces (n, vocab) in order, n at most 64, each the caller's own.
@@ -333,7 +348,8 @@ class Model(Closing):
         if len(ids) > core.ctx:
             raise ContextOverflowError(f"{len(ids)} tokens do not fit a context of {core.ctx}")
         check_ids(ids, self.info.vocab_size)
-        return core.engine.logits(ids, first=first)
+        chosen = adapter if adapter is not None else self.defaults.get("adapter")
+        return core.engine.logits(ids, first=first, mix=core.adapters.mix(chosen))
 
     def embed(
         self,
@@ -355,6 +371,35 @@ class Model(Closing):
             CancelledError: ``cancel`` was set.
         """
         return embed(self._core, texts, pooling=pooling, normalize=normalize, cancel=cancel)
+
+    # -- adapters --------------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that a request may ask for."""
+        return self._core.adapters.names
+
+    def add_adapter(self, name: str, path: str | Path) -> None:
+        """Have requests know the LoRA adapter at ``path`` by ``name``, from the next one on.
+
+        A PEFT folder (LoRA, rsLoRA, DoRA), a ``.gguf`` file, or a hub id. The weights of the model
+        are not read again; answers with different adapters share passes.
+
+        Raises:
+            OptionError: the name is taken.
+            ModelNotFoundError, CheckpointError, UnsupportedModelError: there is none, it is
+                damaged, of another model, or of a kind that is not read.
+            MemoryBudgetError: there is no room for it beside those in use.
+        """
+        self._core.add_adapter(name, str(path))
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. Answers that are on their way with it end with an error.
+
+        Raises:
+            OptionError: there is none of that name.
+        """
+        self._core.adapters.remove(name)
 
     # -- what it is doing ------------------------------------------------------------------------
 

@@ -88,6 +88,10 @@ class ChatModel(Protocol):
     defaults: dict[str, Any]
     info: ModelInfo
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names that the option ``adapter`` may have; none where a server does not tell."""
+
     def chat(
         self,
         system: str | None = None,

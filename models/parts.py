@@ -143,7 +143,8 @@ class Embedding:
 
     def __call__(self, state: PassState) -> None:
         """``state.x``, for the batch's tokens."""
-        state.x = state.ops.embed(self.table, state.step, self.scale)
+        rows = state.ops.embed(self.table, state.step, self.scale)
+        state.x = state.ops.adapt_tokens(rows, state.step, self.scale)
 
 
 class Attention:
@@ -262,7 +263,13 @@ class Head:
     def __call__(self, state: PassState) -> None:
         """Fill ``state.logits``."""
         logits = state.ops.head(
-            state.x, state.wanted, self.norm, self._eps, self.weight, self._softcap
+            state.x,
+            state.wanted,
+            self.norm,
+            self._eps,
+            self.weight,
+            self._softcap,
+            self._first_row,
         )
         self.fill(state, logits)
 

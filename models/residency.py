@@ -78,6 +78,11 @@ class Residency:
     experts: Sequence[Experts] = ()  # of the sparse layers
     memory = WeightMemory()
 
+    @property
+    def implementations(self) -> tuple[Ops, ...]:
+        """All that compute passes."""
+        return (self.ops,)
+
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:

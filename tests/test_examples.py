@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import localrt
 from tests.conftest import write_tiny_model
@@ -179,7 +181,23 @@ def test_the_guide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
     assert len(blocks) > 8
     monkeypatch.chdir(tmp_path)
+    for name in ("style", "facts", "third"):
+        save_adapter(tmp_path / name)
     run_cells(blocks, path, monkeypatch)
+
+
+def save_adapter(folder: Path) -> None:
+    """One of rank 4 for SmolLM2's first queries."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    rng = np.random.default_rng(0)
+    shapes = {"A": (4, 576), "B": (576, 4)}
+    save_file(
+        {name.format(k): rng.normal(0, 0.02, s).astype(np.float32) for k, s in shapes.items()},
+        folder / "adapter_model.safetensors",
+    )
 
 
 def run_cells(cells: list[str], path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ COMMANDS = (
     Entry("system", "[TEXT]", "show or set the system prompt"),
     Entry("set", "[NAME VALUE]", "list or set options; none resets one"),
     Entry("preset", "[NAME]", "use a preset, or list them"),
+    Entry("adapter", "[NAME]", "use one of the model's adapters (none: no one), or list them"),
     Entry("config", "", "options, presets, theme, keys", "app.settings", idle=False),
     Entry("models", "[WORDS]", "list, search, download and load models", idle=False),
     Entry("panel", "", "show or hide memory, disk, why not faster", "panel", idle=False),
@@ -101,6 +102,7 @@ OPTIONS = {
     "regex": "Answers match this regular expression as a whole.",
     "thinking": "on, off, or how much: low, medium, high; unset is as the model does.",
     "thinking_tokens": "The longest thinking, in tokens; the answer then begins. 0 is off.",
+    "adapter": 'One of the model\'s adapters, or several: {"a": 0.7, "b": 0.3}; see /adapter.',
     "ignore_eos": "true: go on where the model would end its answer.",
 }
 

@@ -192,6 +192,7 @@ class ChargedOps:
 
     name = compute_format = "charged"
     device = "none"
+    adapters = None
 
     def __init__(self, kernels: Kernels, charges: Charges, *, seed: int = 0) -> None:
         self._kernels, self._charges = kernels, charges
@@ -230,6 +231,9 @@ class ChargedOps:
         rows = len(step.tokens if tokens is None else tokens) * each
         self._moved(rows * table.shape[1])
         return np.empty((rows, table.shape[1]), np.float32)
+
+    def adapt_tokens(self, x: Any, step: Any, scale: float) -> Any:
+        return x
 
     def norm_qkv_rope_append(self, x: Any, weights: Any, spec: Any, step: Any, layer: int) -> Any:
         rows = weights.qkv.shape[0]
@@ -293,7 +297,14 @@ class ChargedOps:
         return x
 
     def head(
-        self, x: Any, rows: Any, norm: Any, eps: float, weight: _Weight, softcap: Any = None
+        self,
+        x: Any,
+        rows: Any,
+        norm: Any,
+        eps: float,
+        weight: _Weight,
+        softcap: Any = None,
+        first_row: int = 0,
     ) -> Any:
         self._product(weight, len(rows))
         return np.zeros((len(rows), weight.shape[0]), np.float32)

@@ -6,6 +6,7 @@ No download and no file; codes are random, scales keep a matrix's products near 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.quant.formats import BF16, F32, FORMATS, Format, PackedTensor
+from localrt.quant.formats.codebook import CODEBOOKS, join_fields, split_fields
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 
 __all__ = ["RandomCheckpoint", "RandomPackedCheckpoint", "random_packed"]
@@ -46,6 +48,10 @@ def random_packed(name: str, rows: int, columns: int, *, seed: int = 0) -> Packe
         blocks[..., 80:82], blocks[..., 82:] = halves, (1.5 * scales)[..., None].view(np.uint8)
     elif name in ("q3_k", "tq2_0"):
         blocks[..., -2:] = halves
+    elif name in CODEBOOKS:
+        fields = split_fields(name, blocks.reshape(-1, format_.block_bytes))
+        scaled = replace(fields, d=(scales / 24).astype(np.float16).view(np.uint16).reshape(-1))
+        blocks[...] = join_fields(name, scaled).reshape(blocks.shape)
     else:
         blocks[..., :2] = halves
         if name in ("q4_k", "q5_k"):  # six-bit scales and minima of about 32 each

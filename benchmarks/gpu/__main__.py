@@ -40,6 +40,7 @@ CHECKS = {
     "products": ("kernels", "check_products"),
     "one-row": ("kernels", "check_one_row"),
     "batches": ("kernels", "check_batches"),
+    "low-bit": ("kernels", "check_low_bit"),
     "peers": ("peers", "check_peers"),
     "loaded": ("loaded", "check_loaded"),
     "logits": ("models", "check_logits"),

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from benchmarks.gpu.timing import (
 )
 from localrt.errors import LocalrtError
 from localrt.quant.formats import unpack
+from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.tiled import tile
 from localrt.quant.ops.cuda.kernels import products
 from localrt.quant.ops.cuda.kernels.products import TiledMatrix, linear_program, quantize
@@ -44,6 +46,10 @@ from localrt.quant.ops.cuda.kernels.variants import Case, Cut, best_cut
 from localrt.settings import Settings
 
 FOUR_BIT = ("int4-g32", "int4-g128", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_k")
+LOW_BIT = (
+    *("q2_k", "q3_k", "iq4_nl", "iq4_xs", "tq2_0"),
+    *("iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m"),
+)
 OTHERS = ("q4_1", "q5_0", "q6_k", "q8_0", "int4-g32m", "int8-g128m")
 SHAPES = ((4096, 4096), (14336, 4096))
 PARTS = Cut(pairs=1, groups=1, parts=4)  # what short matrices get
@@ -74,6 +80,11 @@ def check_copy(device: str) -> list[Result]:
 def check_products(device: str) -> list[Result]:
     """Every format against float64; a row's bits for any number of rows."""
     names = (*FOUR_BIT, *OTHERS) if device.startswith("cuda") else ("int4-g32", "nvfp4")
+    return of_each(names, device)
+
+
+def of_each(names: Sequence[str], device: str) -> list[Result]:
+    """``product`` of each format."""
     results = []
     for name in names:
         results += guarded(f"product {name}", lambda n=name: [product(n, device)])
@@ -140,10 +151,24 @@ def check_one_row(device: str) -> list[Result]:
 
 
 def check_batches(device: str) -> list[Result]:
-    """Every format, 1 to 64 rows: microseconds, against cuBLAS, and per clock and processor."""
+    """1 to 64 rows: microseconds, against cuBLAS, and per clock and processor."""
+    return batches_of((*FOUR_BIT, *OTHERS) if device.startswith("cuda") else FOUR_BIT[:1], device)
+
+
+def check_low_bit(device: str) -> list[Result]:
+    """``check_products`` and ``check_batches`` of GGUF's uneven levels, codebooks, 2 and 3 bits."""
+    names = LOW_BIT if device.startswith("cuda") else ("q2_k", "iq2_xs")
+    results = []
+    if find_spec("gguf") is None:
+        names = tuple(name for name in names if name not in CODEBOOKS)
+        results.append(Result("codebooks", True, values={"not run": "gguf is not installed"}))
+    return results + of_each(names, device) + batches_of(names, device)
+
+
+def batches_of(names: tuple[str, ...], device: str) -> list[Result]:
+    """``check_batches`` of each format."""
     cuda = device.startswith("cuda")
-    shape = SHAPES[1] if cuda else (32, 64)
-    names = (*FOUR_BIT, *OTHERS) if cuda else FOUR_BIT[:1]
+    shape = SHAPES[1] if cuda else (32, 256)
     counts = BATCHES if cuda else BATCHES[:1]
     results = []
     if cuda:

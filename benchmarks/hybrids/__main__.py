@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import cited_command, make_parser
+from benchmarks.common.contest import hold_contest
 from benchmarks.common.record import load, pending, save_row, setting
-from benchmarks.hybrids.contest import hold_contest
 from benchmarks.hybrids.files import model_file
 from benchmarks.hybrids.memory import edit_last_turn, fill_context, guess, resume_chat
 from localrt.bench.outcome import BenchOptions

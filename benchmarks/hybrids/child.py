@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import localrt
-from benchmarks.hybrids.contest import token_ids
+from benchmarks.common.contest import token_ids
 from localrt.bench.child import serve
 from localrt.offload.pipeline.ngram_table import NgramTable
 

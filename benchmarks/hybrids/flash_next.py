@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import cited_command, make_parser
+from benchmarks.common.contest import token_ids
 from benchmarks.common.record import save, setting
-from benchmarks.hybrids.contest import token_ids
 from benchmarks.hybrids.files import model_file
 from benchmarks.hybrids.tables import flash_next_table
 from localrt.bench.process import ChildProcess, child_command

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hybrids.contest import token_ids
+from benchmarks.common.contest import token_ids
 from localrt.bench.engines import Launch
 from localrt.bench.process import ChildProcess, child_command
 from localrt.errors import LocalrtError

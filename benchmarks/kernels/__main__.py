@@ -14,6 +14,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from benchmarks.common.command import cited_command, listed, make_parser
 from benchmarks.common.random_weights import random_packed
 from benchmarks.common.record import Record, save, setting
 from benchmarks.common.timing import by_turns
-from benchmarks.kernels.ggml import TYPES, GgmlProduct, find_ggml
+from benchmarks.kernels.ggml import TYPES, GgmlProduct, NotRepackedError, find_ggml
 from benchmarks.kernels.tables import kernels_table
 from localrt.machine import hardware
 from localrt.quant.formats import FORMATS
@@ -118,7 +119,8 @@ def products(ops: NativeOps, ggml: Any, name: str, rows: Sequence[int]) -> Itera
             theirs = {}
             if ggml is not None and name in TYPES:
                 for kind in ("repacked", "plain"):
-                    theirs[kind] = GgmlProduct(ggml, kind, name, shape, data, x)
+                    with suppress(NotRepackedError):
+                        theirs[kind] = GgmlProduct(ggml, kind, name, shape, data, x)
             peers = {kind: product.run for kind, product in theirs.items()}
             yield Line(name, shape, many, weights[0].nbytes, count, ours, peers)
             for product in theirs.values():

@@ -13,13 +13,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["GgmlProduct", "find_ggml"]
+from localrt.quant.formats.ggml import GGML_FORMATS
+
+__all__ = ["GgmlProduct", "NotRepackedError", "find_ggml"]
 
 TYPES = {
-    **{"f32": 0, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q8_0": 8},
-    **{"q2_k": 10, "q3_k": 11, "q4_k": 12, "q5_k": 13, "q6_k": 14},
-    **{"iq4_nl": 20, "iq4_xs": 23, "tq2_0": 35},
+    format_.name: number for number, format_ in GGML_FORMATS.items() if number not in (1, 30, 39)
 }
+"""The number of every type that is measured here."""
+
+_NAME_BYTES = 64  # of a tensor; what a buffer keeps of it lies behind
+
+
+class NotRepackedError(Exception):
+    """ggml has no other layout for a type's weights than the file's."""
 
 
 class _InitParams(Structure):
@@ -35,6 +42,7 @@ class _Ggml:
         signatures = {
             "ggml_init": (c_void_p, _InitParams),
             "ggml_new_tensor_2d": (c_void_p, c_void_p, c_int, c_int64, c_int64),
+            "ggml_get_name": (c_void_p, c_void_p),
             "ggml_mul_mat": (c_void_p, c_void_p, c_void_p, c_void_p),
             "ggml_new_graph": (c_void_p, c_void_p),
             "ggml_build_forward_expand": (None, c_void_p, c_void_p),
@@ -69,7 +77,11 @@ def find_ggml(threads: int) -> _Ggml | None:
 
 
 class GgmlProduct:
-    """``weights`` (n matrices as GGUF rows) times x: ``run(i)`` computes with the i-th."""
+    """``weights`` (n matrices as GGUF rows) times x: ``run(i)`` computes with the i-th.
+
+    Raises:
+        NotRepackedError: ``kind`` is repacked, and ggml does not do that to this type.
+    """
 
     def __init__(
         self,
@@ -89,6 +101,11 @@ class GgmlProduct:
         self._buffers = [ggml.ggml_backend_alloc_ctx_tensors_from_buft(self._weights, buffer_type)]
         if not self._buffers[0]:
             raise RuntimeError(f"ggml cannot keep {format_name} {kind}")
+        extra = c_void_p.from_address(ggml.ggml_get_name(tensors[0]) + _NAME_BYTES)
+        if kind == "repacked" and not extra.value:
+            ggml.ggml_backend_buffer_free(self._buffers[0])
+            ggml.ggml_free(self._weights)
+            raise NotRepackedError(format_name)
         for tensor, data in zip(tensors, weights, strict=True):
             ggml.ggml_backend_tensor_set(tensor, data.ctypes.data, 0, data.nbytes)
         self._context = ggml.ggml_init(_InitParams(64 << 20, None, True))

@@ -1,7 +1,8 @@
 """The quality table: formats and methods, against float32 and against other libraries.
 
     python -m benchmarks.quality --text prose.txt [--models smollm2,./model.gguf]
-        [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--peers bnb-nf4] [--tokens 8192]
+        [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--peers bnb-nf4] [--mixes 3.5]
+        [--tokens 8192]
     python -m benchmarks.quality --text prose.txt --speeds
 
 The reference of a model is its published weights, unpacked, in float32. Rows are printed and saved
@@ -21,6 +22,7 @@ from typing import Any
 from benchmarks.common.command import find_model, listed, make_parser
 from benchmarks.common.record import Record, load, save, setting
 from benchmarks.quality.bench import Bench, Row, jobs
+from benchmarks.quality.ggml import GGML_PEERS
 from benchmarks.quality.peers import PEERS, peer_package
 from benchmarks.quality.rows import Measure
 from benchmarks.quality.speeds import measure_speeds
@@ -101,7 +103,7 @@ def _rows(
         cache=options.cache,
         work=options.work,
     )
-    todo = jobs(options.formats, options.methods, options.peers)
+    todo = jobs(options.formats, options.methods, options.peers, options.mixes)
     missing = [job for job in todo if (bench.name, job.name) not in results]
     if missing:
         results.put("references", [bench.reference_row()], "model")
@@ -137,14 +139,21 @@ def describe(row: Row) -> str:
     return f"{row['model']}  {row['name']:16s} {'; '.join(scores)}"
 
 
+def _bits(text: str) -> list[float]:
+    return [float(each) for each in text.split(",")]
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    peers = (*PEERS, "llamacpp")
+    peers = (*PEERS, *GGML_PEERS, "llamacpp")
     cache = Path(tempfile.gettempdir()) / "localrt-quality"
     parser = make_parser(__doc__, results="quality")
     parser.add_argument("--models", type=listed(), default=list(MODELS))
     parser.add_argument("--formats", type=listed(CODECS), default=list(FORMATS))
     parser.add_argument("--methods", type=listed(METHODS), default=list(METHODS))
-    parser.add_argument("--peers", type=listed(peers), default=list(peers), help="may be empty")
+    parser.add_argument("--mixes", type=_bits, default=[], help="bits per weight, like 3.44,4")
+    parser.add_argument(
+        "--peers", type=listed(peers), default=[*PEERS, "llamacpp"], help="may be empty"
+    )
     parser.add_argument("--text", type=Path, required=True, help="passages between blank lines")
     parser.add_argument("--python-source", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tokens", type=int, default=8192, help="of each text")

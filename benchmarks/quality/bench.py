@@ -9,13 +9,17 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 import localrt
+from benchmarks.quality.ggml import GGML_PEERS, importance_matrix
 from benchmarks.quality.peers import PEERS
 from benchmarks.quality.rows import (
     Measure,
@@ -30,6 +34,7 @@ from benchmarks.quality.texts import Corpus, interleaved
 from localrt.errors import LocalrtError
 from localrt.quant.formats import CODECS
 from localrt.quant.methods import default_method
+from localrt.quantizing.mix import MIX_METHOD
 from localrt.quantizing.quantize import Recipe, quantize_model
 
 __all__ = ["Bench", "Job", "Row", "jobs"]
@@ -41,25 +46,36 @@ _MOST_CALIBRATED_BITS = 5.1  # above, rounding to nearest loses next to nothing
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A row to make: a format by a method, a peer, or the published weights on an engine."""
+    """A row to make: a format by a method, a mix of so many bits, a peer, or the published weights
+    on an engine.
+    """
 
     name: str
     format: str | None = None
+    bits: float | None = None
     method: str | None = None
     peer: str | None = None
     engine: str = "native"
 
 
-def jobs(formats: Sequence[str], methods: Sequence[str], peers: Sequence[str]) -> Iterator[Job]:
+def jobs(
+    formats: Sequence[str],
+    methods: Sequence[str],
+    peers: Sequence[str],
+    mixes: Sequence[float] = (),
+) -> Iterator[Job]:
     """All rows of a model. Wider formats than four bits are rounded to nearest only."""
     yield Job("published")
     for peer in peers:
-        yield Job(peer, peer=peer) if peer in PEERS else Job(peer, engine=peer)
+        is_library = peer in PEERS or peer in GGML_PEERS
+        yield Job(peer, peer=peer) if is_library else Job(peer, engine=peer)
     for name in formats:
         format_ = CODECS[name].format
         for method in methods:
             if method == "rtn" or format_.bits_per_weight <= _MOST_CALIBRATED_BITS:
                 yield Job(f"{name} {method}", format=name, method=method)
+    for bits in mixes:
+        yield Job(f"mix of {bits:g} bits", bits=bits, method=MIX_METHOD)
 
 
 class Bench:
@@ -120,15 +136,19 @@ class Bench:
         try:
             if job.peer is not None:
                 row["scores"], row["bits_per_weight"] = peer_scores(
-                    self.source, job.peer, self.references, self._measure
+                    self.source,
+                    job.peer,
+                    self.references,
+                    self._measure,
+                    self._importance if job.peer in GGML_PEERS else None,
                 )
-            elif job.format is None:
+            elif job.method is None:
                 self._run(row, self.source, job.engine)
             else:
                 with tempfile.TemporaryDirectory(dir=self._work) as folder:
                     store = Path(folder) / "store"
                     start = time.perf_counter()
-                    row.update(self._quantize(job.format, job.method, store))
+                    row.update(self._quantize(job, store))
                     row["quantize_s"] = time.perf_counter() - start
                     self._run(row, store, "native")
         except LocalrtError as error:
@@ -148,22 +168,30 @@ class Bench:
         if engine == "native":
             row["scores"] += float_scores(source, references, measure)
 
-    def _quantize(self, format_: str, method: str | None, store: Path) -> Row:
+    def _quantize(self, job: Job, store: Path) -> Row:
         """Write the store; what there is to say about it."""
-        text = None if method == "rtn" else self._calibration_ids
         recipe = Recipe(
-            format_,
-            method=method,
-            calibration=text,
+            job.format,
+            method=job.method,
+            calibration=None if job.method == "rtn" else self._calibration_ids,
             calibration_tokens=self._calibration_tokens,
+            bits=job.bits,
         )
-        report = quantize_model(self.source, store, recipe)
+        # Of several mixes the first measures what formats cost.
+        report = quantize_model(self.source, store, recipe, losses=self._cache / "losses")
+        calibrated = job.format and default_method(CODECS[job.format].format, calibrated=True)
         return {
-            "default": method == default_method(CODECS[format_].format, calibrated=True),
+            "default": job.method == (calibrated or MIX_METHOD),
             "calibration_tokens": report.calibration_tokens,
             "head_format": report.head_format,
             "fallbacks": dict(Counter(report.fallbacks.values())),
+            "formats": dict(report.formats),
+            "loss": report.loss,
         }
+
+    @cached_property
+    def _importance(self) -> Mapping[str, npt.NDArray[np.float32]]:
+        return importance_matrix(self.source, self._calibration_ids)
 
     @cached_property
     def _calibration_ids(self) -> list[int]:

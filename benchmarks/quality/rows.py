@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 import localrt
+from benchmarks.quality import ggml
 from benchmarks.quality.peers import PEERS
 from benchmarks.quality.texts import Corpus
 from localrt.engine.protocol import Logits
@@ -29,7 +30,7 @@ from localrt.evaluating.scoring import Tally, log_softmax
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.ops.torch.ops import STARTS, TorchOps
 
 __all__ = [
     "Measure",
@@ -149,19 +150,36 @@ def float_scores(source: Path, references: Sequence[Reference], measure: Measure
 
 
 def peer_scores(
-    source: Path, peer: str, references: Sequence[Reference], measure: Measure
+    source: Path,
+    peer: str,
+    references: Sequence[Reference],
+    measure: Measure,
+    importance: Mapping[str, npt.NDArray[np.float32]] | None = None,
 ) -> tuple[Scores, float]:
-    """Scores of the layers' weights as another library leaves them, and its bits per weight."""
+    """Scores of the layers' weights as another library leaves them, and its bits per weight.
+
+    ``importance`` is llama.cpp's, by tensors' names.
+    """
     decoder = _decoder(source, measure.ctx)
     weights = nbytes = 0
     with decoder.ops.scope():
         for part in decoder.residency.body[1:]:  # behind the embedding
             for matrix in part.layer.matrices().values():
-                restored = PEERS[peer](matrix.float().cpu().numpy().copy())
+                values = matrix.float().cpu().numpy().copy()
+                if importance is None:
+                    restored = PEERS[peer](values)
+                else:
+                    restored = ggml.quantized(peer, values, importance[_first_name(matrix)])
                 matrix.copy_(torch.from_numpy(restored.values))
                 weights += restored.values.size
                 nbytes += restored.nbytes
     return _scores_of(decoder, references), 8 * nbytes / weights
+
+
+def _first_name(matrix: torch.Tensor) -> str:
+    """Of the tensors that a matrix was made of, which share their input."""
+    names: Mapping[str, int] = getattr(matrix, STARTS)
+    return next(iter(names))
 
 
 def _scores_of(decoder: Any, references: Sequence[Reference]) -> Scores:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
+from benchmarks.quality.ggml import GGML_PEERS
 from localrt.formatting import format_rate
 from localrt.quant.methods import METHODS
 
@@ -18,8 +19,9 @@ __all__ = ["full_tables", "short_table"]
 Record = dict[str, Any]
 Row = dict[str, Any]
 
-_SHORT_FORMATS = ("int4-g32", "nf4", "mxfp4", "nvfp4")
-_SHORT_PEERS = ("bnb-nf4", "bnb-fp4", "hqq-g64")
+_SHORT_FORMATS = ("int4-g32", "nf4", "mxfp4", "nvfp4", "q3_k", "q2_k")
+_SHORT_PEERS = ("bnb-nf4", "bnb-fp4", "hqq-g64", *GGML_PEERS)
+_MIX = "mix of "
 _NAMES = {
     "published": "as published",
     "llamacpp": "as published, llama.cpp",
@@ -28,6 +30,10 @@ _NAMES = {
     "bnb-fp4": "bitsandbytes FP4",
     "hqq-g64": "hqq, 4 bits, groups of 64",
     "hqq-g32": "hqq, 4 bits, groups of 32",
+    **{
+        name: f"llama.cpp {name.removeprefix('ggml-').upper()}, importance matrix"
+        for name in GGML_PEERS
+    },
 }
 
 
@@ -127,7 +133,8 @@ def _short_names(record: Record) -> list[str]:
         for name in names
         if name.split(" ")[0] == format_ and (name in default or name.endswith(" rtn"))
     ]
-    return [*(name for name in _SHORT_PEERS if name in names), *ours]
+    mixes = [name for name in names if name.startswith(_MIX)]
+    return [*(name for name in _SHORT_PEERS if name in names), *ours, *mixes]
 
 
 def _models(record: Record) -> list[str]:
@@ -158,7 +165,9 @@ def _range(bits: Sequence[float]) -> str:
 
 
 def _place(row: Row) -> tuple[int, str, int]:
-    """Published weights, other libraries, then our formats, methods from simple to elaborate."""
+    """Published weights, other libraries, our formats, methods from simple to elaborate; mixes."""
+    if row["name"].startswith(_MIX):
+        return len(_NAMES) + 1, row["name"], 0
     if row["format"] is None:
         return list(_NAMES).index(row["name"]), "", 0
     return len(_NAMES), row["format"], METHODS.index(row["method"])

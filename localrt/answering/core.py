@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+from localrt.answering.adapters import Adapters
 from localrt.answering.budgets import Budgets
 from localrt.answering.parking import Parking, prompt_cache
 from localrt.answering.requests import RequestBuilder
@@ -29,10 +30,11 @@ from localrt.engine.protocol import EngineSession
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message
 from localrt.errors import LocalrtError
-from localrt.hub import resolve
+from localrt.hub import resolve, resolve_adapter
 from localrt.hub.listing import note_use
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
@@ -49,13 +51,14 @@ def open_core(
     model: str,
     options: LoadOptions,
     *,
+    adapters: Mapping[str, str] | None = None,
     draft: str = "auto",
     revision: str | None = None,
     offline: bool | None = None,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> Core:
-    """Find and load a model, and what drafts for it; see ``localrt.load``."""
+    """Find and load a model, its adapters and what drafts for it; see ``localrt.load``."""
     read_options({"draft": draft})
     settings = Settings.from_environment()
     found = resolve(
@@ -79,7 +82,7 @@ def open_core(
         cancel=cancel,
     )
     note_use(found.name, settings)
-    return Core(
+    core = Core(
         found.name,
         parts,
         {"draft": draft},
@@ -88,6 +91,15 @@ def open_core(
         drafts=drafts,
         prompts=prompt_cache(parts, settings),
     )
+    try:
+        for name, adapter in (adapters or {}).items():
+            core.add_adapter(
+                name, adapter, settings, offline=offline, progress=progress, cancel=cancel
+            )
+    except BaseException:
+        core.close()
+        raise
+    return core
 
 
 class Core:
@@ -122,7 +134,8 @@ class Core:
         )
         self.budgets = Budgets(parts.engine, ram=ram, gpu_memory=gpu_memory)
         self.parking = Parking(parts.engine, prompts, self.budgets)
-        self.requests = RequestBuilder(parts, self.defaults, drafts)
+        self.adapters = Adapters(parts.engine, lambda: open_checkpoint(parts.path))
+        self.requests = RequestBuilder(parts, self.defaults, drafts, self.adapters)
         keep = parts.engine.idle_sessions(parts.ctx)
         self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
         self.watch = Watch(parts.engine, self.budgets, ctx=parts.ctx)
@@ -130,7 +143,7 @@ class Core:
 
     def stream(self, request: Request) -> Iterator[Chunk]:
         """Its chunks, on a session of the pool."""
-        with self._pool.lease(request.prompt) as session:
+        with self._pool.lease(request.prompt, request.mix) as session:
             yield from self.stream_on(self.watch.holds(session), request)
 
     def stream_on(self, session: EngineSession, request: Request) -> Iterator[Chunk]:
@@ -140,6 +153,26 @@ class Core:
     def new_session(self) -> EngineSession:
         """A session of the whole context, outside the pool."""
         return self.watch.holds(self.engine.session(self.ctx))
+
+    def add_adapter(
+        self,
+        name: str,
+        adapter: str,
+        settings: Settings | None = None,
+        *,
+        offline: bool | None = None,
+        progress: ProgressCallback | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        """See ``Model.add_adapter``."""
+        path = resolve_adapter(
+            adapter,
+            settings=settings or Settings.from_environment(),
+            offline=offline,
+            progress=progress,
+            cancel=cancel,
+        )
+        self.adapters.add(name, path)
 
     # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------
 
@@ -194,6 +227,7 @@ class Core:
         self._pool.close()
         if self.drafts is not None:
             self.drafts.close()
+        self.adapters.close()
         self.engine.close()
 
 

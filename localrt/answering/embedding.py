@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import Literal, TypeAlias
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.answering.core import Core
+from localrt.answering.requests import whole_ids
 from localrt.engine.protocol import Check, Engine
 from localrt.errors import CancelledError, ContextOverflowError, OptionError
 
@@ -32,6 +33,8 @@ def embed(
     """See ``Model.embed``."""
     if isinstance(texts, str):
         raise OptionError("embed takes a list of texts: [text] for a single one")
+    if not isinstance(texts, Iterable):
+        raise OptionError(f"embed takes a list of texts, not {texts!r:.80}")
     _ = core.engine.hidden_size  # an engine without hidden states raises, whatever else is wrong
     chosen = _pooling(pooling, core.parts.pooling)
 
@@ -109,7 +112,7 @@ def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> 
         watch(tokenizer.least_tokens(text))
         ids = tokenizer.encode(text, watch=watch)
     else:
-        ids = [int(token) for token in text]
+        ids = whole_ids(text, which)
     if not ids or (isinstance(text, str) and not text):
         raise OptionError(f"{which} is empty: there is nothing to embed")
     if not 0 <= min(ids) <= max(ids) < core.info.vocab_size:

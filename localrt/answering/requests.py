@@ -8,8 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from operator import index
 from typing import Any
 
+from localrt.answering.adapters import Adapters
 from localrt.answering.thinking import ThinkingControl
 from localrt.drafts.choice import Drafts
 from localrt.engine.options import Options, read_options
@@ -33,12 +35,24 @@ from localrt.text.template_syntax import TemplateSyntax
 from localrt.text.thinking import CLOSE, thoughts_apart
 from localrt.text.tools import for_template, functions_to_call
 
-__all__ = ["RequestBuilder"]
+__all__ = ["RequestBuilder", "whole_ids"]
 
 # Without max_tokens, a trimmed conversation keeps this share of the context free for the answer.
 _ANSWER_SHARE = 4
 # Tokens beyond the context until a prompt is given up: up to here its length can be told exactly.
 _TOLD = 8192
+
+
+def whole_ids(ids: Sequence[int], what: str) -> list[int]:
+    """Token ids as plain integers; numpy's are as good.
+
+    Raises:
+        OptionError: they are no list of integers.
+    """
+    try:
+        return [index(token) for token in ids]
+    except TypeError:
+        raise OptionError(f"{what} must be a list of integers, is {ids!r:.80}") from None
 
 
 class RequestBuilder:
@@ -48,9 +62,14 @@ class RequestBuilder:
     """
 
     def __init__(
-        self, parts: LoadedModel, defaults: Mapping[str, Any], drafts: Drafts | None = None
+        self,
+        parts: LoadedModel,
+        defaults: Mapping[str, Any],
+        drafts: Drafts | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._parts = parts
+        self._adapters = adapters
         self._defaults = defaults
         self._drafts = drafts
         self._engine = parts.engine
@@ -77,6 +96,8 @@ class RequestBuilder:
             OptionError: an unknown name, an impossible value, or thinking of a model that has none.
         """
         chosen = read_options(self._defaults, options)
+        if self._adapters is not None:
+            self._adapters.mix(chosen.adapter)
         if self._tokenizer is not None:
             self._thinking.variables(chosen)
 
@@ -119,6 +140,7 @@ class RequestBuilder:
             constraint=self._constraint(chosen, tools),
             parser=self._thinking.parser(ids, tools or (), chosen) if chat else None,
             thinking_limit=self._thinking.limit(chosen, tools=bool(tools)) if chat else None,
+            mix=() if self._adapters is None else self._adapters.mix(chosen.adapter),
             cancel=cancel,
             on_progress=on_progress,
         )
@@ -230,7 +252,7 @@ class RequestBuilder:
         if (prompt is None) == (token_ids is None):
             raise OptionError("give either a prompt or token_ids")
         if token_ids is not None:
-            ids = [int(token) for token in token_ids]
+            ids = whole_ids(token_ids, "token_ids")
         elif isinstance(prompt, str):
             if not prompt:
                 raise OptionError("the prompt is empty: write something to answer")
@@ -244,6 +266,8 @@ class RequestBuilder:
             assert prompt is not None
             if raw:
                 raise OptionError("raw takes a string, not a list of messages")
+            if not hasattr(prompt, "__len__"):
+                raise OptionError(f"a prompt is a string or a list of messages, is {prompt!r:.80}")
             if not prompt:
                 raise OptionError("the list of messages is empty")
             ids = self._fitted(prompt, tools, options, watch)

@@ -67,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
         return localrt.load(args.model, progress=progress, **load_options(args))
 
     def load_by_name(name: str, progress: ProgressCallback) -> ChatModel:
-        # One that is here: choosing it is no wish to ask the network.
-        others = {**load_options(args), "revision": None, "offline": True}
+        # One that is here: choosing it is no wish to ask the network. Its revision and template are
+        # not those of the model that the command names.
+        others = {**load_options(args), "revision": None, "chat_template": None, "offline": True}
         return localrt.load(name, progress=progress, **others)
 
     more: dict[str, Any] = {}

@@ -32,7 +32,10 @@ __all__ = [
 def load(name: str, options: dict[str, Any]) -> localrt.Model:
     """``localrt.load`` with a line of progress."""
     with ProgressLine() as line:
-        return localrt.load(name, progress=line, **options)
+        model = localrt.load(name, progress=line, **options)
+    if model.adapters:
+        model.defaults["adapter"] = model.adapters[0]
+    return model
 
 
 def load_model(args: argparse.Namespace) -> localrt.Model:

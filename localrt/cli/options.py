@@ -19,6 +19,7 @@ __all__ = [
     "BARE_MODEL_HELP",
     "HUB_FLAGS",
     "Flag",
+    "adapters_by_name",
     "add_constraint_arguments",
     "add_endpoint_arguments",
     "add_flags",
@@ -62,8 +63,10 @@ _ACTIVATIONS_HELP = (
     "what the kernels of a GPU multiply with: int8 is faster (default), bf16 exacter"
 )
 _TEMPLATE_HELP = "file with the Jinja2 chat template to use in place of the model's"
+_ADAPTER_HELP = "LoRA adapter, a folder, .gguf file or hub id; may be repeated, the first is used"
 _ENGINE_HELP = "auto uses llamacpp for models that native cannot run"
 _LOADING: tuple[Flag, ...] = (
+    ("--adapter", list, "[NAME=]PATH", _ADAPTER_HELP),
     ("--engine", ("auto", "native", "llamacpp"), None, _ENGINE_HELP),
     ("--format", ("bf16", "f32"), None, "unpack weights to this format"),
     ("--device", str, None, "cpu, cuda, virtual:CARD or auto (default)"),
@@ -166,14 +169,39 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``localrt.load``."""
+    options = flag_values(args, _LOADING)
+    given = options.pop("adapter")
+    if given:
+        options["adapters"] = adapters_by_name(given)
     draft = getattr(args, "draft", None)
-    return flag_values(args, _LOADING) | ({"draft": draft} if draft else {})
+    return options | ({"draft": draft} if draft else {})
+
+
+def adapters_by_name(given: Iterable[str]) -> dict[str, str]:
+    """``--adapter [NAME=]PATH``: without a name, the last part of the path is one.
+
+    Raises:
+        OptionError: a name twice, or no path.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals:
+            path, name = text, Path(text.rstrip("/")).name.removesuffix(".gguf")
+        if not name or not path:
+            raise OptionError(f"--adapter {text!r:.80}: give PATH or NAME=PATH")
+        if name in found:
+            raise OptionError(f"two adapters are called {name!r}: give NAME=PATH")
+        found[name] = path
+    return found
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Generation options that were given."""
     given = flag_values(args, _SAMPLING)
-    return {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in given.items() if value is not None}
+    adapters = adapters_by_name(getattr(args, "adapter", None) or ())
+    return options | ({"adapter": next(iter(adapters))} if adapters else {})
 
 
 def constraint_options(args: argparse.Namespace) -> dict[str, Any]:

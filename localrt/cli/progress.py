@@ -18,6 +18,7 @@ _VERBS = {
     "measure": "measuring the card",
     "load": "loading",
     "compile": "compiling",
+    "losses": "measuring what formats cost",
     "write": "writing text",
     "train": "training",
 }
@@ -95,7 +96,8 @@ def describe(progress: Progress, first: int, elapsed_s: float) -> str:
         parts.append(f"{size(progress.done)}{unit}")
     rate = (progress.done - first) / elapsed_s if elapsed_s > 0.2 else 0.0
     if rate > 0:
-        parts.append(f"{size(int(rate))}/s")
+        if rate >= 1:
+            parts.append(f"{size(int(rate))}/s")
         if total:
             left = (total - progress.done) / rate
             parts.append(f"{f'{left:.0f} s' if left < 99.5 else format_seconds(left)} left")

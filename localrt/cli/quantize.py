@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -18,10 +19,13 @@ from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_argume
 from localrt.cli.progress import ProgressLine
 from localrt.errors import OptionError, TokenizerError
 from localrt.formatting import format_bytes, format_seconds
-from localrt.hub import ResolvedModel
+from localrt.hub import ResolvedModel, resolve_adapter
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
+from localrt.models.checkpoints.adapter_file import read_adapter
+from localrt.models.checkpoints.merged_checkpoint import MergedCheckpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.methods import default_method, quantized_format
+from localrt.quantizing.mix import MIX_METHOD
 from localrt.quantizing.quantize import (
     CALIBRATION_TOKENS,
     QuantizeReport,
@@ -35,7 +39,8 @@ __all__ = ["add_arguments", "run"]
 
 _EPILOG = """\
 formats  int4 or int8 in groups of g32, g64 or g128, like int4-g32 (g32m: with minima);
-         int5-g32, int6-g32, nf4, mxfp4, nvfp4; bf16 and f16
+         int5-g32, int6-g32, nf4, mxfp4, nvfp4; GGUF's q2_k, q3_k and iq4_nl; bf16 and f16
+bits     2.7 to 6.5, of q2_k, q3_k, iq4_nl and int6-g32, each where it loses least
 methods  rtn rounds to nearest; gptq and mr-gptq reduce the error with the help of a calibration
          text (they need torch: pip install 'localrt[quantize]')
 
@@ -48,10 +53,12 @@ _CALIBRATION_HELP = (
     "a UTF-8 text, or a folder of texts, that resembles what the model will read "
     "(default: Python's language reference)"
 )
+_BITS_HELP = "bits per weight of the layers, like 3.5: each matrix gets the format that loses least"
 _FLAGS: tuple[Flag, ...] = (
     ("--method", str, "M", "rtn, gptq or mr-gptq (default: the best for the format)"),
     ("--calibration", Path, "PATH", _CALIBRATION_HELP),
     ("--calibration-tokens", int, "N", "tokens of it to use (default: 16384)"),
+    ("--adapter", str, "PATH", "merge this LoRA adapter: a folder, .gguf file or hub id"),
     ("--head-format", str, "F", "format of embedding and head"),
     ("--out", Path, "DIR", "folder for the result (default: in localrt's data folder)"),
     ("--seed", int, "N", "chooses the parts of the text (default: 0)"),
@@ -64,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="MODEL", help=BARE_MODEL_HELP)
-    parser.add_argument("--format", required=True, metavar="F", help="format of the layers")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--format", metavar="F", help="format of the layers")
+    size.add_argument("--bits", type=float, metavar="B", help=_BITS_HELP)
     add_flags(parser, _FLAGS, seed=0)
     add_hub_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -72,18 +81,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Quantize, and say where the result lies."""
-    quantized_format(args.format)  # before anything is downloaded
-    if args.method == "rtn" and args.calibration is not None:
-        raise OptionError(
-            "method rtn uses no text: leave out --calibration, or choose gptq or mr-gptq"
-        )
+    _check(args)
     settings = Settings.from_environment()
     notes: list[str] = []
     started = time.monotonic()
     with ProgressLine() as line:
         model = resolve_model(args, settings, line)
-        out = args.out or settings.data_dir / "stores" / _store_name(model, args.format)
+        name = model.name
+        adapter = _find_adapter(args, settings, line)
+        merged = "" if adapter is None else f"+{adapter.name.removesuffix('.gguf')}"
+        out = args.out or settings.data_dir / "stores" / _store_name(model, merged, args)
         with closing(open_checkpoint(model.path)) as checkpoint:
+            if adapter is not None:
+                change = read_adapter(adapter, checkpoint)
+                checkpoint = MergedCheckpoint(checkpoint, change)
+                name += f"{merged} ({change.key})"
             report = quantize_model(
                 checkpoint,
                 out,
@@ -94,10 +106,12 @@ def run(args: argparse.Namespace) -> int:
                     calibration_tokens=args.calibration_tokens or CALIBRATION_TOKENS,
                     seed=args.seed,
                     head_format=args.head_format,
+                    bits=args.bits,
                 ),
-                name=model.name,
+                name=name,
                 revision=model.revision,
                 threads=args.threads,
+                losses=settings.data_dir / "losses",
                 progress=line,
             )
     notes += _fallback_notes(report)
@@ -113,24 +127,55 @@ def run(args: argparse.Namespace) -> int:
         f"{format_bytes(report.nbytes)}, {report.layer_bits_per_weight:.2f} bits per weight in the "
         f"layers, {report.bits_per_weight:.2f} in all, after {format_seconds(seconds)}"
     )
+    if args.bits is not None:
+        print(
+            "matrices: " + ", ".join(f"{n} in {name}" for name, n in sorted(report.formats.items()))
+        )
+    if report.loss is not None:
+        print(
+            f"next tokens diverge from {model.name}'s by {report.loss:.3f} nats "
+            f"(perplexity about {100 * math.expm1(report.loss):+.1f} %), on other text"
+        )
     return 0
 
 
-def _store_name(model: ResolvedModel, format_: str) -> str:
-    """``org/name:Q8_0`` in int4-g32 is ``name-Q8_0-int4-g32``."""
+def _check(args: argparse.Namespace) -> None:
+    """What can be said before anything is downloaded."""
+    if args.format is not None:
+        quantized_format(args.format)
+    if args.method == "rtn" and args.calibration is not None:
+        raise OptionError(
+            "method rtn uses no text: leave out --calibration, or choose gptq or mr-gptq"
+        )
+
+
+def _find_adapter(args: argparse.Namespace, settings: Settings, line: ProgressLine) -> Path | None:
+    if args.adapter is None:
+        return None
+    found = resolve_adapter(args.adapter, settings=settings, offline=args.offline, progress=line)
+    return found.resolve()
+
+
+def _store_name(model: ResolvedModel, merged: str, args: argparse.Namespace) -> str:
+    """``org/name:Q8_0`` in int4-g32 is ``name-Q8_0-int4-g32``; ``merged`` names its adapter."""
+    format_ = args.format or f"{args.bits:g}bit"
     if model.source == "local":
         path = model.path.resolve()
         base = path.stem if path.is_file() else path.name
     else:
         base = model.name.rpartition("/")[2]
-    return f"{base.replace(':', '-').replace('@', '-')}-{format_}"
+    return f"{base.replace(':', '-').replace('@', '-')}{merged}-{format_}"
 
 
 def _calibration(
     args: argparse.Namespace, checkpoint: Checkpoint, notes: list[str]
 ) -> list[int] | None:
     """Token ids of the text to calibrate with; None where only rounding is possible or wanted."""
-    method = args.method or default_method(quantized_format(args.format), calibrated=True)
+    method = args.method or (
+        MIX_METHOD
+        if args.format is None
+        else default_method(quantized_format(args.format), calibrated=True)
+    )
     if method == "rtn":
         if args.calibration is not None:
             notes.append(f"{args.format} is rounded to nearest: {args.calibration} is not used")
@@ -141,7 +186,7 @@ def _calibration(
             raise TokenizerError("this Python came without its language reference")
         tokens = load_tokenizer(checkpoint).encode(text, add_special=False)
     except TokenizerError as error:
-        if args.method is not None or args.calibration is not None:
+        if args.format is None or args.method is not None or args.calibration is not None:
             raise OptionError(f"method {method} needs calibration text: {error}") from error
         notes.append(f"method rtn is used, because there is no calibration text: {error}")
         return None

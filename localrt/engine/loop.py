@@ -32,6 +32,7 @@ def generate(
         ContextOverflowError: the prompt leaves no room for one token.
     """
     request.check(ctx=session.capacity)
+    session.use(request.mix)
     return _run(session, tokenizer, request)
 
 

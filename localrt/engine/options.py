@@ -46,6 +46,8 @@ class Options:
     ``"medium"`` and ``"high"`` say how much, to models that can be told. After
     ``thinking_tokens`` of thinking, the thinking is ended and the answer begins; 0 is off. A model
     whose answer is bound thinks before it only with ``thinking=True``.
+    ``adapter`` is the name of one that the model has, several with what each one's change is times
+    (``{"style": 0.7, "facts": 0.3}``), or ``"none"``.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -62,6 +64,7 @@ class Options:
     thinking: bool | Effort | None = None
     thinking_tokens: int | None = None
     tool_choice: str = "auto"
+    adapter: str | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _BOUNDS:
@@ -83,6 +86,10 @@ class Options:
             raise OptionError(
                 "tool_choice must be 'auto', 'none', 'required' or the name of a tool, is "
                 f"{self.tool_choice!r}"
+            )
+        if not isinstance(self.adapter, str | Mapping | None):
+            raise OptionError(
+                f"adapter must be a name, or numbers by names, is {self.adapter!r:.80}"
             )
         if self.forces_a_call and (self.regex is not None or self.json_schema is not None):
             raise OptionError(

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.errors import MemoryBudgetError
 from localrt.models.prefix import common_prefix
+from localrt.quant.ops.adapters import Mix
 
 __all__ = ["SessionPool"]
 
@@ -32,9 +33,12 @@ class SessionPool:
         self._closed = False
 
     @contextmanager
-    def lease(self, prompt: Sequence[int]) -> Iterator[EngineSession]:
-        """The session to run ``prompt`` on, for the caller alone until the block ends."""
-        session = self._take(prompt)
+    def lease(self, prompt: Sequence[int], mix: Mix = ()) -> Iterator[EngineSession]:
+        """The session to run ``prompt`` on, for the caller alone until the block ends.
+
+        It computes with the adapters ``mix``.
+        """
+        session = self._take(prompt, mix)
         try:
             yield session
         finally:
@@ -52,9 +56,12 @@ class SessionPool:
         for session in idle:
             session.close()
 
-    def _take(self, prompt: Sequence[int]) -> EngineSession:
+    def _take(self, prompt: Sequence[int], mix: Mix) -> EngineSession:
         with self._lock:
-            shared = [common_prefix(session.tokens, prompt) for session in self._idle]
+            shared = [
+                common_prefix(session.tokens, prompt) if session.mix == mix else 0
+                for session in self._idle
+            ]
             # A session is worth taking over only if the prompt continues most of what it holds.
             best = max(range(len(shared)), key=lambda i: (shared[i], i), default=None)
             if best is not None and 2 * shared[best] > len(self._idle[best].tokens):
@@ -66,6 +73,8 @@ class SessionPool:
                 session = self._engine.session(self._capacity)
             elif (session := self._idle.pop(0)) is not source:
                 session.trim(0)
+            if session is not source:
+                session.use(mix)
             if best is not None and source is not None and session is not source:
                 try:
                     session.copy_prefix(source, shared[best])

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from localrt.errors import ContextOverflowError, OptionError, UnsupportedModelError
 from localrt.models.residency import Residency
 from localrt.models.timing import Clock, PipelineCounts
+from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 
 if TYPE_CHECKING:
     from localrt.models.tokenizers.base import Tokenizer
@@ -105,6 +106,16 @@ class EngineSession(ABC):
 
     capacity: int
     takes_trees: bool = False
+    mix: Mix = ()
+
+    def use(self, mix: Mix) -> None:
+        """Compute with these adapters from now on; what others computed is forgotten.
+
+        Raises:
+            UnsupportedModelError: the engine has none.
+        """
+        if mix:
+            raise UnsupportedModelError("the engine computes no adapters")
 
     @property
     def tree_rows(self) -> int | None:
@@ -253,9 +264,15 @@ class Engine(ABC):
 
     @abstractmethod
     def logits(
-        self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        first: int = 0,
+        mix: Mix = (),
+        check: Check | None = None,
     ) -> Iterator[Logits]:
-        """Logits after each of ``tokens`` from index ``first`` on, computed from nothing.
+        """Logits after each of ``tokens`` from index ``first`` on, computed from nothing, with the
+        adapters ``mix``.
 
         Pieces (n, vocab) in order, n at most 64, each the caller's own.
         """
@@ -349,6 +366,26 @@ class Engine(ABC):
         Raises:
             MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
         """
+
+    # -- adapters --------------------------------------------------------------------------------
+
+    def add_adapter(self, adapter: Adapter[LowRank]) -> int:
+        """Have sessions use an adapter; the bytes that it takes.
+
+        Raises:
+            UnsupportedModelError: nothing computes them here.
+            MemoryBudgetError: there is no room for it.
+        """
+        raise UnsupportedModelError(
+            f"the engine {self.info.engine} computes no adapters: use --engine native"
+        )
+
+    def remove_adapter(self, key: str) -> None:  # noqa: B027  nothing to do
+        """Forget one."""
+
+    def uses_adapter(self, key: str) -> bool:
+        """Whether a session holds tokens that were computed with it."""
+        return False
 
     # -- what it does ----------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from localrt.engine.thinking import ThinkingLimit
 from localrt.engine.types import ToolCall
 from localrt.errors import ContextOverflowError, OptionError
 from localrt.progress import ProgressCallback
+from localrt.quant.ops.adapters import Mix
 
 __all__ = [
     "AnswerParser",
@@ -95,6 +96,7 @@ class Request:
     constraint: MakeConstraint | None = None  # makes what binds the answer
     parser: MakeParser | None = None  # makes what finds thinking and calls of tools in it
     thinking_limit: ThinkingLimit | None = None  # needs a parser
+    mix: Mix = ()  # the adapters that it is computed with
     restore: Restore | None = None  # gives the session what is kept of the prompt elsewhere
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None

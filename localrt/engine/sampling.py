@@ -73,8 +73,11 @@ class Sampling:
             raise OptionError(f"logit_bias must map token ids to numbers, is {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
             check_integer("logit_bias token", token, 0, 1 << 31)
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
-                raise OptionError(f"logit_bias of token {token} must be a number, is {bias!r}")
+            is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+            if not is_number or math.isnan(bias) or bias == math.inf:
+                raise OptionError(
+                    f"logit_bias of token {token} must be a finite number, or -inf, is {bias!r}"
+                )
 
     @property
     def greedy(self) -> bool:

@@ -9,7 +9,7 @@ hub, when they do.
 from localrt.hub.demo import DEMO_NAME
 from localrt.hub.listing import LocalModel, list_models, remove_model
 from localrt.hub.names import HubRef
-from localrt.hub.resolving import ResolvedModel, resolve
+from localrt.hub.resolving import ResolvedModel, resolve, resolve_adapter
 
 __all__ = [
     "DEMO_NAME",
@@ -19,4 +19,5 @@ __all__ = [
     "list_models",
     "remove_model",
     "resolve",
+    "resolve_adapter",
 ]

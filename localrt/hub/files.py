@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from localrt.errors import ModelNotFoundError
 
 __all__ = [
+    "ADAPTER_FILES",
     "DEFAULT_LABEL",
     "GgufVariant",
     "choose_variant",
@@ -36,6 +37,10 @@ _NOT_A_MODEL = re.compile(r"^(mmproj|imatrix|clip|vae)|[-._](mmproj|imatrix)\b",
 _TOKENIZER_FILES = re.compile(r"tokenizer.*\.model|.*\.jinja|merges\.txt|vocab\.txt|spiece\.model")
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _INDEX = "model.safetensors.index.json"
+
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""What an adapter's repository has to hold."""
 
 
 @dataclass(frozen=True, slots=True)

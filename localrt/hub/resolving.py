@@ -6,7 +6,9 @@ without asking anybody, unless the caller wants the newest.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,14 +17,20 @@ from typing import Literal
 
 from localrt.errors import HubError, ModelNotFoundError, OfflineError, OptionError
 from localrt.formatting import one_line
-from localrt.hub.cache import find_cached
+from localrt.hub.cache import CachedRepo, find_cached
 from localrt.hub.demo import DEMO_HUB, DEMO_NAME, demo_cache_file, demo_in_package
-from localrt.hub.files import choose_variant, gguf_variants, safetensors_model_files, variant_name
+from localrt.hub.files import (
+    ADAPTER_FILES,
+    choose_variant,
+    gguf_variants,
+    safetensors_model_files,
+    variant_name,
+)
 from localrt.hub.names import HubRef, close_files, is_revision, looks_like_path, parse_hub_ref
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
-__all__ = ["ResolvedModel", "resolve"]
+__all__ = ["ResolvedModel", "resolve", "resolve_adapter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,38 @@ def resolve(
     return fetch.hub(ref, refresh=refresh and online)
 
 
+def resolve_adapter(
+    adapter: str,
+    *,
+    settings: Settings,
+    offline: bool | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: Event | None = None,
+) -> Path:
+    """Find an adapter on this machine, a folder or a file, or download its folder from the hub.
+
+    Raises:
+        OptionError: an empty name.
+        ModelNotFoundError: nothing of that name, or no adapter.
+        OfflineError, HubError, StorageError, CancelledError: see ``resolve``.
+    """
+    if not adapter.strip() or "\0" in adapter:
+        raise OptionError("the adapter's name is empty: give org/name, a folder or a .gguf")
+    path = Path(os.path.expanduser(adapter))  # noqa: PTH111  as above
+    if os.path.exists(path):  # noqa: PTH110
+        return path
+    ref = None if looks_like_path(adapter) else parse_hub_ref(adapter)
+    if ref is None:
+        raise ModelNotFoundError(f"no such adapter, folder or file: {one_line(adapter)}")
+    repo = CachedRepo(settings.hub_cache, ref.repo)
+    commit = repo.commit_of(ref.revision)
+    if commit is None or not set(ADAPTER_FILES) <= set(repo.files(commit)):
+        online = not (settings.offline if offline is None else offline)
+        fetch = _Fetch(settings, download=True, online=online, progress=progress, cancel=cancel)
+        commit = fetch.files(ref, ADAPTER_FILES)
+    return repo.snapshot(commit)
+
+
 @dataclass(frozen=True, slots=True)
 class _Fetch:
     """How one call of ``resolve`` may get at files."""
@@ -134,6 +174,25 @@ class _Fetch:
             raise HubError(f"{ref.repo} is incomplete on the hub: some of its weights are missing")
         return ResolvedModel(str(name), found.path, found.commit, "hub")
 
+    def files(self, ref: HubRef, names: Sequence[str]) -> str:
+        """Have these files of a repository in the cache; the commit that they are of."""
+        self._check_allowed(str(ref))
+        from localrt.hub.repository import list_repo  # as above
+        from localrt.hub.transfer import download
+
+        remote = list_repo(ref.repo, ref.revision, self.settings)
+        if missing := [name for name in names if name not in remote.files]:
+            raise ModelNotFoundError(f"{ref.repo} is no adapter: it has no {missing[0]}")
+        download(
+            remote,
+            list(names),
+            revision=ref.revision,
+            settings=self.settings,
+            progress=self.progress,
+            cancel=self.cancel,
+        )
+        return remote.commit
+
     def demo(self) -> ResolvedModel:
         found = demo_in_package() or demo_cache_file(self.settings)
         if found.is_file():
@@ -176,6 +235,11 @@ def _not_found(model: str, path: Path) -> str:
     hint = f" (did you mean {close}?)" if close else ""
     if looks_like_path(model):
         return f"no such file or folder: {model}{hint}"
+    if " " in model:
+        return (
+            f"no model {model!r}: it was taken for a model's name, which comes before the prompt: "
+            f"{DEMO_NAME} {json.dumps(model, ensure_ascii=False)}"
+        )
     if get_close_matches(model.lower(), [DEMO_NAME], cutoff=0.7):
         hint = f" (did you mean {DEMO_NAME}?)"
     return f"no model {model!r}{hint}: give {DEMO_NAME}, org/name of the hub, a folder or a .gguf"

@@ -60,7 +60,7 @@ def load_parts(
     """Open, check, and load the model at ``path``. ``settings`` say where packed forms are kept."""
     checkpoint = open_checkpoint(path)
     try:
-        notes: list[str] = []
+        notes = list(checkpoint.notes)
         name = _choose_engine(checkpoint, options, notes)
         # Before the weights: what building a vocabulary leaves behind is used again for them, and
         # what the template's language takes is counted.

@@ -130,6 +130,7 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
         return _shape_of_config(config, format)
     try:
         shape = shape_from_checkpoint(checkpoint)
+        shape = replace(shape, notes=(*shape.notes, *checkpoint.notes))
     finally:
         checkpoint.close()
     return shape if format is None else in_format(shape, format, always=True)

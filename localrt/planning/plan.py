@@ -23,6 +23,7 @@ from localrt.planning.inputs import (
     shape_of,
     with_card,
 )
+from localrt.planning.sizes import other_sizes
 from localrt.settings import Settings
 
 __all__ = ["Plan", "plan"]
@@ -64,7 +65,8 @@ def plan(
         ram, gpu_memory: sizes to use, such as ``"32GB"``; None: what this machine has.
         gpu: a card by name, or ``virtual:8GB@12GB/s,...``.
         link, ssd: rates such as ``"12GB/s"``.
-        advise: plan variations too, to say what would help; takes about as long again.
+        advise: plan variations too, to say what would help and what smaller weights would do; takes
+            about as long again.
         remeasure: measure this machine again.
         revision: branch, tag or commit of a hub model.
         offline: never use the network; None follows the environment.
@@ -96,5 +98,6 @@ def plan(
     )
     found = make_plan(request, advise=advise)
     notes = (note, *found.notes) if note else found.notes
-    found = replace(found, notes=notes, hypothetical=hypothetical(wanted))
+    sizes = other_sizes(found, path, settings) if advise and format is None else ()
+    found = replace(found, notes=notes, hypothetical=hypothetical(wanted), sizes=sizes)
     return replace(found, report=explain(found))

@@ -7,18 +7,28 @@ memory. It knows neither formats nor files; where weights come from, a checkpoin
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import MissingExtraError, OptionError
-from localrt.models.config import EMBEDDING, DecoderConfig
-from localrt.models.decoder import load_attention, load_resident_mlp
+from localrt.errors import (
+    CancelledError,
+    MissingExtraError,
+    OptionError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from localrt.models.checkpoints.base import TensorSource
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
 from localrt.models.moe import ResidentExperts
 from localrt.models.parts import PassState, Residual, SideBySide
+from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Batch
 
@@ -26,9 +36,17 @@ if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint
     from localrt.quant.ops.torch.calibration import CalibrationOps
 
-__all__ = ["HiddenStates", "calibration_ops", "calibration_windows"]
+__all__ = ["Calibration", "HiddenStates", "calibration_ops", "calibration_windows"]
 
 Windows = Sequence[Sequence[int]]
+Floats = npt.NDArray[np.float32]
+Layer = Sequence[Residual | SideBySide]
+
+_WINDOW = 512
+_MOST_TOKENS = 65_536
+_HELD_OUT = 4  # windows
+_EVERY = 4  # of positions, logits are computed of one
+_VOCAB_ROWS = 16_384  # of the head at a time
 
 
 def calibration_windows(
@@ -38,8 +56,10 @@ def calibration_windows(
     count: int = 32,
     seed: int = 0,
     bos: int | None = None,
-) -> list[list[int]]:
-    """``count`` windows of ``length`` tokens from all over a text, in order; all if it has fewer.
+) -> tuple[list[list[int]], list[list[int]]]:
+    """``count`` windows of ``length`` tokens from all over a text, in order, and a few others.
+
+    All, if it has fewer; the others are some of the same then.
 
     ``seed`` chooses them. ``bos`` takes the place of each window's first token.
 
@@ -51,12 +71,16 @@ def calibration_windows(
         raise OptionError(
             f"the calibration text has {len(tokens)} tokens: at least {length} are needed"
         )
-    chosen = sorted(random.Random(seed).sample(starts, min(count, len(starts))))
-    windows = [list(tokens[start : start + length]) for start in chosen]
-    if bos is not None:
-        for window in windows:
-            window[0] = bos
-    return windows
+    draw = random.Random(seed)
+    chosen = sorted(draw.sample(starts, min(count, len(starts))))
+    others = [start for start in starts if start not in chosen] or chosen
+    others = sorted(draw.sample(others, min(_HELD_OUT, len(others))))
+
+    def cut(start: int) -> list[int]:
+        window = list(tokens[start : start + length])
+        return window if bos is None else [bos, *window[1:]]
+
+    return [cut(start) for start in chosen], [cut(start) for start in others]
 
 
 def calibration_ops(threads: int | None = None) -> CalibrationOps:
@@ -95,7 +119,7 @@ class HiddenStates:
                 f"gptq and mr-gptq do not know {config.architecture}'s layers: use --method rtn"
             )
         self._config = config
-        self._ops = ops
+        self.ops = ops
         self._check = check
         # One cache serves all: a layer reads what a window wrote before the next one writes.
         cache = ops.kv_cache(config.memory, max(map(len, windows)))
@@ -103,7 +127,7 @@ class HiddenStates:
             np.concatenate([np.array(w) for w in windows]), return_inverse=True
         )
         self._batches: list[Batch] = []
-        self._hidden: list[Any] = []
+        self.hidden: list[Any] = []  # (tokens of a window, D) of each
         with ops.scope():
             rows = [checkpoint.read(EMBEDDING, token, token + 1) for token in used.tolist()]
             table = ops.weight((len(used), config.hidden_size), rows)
@@ -111,45 +135,140 @@ class HiddenStates:
             for ids in np.split(numbers.reshape(-1), ends):
                 batch = Batch.extend([(cache, ids.tolist())])
                 self._batches.append(batch)
-                self._hidden.append(ops.embed(table, ops.begin(batch), config.embedding_scale))
+                self.hidden.append(ops.embed(table, ops.begin(batch), config.embedding_scale))
 
-    def observe(self, checkpoint: Checkpoint, layer: int) -> Mapping[str, npt.NDArray[np.float32]]:
+    def observe(self, checkpoint: Checkpoint, layer: int) -> Mapping[str, Floats]:
         """H of the layer's inputs with the weights of ``checkpoint``; the states stay.
 
         By the first name of each group of matrices that share an input.
         """
-        with self._ops.scope():
-            parts = self._layer(checkpoint, layer)
+        parts = self.load(checkpoint, layer)
+        with self.ops.scope():
             weights = {name: weight for part in parts for name, weight in part.matrices().items()}
-            self._ops.watch(weights.values())
-            for hidden, batch in zip(self._hidden, self._batches, strict=True):
-                self._check()
-                self._run(parts, self._ops.copy(hidden), batch)
-            return {name: self._ops.take_hessian(weight) for name, weight in weights.items()}
+            self.ops.watch(weights.values())
+            self.through(parts, self.copied())
+            return {name: self.ops.take_hessian(weight) for name, weight in weights.items()}
 
     def advance(self, checkpoint: Checkpoint, layer: int) -> None:
         """Take the states past the layer, with the weights of ``checkpoint``."""
-        with self._ops.scope():
-            parts = self._layer(checkpoint, layer)
-            for number, batch in enumerate(self._batches):
+        self.hidden = self.through(self.load(checkpoint, layer), self.hidden)
+
+    def copied(self) -> list[Any]:
+        """The states, to be used up."""
+        return list(map(self.ops.copy, self.hidden))
+
+    def load(self, checkpoint: TensorSource, layer: int) -> Layer:
+        """A layer's parts, with the weights of ``checkpoint``."""
+        with self.ops.scope():
+            weights, parts = WeightLoader(checkpoint, self.ops), list[Residual | SideBySide]()
+            if self._config.memory_of(layer):
+                attention = load_attention(self._config, layer, weights)
+                assert isinstance(attention, Residual | SideBySide), "others have been refused"
+                parts.append(attention)
+            if self._config.has_mlp(layer):
+                mlp = load_resident_mlp(self._config, layer, weights, self.ops, ResidentExperts())
+                assert isinstance(mlp, Residual), "as attention"
+                parts.append(mlp)
+            return parts
+
+    def through(self, parts: Layer, hidden: Sequence[Any]) -> list[Any]:
+        """The states behind ``parts`` of those before, which are used up."""
+        behind: list[Any] = []
+        with self.ops.scope():
+            for x, batch in zip(hidden, self._batches, strict=True):
                 self._check()
-                self._hidden[number] = self._run(parts, self._hidden[number], batch)
+                state = PassState(self.ops, self.ops.begin(batch), x)
+                for part in parts:
+                    part(state)
+                behind.append(state.x)
+        return behind
 
-    def _layer(self, checkpoint: Checkpoint, layer: int) -> list[Residual | SideBySide]:
-        weights, parts = WeightLoader(checkpoint, self._ops), list[Residual | SideBySide]()
-        if self._config.memory_of(layer):
-            attention = load_attention(self._config, layer, weights)
-            assert isinstance(attention, Residual | SideBySide), "others have been refused"
-            parts.append(attention)
-        if self._config.has_mlp(layer):
-            mlp = load_resident_mlp(self._config, layer, weights, self._ops, ResidentExperts())
-            assert isinstance(mlp, Residual), "as attention"
-            parts.append(mlp)
-        return parts
+    def heads(self, checkpoint: Checkpoint) -> Iterator[Callable[[Sequence[Any]], Floats]]:
+        """What gives the logits of states behind the last layer, a piece of the vocabulary each.
 
-    def _run(self, parts: Sequence[Residual | SideBySide], hidden: Any, batch: Batch) -> Any:
-        """The hidden states behind ``parts``; ``hidden`` is given up."""
-        state = PassState(self._ops, self._ops.begin(batch), hidden)
-        for part in parts:
-            part(state)
-        return state.x
+        (positions, rows of the piece), float32, of every fourth position of every window.
+        """
+        config, name = self._config, EMBEDDING if self._config.tied_head else HEAD
+        chosen = [np.arange(_EVERY - 1, len(batch.tokens), _EVERY) for batch in self._batches]
+        # No scope is held while somebody else goes on: two of these may take turns.
+        with self.ops.scope():
+            norm: Any = load_norm(config, WeightLoader(checkpoint, self.ops))
+        for start in range(0, config.vocab_size, _VOCAB_ROWS):
+            stop = min(config.vocab_size, start + _VOCAB_ROWS)
+            rows = [checkpoint.read(name, start, stop)]
+            with self.ops.scope():
+                weight: Any = self.ops.weight((stop - start, config.hidden_size), rows)
+
+            def logits(hidden: Sequence[Any], weight: Any = weight) -> Floats:
+                self._check()
+                eps, cap = config.norm_eps, config.final_softcap
+                with self.ops.scope():
+                    parts = [
+                        self.ops.head(x, at, norm, eps, weight, cap)
+                        for x, at in zip(hidden, chosen, strict=True)
+                    ]
+                return np.concatenate(parts)
+
+            yield logits
+
+
+class Calibration:
+    """Passes over windows of a text: ``windows`` to calibrate on, ``others`` to measure on.
+
+    ``count`` of its ``tokens`` are used, ``seed`` says which. ``cancel`` stops a pass.
+
+    Raises:
+        OptionError: too few tokens, or others than the model has.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        config: DecoderConfig,
+        ops: CalibrationOps,
+        tokens: Sequence[int],
+        *,
+        count: int,
+        seed: int,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        self.source, self.config, self.ops = source, config, ops
+        length = min(_WINDOW, config.context_length)
+        if not length <= count <= _MOST_TOKENS:
+            raise OptionError(
+                f"calibration_tokens must be from {length} to {_MOST_TOKENS}, is {count}"
+            )
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
+            raise OptionError(f"calibration token ids must be from 0 to {config.vocab_size - 1}")
+        self.windows, self.others = calibration_windows(
+            tokens, length=length, count=count // length, seed=seed, bos=_bos(source)
+        )
+        self.digest = hashlib.sha256(np.array(self.windows, "<i8").tobytes()).hexdigest()
+        self.tokens = sum(map(len, self.windows))
+        self._cancel = cancel
+
+    def states(
+        self,
+        windows: Sequence[Sequence[int]],
+        checkpoint: Checkpoint | None = None,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> HiddenStates:
+        """Of ``windows`` before the first layer; ``checkpoint`` is the source's if not given."""
+        return HiddenStates(
+            checkpoint or self.source, self.config, self.ops, windows, check=check or self._check
+        )
+
+    def _check(self) -> None:
+        if self._cancel is not None and self._cancel.is_set():
+            raise CancelledError("cancelled")
+
+
+def _bos(source: Checkpoint) -> int | None:
+    """The token that the model begins every text with, if it does."""
+    try:
+        tokenizer = load_tokenizer(source)
+    except (TokenizerError, UnsupportedModelError):
+        return None
+    bos = tokenizer.bos_id
+    return bos if tokenizer.encode("a")[:1] == [bos] else None

@@ -10,7 +10,7 @@ experts of a mixture are rounded alone, whatever the method.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +21,9 @@ from localrt.models.checkpoints.base import WeightBlock
 from localrt.models.config import (
     EXPERT_DOWN,
     EXPERT_GATE_UP,
+    ROUTER,
     SHARED_DOWN,
+    SHARED_GATE,
     SHARED_GATE_UP,
     DecoderConfig,
 )
@@ -41,9 +43,12 @@ from localrt.quant.methods import (
 )
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
 
-__all__ = ["LayerQuantizer", "folded_rotation"]
+__all__ = ["ROUTERS", "LayerQuantizer", "common_names", "folded_rotation"]
 
 Floats = npt.NDArray[np.float32]
+
+ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
+"""How the names of matrices end that choose or weigh experts: small and touchy, they stay."""
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # the number in a name
 
@@ -57,6 +62,11 @@ def folded_rotation(config: DecoderConfig, infos: Mapping[str, TensorInfo]) -> i
     out = infos[f"model.layers.0.{config.names.out}.weight"]
     size = rotation(out.format) if out.format.name in CODECS else 0
     return size if size and all(spec.head_dim % size == 0 for spec in config.attending) else 0
+
+
+def common_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The names with ``*`` for an expert's number, each once."""
+    return tuple(dict.fromkeys(_EXPERT.sub("*", name) for name in names))
 
 
 class LayerQuantizer:
@@ -105,7 +115,7 @@ class LayerQuantizer:
             return
         scale = self._shared_scale(name)
         yield from tiled_pieces(
-            (self._round(name, values, scale) for values in self._rows(name)), self._tiler
+            (self._round(name, values, scale) for values in self.rows(name)), self._tiler
         )
 
     def calibrated(self, layer: int, hessians: Mapping[str, Floats]) -> Pieces:
@@ -136,6 +146,29 @@ class LayerQuantizer:
 
         return pieces
 
+    def groups(self, layer: int) -> dict[str, list[str]]:
+        """The layer's matrices that are quantized, those together that get one format.
+
+        By the stem that H of their inputs has.
+        """
+        prefix = f"model.layers.{layer}."
+        experts = [[stem.format("*") for stem in group] for group in self._expert_groups]
+        first_of = {stem: group[0] for group in (*self._groups, *experts) for stem in group}
+        found: dict[str, list[str]] = {}
+        for name, info in self._infos.items():
+            if name.startswith(prefix) and len(info.shape) == 2 and not name.endswith(ROUTERS):
+                (common,) = common_names([name])
+                stem = common.removeprefix(prefix).removesuffix(".weight")
+                found.setdefault(first_of.get(stem, stem), []).append(name)
+        return found
+
+    def rows(self, name: str) -> Iterator[Floats]:
+        """A matrix's values, a few rows at a time."""
+        for block in self.source.blocks(name):
+            for values in restored_rows(block):
+                require_finite(values, name)
+                yield values
+
     # -- parts -----------------------------------------------------------------------------------
 
     def _quantize(
@@ -143,7 +176,7 @@ class LayerQuantizer:
     ) -> dict[str, Quantized]:
         """A group's matrices by name, quantized as one."""
         names = [f"model.layers.{layer}.{stem}.weight" for stem in group]
-        values = np.concatenate([rows for name in names for rows in self._rows(name)])
+        values = np.concatenate([rows for name in names for rows in self.rows(name)])
         format_ = self._infos[names[0]].format
         is_out = self._folded > 0 and group == (self._names.out,)
         if self._folded and group == self._names.qkv:
@@ -188,13 +221,6 @@ class LayerQuantizer:
         values[start:] = block_hadamard(values[start:], self._folded)
         yield PackedTensor(name, F32, values.shape, values.view(np.uint8).reshape(1, -1))
 
-    def _rows(self, name: str) -> Iterator[Floats]:
-        """A matrix's values, a few rows at a time."""
-        for block in self.source.blocks(name):
-            for values in restored_rows(block):
-                require_finite(values, name)
-                yield values
-
     def _round(self, name: str, values: Floats, scale: float | None) -> PackedTensor:
         format_ = self._infos[name].format
         if format_.name not in CODECS:
@@ -222,7 +248,7 @@ class LayerQuantizer:
             ),
             [name],
         )
-        rows = (values for other in group if other in self._infos for values in self._rows(other))
+        rows = (values for other in group if other in self._infos for values in self.rows(other))
         return codec.tensor_scale(max(float(np.abs(values).max(initial=0)) for values in rows))
 
     def _value_rows(self, layer: int) -> int:

@@ -134,6 +134,11 @@ class RemoteModel(Closing):
             notes=notes,
         )
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """See ``ChatModel``: a server's adapters are models of their own."""
+        return ()
+
     def chat(
         self,
         system: str | None = None,

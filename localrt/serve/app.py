@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from starlette.routing import Route
 from localrt.api import Model
 from localrt.errors import LocalrtError
 from localrt.serve.bodies import prepare_checks, read_fields
-from localrt.serve.calls import chat_call, completion_call, prompts_of
+from localrt.serve.calls import Call, chat_call, completion_call, prompts_of
 from localrt.serve.errors import ApiError, JsonResponse, failure, invalid
 from localrt.serve.generating import answer, until_gone
 from localrt.serve.guard import Guard, LogLine
@@ -51,8 +52,17 @@ async def _fields(request: Request, kind: str) -> dict[str, Any]:
     """The checked body of a request for the model that runs."""
     service = _service(request)
     fields = await read_fields(request, kind, service.options, service.bodies)
-    service.check_model(fields.get("model"))
+    service.adapter_of(fields.get("model"))
     return fields
+
+
+def _addressed(call: Call, fields: dict[str, Any], service: Service) -> Call:
+    """``call`` to the model that it names: the base, or an adapter."""
+    adapter = service.adapter_of(fields.get("model"))
+    if not service.model.adapters:
+        return call
+    options = {**call.options, "adapter": adapter or "none"}
+    return replace(call, options=options, model=None if adapter is None else fields["model"])
 
 
 # -- answers -------------------------------------------------------------------------------------
@@ -60,15 +70,15 @@ async def _fields(request: Request, kind: str) -> dict[str, Any]:
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions"""
-    call = chat_call(await _fields(request, "CHAT"))
-    service = _service(request)
+    fields, service = await _fields(request, "CHAT"), _service(request)
+    call = _addressed(chat_call(fields), fields, service)
     return await answer(request, service, call, ChatShape(service.model.tokenizer, call))
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions"""
-    call = completion_call(await _fields(request, "COMPLETION"))
-    service = _service(request)
+    fields, service = await _fields(request, "COMPLETION"), _service(request)
+    call = _addressed(completion_call(fields), fields, service)
     return await answer(request, service, call, TextShape(service.model.tokenizer, call))
 
 
@@ -79,6 +89,8 @@ async def embeddings(request: Request) -> Response:
     """POST /v1/embeddings"""
     service = _service(request)
     fields = await _fields(request, "EMBEDDINGS")
+    if service.adapter_of(fields.get("model")) is not None:
+        raise invalid("embeddings are the base model's alone, without an adapter", "model")
     if fields.get("dimensions") is not None:
         raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
     texts = prompts_of(fields["input"])
@@ -114,26 +126,31 @@ async def embeddings(request: Request) -> Response:
 # -- about the server ----------------------------------------------------------------------------
 
 
-def _model_object(service: Service) -> dict[str, Any]:
+def _model_object(service: Service, name: str) -> dict[str, Any]:
+    adapter = service.adapter_of(name)
     return {
-        "id": service.name,
+        "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "localrt",
         "max_model_len": service.model.info.ctx,
+        **({} if adapter is None else {"parent": service.name}),
     }
 
 
 async def models(request: Request) -> Response:
     """GET /v1/models"""
-    return JsonResponse({"object": "list", "data": [_model_object(_service(request))]})
+    service = _service(request)
+    data = [_model_object(service, name) for name in service.names]
+    return JsonResponse({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
     """GET /v1/models/NAME"""
     service = _service(request)
-    service.check_model(request.path_params["name"])
-    return JsonResponse(_model_object(service))
+    name = request.path_params["name"]
+    adapter = service.adapter_of(name)
+    return JsonResponse(_model_object(service, service.name if adapter is None else name))
 
 
 async def health(request: Request) -> Response:

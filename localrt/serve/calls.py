@@ -31,7 +31,7 @@ class Call:
     """A checked request. ``prompts`` are keyword arguments of ``LiveModel.submit``, one each.
 
     Every prompt gets ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` are
-    the texts to show before the answers.
+    the texts to show before the answers. ``model`` is the name of the one that answers.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -41,6 +41,7 @@ class Call:
     include_usage: bool = False
     logprobs: bool = False
     echo: Sequence[str] | None = None
+    model: str | None = None
 
     def submissions(self) -> list[dict[str, Any]]:
         """The arguments of every answer, choices of a prompt side by side."""

@@ -59,7 +59,7 @@ async def answer(request: Request, service: Service, call: Call, shape: Shape) -
             answers.append(await until_gone(request, submitted))
             if service.stopping:  # while it was on its way
                 answers[-1].cancel()
-        model = service.name
+        model = call.model or service.name
         if not call.stream:
             envelope = Envelope(shape.kind, shape.prefix, model)
             gathered = _gathered(service, answers, began)

@@ -234,6 +234,8 @@ EMBEDDINGS_RESPONSE = _whole(
     object={"const": "list"}, data=_list(_VECTOR), model=_STRING, usage=_USAGE
 )
 
-MODEL = _whole(id=_STRING, object={"const": "model"}, created=_COUNT, owned_by=_STRING)
+MODEL = _whole(
+    id=_STRING, object={"const": "model"}, created=_COUNT, owned_by=_STRING
+)  # an adapter has its base as ``parent``, too
 MODELS = _whole(object={"const": "list"}, data=_list(MODEL))
 ERROR = _whole(error=_whole(message=_STRING, type=_STRING, param=_TEXT, code=_TEXT))

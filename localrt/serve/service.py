@@ -114,19 +114,33 @@ class Service:
         finally:
             self._inside -= count
 
-    def check_model(self, name: str | None) -> None:
-        """Whether ``name`` is the model that runs; None and "" are any.
+    @property
+    def names(self) -> dict[str, str | None]:
+        """The models that there are, and the adapter that each of them is."""
+        own = {
+            f"{self.name}+{adapter}"
+            if adapter in (self.name, self.model.name)
+            else adapter: adapter
+            for adapter in self.model.adapters
+        }
+        return {self.name: None, **own}
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a model is; None and "" are the base.
 
         Raises:
-            ApiError: 404, it is another.
+            ApiError: 404, there is no such model.
         """
-        if name and name not in (self.name, self.model.name):
+        names = {self.model.name: None, **self.names}
+        if name and name not in names:
+            here = ", ".join(map(repr, self.names))
             raise ApiError(
                 404,
-                f"the model {name[:200]!r} is not here: this server runs {self.name!r}",
+                f"the model {name[:200]!r} is not here: this server runs {here}",
                 param="model",
                 code="model_not_found",
             )
+        return names[name] if name else None
 
     def check_options(self, **options: Any) -> None:
         """Whether the library takes these options of a generation.

@@ -79,6 +79,10 @@ class Checkpoint(TensorSource, Protocol):
         """Sampling defaults under the keys of ``generation_config.json``; may be empty."""
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how the weights are read, a line each; mostly nothing."""
+
+    @property
     def metadata(self) -> Mapping[str, Any]:
         """GGUF key-value pairs, read lazily; empty for a Hugging Face folder."""
 

@@ -95,6 +95,11 @@ class _PartsOfGroups(RowSource):
     groups: int
     runs: tuple[tuple[int, int], ...]
 
+    @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.whole.scale
+
     def _read(self, start: int, stop: int) -> Bytes:
         pieces = [self.whole.read(*rows).data for rows in self._places(start, stop)]
         return np.concatenate([piece.reshape(-1, self.row_bytes) for piece in pieces])

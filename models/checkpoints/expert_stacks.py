@@ -9,7 +9,7 @@ table elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.stored_tensor import Bytes, RowSource, StoredTensor
 from localrt.quant.formats import PackedTensor
 
-__all__ = ["Stack", "check_stack", "split_ranges", "split_stack"]
+__all__ = ["Stack", "StackedRows", "check_stack", "split_ranges", "split_rows", "split_stack"]
 
 _MATRIX = ".weight"
 
@@ -102,6 +102,72 @@ def check_stack(info: TensorInfo, dims: int, count: int | None) -> int:
             "download the model again"
         )
     return info.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedRows(RowSource):
+    """All experts' matrices (experts, rows, columns); ``flat`` has their rows in one matrix."""
+
+    flat: RowSource
+
+    @classmethod
+    def of(cls, flat: RowSource, experts: int) -> StackedRows:
+        """``flat`` taken apart; its rows are whole experts'."""
+        rows, columns = flat.info.shape
+        return cls(replace(flat.info, shape=(experts, rows // experts, columns)), flat)
+
+    @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.flat.scale
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        rows = self.info.shape[1]
+        return self.flat.read(start * rows, stop * rows).data
+
+
+def split_rows(
+    tensor: RowSource, stack: Stack, prefix: str, count: int | None
+) -> Iterator[RowSource]:
+    """``split_stack`` of rows that are made of several tensors: ``StackedRows``, or one matrix.
+
+    Raises:
+        CheckpointError: the tensor's shape is not that of so many experts, or it is transposed.
+    """
+    info, parts = tensor.info, len(stack.names)
+    experts = check_stack(info, 3, count) if "{}" in stack.names[0] else 1
+    flat = tensor.flat if isinstance(tensor, StackedRows) else tensor
+    size = flat.info.shape[0] // experts
+    if stack.transposed or size % parts:
+        raise CheckpointError(
+            f"tensor {info.name!r} has the shape {info.shape}, which is not {parts} equal matrices "
+            "whose rows are quantized"
+        )
+    rows = size // parts
+    own = replace(info, shape=(rows, info.shape[-1]), nbytes=info.nbytes // (experts * parts))
+    for expert in range(experts):
+        for part, name in enumerate(stack.names):
+            first = expert * size + (part if stack.turns else part * rows)
+            named = replace(own, name=prefix + name.format(expert))
+            yield _SomeRows(named, flat, first, parts if stack.turns else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _SomeRows(RowSource):
+    """Rows ``first``, ``first + step``, ... of ``whole``."""
+
+    whole: RowSource
+    first: int
+    step: int
+
+    @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.whole.scale
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        first, last = self.first + start * self.step, self.first + (stop - 1) * self.step
+        return self.whole.read(first, last + 1).data[:: self.step]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from localrt.errors import CheckpointError
-from localrt.models.checkpoints.stored_tensor import RowSource
+from localrt.models.checkpoints.stored_tensor import Bytes, RowSource, StoredTensor
 
 __all__ = ["gemma_tensors"]
 
@@ -77,8 +77,34 @@ def _by_layer(tensor: RowSource, width: int) -> RowSource:
             f"tensor {info.name} {info.shape} in {info.format.name} does not hold {width} numbers "
             "for each layer (hidden_size_per_layer_input)"
         )
-    rows = info.shape[0] * (info.shape[1] // width)
-    return replace(tensor, info=replace(info, shape=(rows, width)))
+    parts = info.shape[1] // width
+    shorter = replace(info, shape=(info.shape[0] * parts, width))
+    if isinstance(tensor, StoredTensor):
+        return replace(tensor, info=shorter)
+    return _ShorterRows(shorter, tensor, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShorterRows(RowSource):
+    """The rows of ``whole``, each as ``parts`` rows."""
+
+    whole: RowSource
+    parts: int
+
+    @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.whole.scale
+
+    @property
+    def rows_together(self) -> int:
+        """Those of a whole row."""
+        return self.parts
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        first = start // self.parts
+        data = self.whole.read(first, -(-stop // self.parts)).data.reshape(-1, self.row_bytes)
+        return data[start - first * self.parts : stop - first * self.parts]
 
 
 def _parts(tensor: RowSource, prefix: str, stem: str) -> Iterator[RowSource]:

@@ -11,21 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.errors import CheckpointError
 from localrt.models.checkpoints.text_model import TEXT_KEYS
 
 __all__ = ["flatten_config"]
 
 _KIMIS_LENGTH = "model_max_length"
-_PACKED_EXPERTS = {"mxfp4": ("GptOssForCausalLM", "gpt_oss")}
-"""Ways of quantizing that are read, and whose: names of the architecture and its model_type."""
 
 
 def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The config of the text model.
 
     Raises:
-        UnsupportedModelError: the weights are quantized in a way that is not read here.
         CheckpointError: a part is of a wrong type.
     """
     flat = dict(config)
@@ -35,23 +32,8 @@ def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path}: {key} is not an object")
         flat.update({name: value for name, value in text.items() if name != "architectures"})
     flat.setdefault("max_position_embeddings", flat.get(_KIMIS_LENGTH))
-    _refuse_quantized(flat, path)
     _add_older_rope(flat, path)
     return flat
-
-
-def _refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    names = [config.get("architectures"), config.get("model_type")]
-    if any(name in str(names) for name in _PACKED_EXPERTS.get(str(method), ())):
-        return
-    raise UnsupportedModelError(
-        f"{path}: the weights are quantized with {str(method or 'an unknown method')[:40]}, which "
-        "localrt cannot read; use the original model, or a GGUF file of it"
-    )
 
 
 def _add_older_rope(config: dict[str, Any], path: Path) -> None:

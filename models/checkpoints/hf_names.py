@@ -13,7 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from localrt.errors import CheckpointError
-from localrt.models.checkpoints.expert_stacks import Stack, split_stack
+from localrt.models.checkpoints.expert_stacks import (
+    Stack,
+    split_rows,
+    split_stack,
+)
 from localrt.models.checkpoints.mxfp4_experts import split_mxfp4
 from localrt.models.checkpoints.stored_tensor import RowSource, StoredTensor
 
@@ -101,6 +105,12 @@ _STACKS: Mapping[str, Stack] = {
     "block_sparse_moe.experts.gate_up_proj": Stack(_GATE_UP),
     "block_sparse_moe.experts.down_proj": Stack(_DOWN),
     "shared_mlp.input_linear.weight": Stack(_SHARED_GATE_UP),
+    # MLX
+    **{
+        f"{mlp}.switch_mlp.{kind}_proj.weight": Stack((f"mlp.experts.{{}}.{kind}_proj.weight",))
+        for mlp in ("mlp", "block_sparse_moe")
+        for kind in ("gate", "up", "down")
+    },
     # Nemotron-H
     "mixer.experts.up_proj": Stack(_GATE_UP[1:]),
     "mixer.experts.down_proj": Stack(_DOWN),
@@ -111,6 +121,9 @@ _PUBLISHED = {
     "attention_layer_norm.weight": "input_layernorm.weight",  # OLMo Hybrid
     "feedforward_layer_norm.weight": "post_attention_layernorm.weight",
     "self_attn.gate_proj.weight": "self_attn.g_proj.weight",  # LFM3
+    # MLX
+    "self_attn.embed_q.weight": "self_attn.k_b_proj.weight",
+    "self_attn.unembed_out.weight": "self_attn.v_b_proj.weight",
 }
 _TOP = {
     "model.embedding_norm.weight": "model.norm.weight",  # LFM2
@@ -145,7 +158,7 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 def plain_tensors(
-    architecture: str, config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+    architecture: str, config: Mapping[str, Any], stored: Mapping[str, RowSource]
 ) -> dict[str, RowSource]:
     """``stored`` under localrt's names, every expert by itself.
 
@@ -161,12 +174,12 @@ def plain_tensors(
     for name, tensor in stored.items():
         for part in _parts(stacks, name, tensor, stored, count):
             if part.info.name in plain:
-                raise CheckpointError(f"{tensor.file.path}: tensor {name!r} appears twice")
+                raise CheckpointError(f"tensor {name!r} appears twice under names of one meaning")
             plain[part.info.name] = part
     return plain
 
 
-def _named(tensor: StoredTensor) -> StoredTensor:
+def _named(tensor: RowSource) -> RowSource:
     """Under a name that is localrt's whatever the architecture."""
     name = _TOP.get(tensor.info.name)
     layer = _LAYER.fullmatch(tensor.info.name)
@@ -182,7 +195,7 @@ def _expert_count(config: Mapping[str, Any]) -> int | None:
 
 
 def _stacks(
-    architecture: str, config: Mapping[str, Any], stored: Mapping[str, StoredTensor]
+    architecture: str, config: Mapping[str, Any], stored: Mapping[str, RowSource]
 ) -> Mapping[str, Stack]:
     """How the experts of a layer are stacked, if they are."""
     if architecture == _GPT_OSS:
@@ -195,11 +208,18 @@ def _stacks(
     return _STACKS
 
 
+def _split(tensor: RowSource, stack: Stack, prefix: str, count: int) -> list[RowSource]:
+    """A stacked tensor's parts."""
+    if isinstance(tensor, StoredTensor):
+        return list(split_stack(tensor, stack, prefix, count))
+    return list(split_rows(tensor, stack, prefix, count))
+
+
 def _parts(
     stacks: Mapping[str, Stack],
     name: str,
-    tensor: StoredTensor,
-    stored: Mapping[str, StoredTensor],
+    tensor: RowSource,
+    stored: Mapping[str, RowSource],
     count: int,
 ) -> list[RowSource]:
     """What one tensor of a file is; nothing where another one brings it along."""
@@ -208,16 +228,18 @@ def _parts(
         return [tensor]
     prefix, stem = match["prefix"], match["stem"]
     if (stack := stacks.get(stem)) is not None:
-        return list(split_stack(tensor, stack, prefix, count))
+        return _split(tensor, stack, prefix, count)
     kind = stem[-len(_BLOCKS) :]
     packed = _GPT_OSS_PACKED.get(stem.removesuffix(kind))
     if packed is not None and kind in (_BLOCKS, _SCALES):
         other = name.removesuffix(kind) + (_SCALES if kind == _BLOCKS else _BLOCKS)
         if other not in stored:
-            raise CheckpointError(f"{tensor.file.path}: tensor {other!r} of {name!r} is missing")
+            raise CheckpointError(f"tensor {other!r} of {name!r} is missing")
         if kind == _SCALES:
             return []
-        return list(split_mxfp4(tensor, stored[other], packed, prefix, count))
+        both = tensor, stored[other]
+        if isinstance(both[0], StoredTensor) and isinstance(both[1], StoredTensor):
+            return list(split_mxfp4(both[0], both[1], packed, prefix, count))
     number = _NUMBER.search(stem)
     pattern = stem if number is None else _NUMBER.sub("{}", stem, count=1)
     ours = _OURS.get(pattern)

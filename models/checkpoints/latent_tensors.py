@@ -4,8 +4,8 @@ A head's matrices from latents to keys and to values are published as one (``kv_
 newer GGUF files, apart and per head: ``k_b_proj`` transposed, so that it turns a query into one
 against latents, and ``v_b_proj``. The model takes the latter two as matrices of stacked heads.
 Values are rows of the published matrix, in its bytes. Transposed keys cannot be: what was not
-quantized keeps its format, the rest becomes f16, which rounds less than it was rounded. It knows
-config keys and tensors, no files.
+quantized keeps its format, GGUF's types become f16, which rounds less than they were rounded, and
+other groups f32, which holds them. It knows config keys and tensors, no files.
 """
 
 from __future__ import annotations
@@ -18,8 +18,18 @@ import numpy as np
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo
+from localrt.models.checkpoints.expert_stacks import StackedRows
 from localrt.models.checkpoints.stored_tensor import Bytes, RowSource, StoredTensor
-from localrt.quant.formats import BF16, F16, F32, PackedTensor, pack, unpack
+from localrt.quant.formats import (
+    BF16,
+    F16,
+    F32,
+    GROUP_CODECS,
+    Format,
+    PackedTensor,
+    pack,
+    unpack,
+)
 
 __all__ = ["latent_tensors"]
 
@@ -40,9 +50,7 @@ def latent_tensors(
         return dict(stored)
     found: dict[str, RowSource] = {}
     for name, tensor in stored.items():
-        if not isinstance(tensor, StoredTensor):
-            found[name] = tensor
-        elif name.endswith(f".self_attn.{_BOTH}"):
+        if name.endswith(f".self_attn.{_BOTH}"):
             stem = name.removesuffix(_BOTH)
             found[stem + _KEYS], found[stem + _VALUES] = _split(tensor, stem, config)
         elif name.endswith((f".self_attn.{_KEYS}", f".self_attn.{_VALUES}")):
@@ -52,25 +60,25 @@ def latent_tensors(
     return found
 
 
-def _joined(tensor: StoredTensor) -> StoredTensor:
+def _joined(tensor: RowSource) -> RowSource:
     """Matrices of all heads as one: their rows follow one another already."""
     info = tensor.info
-    if len(info.shape) != 3:
+    if isinstance(tensor, StackedRows):
+        return replace(tensor.flat, info=replace(tensor.flat.info, name=info.name))
+    if len(info.shape) != 3 or not isinstance(tensor, StoredTensor):
         return tensor
     heads, rows, columns = info.shape
     return replace(tensor, info=replace(info, shape=(heads * rows, columns)))
 
 
-def _split(
-    tensor: StoredTensor, stem: str, config: Mapping[str, Any]
-) -> tuple[RowSource, RowSource]:
+def _split(tensor: RowSource, stem: str, config: Mapping[str, Any]) -> tuple[RowSource, RowSource]:
     """Keys and values out of the published matrix; ``stem`` begins their names."""
 
     def size(key: str) -> int:
         number = config.get(key)
         if type(number) is not int or number < 1:
             raise CheckpointError(
-                f"{tensor.file.path}: config {key} must be a positive integer, is {number!r}"
+                f"{tensor.info.name}: config {key} must be a positive integer, is {number!r}"
             )
         return number
 
@@ -78,11 +86,11 @@ def _split(
     info = tensor.info
     if len(info.shape) != 2 or info.shape[0] != heads * (nope + value):
         raise CheckpointError(
-            f"{tensor.file.path}: wrong shape: {info.name} {info.shape}; the config asks for "
-            f"{heads} heads of {nope} + {value} rows"
+            f"wrong shape: {info.name} {info.shape}; the config asks for {heads} heads of "
+            f"{nope} + {value} rows"
         )
     latent = info.shape[1]
-    format_ = info.format if info.format in (F32, F16, BF16) else F16
+    format_ = _key_format(info.format)
     key_bytes = heads * latent * format_.row_bytes(nope)
     keys = TensorInfo(stem + _KEYS, (heads * latent, nope), format_, key_bytes)
     value_bytes = heads * value * info.format.row_bytes(latent)
@@ -90,11 +98,18 @@ def _split(
     return _TransposedKeys(keys, tensor, heads), _ValueRows(values, tensor, heads)
 
 
+def _key_format(format_: Format) -> Format:
+    """What transposed keys are in."""
+    if format_ in (F32, F16, BF16):
+        return format_
+    return F32 if format_.name in GROUP_CODECS else F16
+
+
 @dataclass(frozen=True, slots=True)
 class _OfHeads(RowSource):
     """A matrix made of the heads of ``both``."""
 
-    both: StoredTensor
+    both: RowSource
     heads: int
 
     @property
@@ -117,6 +132,11 @@ class _ValueRows(_OfHeads):
     """A head's last rows, in their bytes."""
 
     __slots__ = ()
+
+    @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.both.scale
 
     def _read(self, start: int, stop: int) -> Bytes:
         rows, begin, span = self._covering(start, stop)

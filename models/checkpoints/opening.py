@@ -29,7 +29,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: nothing there, not a model, several models, truncated or malformed.
-        UnsupportedModelError: pickled or quantized weights, or a type that is not read here.
+        UnsupportedModelError: pickled weights, or quantized ones or a type that is not read here.
     """
     if path.is_dir():
         return _open_folder(path)

@@ -54,6 +54,11 @@ class _RotaryRows(RowSource):
     heads: int
 
     @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.stored.scale
+
+    @property
     def rows_together(self) -> int:
         """Rows of a head: whole ones at a time, so that none is read twice."""
         return max(1, self.rows // self.heads)

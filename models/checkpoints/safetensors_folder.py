@@ -19,10 +19,16 @@ from localrt.models.checkpoints.hf_config import flatten_config
 from localrt.models.checkpoints.hf_names import INTERLEAVED_ROTARY, plain_tensors
 from localrt.models.checkpoints.latent_tensors import latent_tensors
 from localrt.models.checkpoints.ngram_tensors import is_hash_constant, ngram_tensors
+from localrt.models.checkpoints.published import (
+    published_notes,
+    published_tensors,
+    read_scheme,
+    unconverted,
+)
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.rotary_rows import rotary_rows
 from localrt.models.checkpoints.safetensors_header import (
-    RAW_BYTES,
+    is_raw,
     read_header,
     read_json,
     unread_type_error,
@@ -58,6 +64,8 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         config = read_json(path / "config.json")
         self.config: Mapping[str, Any] = flatten_config(config, path / "config.json")
         self.architecture = _architecture(self.config, path / "config.json")
+        self._method, self._scheme = read_scheme(self.config, path)
+        self.notes: tuple[str, ...] = ()
         self.generation_config: Mapping[str, Any] = _generation_config(path, self.config)
         try:
             super().__init__(self._locate(multimodal=is_multimodal(config)))
@@ -76,16 +84,21 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
     def _locate(self, *, multimodal: bool) -> dict[str, RowSource]:
         """Every tensor of the decoder, by its plain name."""
         located = self._located(multimodal=multimodal)
-        tensors = plain_tensors(self.architecture, self.config, located)
+        published = published_tensors(located, self._scheme)
+        if self._scheme is not None:
+            self.notes = published_notes(self._method, self._scheme, published)
+        if self._method == "mlx":
+            published = unconverted(self.architecture, published, self.path)
+        tensors = plain_tensors(self.architecture, self.config, published)
         for in_models_form in (latent_tensors, gemma_tensors, delta_tensors):
             tensors = in_models_form(tensors, self.config)
         tensors = ngram_tensors(tensors)
         if self.architecture in INTERLEAVED_ROTARY:
             tensors |= rotary_rows(tensors, self.config, self.path)
         for name, tensor in tensors.items():
-            if tensor.info.format == RAW_BYTES:
+            if is_raw(tensor.info.format):
                 path = located[name].file.path if name in located else self.path
-                raise unread_type_error(path, name, "U8")
+                raise unread_type_error(path, name, tensor.info.format.name.upper())
         return tensors
 
     def _located(self, *, multimodal: bool) -> dict[str, StoredTensor]:

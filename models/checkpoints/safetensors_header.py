@@ -19,17 +19,40 @@ from localrt.models.checkpoints.ranged_file import RangedFile, describe_start
 from localrt.models.checkpoints.stored_tensor import StoredTensor
 from localrt.quant.formats import BF16, F8_E4M3, F16, F32, Format
 
-__all__ = ["RAW_BYTES", "read_header", "read_json", "unread_type_error"]
+__all__ = [
+    "E5M2",
+    "EXPONENTS",
+    "INT8",
+    "INT32",
+    "INT64",
+    "RAW_BYTES",
+    "UINT32",
+    "is_raw",
+    "read_header",
+    "read_json",
+    "unread_type_error",
+]
 
 RAW_BYTES = Format("u8", 1, 1)
-"""Bytes whose meaning another tensor or the architecture knows: parts of packed weights."""
+INT8 = Format("i8", 1, 1)
+INT32 = Format("i32", 1, 4)
+UINT32 = Format("u32", 1, 4)
+INT64 = Format("i64", 1, 8)
+E5M2 = Format("f8_e5m2", 1, 1)
+EXPONENTS = Format("f8_e8m0", 1, 1)
 
+_RAW = (RAW_BYTES, INT8, INT32, UINT32, INT64, E5M2, EXPONENTS)
 _FORMATS: Mapping[str, Format] = MappingProxyType(
-    {"F32": F32, "F16": F16, "BF16": BF16, "F8_E4M3": F8_E4M3, "U8": RAW_BYTES}
+    {format_.name.upper(): format_ for format_ in (F32, F16, BF16, F8_E4M3, *_RAW)}
 )
 _LONGEST_HEADER = 100_000_000  # the specification's own bound
 _LONGEST_JSON = 64 << 20
 _MOST_DIMENSIONS = 8
+
+
+def is_raw(format_: Format) -> bool:
+    """Whether another tensor or the architecture knows what is meant: parts of packed weights."""
+    return format_ in _RAW
 
 
 def read_header(file: RangedFile) -> dict[str, StoredTensor | str]:

@@ -70,6 +70,7 @@ class StoreCheckpoint:
         except BaseException:
             self.close()
             raise
+        self.notes: tuple[str, ...] = ()
         self.metadata: Mapping[str, Any] = self._text.metadata if self._text else {}
         self.tensors: Mapping[str, TensorInfo] = {
             name: _info(name, parts) for name, parts in self._parts.items()

@@ -106,7 +106,8 @@ class Source:
 class Quantization:
     """How a quantized store's weights were chosen.
 
-    ``calibration`` is a digest of the text's tokens, ``compute`` the format of the passes over it.
+    ``calibration`` is a digest of the text's tokens, ``compute`` the format of the passes over it,
+    ``loss`` how far next tokens diverge from the source's on other parts of the text, in nats.
     With ``folded`` n > 0, the values of attention (rows of v and its bias) are stored rotated by
     blocks of n, and so are the inputs of the output projection: the two cancel.
     """
@@ -119,6 +120,7 @@ class Quantization:
     calibration_tokens: int = 0
     compute: str | None = None
     folded: int = 0
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +141,11 @@ class Manifest:
 
     def describes_same(self, other: Manifest) -> bool:
         """Whether both are of the same packing, however far it has come."""
-        return replace(self, units=()).to_json() == replace(other, units=()).to_json()
+        return self._packing() == other._packing()
+
+    def _packing(self) -> str:
+        quantization = self.quantization and replace(self.quantization, loss=None)
+        return replace(self, units=(), quantization=quantization).to_json()
 
     def to_json(self) -> str:
         """The text of the file."""

@@ -109,10 +109,16 @@ class RowSource(ABC):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(RowSource):
-    """A tensor whose bytes begin at ``offset`` of ``file``."""
+    """A tensor whose bytes begin at ``offset`` of ``file``; its values are times ``factor``."""
 
     file: RangedFile
     offset: int
+    factor: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.factor
 
     def _read(self, start: int, stop: int) -> Bytes:
         return self.file.read(self.offset + start * self.row_bytes, (stop - start) * self.row_bytes)

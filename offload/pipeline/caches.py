@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 import numpy as np
 
+from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.kv import BlockCache, Bytes, ReadBlocks, held_blocks, read_pieces
 from localrt.quant.ops.protocol import Batch, KVCache, LayerSpec, Ops
@@ -74,6 +75,16 @@ class SplitCache:
         """Bytes on the card with ``rows`` more, at most."""
         length = _grown_length(self.on(self._card_ops), rows)
         return self._card_ops.kv_nbytes(self._card_specs, length)
+
+    @property
+    def mix(self) -> Mix:
+        """See ``KVCache``."""
+        return next(iter(self._parts.values())).mix
+
+    @mix.setter
+    def mix(self, mix: Mix) -> None:
+        for part in self._parts.values():
+            part.mix = mix
 
     def reserve(self, length: int) -> None:
         """Make room on both."""

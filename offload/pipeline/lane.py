@@ -63,6 +63,12 @@ class Lane:
         self._verify = verify
         self._vectors: dict[str, dict[str, PackedTensor]] = {}
 
+    @property
+    def adapts(self) -> bool:
+        """Whether it must know the adapters of each pass."""
+        table = self.ops.adapters
+        return table is not None and table.used
+
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp]) -> Pass:
         """A pass of the caches that ``batch`` has, recorded where that is quicker."""
         batch = split_batch(batch, self.ops)
@@ -178,7 +184,7 @@ class StreamedState(PassState):
     ) -> None:
         super().__init__(lane.ops, None, wanted=wanted, batch=batch)
         self._batch = batch
-        self._steps: dict[int, Pass] = {}
+        self._steps: dict[int, Pass | None] = {}
         self._copies: dict[int, Array] = {}  # of the inputs, by lane
         self.check = check
         self.lane = lane
@@ -206,6 +212,9 @@ class StreamedState(PassState):
         if self.step is None and lane.attends:
             self.step = lane.begin(self._batch, self.wanted)
             self._steps[id(lane.ops)] = self.step
+        elif lane.adapts and id(lane.ops) not in self._steps:
+            lane.ops.begin_adapters(self._batch)
+            self._steps[id(lane.ops)] = None
 
     def _move_inputs(self, lane: Lane, change: Callable[[Array, Mark], tuple[Array, Mark]]) -> None:
         """Every layer reads them: a lane's copy is made once."""

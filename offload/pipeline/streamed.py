@@ -34,7 +34,7 @@ from localrt.offload.pipeline.row_table import RowTable
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.pipeline.stretches import Stretches
 from localrt.offload.placement import Placement, Where
-from localrt.quant.ops.protocol import Batch, KVCache
+from localrt.quant.ops.protocol import Batch, KVCache, Ops
 
 __all__ = ["Pipeline", "Streamed"]
 
@@ -99,6 +99,11 @@ class Streamed(Residency):
         self._lanes = [lane for lane in (pipe.cpu, pipe.card) if lane is not None]
         self._passes = self._decode_passes = 0
         self._cpu_before = self._decode_cpu_s = 0.0
+
+    @property
+    def implementations(self) -> tuple[Ops, ...]:
+        """See ``Residency``."""
+        return tuple({id(lane.ops): lane.ops for lane in self._lanes}.values())
 
     # -- a pass ----------------------------------------------------------------------------------
 
@@ -211,7 +216,8 @@ def _embed(table: RowTable, cpu: Lane, scale: float, state: StreamedState) -> No
     """The first part: rows of the embedding, from RAM where they are."""
     state.enter(cpu)
     with cpu.ops.scope():
-        state.x = table.embed(cpu.ops, state.step, state.tokens, scale, state.check)
+        rows = table.embed(cpu.ops, state.step, state.tokens, scale, state.check)
+        state.x = rows if state.step is None else cpu.ops.adapt_tokens(rows, state.step, scale)
 
 
 def _ask_ngrams(

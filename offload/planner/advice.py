@@ -16,11 +16,13 @@ from localrt.offload.planner.simulate import simulate
 from localrt.offload.shapes import ModelShape, aligned
 from localrt.quant.formats import FORMATS
 
-__all__ = ["helpful_changes", "in_format"]
+__all__ = ["helpful_changes", "in_bits", "in_format", "layer_bits"]
 
 # Below this a change is not worth a line.
 _LEAST_GAIN = 1.05
 _MOST_LINES = 5
+_LAYERS = ("attention", "mlp", "expert")
+_TABLE = FORMATS["int8-g32"]
 _SMALLEST_FORMAT = "int4-g128"
 # A drafted tree of eight tokens, of which four come out right, one of them for free.
 _DRAFT_ROWS = 8
@@ -51,6 +53,30 @@ def in_format(shape: ModelShape, format: str, *, always: bool = False) -> ModelS
         changes = elements and (always or size < unit.nbytes)
         units.append(replace(unit, nbytes=size, format=format) if changes else unit)
     return replace(shape, units=tuple(units))
+
+
+def in_bits(shape: ModelShape, bits: float, format: str) -> ModelShape:
+    """The model with ``bits`` for each weight of its layers, mostly in ``format``: an estimate.
+
+    Embedding and head take eight bits if they have more, as quantizing leaves them.
+    """
+    units = []
+    for unit in shape.units:
+        elements, width, name = unit.macs, bits, format
+        if unit.kind not in _LAYERS:
+            width, name = _TABLE.bits_per_weight, _TABLE.name
+        if unit.name == "embedding":
+            elements = shape.vocab * shape.hidden
+        size = aligned(round(elements * width / 8))
+        changed = elements and size < unit.nbytes
+        units.append(replace(unit, nbytes=size, format=name) if changed else unit)
+    return replace(shape, units=tuple(units))
+
+
+def layer_bits(shape: ModelShape) -> float:
+    """Bits per weight of the layers."""
+    units = [unit for unit in shape.units if unit.kind in _LAYERS]
+    return 8 * sum(unit.nbytes for unit in units) / sum(unit.macs for unit in units)
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, float]]:

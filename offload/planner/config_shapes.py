@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
+from localrt.models.checkpoints.published import read_scheme
 from localrt.models.checkpoints.text_model import TEXT_KEYS
 from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD, LAYER_EMBEDDING, NGRAM_TABLE
 from localrt.models.decoder import load_attention, load_mlp, load_norm
@@ -57,8 +58,6 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 _QKV_BIAS, _OUT_BIAS = (f"model.layers.0.self_attn.{name}_proj.bias" for name in "qo")
 
-# What checkpoints quantized by others come closest to among localrt's formats.
-_PUBLISHED = {("gptq", 4): "int4-g128m", ("awq", 4): "int4-g128m"}
 _MOST_EXPERTS = 1 << 17  # of all layers; each takes time
 # What quantizes a mixture's experts alone, and what the other matrices are then.
 _EXPERTS_ALONE = {"mxfp4": ("mxfp4", "bf16")}
@@ -88,7 +87,7 @@ def shape_from_config(
             f"{', '.join(_KINDS)}); give the weights"
         )
     notes: list[str] = []
-    expert_format, rest = (format, format) if format else _published_formats(config, notes)
+    expert_format, rest = (format, format) if format else _published_formats(config, name, notes)
     if rest not in FORMATS:
         raise UnsupportedModelError(f"format {format!r} is not known: one of {', '.join(FORMATS)}")
     usual = {"rms_norm_eps": 1e-6, **_DEFAULTS.get(kind, {})}
@@ -112,18 +111,21 @@ def _told_by_weights(kind: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     return (*((_QKV_BIAS,) if biased else ()), *((_OUT_BIAS,) if both else ()))
 
 
-def _published_formats(config: Mapping[str, Any], notes: list[str]) -> tuple[str, str]:
+def _published_formats(config: Mapping[str, Any], name: str, notes: list[str]) -> tuple[str, str]:
     """Of experts, and of all other matrices."""
     quantized = config.get("quantization_config")
     if isinstance(quantized, Mapping):
         method = str(quantized.get("quant_method"))
-        bits = quantized.get("bits", 4)
-        if (known := _PUBLISHED.get((method, bits))) is not None:
-            notes.append(f"weights as published: {method}, planned as {known}")
-            return known, known
         if (both := _EXPERTS_ALONE.get(method)) is not None:
             notes.append(f"weights as published: experts in {both[0]}, the rest in {both[1]}")
             return both
+    try:
+        method, scheme = read_scheme(config, Path(name))
+    except UnsupportedModelError:
+        scheme = None
+    if scheme is not None:
+        notes += [f"weights as published: {method}, planned as {scheme.typical}", *scheme.notes]
+        return scheme.typical, scheme.typical
     notes.append(f"weights are taken to be packed as {_DEFAULT_FORMAT}: --format says otherwise")
     return _DEFAULT_FORMAT, _DEFAULT_FORMAT
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from math import expm1
 
 from localrt.formatting import format_bytes, format_rate
 from localrt.offload.account import Tier
 from localrt.offload.placement import Where
-from localrt.offload.planner.plan import Plan, PlanRequest
+from localrt.offload.planner.plan import Plan, PlannedSize, PlanRequest
 from localrt.offload.planner.simulate import Resource
 from localrt.offload.shapes import ModelShape
 
@@ -24,6 +25,7 @@ _PLACES = {
     Where.RAM: "in RAM, computed by the CPU",
     Where.SSD: "on the SSD, read for each token, computed by the CPU",
 }
+_SIZE_PLACES = {"streamed": "streamed", "memory": "all in memory", "card": "all in GPU memory"}
 _RESOURCES: dict[Resource, str] = {"ssd": "disk", "link": "link", "cpu": "CPU", "gpu": "GPU"}
 _TABLES = {"inputs": "inputs of each layer", "ngrams": "table of hashed n-grams"}
 _KINDS = ("embedding", "attention", "mlp", "expert", "head")
@@ -74,6 +76,10 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield "What would help most"
         for change in plan.changes:
             yield f"  {format_rate(change.tok_s):>6} tok/s ({change.gain:.2g}x)  {change.what}"
+    if plan.sizes:
+        yield ""
+        yield "Smaller weights"
+        yield from _sizes(plan)
     if plan.notes:
         yield ""
         yield "Notes"
@@ -179,6 +185,26 @@ def _prediction(plan: Plan) -> Iterator[str]:
         f"with {prediction.held} tokens held; with all {request.ctx}: "
         f"{format_rate(prediction.full_context_tok_s)} tok/s"
     )
+
+
+def _sizes(plan: Plan) -> Iterator[str]:
+    as_they_are, *others = plan.sizes
+    for size in plan.sizes:
+        what = "as they are: nothing is lost"
+        if size is not as_they_are:
+            what = f"localrt quantize MODEL --bits {size.bits:.1f}: {_loss(size)}"
+        yield (
+            f"  {format_rate(size.tok_s):>6} tok/s  {size.bits:.1f} bits, "
+            f"{format_bytes(size.nbytes)}, {_SIZE_PLACES[size.place]}  ({what})"
+        )
+    if any(size.loss is None for size in others):
+        yield "  what is lost is measured when a model is first quantized to --bits"
+
+
+def _loss(size: PlannedSize) -> str:
+    if size.loss is None:
+        return "what is lost is unknown"
+    return f"loses {size.loss:.3f} nats a token, perplexity about {100 * expm1(size.loss):+.1f} %"
 
 
 def _long_passes(plan: Plan) -> Iterator[str]:

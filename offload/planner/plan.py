@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes
@@ -15,7 +15,17 @@ from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.simulate import Resource, Simulation
 from localrt.offload.shapes import KvFormat, ModelShape
 
-__all__ = ["Change", "Plan", "PlanRequest", "Prediction", "in_words"]
+__all__ = [
+    "Change",
+    "Plan",
+    "PlanRequest",
+    "PlannedPlace",
+    "PlannedSize",
+    "Prediction",
+    "in_words",
+]
+
+PlannedPlace = Literal["streamed", "memory", "card"]
 
 # A conversation in its first minutes: what most tokens see.
 _USUAL_HELD = 512
@@ -51,6 +61,23 @@ class Change:
     what: str
     tok_s: float
     gain: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSize:
+    """The weights in so many ``bits`` each, in the layers: bytes of all, tokens per second, and the
+    ``place`` of what a token needs: ``"streamed"`` (some of it is read or copied for each token),
+    ``"memory"`` (it stays there), ``"card"`` (all of it in the card's).
+
+    ``loss`` is how far next tokens diverge from those of the weights as they are, in nats; None if
+    that was not measured.
+    """
+
+    bits: float
+    nbytes: int
+    tok_s: float
+    place: PlannedPlace
+    loss: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +171,10 @@ def in_words(*, fits: bool, read: int, copied: int, tok_s: float | None, where: 
 class Plan:
     """Where a model lives on a machine, what to expect of it, and what would help.
 
-    Sizes are in bytes, rates in tokens per second. ``changes`` would help, best first; they are
-    there where they were asked for. ``hypothetical`` names what was given and is not this
-    machine's. ``report`` is the text that ``localrt plan`` prints, in plans that
-    ``localrt.plan`` made.
+    Sizes are in bytes, rates in tokens per second. ``changes`` would help, best first; ``sizes``
+    are the weights as they are, then smaller ones. Both are there where they were asked for.
+    ``hypothetical`` names what was given and is not this machine's. ``report`` is the text that
+    ``localrt plan`` prints, in plans that ``localrt.plan`` made.
     """
 
     request: PlanRequest
@@ -156,6 +183,7 @@ class Plan:
     memory: Account
     simulation: Simulation = field(repr=False)
     changes: tuple[Change, ...] = ()
+    sizes: tuple[PlannedSize, ...] = ()
     notes: tuple[str, ...] = ()
     hypothetical: tuple[str, ...] = ()
     report: str = field(default="", repr=False)
@@ -276,6 +304,7 @@ class Plan:
             "prediction": asdict(self.prediction),
             "memory": [asdict(part) for part in self.memory.parts],
             "changes": [asdict(change) for change in self.changes],
+            "sizes": [asdict(size) for size in self.sizes],
             "notes": list(self.notes),
             "hypothetical": list(self.hypothetical),
         }

@@ -147,15 +147,15 @@ class StoreWriter(Closing):
             raise
         self.report(file.name)
 
-    def reader(self, file: FilePlan) -> StoreCheckpoint:
-        """A finished file's tensors."""
-        units = tuple(unit for unit in self._manifest.units if unit.file == file.name)
+    def reader(self, file: FilePlan | None = None) -> StoreCheckpoint:
+        """The tensors of a finished file, or of all that are finished."""
+        units = tuple(u for u in self._manifest.units if file is None or u.file == file.name)
         return StoreCheckpoint(
             self.folder, manifest=replace(self._manifest, units=units), verify=False
         )
 
-    def finish(self) -> Path:
-        """Give the store its name.
+    def finish(self, loss: float | None = None) -> Path:
+        """Give the store its name; ``loss`` is what its quantization is known to cost.
 
         Raises:
             StorageError: the disk fails.
@@ -164,7 +164,10 @@ class StoreWriter(Closing):
         with _storage_errors(self.folder):
             order = {file.name: number for number, file in enumerate(self._files)}
             units = sorted(self._manifest.units, key=lambda unit: order[unit.file])
-            self._manifest = replace(self._manifest, units=tuple(units))
+            quantization = self._manifest.quantization
+            if quantization is not None:
+                quantization = replace(quantization, loss=loss)
+            self._manifest = replace(self._manifest, units=tuple(units), quantization=quantization)
             self.write_bytes(MANIFEST_NAME, self._manifest.to_json().encode())
             (self.folder / PARTIAL_NAME).unlink(missing_ok=True)
             _sync_folder(self.folder)

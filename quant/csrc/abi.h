@@ -12,7 +12,8 @@
 // What GGUF calls the rows that `lrt_tile` takes.
 enum Source : int32_t {
     FROM_F32, FROM_F16, FROM_BF16, FROM_Q4_0, FROM_Q4_1, FROM_Q5_0, FROM_Q5_1, FROM_Q8_0, FROM_Q4_K, FROM_Q5_K, FROM_Q6_K, FROM_MXFP4,
-    FROM_Q2_K, FROM_Q3_K, FROM_IQ4_NL, FROM_IQ4_XS, FROM_TQ2_0
+    FROM_Q2_K, FROM_Q3_K, FROM_IQ4_NL, FROM_IQ4_XS, FROM_TQ2_0,
+    FROM_IQ3_XXS, FROM_IQ3_S, FROM_IQ2_XXS, FROM_IQ2_XS, FROM_IQ2_S, FROM_IQ1_S, FROM_IQ1_M
 };
 
 // How tiles are laid out. Formats that differ only in their rows, or in the columns of a span, share one.
@@ -20,7 +21,9 @@ enum Layout : int32_t {
     F32, F16, BF16,
     AFFINE4, AFFINE4_MIN, AFFINE5, AFFINE5_MIN, AFFINE6, AFFINE8 = 9, AFFINE8_MIN,
     Q4_K = 19, Q5_K, Q6_K, MXFP4, NVFP4, NF4,
-    Q2_K, Q3_K, IQ4_NL, IQ4_XS, TQ2_0
+    Q2_K, Q3_K, IQ4_NL, IQ4_XS, TQ2_0,
+    IQ3_XXS, IQ3_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S, IQ1_M,
+    BRAINS4, BRAINS8, ZEROS4, ZEROS8, NF4_F32, E4M3_GROUPS
 };
 
 // A weight matrix in the tiled layout of quant/formats/tiled.py.
@@ -29,7 +32,30 @@ struct Matrix {
     int32_t layout, rows, cols;
     int32_t span;   // columns that share a head
     float scale;    // of every value
-    int32_t unused;
+    int32_t site;   // what adapters know it by; 0 for none
+};
+
+// Low-rank additions to the products of one matrix: y * factors + B (A x), both in bytes with scales of their own.
+struct LowRank {
+    int8_t* a;             // (rank, columns filled up to LOW_COLUMNS)
+    float* a_scales;       // (rank, of every LOW_COLUMNS)
+    uint8_t* b;            // of every 16 rows, of every LOW_RANKS: 16 bf16 scales, codes (ranks / 2, 16, 2)
+    const float* factors;  // (rows filled up), or null
+    int32_t rank, unused;  // even
+};
+constexpr int LOW_COLUMNS = 64, LOW_RANKS = 16;
+
+// What such is made of: a (rank, columns), b (rows, rank).
+struct LowRankPack {
+    const float *a, *b;
+    int32_t rank, rows, columns;
+};
+
+// The adapters of a pass.
+struct AdapterArgs {
+    const int32_t* mixes;  // (R), of each row; -1: none
+    const LowRank* table;  // (mixes, sites)
+    int32_t rows, sites;
 };
 
 // Row-stacked matrices that share their input: q, k, v or gate, up.
@@ -219,14 +245,15 @@ struct ExpertArgs {
 };
 
 // How a format's codes are spaced, and what its scales can be.
-enum Family : int32_t { EVEN, EVEN_WITH_MINIMUM, NF4_LEVELS, E2M1_BY_POWERS, E2M1_BY_E4M3 };
+enum Family : int32_t { EVEN, EVEN_WITH_MINIMUM, NF4_LEVELS, E2M1_BY_POWERS, E2M1_BY_E4M3, Q3_K_BLOCKS, Q2_K_BLOCKS, IQ4_NL_BLOCKS };
 
 // A search for the scales of groups: see quant/methods/search.py.
 struct SearchArgs {
-    const float* groups;    // (count, block), block a multiple of 16 up to 128
-    float* scales;          // (count, 1), or (count, 2) with a minimum
+    const float* groups;    // (count, block), block a multiple of 16 up to 128; or GGUF's blocks
+    float* scales;          // (count, 1), (count, 2) with a minimum, or those of GGUF's blocks
     const double* shrinks;  // (steps), falling
-    int64_t count;
+    const float* weights;   // GGUF's: (weight_count, block), what errors count, for blocks in turn
+    int64_t count, weight_count;
     int32_t block, steps, family, bits;
 };
 

@@ -31,12 +31,13 @@ struct RunRange {  // runs [first, last)
     int rows(const Runs& runs) const { return runs[last - 1].start + runs[last - 1].size - runs[first].start; }
 };
 
-// -zero * the sum of the codes: what the sums of a symmetric layout start from, and what minima of halves are times.
+// -zero * the sum of the codes: what the sums of a symmetric layout start from. With BOTH_SUMS those of both halves,
+// in the halves of a word, which minima are times.
 struct Start {
     int zero, halves;
     int32_t* values;  // runs: (K / 32, n, halves)
 };
-constexpr int MAX_STARTS = 10;
+constexpr int MAX_STARTS = 15;
 
 struct Acts {
     const float* x;       // (R, K)
@@ -44,6 +45,7 @@ struct Acts {
     float* meta;          // runs: (K / 32, n, 2): scale, scale * sum
     Start starts[MAX_STARTS];
     int start_count, rows, cols;
+    const int32_t* mixes;  // adapters of each row, or null
 
     const Start* find_start(int zero, int of_halves) const {
         for (int i = 0; i < start_count; i++)
@@ -52,6 +54,15 @@ struct Acts {
     }
     const int32_t* start(int zero, int of_halves) const { return find_start(zero, of_halves)->values; }
 };
+
+inline float sum16(F16L x) {
+    x = x + x.across<8>();
+    x = x + x.across<4>();
+    x = x + x.across<2>();
+    float lanes[16];
+    (x + x.across<1>()).store(lanes);
+    return lanes[0];
+}
 
 // Every n consecutive values times the Hadamard matrix / sqrt(n), in place; n is 16, 32, 64 or 128.
 inline void block_hadamard(float* x, int cols, int n) {
@@ -102,6 +113,10 @@ inline void quantize_row(const Acts& acts, const Runs& runs, int row, const floa
         for (int i = 0; i < acts.start_count; i++) {
             const Start& start = acts.starts[i];
             int32_t* values = start.values + index * start.halves;
+            if (start.zero == BOTH_SUMS) {
+                values[0] = (int32_t)((uint32_t)(sums[0] & 0xFFFF) | (uint32_t)sums[1] << 16);
+                continue;
+            }
             values[0] = -start.zero * (start.halves == 2 ? sums[0] : sums[0] + sums[1]);
             if (start.halves == 2) values[1] = -start.zero * sums[1];
         }

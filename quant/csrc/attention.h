@@ -5,16 +5,8 @@
 
 namespace {
 
-constexpr int MOST_QUERIES = 32;         // of a row that share what is gathered for it
+constexpr int MOST_QUERIES = 32;         // that share a block: of a long prompt, or of a row that gathers it
 constexpr size_t MOST_PIECES = 1u << 23;  // floats of what queries have seen of single blocks, where those are shared out
-
-inline float sum16(F16L x) {
-    float lanes[16];
-    x.store(lanes);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
-}
 
 struct BlockResult {  // of one query over one block; the E values of the weighted sum follow
     float peak, total;

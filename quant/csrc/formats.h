@@ -1,9 +1,11 @@
 // How each layout's tiled bytes become codes, scales and offsets: value = scale * (code - ZERO) where
 // a layout is SYMMETRIC, else scale * code + offset. A tile is 16 rows; a step is 32 columns, or 512
 // codes: eight B64, the four codes k..k+3 of 16 rows each (k = 4 * index). HALVES 2 has a scale for
-// every 16 columns; one that is not SYMMETRIC has minima for them, which are subtracted. A span is a head and its steps: SPAN columns, or as many as the matrix says.
+// every 16 columns; one that is not SYMMETRIC has minima for them. A span is a head and its steps: SPAN
+// columns, or as many as the matrix says.
 // quant/formats/tiled.py says where each field lies.
 #pragma once
+#include "codebook.h"
 
 namespace {
 
@@ -66,9 +68,12 @@ template <int BITS> inline void read_codes(const uint8_t* p, B64* q) {
 
 constexpr int step_bytes(int bits) { return bits * 64; }
 
-// Whether there are minima for every 16 columns, and what is noted of activations: -zero times their sums; 0 for nothing.
+// Whether scales and minima are whole numbers for every 16 columns: of a step two, in the halves of a word.
 template <class Layout> constexpr bool half_minima() { return !Layout::SYMMETRIC && Layout::HALVES == 2; }
-template <class Layout> constexpr int start_zero() { return Layout::SYMMETRIC ? Layout::ZERO : half_minima<Layout>() ? 1 : 0; }
+// What is noted of activations: -zero times their sums, or those of both halves; 0 for nothing.
+constexpr int BOTH_SUMS = -1;
+template <class Layout> constexpr int start_zero() { return Layout::SYMMETRIC ? Layout::ZERO : half_minima<Layout>() ? BOTH_SUMS : 0; }
+template <class Layout> constexpr int start_halves() { return half_minima<Layout>() ? 1 : Layout::HALVES; }
 
 inline F16L negated(F16L x) { return x * F16L::set1(-1.f); }
 
@@ -87,6 +92,22 @@ template <int BITS_, bool MINIMUM> struct Affine {
     static void codes(const uint8_t* p, B64* q) { read_codes<BITS>(p, q); }
     static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
     static F16L offset(const Head& head, int) { return head.offset; }
+};
+
+// The same as published: bfloat16 scales and minima.
+template <int BITS_> struct Brains : Affine<BITS_, true> {
+    using Head = typename Affine<BITS_, true>::Head;
+    static Head open(const uint8_t* p) { return {F16L::load_bf16(p), F16L::load_bf16(p + 32)}; }
+};
+
+// float32 scales, and zero points in bytes.
+template <int BITS_> struct ZeroPoints : Affine<BITS_, true> {
+    static constexpr int HEADER = 80;
+    using Head = typename Affine<BITS_, true>::Head;
+    static Head open(const uint8_t* p) {
+        const F16L scale = F16L::load((const float*)p);
+        return {scale, negated(scale) * F16L::from(I16::load_u8(p + 64))};
+    }
 };
 
 // Sixteen numbers of six bits: five in a word, the last one's pairs of bits on top of the three.
@@ -151,25 +172,45 @@ struct Two {  // Q2_K: nibbles of a scale and a minimum for every 16 columns
     static constexpr bool SYMMETRIC = false;
     static constexpr int HEADER = 320, STEP = step_bytes(2);
     struct Head { F16L d, least; };
-    static Head open(const uint8_t* p) { return {F16L::load_f16(p), F16L::load_f16(p + 32)}; }
-    static I16 both(const uint8_t* p, int step, int half) { return I16::load_u8(p + 64 + 16 * (2 * step + half)); }
+    static Head open(const uint8_t* p) { return {F16L::load_f16(p), negated(F16L::load_f16(p + 32))}; }
+    static I16 both(const uint8_t* p, int step) {
+        return I16::load_u8(p + 64 + 32 * step) | I16::load_u8(p + 80 + 32 * step).shl(16);
+    }
+    static I16 scales(const uint8_t* p, int step) { return both(p, step) & I16::set1(0x000F000F); }
+    static I16 minima(const uint8_t* p, int step) { return both(p, step).shr(4) & I16::set1(0x000F000F); }
     static void codes(const uint8_t* p, B64* q) { read_codes<2>(p, q); }
     static F16L scale(const Head& head, const uint8_t* p, int step, int half) {
-        return head.d * F16L::from(both(p, step, half) & I16::set1(15));
+        return head.d * F16L::from(scales(p, step).shr(16 * half) & I16::set1(15));
     }
     static F16L minimum(const Head& head, const uint8_t* p, int step, int half) {
-        return head.least * F16L::from(both(p, step, half).shr(4));
+        return head.least * F16L::from(minima(p, step).shr(16 * half) & I16::set1(15));
+    }
+    // Codes times their scales: whole numbers up to 45, found in a table of each row's four.
+    static void scaled_codes(const uint8_t* p, int step, B64* q) {
+        alignas(64) static const uint32_t rows[4] = {0x00000000, 0x04040404, 0x08080808, 0x0C0C0C0C};
+        const B64 place = B64::table(reinterpret_cast<const uint8_t*>(rows));
+        const I16 pair = scales(p, step);
+        codes(p + HEADER + step * STEP, q);
+        for (int half = 0; half < 2; half++) {
+            const I16 once = pair.shr(16 * half) & I16::set1(15), twice = once + once;
+            const B64 table = (once.shl(8) | twice.shl(16) | (twice + once).shl(24)).as_bytes();
+            for (int v = 4 * half; v < 4 * half + 4; v++) q[v] = table.lookup(q[v] | place);
+        }
     }
 };
 
-struct Ternary {  // TQ2_0
-    static constexpr int BITS = 2, HALVES = 1, SPAN = 256, ZERO = 1;
+// A symmetric layout whose head is one half-precision scale.
+template <int BITS_, int SPAN_, int ZERO_, int STEP_> struct OneScale {
+    static constexpr int BITS = BITS_, HALVES = 1, SPAN = SPAN_, ZERO = ZERO_;
     static constexpr bool SYMMETRIC = true;
-    static constexpr int HEADER = 32, STEP = step_bytes(2);
+    static constexpr int HEADER = 32, STEP = STEP_;
     struct Head { F16L scale; };
     static Head open(const uint8_t* p) { return {F16L::load_f16(p)}; }
-    static void codes(const uint8_t* p, B64* q) { read_codes<2>(p, q); }
     static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
+};
+
+struct Ternary : OneScale<2, 256, 1, step_bytes(2)> {  // TQ2_0
+    static void codes(const uint8_t* p, B64* q) { read_codes<2>(p, q); }
 };
 
 // Codes of four bits that stand for other numbers.
@@ -207,12 +248,14 @@ struct Nvfp4 {  // E4M3 scales, one for every 16 columns
     static F16L scale(const Head& head, const uint8_t*, int, int half) { return head.scale[half]; }
 };
 
-struct Nf4 {  // levels rounded to 1/127: within 0.4 % of the group's largest magnitude
+template <bool FLOATS> struct Nf4 {  // levels rounded to 1/127: within 0.4 % of the group's largest magnitude
     static constexpr int BITS = 8, HALVES = 1, SPAN = 64, ZERO = 128;
     static constexpr bool SYMMETRIC = true;
-    static constexpr int HEADER = 32, STEP = step_bytes(4);
+    static constexpr int HEADER = FLOATS ? 64 : 32, STEP = step_bytes(4);
     struct Head { F16L scale; };
-    static Head open(const uint8_t* p) { return {F16L::load_f16(p) * F16L::set1(1.f / 127)}; }
+    static Head open(const uint8_t* p) {
+        return {(FLOATS ? F16L::load((const float*)p) : F16L::load_f16(p)) * F16L::set1(1.f / 127)};
+    }
     static void codes(const uint8_t* p, B64* q) {
         alignas(16) static const uint8_t numbers[16] = {1,   40,  61,  78,  92,  105, 116, 128,
                                                         138, 148, 159, 171, 184, 199, 220, 255};
@@ -228,36 +271,166 @@ inline void iq4_codes(const uint8_t* p, B64* q) {
     looked_up(p, numbers, q);
 }
 
-struct Iq4Nl {
-    static constexpr int BITS = 8, HALVES = 1, SPAN = 32, ZERO = 128;
-    static constexpr bool SYMMETRIC = true;
-    static constexpr int HEADER = 32, STEP = step_bytes(4);
-    struct Head { F16L scale; };
-    static Head open(const uint8_t* p) { return {F16L::load_f16(p)}; }
+struct Iq4Nl : OneScale<8, 32, 128, step_bytes(4)> {
     static void codes(const uint8_t* p, B64* q) { iq4_codes(p, q); }
-    static F16L scale(const Head& head, const uint8_t*, int, int) { return head.scale; }
 };
 
-struct Iq4Xs {  // scales of six bits around 32: five in a word, two in bytes, the last one on top of these
+// Eight numbers of six bits: five in a word, two in bytes, the last one on top of these.
+struct EightSixBit {
+    I16 word, first, second;
+    explicit EightSixBit(const uint8_t* p) : word(I16::load(p)), first(I16::load_u8(p + 64)), second(I16::load_u8(p + 80)) {}
+    I16 operator[](int i) const {
+        if (i == 7) return word.shr(30) | first.shr(6).shl(2) | second.shr(6).shl(4);
+        return (i < 5 ? word.shr(6 * i) : i == 5 ? first : second) & I16::set1(63);
+    }
+};
+
+struct Iq4Xs {  // scales of six bits around 32
     static constexpr int BITS = 8, HALVES = 1, SPAN = 256, ZERO = 128;
     static constexpr bool SYMMETRIC = true;
     static constexpr int HEADER = 128, STEP = step_bytes(4);
     struct Head { F16L scale[8]; };
     static Head open(const uint8_t* p) {
         const F16L d = F16L::load_f16(p), middle = F16L::set1(-32.f);
-        const I16 word = I16::load(p + 32), first = I16::load_u8(p + 96), second = I16::load_u8(p + 112), low = I16::set1(63);
-        const I16 last = word.shr(30) | first.shr(6).shl(2) | second.shr(6).shl(4);
+        const EightSixBit six(p + 32);
         Head head;
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) {
-            const I16 six = i < 5 ? word.shr(6 * i) & low : i == 5 ? first & low : i == 6 ? second & low : last;
-            head.scale[i] = d * (F16L::from(six) + middle);
-        }
+        for (int i = 0; i < 8; i++) head.scale[i] = d * (F16L::from(six[i]) + middle);
         return head;
     }
     static void codes(const uint8_t* p, B64* q) { iq4_codes(p, q); }
     static F16L scale(const Head& head, const uint8_t*, int step, int) { return head.scale[step]; }
 };
+
+// -- entries of codebooks ----------------------------------------------------------------------------
+
+// The entries of a step's indices, plus ZERO.
+template <int LAYOUT, int WIDTH, int INDEX_BITS> inline void entries(const uint8_t* indices, const uint8_t* high, B64* q) {
+    static const LookUp wide = WIDE_LOOK_UP ? wide_look_up(WIDTH, INDEX_BITS) : nullptr;
+    const Codebook& book = codebooks[LAYOUT - FIRST_CODEBOOK];
+    alignas(64) uint8_t codes[8 * 64];
+    (wide ? wide : look_up<WIDTH, INDEX_BITS>)(book, indices, high, codes);
+    for (int v = 0; v < 8; v++) q[v] = B64::load(codes + 64 * v);
+}
+
+// Where an odd mask of signs has no eighth one, a number's bits: 4 * row + i is bit i of the row's.
+inline uint64_t spare_bits(const uint8_t* signs) {
+    uint64_t bits = 0;
+    for (int i = 0; i < 4; i++) bits |= (mask64(signs + 8 + 16 * i) >> 3 & 0x1111111111111111ull) << i;
+    return bits;
+}
+
+// Eight columns' signs, the eighth of which may follow from the others: negative ones are even in number.
+template <bool SEVEN, int TWICE> inline void negate(const uint8_t* signs, B64* q) {
+    for (int v = 0; v < 8; v += 2) {
+        const uint64_t first = mask64(signs + 8 * v);
+        uint64_t second = mask64(signs + 8 * v + 8);
+        if (SEVEN) {
+            second &= 0x7777777777777777ull;
+            uint64_t odd = first ^ second;
+            odd ^= odd >> 2 & 0x3333333333333333ull;
+            odd ^= odd >> 1;
+            second |= (odd & 0x1111111111111111ull) << 3;
+        }
+        q[v] = q[v].mirrored(first, TWICE);
+        q[v + 1] = q[v + 1].mirrored(second, TWICE);
+    }
+}
+
+// 2n + 1 times d.
+inline F16L odd_times(F16L d, I16 n) { return d * F16L::from(n + n + I16::set1(1)); }
+
+// Signed entries of at most ZERO_; `EIGHTHS` of d are the unit of scales.
+template <int HALVES_, int ZERO_, int HEADER_, int STEP_, int EIGHTHS> struct Signed {
+    static constexpr int BITS = ZERO_ > 15 ? 7 : 5, HALVES = HALVES_, SPAN = 256, ZERO = ZERO_;
+    static constexpr bool SYMMETRIC = true;
+    static constexpr int HEADER = HEADER_, STEP = STEP_;
+    struct Head { F16L d; };
+    static Head open(const uint8_t* p) { return {F16L::load_f16(p) * F16L::set1(EIGHTHS / 8.f)}; }
+    static const uint8_t* at(const uint8_t* tile, int step) { return tile + HEADER + step * STEP; }
+    // The n-th nibble of words in the head.
+    static I16 nibble(const uint8_t* tile, int n) { return I16::load(tile + 32 + 64 * (n / 8)).shr(4 * (n % 8)) & I16::set1(15); }
+};
+
+struct Iq3Xxs : Signed<1, 62, 32, 192, 2> {
+    static void codes(const uint8_t* p, B64* q) {
+        entries<IQ3_XXS, 4, 8>(p, nullptr, q);
+        negate<true, 2 * ZERO>(p + 128, q);
+    }
+    static F16L scale(const Head& head, const uint8_t* tile, int step, int) {
+        return odd_times(head.d, I16::nibbles(spare_bits(at(tile, step) + 128)));
+    }
+};
+
+struct Iq3S : Signed<1, 15, 96, 208, 8> {
+    static void codes(const uint8_t* p, B64* q) {
+        entries<IQ3_S, 4, 9>(p, p + 192, q);
+        negate<false, 2 * ZERO>(p + 128, q);
+    }
+    static F16L scale(const Head& head, const uint8_t* tile, int step, int) { return odd_times(head.d, nibble(tile, step)); }
+};
+
+struct Iq2Xxs : Signed<1, 43, 32, 128, 1> {
+    static void codes(const uint8_t* p, B64* q) {
+        entries<IQ2_XXS, 8, 8>(p, nullptr, q);
+        negate<true, 2 * ZERO>(p + 64, q);
+    }
+    static F16L scale(const Head& head, const uint8_t* tile, int step, int) {
+        return odd_times(head.d, I16::nibbles(spare_bits(at(tile, step) + 64)));
+    }
+};
+
+struct Iq2Xs : Signed<2, 43, 160, 128, 1> {
+    static void codes(const uint8_t* p, B64* q) {
+        const uint64_t high = spare_bits(p + 64);
+        entries<IQ2_XS, 8, 9>(p, reinterpret_cast<const uint8_t*>(&high), q);
+        negate<true, 2 * ZERO>(p + 64, q);
+    }
+    static F16L scale(const Head& head, const uint8_t* tile, int step, int half) { return odd_times(head.d, nibble(tile, 2 * step + half)); }
+};
+
+struct Iq2S : Signed<2, 43, 160, 144, 1> {
+    static void codes(const uint8_t* p, B64* q) {
+        entries<IQ2_S, 8, 10>(p, p + 128, q);
+        negate<false, 2 * ZERO>(p + 64, q);
+    }
+    static F16L scale(const Head& head, const uint8_t* tile, int step, int half) { return odd_times(head.d, nibble(tile, 2 * step + half)); }
+};
+
+// Eighths of entries from -1 to 1, and 1 more, or 1 less where an entry's bit is set: 4 * row + i of entry i.
+inline void shift(uint64_t less, B64* q) {
+    for (int i = 0; i < 4; i++) {
+        const uint64_t more = (~less >> i & 0x1111111111111111ull) * 15;
+        q[2 * i] = q[2 * i].with_bits(more, 2);
+        q[2 * i + 1] = q[2 * i + 1].with_bits(more, 2);
+    }
+}
+
+struct Iq1S : Signed<1, 9, 32, 96, 1> {  // a row's scale and its sign are four bits of a mask
+    static void codes(const uint8_t* p, B64* q) {
+        entries<IQ1_S, 8, 11>(p, p + 64, q);
+        shift((mask64(p + 88) >> 3 & 0x1111111111111111ull) * 15, q);
+    }
+    static F16L scale(const Head& head, const uint8_t* tile, int step, int) {
+        return odd_times(head.d, I16::nibbles(mask64(at(tile, step) + 88)) & I16::set1(7));
+    }
+};
+
+struct Iq1M : Signed<2, 9, 128, 96, 1> {  // pairs of scales as IQ4_XS' six bits
+    static void codes(const uint8_t* p, B64* q) {
+        entries<IQ1_M, 8, 11>(p, p + 64, q);
+        shift(mask64(p + 88), q);
+    }
+    static F16L scale(const Head& head, const uint8_t* tile, int step, int half) {
+        return odd_times(head.d, EightSixBit(tile + 32)[step].shr(3 * half) & I16::set1(7));
+    }
+};
+
+// Column i of the four E4M3 codes in each of sixteen words; as float32 bits they lack 120 in the exponent.
+template <int I> inline F16L e4m3_column(I16 words) {
+    const I16 top = words.shl(24 - 8 * I);
+    return F16L::bits((top & I16::set1(INT32_MIN)) | (top.shr(4) & I16::set1(0x07F00000))) * F16L::set1(0x1p120f);
+}
 
 struct Float32 {
     static constexpr int BYTES = 64;  // 16 rows of one column

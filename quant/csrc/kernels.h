@@ -32,4 +32,5 @@ struct Kernels {
     void (*recurrent)(Context&, const RecurrentArgs&);
     void (*add_ngrams)(Context&, const NgramArgs&);
     void (*choose_tokens)(Context&, const IndexArgs&);
+    void (*pack_low_rank)(const LowRankPack&, const LowRank&);
 };

@@ -1,5 +1,6 @@
 // The C interface: chooses the kernels by what the processor can do, and nothing else.
 #include "abi.h"
+#include "codebook.h"
 #include "kernels.h"
 #include <cstring>
 
@@ -65,7 +66,7 @@ struct Runtime {
     const char* name;
 };
 
-LRT_API int lrt_abi_version() { return 17; }
+LRT_API int lrt_abi_version() { return 22; }
 
 // `isa` is a name of the list above, or empty for the best; null when it cannot run here.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -126,6 +127,27 @@ LRT_API void lrt_add_ngrams(Runtime* r, const NgramArgs* args) { r->kernels.add_
 // Ceilings to measure kernels against: see ceilings.h.
 LRT_API double lrt_multiply_peak(Runtime* r, int rounds) { return r->kernels.multiply_peak(r->context, rounds); }
 LRT_API void lrt_read_all(Runtime* r, const uint8_t* data, int64_t bytes) { r->kernels.read_all(r->context, data, bytes); }
+// Of the passes from now on; `rows` 0 for none.
+LRT_API void lrt_set_adapters(Runtime* r, const AdapterArgs* args) { r->context.adapters = *args; }
+LRT_API void lrt_pack_low_rank(Runtime* r, const LowRankPack* from, const LowRank* to) { r->kernels.pack_low_rank(*from, *to); }
+// The entries (count, width) of a layout's codebook, before any matrix has it: what they stand for, plus the zero point.
+LRT_API void lrt_set_codebook(int layout, int count, int width, const uint8_t* entries) {
+    Codebook& book = codebooks[layout - FIRST_CODEBOOK];
+    uint8_t level[256] = {}, levels = 0;
+    bool used[256] = {};
+    for (int i = 0; i < count * width; i++) used[book.entries[i] = entries[i]] = true;
+    const int bits = width == 8 ? 2 : 4, half = width / 2;
+    for (int code = 0; code < 256; code++) {
+        if (!used[code]) continue;
+        for (int at = levels; at < 64; at += 1 << bits) book.levels[at] = (uint8_t)code;
+        level[code] = levels++;
+    }
+    for (int i = 0; i < count * 2; i++) {
+        int packed = 0;
+        for (int j = 0; j < half; j++) packed |= level[entries[i * half + j]] << bits * j;
+        book.packed[i % 2][i / 2] = (uint8_t)packed;
+    }
+}
 // Rows of GGUF blocks (rows, cols) to tiles; `to` has room for the rows rounded up to 16.
 LRT_API void lrt_tile(Runtime* r, int source, const uint8_t* from, int rows, int cols, uint8_t* to) {
     tile_rows(r->context, source, from, rows, cols, to);

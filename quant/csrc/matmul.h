@@ -17,8 +17,8 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
     const int8_t* a = acts.codes;
     const float* meta = acts.meta;
     constexpr int ZERO = start_zero<Layout>();
-    const int32_t* start = ZERO ? acts.start(ZERO, Layout::HALVES) : nullptr;
-    constexpr int HALVES = Layout::HALVES, QUADS = 8 / HALVES;
+    constexpr int HALVES = Layout::HALVES, QUADS = 8 / HALVES, STARTS = start_halves<Layout>();
+    const int32_t* start = ZERO ? acts.start(ZERO, STARTS) : nullptr;
     F16L sums[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) sums[r] = F16L::zero();
@@ -31,9 +31,11 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
             constexpr int BYTES = Layout::STEP + (Layout::SPAN == 256 ? Layout::HEADER / 8 : Layout::HEADER);
             for (int line = 0; line < BYTES; line += 64) __builtin_prefetch(steps + PREFETCH + line);
             F16L part[R];
+            I16 dots[R];
 #pragma GCC unroll 2
             for (int half = 0; half < HALVES; half++) {
-                const F16L scale = Layout::scale(head, tile, step, half);
+                F16L scale;
+                if constexpr (!half_minima<Layout>()) scale = Layout::scale(head, tile, step, half);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
                     // Two chains: half the latency.
@@ -43,17 +45,28 @@ inline void direct_rows(const uint8_t* tile, int span, const Acts& acts, F16L* t
                         first = dot4<Layout::BITS>(first, q[v], Quad::load(a + 32 * r + 4 * v));
                         second = dot4<Layout::BITS>(second, q[v + 1], Quad::load(a + 32 * r + 4 * v + 4));
                     }
+                    if constexpr (half_minima<Layout>()) {  // both halves' sums in a word
+                        dots[r] = half ? dots[r] | (first + second).shl(16) : (first + second) & I16::set1(0xFFFF);
+                        continue;
+                    }
                     const F16L dot = F16L::from(first + second);
                     part[r] = half ? dot.fma(scale, part[r]) : dot * scale;
-                    if constexpr (half_minima<Layout>())
-                        part[r] = Layout::minimum(head, tile, step, half).fma(F16L::set1((float)start[r * HALVES + half]), part[r]);
                     if (half == HALVES - 1) sums[r] = part[r].fma(F16L::set1(meta[2 * r]), sums[r]);
                     if constexpr (!ZERO) sums[r] = Layout::offset(head, step).fma(F16L::set1(meta[2 * r + 1]), sums[r]);
                 }
             }
+            if constexpr (half_minima<Layout>()) {
+                const I16 scales = Layout::scales(tile, step), minima = Layout::minima(tile, step);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) {
+                    F16L whole = F16L::from(dots[r].dot2(scales)) * head.d;
+                    whole = F16L::from(I16::set1(start[r]).dot2(minima)).fma(head.least, whole);
+                    sums[r] = whole.fma(F16L::set1(meta[2 * r]), sums[r]);
+                }
+            }
             a += 32 * R;
             meta += 2 * R;
-            if (ZERO) start += HALVES * R;
+            if (ZERO) start += STARTS * R;
         }
         tile = steps;
     }
@@ -115,6 +128,12 @@ inline void store_some(F16L x, int count, float* to) {
     copy_floats(lanes, count, to);
 }
 
+}  // namespace
+
+#include "adapters.h"
+
+namespace {
+
 // Where products go: rows of `stride` floats, sums times `factor`, the matrix's last tile cut.
 struct Target {
     float* out;
@@ -139,9 +158,31 @@ struct Gated {
     Gate gate;
     int hadamard;
     const float *gate_bias, *up_bias;  // or null
+    const Additions* more = nullptr;   // of adapters
+    float* keep = nullptr;             // (R, F): as floats, for adapters of the next matrix
 
+    static F16L scaled(F16L y, const Matrix& m, const float* bias, int tile) {
+        return y.fma(F16L::set1(m.scale), bias ? F16L::load(bias + 16 * tile) : F16L::zero());
+    }
+    // Where there are adapters: scales a tile of some rows' products with gates and ups, and adds theirs. From one
+    // row to the next are `step` numbers.
+    void adapt(F16L* gates, F16L* ups, int step, int first_row, int rows, const Matrix& gate, const Matrix& up, int tile) const {
+        if (!more) return;
+        for (int i = 0; i < rows * step; i += step) {
+            gates[i] = scaled(gates[i], gate, gate_bias, tile);
+            ups[i] = scaled(ups[i], up, up_bias, tile);
+        }
+        const bool joint = more->stack.count == 1;  // ups are the second half of one matrix
+        more->to(gates, step, first_row, rows, 0, gate, tile);
+        more->to(ups, step, first_row, rows, joint ? 0 : 1, up, tile + (joint ? gate.rows / 16 : 0));
+    }
+    F16L gated(F16L g, F16L u, const Matrix& of_gate, const Matrix& of_up, int tile) const {
+        if (more) return gate(g, u);
+        return gate(scaled(g, of_gate, gate_bias, tile), scaled(u, of_up, up_bias, tile));
+    }
     void finish(const Runs& runs, int row, float* values, int column, int count) const {
         if (hadamard) block_hadamard(values, count, hadamard);
+        if (keep) copy_floats(values, count, keep + (size_t)row * acts.cols + column);
         quantize_row(acts, runs, row, values, column, count);
     }
 };
@@ -177,8 +218,8 @@ template <class Layout> struct Packed {
         const int whole = (count + PANEL_TILES - 1) / PANEL_TILES * PANEL_TILES;
         for (int t = 0; t < whole; t++) tiles[t] = at(m, tile + least(t, count - 1));
         F16L totals[TOTALS];
-        panel_tiles<Layout>(tiles, whole, span(m), acts, runs, range, totals);
         const int rows = range.rows(runs), start = runs[range.first].start;
+        panel_tiles<Layout>(tiles, whole, span(m), acts, runs, range, totals);
         for (int row = 0; row < rows; row++)
             for (int t = 0; t < count; t++) target.put(totals[panel_index(t, row, rows)], start + row, tile + t);
     }
@@ -192,18 +233,13 @@ template <class Layout> struct Packed {
             return;
         }
         alignas(64) float values[PIECE_TILES * 16];
-        auto put = [&](F16L g, F16L u, int t) {
-            const int column = 16 * (tile + t);
-            g = g.fma(F16L::set1(gate.scale), out.gate_bias ? F16L::load(out.gate_bias + column) : F16L::zero());
-            u = u.fma(F16L::set1(up.scale), out.up_bias ? F16L::load(out.up_bias + column) : F16L::zero());
-            out.gate(g, u).store(values + 16 * t);
-        };
         if (acts.rows <= DIRECT_ROWS) {
             F16L gates[PIECE_TILES][DIRECT_ROWS], ups[PIECE_TILES][DIRECT_ROWS];
             for (int t = 0; t < count; t++) direct(gate, tile + t, acts, gates[t]);
             for (int t = 0; t < count; t++) direct(up, tile + t, acts, ups[t]);
+            for (int t = 0; t < count; t++) out.adapt(gates[t], ups[t], 1, 0, acts.rows, gate, up, tile + t);
             for (int row = 0; row < acts.rows; row++) {
-                for (int t = 0; t < count; t++) put(gates[t][row], ups[t][row], t);
+                for (int t = 0; t < count; t++) out.gated(gates[t][row], ups[t][row], gate, up, tile + t).store(values + 16 * t);
                 out.finish(runs, row, values, 16 * tile, 16 * count);
             }
             for (int row = acts.rows; row < runs.padded(); row++) quantize_row(out.acts, runs, row, nullptr, 16 * tile, 16 * count);
@@ -215,11 +251,13 @@ template <class Layout> struct Packed {
             tiles[2 * t + 1] = at(up, tile + t);
         }
         F16L totals[TOTALS];
-        panel_tiles<Layout>(tiles, 2 * count, span(gate), acts, runs, range, totals);
         const int rows = range.rows(runs), start = runs[range.first].start;
+        panel_tiles<Layout>(tiles, 2 * count, span(gate), acts, runs, range, totals);
+        auto gate_at = [&](int t, int row) { return totals + panel_index(2 * t, row, rows); };
+        auto up_at = [&](int t, int row) { return totals + panel_index(2 * t + 1, row, rows); };
+        for (int t = 0; t < count; t++) out.adapt(gate_at(t, 0), up_at(t, 0), PANEL_TILES, start, rows, gate, up, tile + t);
         for (int row = 0; row < rows; row++) {
-            for (int t = 0; t < count; t++)
-                put(totals[panel_index(2 * t, row, rows)], totals[panel_index(2 * t + 1, row, rows)], t);
+            for (int t = 0; t < count; t++) out.gated(*gate_at(t, row), *up_at(t, row), gate, up, tile + t).store(values + 16 * t);
             out.finish(runs, start + row, values, 16 * tile, 16 * count);
         }
     }
@@ -237,7 +275,7 @@ template <class Layout> struct Packed {
                     const int half = Layout::HALVES == 2 ? v / 4 : 0;
                     float scales[16], offsets[16];
                     Layout::scale(head, tile, step, half).store(scales);
-                    if constexpr (half_minima<Layout>()) negated(Layout::minimum(head, tile, step, half)).store(offsets);
+                    if constexpr (half_minima<Layout>()) Layout::minimum(head, tile, step, half).store(offsets);
                     else if constexpr (!Layout::SYMMETRIC) Layout::offset(head, step).store(offsets);
                     for (int i = 0; i < 4; i++) {
                         const int code = reinterpret_cast<const uint8_t*>(&q[v])[4 * lane + i];
@@ -279,6 +317,63 @@ template <class Float> struct Plain {
     }
 };
 
+// E4M3 codes in groups: 16 float32 scales, then steps of bytes.
+struct E4m3Groups {
+    static constexpr bool PACKED = false;
+    static size_t tile_bytes(const Matrix& m) { return (size_t)m.cols / m.span * (64 + 16 * m.span); }
+    template <int R> static void rows(const uint8_t* tile, int span, const Acts& acts, int row, F16L* totals) {
+        const int cols = acts.cols;
+        const float* x = acts.x + (size_t)row * cols;
+        for (int r = 0; r < R; r++) totals[r] = F16L::zero();
+        for (int k = 0; k < cols; k += span) {
+            const F16L scale = F16L::load((const float*)tile);
+            tile += 64;
+            F16L sums[R][4];
+            for (auto& four : sums)
+                for (auto& one : four) one = F16L::zero();
+            for (int c = k; c < k + span; c += 4, tile += 64) {
+                __builtin_prefetch(tile + PREFETCH);
+                const I16 words = I16::load(tile);
+                const F16L w[4] = {e4m3_column<0>(words), e4m3_column<1>(words), e4m3_column<2>(words), e4m3_column<3>(words)};
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+                    for (int i = 0; i < 4; i++) sums[r][i] = w[i].fma(F16L::set1(x[(size_t)r * cols + c + i]), sums[r][i]);
+            }
+            for (int r = 0; r < R; r++) totals[r] = ((sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3])).fma(scale, totals[r]);
+        }
+    }
+    static void multiply(const Matrix& m, int tile, int count, const Acts& acts, const Runs& runs, RunRange range,
+                         const Target& target) {
+        const int first = runs[range.first].start, last = least(acts.rows, first + range.rows(runs));
+        for (int t = tile; t < tile + count; t++) {
+            const uint8_t* p = m.data + t * tile_bytes(m);
+            F16L sums[4];
+            for (int row = first; row < last;) {
+                const int at_once = last - row >= 4 ? 4 : 1;
+                if (at_once == 4) rows<4>(p, m.span, acts, row, sums);
+                else rows<1>(p, m.span, acts, row, sums);
+                for (int r = 0; r < at_once; r++, row++) target.put(sums[r], row, t);
+            }
+        }
+    }
+    static void read(const Matrix& m, int row, float factor, float* out) {
+        const uint8_t* tile = m.data + row / 16 * tile_bytes(m);
+        for (int k = 0; k < m.cols; k += m.span) {
+            float scales[16], lanes[4][16];
+            F16L::load((const float*)tile).store(scales);
+            tile += 64;
+            for (int c = k; c < k + m.span; c += 4, tile += 64) {
+                const I16 words = I16::load(tile);
+                e4m3_column<0>(words).store(lanes[0]);
+                e4m3_column<1>(words).store(lanes[1]);
+                e4m3_column<2>(words).store(lanes[2]);
+                e4m3_column<3>(words).store(lanes[3]);
+                for (int i = 0; i < 4; i++) out[c + i] = lanes[i][row % 16] * scales[row % 16] * factor;
+            }
+        }
+    }
+};
+
 // Calls fn with the class that knows the layout.
 template <class Fn> inline void with_layout(int layout, Fn fn) {
     switch (layout) {
@@ -297,16 +392,29 @@ template <class Fn> inline void with_layout(int layout, Fn fn) {
         case Q6_K: return fn(Packed<Six>());
         case MXFP4: return fn(Packed<Mxfp4>());
         case NVFP4: return fn(Packed<Nvfp4>());
-        case NF4: return fn(Packed<Nf4>());
+        case NF4: return fn(Packed<Nf4<false>>());
         case Q2_K: return fn(Packed<Two>());
         case Q3_K: return fn(Packed<Three>());
         case IQ4_NL: return fn(Packed<Iq4Nl>());
         case IQ4_XS: return fn(Packed<Iq4Xs>());
         case TQ2_0: return fn(Packed<Ternary>());
+        case IQ3_XXS: return fn(Packed<Iq3Xxs>());
+        case IQ3_S: return fn(Packed<Iq3S>());
+        case IQ2_XXS: return fn(Packed<Iq2Xxs>());
+        case IQ2_XS: return fn(Packed<Iq2Xs>());
+        case IQ2_S: return fn(Packed<Iq2S>());
+        case IQ1_S: return fn(Packed<Iq1S>());
+        case IQ1_M: return fn(Packed<Iq1M>());
+        case BRAINS4: return fn(Packed<Brains<4>>());
+        case BRAINS8: return fn(Packed<Brains<8>>());
+        case ZEROS4: return fn(Packed<ZeroPoints<4>>());
+        case ZEROS8: return fn(Packed<ZeroPoints<8>>());
+        case NF4_F32: return fn(Packed<Nf4<true>>());
+        case E4M3_GROUPS: return fn(E4m3Groups());
     }
 }
 
-inline bool is_packed(int layout) { return layout > BF16; }
+inline bool is_packed(int layout) { return layout > BF16 && layout != E4M3_GROUPS; }
 
 // How many runs of rows go together, and how many such chunks there are.
 struct Chunks {
@@ -339,7 +447,8 @@ inline int next_tiles(const Context& context, int left, int at_once) {
 // out (R, stack.rows) = x (R, K) times the stack's rows; from one row of `out` to the next are `stride` floats.
 inline void matmul(Context& context, const Stack& stack, const Acts& acts, float* out, int stride) {
     if (acts.rows == 0) return;
-    struct Task { const Matrix* matrix; int tile, tiles, column; };
+    const Additions more = additions(context, stack, acts);
+    struct Task { const Matrix* matrix; int part, tile, tiles, column; };
     int left = 0;
     for (int part = 0; part < stack.count; part++) left += (stack.parts[part].rows + 15) / 16;
     Task* tasks = scratch<Task>(context.tasks, left);
@@ -351,7 +460,7 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
         const int tiles = (m.rows + 15) / 16;
         for (int tile = 0; tile < tiles;) {
             const int step = least(next_tiles(context, left, acts.rows > DIRECT_ROWS ? TASK_TILES : 0), tiles - tile);
-            tasks[count++] = {&m, tile, step, column};
+            tasks[count++] = {&m, part, tile, step, column};
             tile += step;
             left -= step;
         }
@@ -361,9 +470,12 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
         const Task& task = tasks[index % count];
         const Matrix& m = *task.matrix;
         const Target target = {out + task.column, (size_t)stride, m.rows, m.scale, nullptr, nullptr};
+        const RunRange range = chunks[index / count];
+        const int first = runs[range.first].start, rows = least(acts.rows - first, range.rows(runs));
         with_layout(m.layout, [&](auto kind) {
-            kind.multiply(m, task.tile, task.tiles, acts, runs, chunks[index / count], target);
+            kind.multiply(m, task.tile, task.tiles, acts, runs, range, target);
         });
+        if (more.products) more.to_rows(target.out, target.stride, first, rows, task.part, m, task.tile, task.tiles);
     });
 }
 

@@ -8,8 +8,9 @@ constexpr int PANEL_COLUMNS = 512;
 
 struct Panel {
     alignas(64) uint8_t codes[PANEL_COLUMNS / 4 * PANEL_TILES * 64];     // (column / 4, tile, 64)
-    alignas(64) float scale[PANEL_COLUMNS / 16 * PANEL_TILES * 16];      // (column / 16 or 32, tile, 16)
-    alignas(64) float offset[PANEL_COLUMNS / 16 * PANEL_TILES * 16];     // as the scales
+    alignas(64) float scale[PANEL_COLUMNS / 16 * PANEL_TILES * 16];      // (column / 16 or 32, tile, 16); for minima of halves of
+                                                                         // each 32 a scale and one of the minima
+    alignas(64) float offset[PANEL_COLUMNS / 16 * PANEL_TILES * 16];     // as the scales; or both minima as bits
 };
 
 // `tiles` point at a span of each tile and move on by `columns`.
@@ -24,14 +25,19 @@ template <class Layout> inline void unpack_panel(const uint8_t** tiles, int colu
             const uint8_t* steps = p + Layout::HEADER;
             for (int step = 0; step < span / 32; step++, steps += Layout::STEP) {
                 B64 q[8];
-                Layout::codes(steps, q);
+                if constexpr (half_minima<Layout>()) Layout::scaled_codes(p, step, q);
+                else Layout::codes(steps, q);
 #pragma GCC unroll 8
                 for (int v = 0; v < 8; v++, codes += 64 * PANEL_TILES) q[v].store(codes);
 #pragma GCC unroll 2
                 for (int half = 0; half < HALVES; half++, scales += 16 * PANEL_TILES, offsets += 16 * PANEL_TILES) {
-                    Layout::scale(head, p, step, half).store(scales);
-                    if constexpr (half_minima<Layout>()) Layout::minimum(head, p, step, half).store(offsets);
-                    else if constexpr (!Layout::SYMMETRIC) Layout::offset(head, step).store(offsets);
+                    if constexpr (half_minima<Layout>()) {
+                        (half ? head.least : head.d).store(scales);
+                        F16L::bits(Layout::minima(p, step)).store(offsets);
+                    } else {
+                        Layout::scale(head, p, step, half).store(scales);
+                        if constexpr (!Layout::SYMMETRIC) Layout::offset(head, step).store(offsets);
+                    }
                 }
             }
             p = steps;
@@ -59,8 +65,9 @@ struct PanelRows {  // a run at the panel's first column
 
 template <int R, int HALVES, bool SYMMETRIC, int BITS>
 LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahead& ahead, F16L* totals) {
-    constexpr int T = PANEL_TILES, QUADS = 8 / HALVES;
-    constexpr bool MINIMA = !SYMMETRIC && HALVES == 2;  // of halves
+    // With minima of halves, codes are times their scales: one sum for both.
+    constexpr bool MINIMA = !SYMMETRIC && HALVES == 2;
+    constexpr int T = PANEL_TILES, PARTS = MINIMA ? 1 : HALVES, QUADS = 8 / PARTS;
     const uint8_t* codes = panel.codes;
     const float *scales = panel.scale, *offsets = panel.offset;
     F16L sums[R][T];
@@ -73,12 +80,12 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
         ahead.fetch();
         F16L part[R][T];
 #pragma GCC unroll 2
-        for (int half = 0; half < HALVES; half++) {
+        for (int half = 0; half < PARTS; half++) {
             I16 dots[R][T];
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-                for (int t = 0; t < T; t++) dots[r][t] = SYMMETRIC ? I16::set1(rows.start[r * HALVES + half]) : I16::zero();
+                for (int t = 0; t < T; t++) dots[r][t] = SYMMETRIC ? I16::set1(rows.start[r * PARTS + half]) : I16::zero();
 #pragma GCC unroll 8
             for (int v = 0; v < QUADS; v++, codes += 64 * T) {
                 B64 w[T];
@@ -95,22 +102,26 @@ LRT_NOINLINE void panel_rows(const Panel& panel, int groups, PanelRows rows, Ahe
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 const F16L factor = F16L::set1(rows.meta[2 * r]);
+                I16 both;
+                if (MINIMA) both = I16::set1(rows.start[r]);
 #pragma GCC unroll 2
                 for (int t = 0; t < T; t++) {
                     const F16L dot = F16L::from(dots[r][t]);
                     part[r][t] = half ? dot.fma(scale[t], part[r][t]) : dot * scale[t];
-                    if (MINIMA)
-                        part[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1((float)rows.start[r * HALVES + half]), part[r][t]);
-                    if (half == HALVES - 1) sums[r][t] = part[r][t].fma(factor, sums[r][t]);
+                    if (MINIMA) {
+                        const I16 least = both.dot2(I16::load(offsets + 16 * t));
+                        part[r][t] = F16L::from(least).fma(F16L::load(scales + 16 * (T + t)), part[r][t]);
+                    }
+                    if (half == PARTS - 1) sums[r][t] = part[r][t].fma(factor, sums[r][t]);
                     if (!SYMMETRIC && !MINIMA) sums[r][t] = F16L::load(offsets + 16 * t).fma(F16L::set1(rows.meta[2 * r + 1]), sums[r][t]);
                 }
             }
-            scales += 16 * T;
-            offsets += 16 * T;
+            scales += 16 * T * (MINIMA ? 2 : 1);
+            offsets += 16 * T * (MINIMA ? 2 : 1);
         }
         rows.codes += 32 * R;
         rows.meta += 2 * R;
-        if (SYMMETRIC || MINIMA) rows.start += HALVES * R;
+        if (SYMMETRIC || MINIMA) rows.start += PARTS * R;
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -143,7 +154,8 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
     const int start = runs[range.first].start, rows = range.rows(runs), groups = acts.cols / 32;
     for (int i = 0; i < rows * count; i++) totals[i] = F16L::zero();
     constexpr int ZERO = start_zero<Layout>();
-    const int32_t* starts = ZERO ? acts.start(ZERO, Layout::HALVES) : nullptr;
+    constexpr int STARTS = start_halves<Layout>();
+    const int32_t* starts = ZERO ? acts.start(ZERO, STARTS) : nullptr;
     // A tile's bytes of one panel, spread over the first runs.
     const int bytes = PANEL_COLUMNS / 32 * Layout::STEP + PANEL_COLUMNS / span * Layout::HEADER;
     const int fetching = least(4, range.last - range.first) * (PANEL_COLUMNS / 32), lines = (bytes / 64 + fetching) / fetching;
@@ -162,7 +174,7 @@ inline void panel_tiles(const uint8_t** tiles, int count, int span, const Acts& 
                 const size_t at = (size_t)run.start * groups + (size_t)column / 32 * run.size;
                 panel_run<Layout>(run.size, panel, columns / 32,
                                   {acts.codes + at * 32, acts.meta + at * 2,
-                                   ZERO ? starts + at * Layout::HALVES : nullptr},
+                                   ZERO ? starts + at * STARTS : nullptr},
                                   ahead, totals + (size_t)tile * rows + (run.start - start) * PANEL_TILES);
             }
         }

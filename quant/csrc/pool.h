@@ -4,6 +4,7 @@
 // instruction sets, and a shared inline function could end up as the newest one's.
 #pragma once
 #include <cstddef>
+#include "abi.h"
 
 #if defined(_MSC_VER)
 #define LRT_NOINLINE __declspec(noinline)
@@ -39,7 +40,8 @@ struct Context {
     explicit Context(int threads) : pool(threads) {}
     Pool pool;
     struct Rows { Scratch normed, codes, meta, starts; } rows, inner;  // of a step, of its second half
-    Scratch wide, gated, partial, joined, tasks, crowd, places;
+    Scratch wide, gated, partial, joined, tasks, crowd, places, low, low_codes, low_sums;
+    AdapterArgs adapters = {};
 };
 
 namespace {

@@ -169,6 +169,20 @@ inline float scale_of_mxfp4(float farthest, double shrink) {
     return std::ldexp(1.f, least(most(exponent, -127), 127));
 }
 
+}  // namespace
+
+#include "weighted_search.h"
+
+namespace {
+
+inline void search_weighted(const SearchArgs& args, int64_t index) {
+    const float* from = args.groups + index * args.block;
+    const float* weights = args.weights + index % args.weight_count * args.block;
+    if (args.family == Q3_K_BLOCKS) search_q3_k(from, weights, args, args.scales + 32 * index);
+    if (args.family == Q2_K_BLOCKS) search_q2_k(from, weights, args, args.scales + 64 * index);
+    if (args.family == IQ4_NL_BLOCKS) search_iq4_nl(from, weights, args, args.scales + index);
+}
+
 inline void search_group(const SearchArgs& args, int64_t index) {
     const float* from = args.groups + index * args.block;
     float* scale = args.scales + index;
@@ -187,6 +201,7 @@ inline void search_group(const SearchArgs& args, int64_t index) {
         case NF4_LEVELS: *scale = search_symmetric(from, args, Nf4Codes(), scale_of_nf4); break;
         case E2M1_BY_POWERS: *scale = search_symmetric(from, args, E2m1Codes(), scale_of_mxfp4); break;
         case E2M1_BY_E4M3: *scale = search_symmetric(from, args, E2m1Codes(), scale_of_nvfp4); break;
+        default: search_weighted(args, index);
     }
 }
 

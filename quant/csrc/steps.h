@@ -32,8 +32,8 @@ inline bool note_starts(const Stack& stack, Acts& acts) {
                 using Layout = typename decltype(part)::Kind;
                 packed = true;
                 constexpr int ZERO = start_zero<Layout>();
-                if (ZERO && !acts.find_start(ZERO, Layout::HALVES))
-                    acts.starts[acts.start_count++] = {ZERO, Layout::HALVES, nullptr};
+                constexpr int HALVES = start_halves<Layout>();
+                if (ZERO && !acts.find_start(ZERO, HALVES)) acts.starts[acts.start_count++] = {ZERO, HALVES, nullptr};
             }
         });
     return packed;
@@ -54,7 +54,7 @@ inline void reserve_groups(Context::Rows& memory, size_t count, Acts& acts) {
 
 // Room for rows that `stack` multiplies: codes if a part is packed.
 inline Acts reserve(Context::Rows& memory, const float* x, int rows, const Stack& stack) {
-    Acts acts = {x, nullptr, nullptr, {}, 0, rows, stack.cols};
+    Acts acts = {x, nullptr, nullptr, {}, 0, rows, stack.cols, nullptr};
     if (note_starts(stack, acts)) reserve_groups(memory, (size_t)Runs(rows).padded() * (stack.cols / 32), acts);
     return acts;
 }
@@ -67,6 +67,7 @@ inline Acts prepare(Context& context, Context::Rows& memory, const float* x, con
     const bool copy = norm || wanted || stack.hadamard;
     float* normed = copy ? scratch<float>(memory.normed, (size_t)rows * cols) : nullptr;
     if (copy) acts.x = normed;
+    if (rows == context.adapters.rows && !wanted) acts.mixes = context.adapters.mixes;
     const Runs runs(rows);
     const int share = 16, padded = runs.padded(), tasks = (padded + share - 1) / share;
     parallel(context, tasks, [&](int task) {
@@ -263,7 +264,11 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     Halves halves;
     if (gates && !args.cut && can_gate(args.gate_up, args.down, halves)) {
         gated = reserve(context.inner, nullptr, args.rows, args.down);
-        gated_matmul(context, halves, acts, {gated, gate, args.down.hadamard, nullptr, nullptr});
+        const Additions more = additions(context, args.gate_up, acts);
+        // What goes straight to codes leaves no floats for adapters of the next matrix.
+        float* keep = adapted(context, args.down) ? scratch<float>(context.gated, (size_t)args.rows * inner) : nullptr;
+        gated_matmul(context, halves, acts, {gated, gate, args.down.hadamard, nullptr, nullptr, more.products ? &more : nullptr, keep});
+        if (keep) gated.x = keep, gated.mixes = context.adapters.mixes;
     } else {
         float* wide = scratch<float>(context.wide, (size_t)args.rows * args.gate_up.rows + 16);
         matmul(context, args.gate_up, acts, wide);
@@ -398,4 +403,4 @@ extern const Kernels KERNELS;
 const Kernels KERNELS = {norm_qkv_rope_append, attention_output, norm_gated_mlp, norm_route, run_experts, combine_experts, head, linear,
                          read_rows, multiply_peak, read_all, search_scales, norm_latent_append, latent_output, norm_rows, project_inputs,
                          gate_inputs, low_rank, split_streams, predict_streams, correct_streams, join_streams, read_streams, recurrent,
-                         add_ngrams, choose_tokens};
+                         add_ngrams, choose_tokens, pack_low_rank};

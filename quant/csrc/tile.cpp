@@ -27,6 +27,13 @@ Rows layout(int source) {
         case FROM_IQ4_NL: return {32, 18};
         case FROM_IQ4_XS: return {256, 136};
         case FROM_TQ2_0: return {256, 66};
+        case FROM_IQ3_XXS: return {256, 98};
+        case FROM_IQ3_S: return {256, 110};
+        case FROM_IQ2_XXS: return {256, 66};
+        case FROM_IQ2_XS: return {256, 74};
+        case FROM_IQ2_S: return {256, 82};
+        case FROM_IQ1_S: return {256, 50};
+        case FROM_IQ1_M: return {256, 56};
     }
     return {0, 0};
 }
@@ -105,6 +112,146 @@ void low_high(const uint8_t* p, int half, uint8_t* codes) {
         codes[j] = p[j] & 15;
         codes[j + half] = p[j] >> 4;
     }
+}
+
+// Eight six-bit numbers as a word and two bytes.
+void eight_six_bit(const uint8_t* six, int row, uint32_t* words, uint8_t (*bytes)[16]) {
+    words[row] = (uint32_t)(six[7] & 3) << 30;
+    for (int i = 0; i < 5; i++) words[row] |= (uint32_t)six[i] << 6 * i;
+    for (int i = 0; i < 2; i++) bytes[i][row] = (uint8_t)(six[5 + i] | (six[7] >> (2 + 2 * i) & 3) << 6);
+}
+
+// What a row's block of a codebook type holds: see quant/formats/codebook.py.
+struct Entries {
+    uint16_t d, index[64];
+    uint8_t scale[16];
+    uint32_t signs[8];   // a bit for each column
+    uint8_t less[32];    // IQ1: of each entry
+};
+
+uint16_t short_word(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8); }
+
+// Seven signs, and the eighth.
+uint32_t eight_signs(uint32_t seven) { return seven | (uint32_t)__builtin_parity(seven) << 7; }
+
+Entries entries_of(int source, const uint8_t* p) {
+    Entries e = {};
+    e.d = short_word(p);
+    switch (source) {
+        case FROM_IQ3_XXS: case FROM_IQ2_XXS:
+            for (int step = 0; step < 8; step++) {
+                const bool three = source == FROM_IQ3_XXS;
+                const uint8_t* low = p + 2 + 8 * step;
+                const uint32_t rest = word(three ? p + 66 + 4 * step : low + 4);
+                for (int i = 0; i < (three ? 8 : 4); i++) e.index[(three ? 8 : 4) * step + i] = low[i];
+                for (int i = 0; i < 4; i++) e.signs[step] |= eight_signs(rest >> 7 * i & 127) << 8 * i;
+                e.scale[step] = (uint8_t)(rest >> 28);
+            }
+            break;
+        case FROM_IQ2_XS:
+            for (int i = 0; i < 32; i++) {
+                const uint16_t both = short_word(p + 2 + 2 * i);
+                e.index[i] = both & 511;
+                e.signs[i / 4] |= eight_signs(both >> 9) << 8 * (i % 4);
+            }
+            break;
+        case FROM_IQ2_S:
+            for (int i = 0; i < 32; i++) e.index[i] = (uint16_t)(p[2 + i] | (p[66 + i / 4] >> 2 * (i % 4) & 3) << 8);
+            std::memcpy(e.signs, p + 34, 32);
+            break;
+        case FROM_IQ3_S:
+            for (int i = 0; i < 64; i++) e.index[i] = (uint16_t)(p[2 + i] | (p[66 + i / 8] >> i % 8 & 1) << 8);
+            std::memcpy(e.signs, p + 74, 32);
+            break;
+        case FROM_IQ1_S:
+            for (int step = 0; step < 8; step++) {
+                const uint16_t high = short_word(p + 34 + 2 * step);
+                for (int i = 0; i < 4; i++) e.index[4 * step + i] = (uint16_t)(p[2 + 4 * step + i] | (high >> 3 * i & 7) << 8);
+                e.scale[step] = (uint8_t)(high >> 12);  // and the sign
+            }
+            break;
+        case FROM_IQ1_M:
+            e.d = 0;
+            for (int i = 0; i < 4; i++) {
+                const uint16_t scales = short_word(p + 48 + 2 * i);
+                e.d |= (uint16_t)(scales >> 12 << 4 * i);
+                for (int j = 0; j < 4; j++) e.scale[4 * i + j] = scales >> 3 * j & 7;
+            }
+            for (int i = 0; i < 32; i++) {
+                const int high = p[32 + i / 2] >> 4 * (i % 2) & 15;
+                e.index[i] = (uint16_t)(p[i] | (high & 7) << 8);
+                e.less[i] = (uint8_t)(high >> 3);
+            }
+            break;
+    }
+    return e;
+}
+
+// A block of 16 rows: quant/formats/codebook_tiles.py has the layout.
+uint8_t* tile_entries(int source, const uint8_t* const* rows, uint8_t* out) {
+    Entries all[16];
+    for (int r = 0; r < 16; r++) all[r] = entries_of(source, rows[r]);
+    for (int r = 0; r < 16; r++, out += 2) std::memcpy(out, &all[r].d, 2);
+    auto field = [&](int at) {
+        for (int r = 0; r < 16; r++, out += 4) std::memcpy(out, rows[r] + at, 4);
+    };
+    if (source == FROM_IQ3_S) field(106);
+    if (source == FROM_IQ2_XS || source == FROM_IQ2_S) {
+        const int at = source == FROM_IQ2_XS ? 66 : 74;
+        field(at);
+        field(at + 4);
+    }
+    if (source == FROM_IQ1_M) {
+        uint32_t words[16];
+        uint8_t bytes[2][16];
+        for (int r = 0; r < 16; r++) {
+            uint8_t six[8];
+            for (int i = 0; i < 8; i++) six[i] = all[r].scale[2 * i] | all[r].scale[2 * i + 1] << 3;
+            eight_six_bit(six, r, words, bytes);
+        }
+        std::memcpy(out, words, sizeof words);
+        std::memcpy(out + sizeof words, bytes, sizeof bytes);
+        out += sizeof words + sizeof bytes;
+    }
+    // Four bits of each row.
+    auto mask = [&](auto nibble) {
+        uint64_t bits = 0;
+        for (int r = 0; r < 16; r++) bits |= (uint64_t)(nibble(all[r]) & 15) << 4 * r;
+        for (int i = 0; i < 8; i++) *out++ = (uint8_t)(bits >> 8 * i);
+    };
+    const bool four = source == FROM_IQ3_XXS || source == FROM_IQ3_S, shifted = source == FROM_IQ1_S || source == FROM_IQ1_M;
+    const bool seven = source == FROM_IQ3_XXS || source == FROM_IQ2_XXS || source == FROM_IQ2_XS;
+    const int vectors = four ? 2 : 1;
+    const int bits = shifted ? 11 : source == FROM_IQ2_S ? 10 : source == FROM_IQ3_S ? 9 : 8;  // as masks have them
+    for (int step = 0; step < 8; step++) {
+        for (int vector = 0; vector < vectors; vector++)
+            for (int r = 0; r < 16; r++)
+                for (int j = 0; j < 4; j++) *out++ = (uint8_t)all[r].index[4 * (vectors * step + vector) + j];
+        if (!shifted)
+            for (int v = 0; v < 8; v++)
+                mask([&](const Entries& e) {
+                    int signs = (int)(e.signs[step] >> 4 * v & 15);
+                    if (seven && v % 2) {
+                        const int number = source == FROM_IQ2_XS ? e.index[4 * step + v / 2] >> 8 : e.scale[step] >> v / 2 & 1;
+                        signs = (signs & 7) | number << 3;
+                    }
+                    return signs;
+                });
+        for (int bit = 8; bit < bits; bit++)
+            for (int vector = 0; vector < vectors; vector++)
+                mask([&](const Entries& e) {
+                    int nibble = 0;
+                    for (int j = 0; j < 4; j++) nibble |= (e.index[4 * (vectors * step + vector) + j] >> bit & 1) << j;
+                    return nibble;
+                });
+        if (source == FROM_IQ1_S) mask([&](const Entries& e) { return (int)e.scale[step]; });
+        if (source == FROM_IQ1_M)
+            mask([&](const Entries& e) {
+                const uint8_t* less = e.less + 4 * step;
+                return less[0] | less[1] << 1 | less[2] << 2 | less[3] << 3;
+            });
+    }
+    return out;
 }
 
 // One block of 16 rows; rows[r] points at the block, or at zeros beyond the matrix.
@@ -208,9 +355,7 @@ uint8_t* tile_block(int source, const uint8_t* const* rows, uint8_t* out) {
                 const uint8_t* p = rows[r] + 2;
                 uint8_t six[8];
                 for (int j = 0; j < 8; j++) six[j] = (p[2 + j / 2] >> j % 2 * 4 & 15) | (p[j / 4] >> j % 4 * 2 & 3) << 4;
-                words[r] = (uint32_t)(six[7] & 3) << 30;
-                for (int i = 0; i < 5; i++) words[r] |= (uint32_t)six[i] << 6 * i;
-                for (int i = 0; i < 2; i++) bytes[i][r] = (uint8_t)(six[5 + i] | (six[7] >> (2 + 2 * i) & 3) << 6);
+                eight_six_bit(six, r, words, bytes);
                 for (int group = 0; group < 8; group++) low_high(rows[r] + 8 + 16 * group, 16, codes[r] + 32 * group);
             }
             std::memcpy(out, words, sizeof words);
@@ -236,6 +381,7 @@ uint8_t* tile_block(int source, const uint8_t* const* rows, uint8_t* out) {
                 }
             for (int step = 0; step < 8; step++) out = pack_step(codes[0] + 32 * step, 256, 6, out);
             return out;
+        default: return tile_entries(source, rows, out);
     }
     return out;
 }

@@ -7,8 +7,9 @@ namespace {
 
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;
-// Without VNNI the products of up to six bits take a shorter way.
-constexpr int DOT_BITS(int bits) { return LRT_VNNI || bits > 6 ? 8 : 6; }
+// Without VNNI the products of up to seven bits take a shorter way.
+constexpr int DOT_BITS(int bits) { return LRT_VNNI || bits > 7 ? 8 : 7; }
+constexpr bool WIDE_LOOK_UP = false;  // of codebooks' entries
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
 struct I16 {
@@ -21,6 +22,10 @@ struct I16 {
     static I16 load_i8(const void* p) {
         return {_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)),
                 _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)((const char*)p + 8)))};
+    }
+    // 32 bytes as 16-bit halves.
+    static I16 load_i8_halves(const void* p) {
+        return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p + 1))};
     }
     static I16 load_u8(const void* p) {
         return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
@@ -36,6 +41,15 @@ struct I16 {
     I16 shr(int n) const {
         __m128i c = _mm_cvtsi32_si128(n);
         return {_mm256_srl_epi32(a, c), _mm256_srl_epi32(b, c)};
+    }
+    // The products of a lane's two 16-bit halves, added.
+    I16 dot2(I16 o) const { return {_mm256_madd_epi16(a, o.a), _mm256_madd_epi16(b, o.b)}; }
+    inline struct B64 as_bytes() const;
+    // Sixteen numbers of four bits.
+    static I16 nibbles(uint64_t x) {
+        const __m256i shifts = _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0), low = _mm256_set1_epi32(15);
+        return {_mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)x), shifts), low),
+                _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)(x >> 32)), shifts), low)};
     }
     void store_i8(int8_t* p) const {
         const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
@@ -119,6 +133,12 @@ struct B64 {
     B64 with_bits(uint64_t mask, int bit) const {
         return {_mm256_or_si256(a, spread((uint32_t)mask, bit)), _mm256_or_si256(b, spread((uint32_t)(mask >> 32), bit))};
     }
+    // twice less the byte where the mask's bit is set: negative about `twice` / 2
+    B64 mirrored(uint64_t mask, int twice) const {
+        const __m256i from = _mm256_set1_epi8((char)twice);
+        return {_mm256_blendv_epi8(a, _mm256_sub_epi8(from, a), spread((uint32_t)mask, 0xFF)),
+                _mm256_blendv_epi8(b, _mm256_sub_epi8(from, b), spread((uint32_t)(mask >> 32), 0xFF))};
+    }
     // Byte i becomes `bit` where bit i of the mask is set.
     static __m256i spread(uint32_t mask, int bit) {
         const __m256i which = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
@@ -129,11 +149,13 @@ struct B64 {
     }
 };
 
+inline B64 I16::as_bytes() const { return {a, b}; }
+
 template <int BITS> inline __m256i dot4_half(__m256i acc, __m256i u, __m256i s) {
 #if LRT_VNNI
     return _mm256_dpbusd_avx_epi32(acc, u, s);
 #else
-    if (BITS <= 6) {  // pairs of products fit 16 bits
+    if (BITS <= 7) {  // pairs of products fit 16 bits
         __m256i pairs = _mm256_maddubs_epi16(u, s);
         return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }

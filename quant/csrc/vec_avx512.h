@@ -9,6 +9,7 @@ namespace {
 #define LRT_PANEL_ROWS 6
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 2, ROW_CHUNK = 384, DIRECT_ROWS = 4;
 constexpr int DOT_BITS(int) { return 8; }
+constexpr bool WIDE_LOOK_UP = true;  // of codebooks' entries
 constexpr int QUERIES = 8, ATTENTION_SUMS = 16;  // rows times heads that share a key; sums of theirs in registers
 
 struct I16 {
@@ -17,12 +18,23 @@ struct I16 {
     static I16 set1(int32_t x) { return {_mm512_set1_epi32(x)}; }
     static I16 load(const void* p) { return {_mm512_loadu_si512(p)}; }
     static I16 load_i8(const void* p) { return {_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+    // 32 bytes as 16-bit halves.
+    static I16 load_i8_halves(const void* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}; }
     static I16 load_u8(const void* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
     I16 operator+(I16 o) const { return {_mm512_add_epi32(v, o.v)}; }
     I16 operator&(I16 o) const { return {_mm512_and_si512(v, o.v)}; }
     I16 operator|(I16 o) const { return {_mm512_or_si512(v, o.v)}; }
     I16 shl(int n) const { return {_mm512_sll_epi32(v, _mm_cvtsi32_si128(n))}; }
     I16 shr(int n) const { return {_mm512_srl_epi32(v, _mm_cvtsi32_si128(n))}; }
+    // The products of a lane's two 16-bit halves, added.
+    I16 dot2(I16 o) const { return {_mm512_madd_epi16(v, o.v)}; }
+    inline struct B64 as_bytes() const;
+    // Sixteen numbers of four bits.
+    static I16 nibbles(uint64_t x) {
+        const __m512i shifts = _mm512_set_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+        const __m512i words = _mm512_inserti64x4(_mm512_set1_epi32((int)x), _mm256_set1_epi32((int)(x >> 32)), 1);
+        return {_mm512_and_si512(_mm512_srlv_epi32(words, shifts), _mm512_set1_epi32(15))};
+    }
     void store_i8(int8_t* p) const { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(v)); }
     int32_t sum() const { return _mm512_reduce_add_epi32(v); }
 };
@@ -85,7 +97,11 @@ struct B64 {
     B64 with_bits(uint64_t mask, int bit) const {
         return {_mm512_or_si512(v, _mm512_maskz_set1_epi8(mask, (char)bit))};
     }
+    // twice less the byte where the mask's bit is set: negative about `twice` / 2
+    B64 mirrored(uint64_t mask, int twice) const { return {_mm512_mask_sub_epi8(v, mask, _mm512_set1_epi8((char)twice), v)}; }
 };
+
+inline B64 I16::as_bytes() const { return {v}; }
 
 // Four activations, for all lanes.
 struct Quad {

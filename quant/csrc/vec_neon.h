@@ -7,8 +7,9 @@ namespace {
 
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 4;
-// Signed products take up to six bits as they are; eight bits need a correction.
-constexpr int DOT_BITS(int bits) { return bits > 6 ? 8 : 6; }
+// Signed products take up to seven bits as they are; eight bits need a correction.
+constexpr int DOT_BITS(int bits) { return bits > 7 ? 8 : 7; }
+constexpr bool WIDE_LOOK_UP = false;  // of codebooks' entries
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 
 struct I16 {
@@ -22,6 +23,10 @@ struct I16 {
         const int16x8_t low = vmovl_s8(vget_low_s8(b)), high = vmovl_s8(vget_high_s8(b));
         return {{vmovl_s16(vget_low_s16(low)), vmovl_s16(vget_high_s16(low)), vmovl_s16(vget_low_s16(high)), vmovl_s16(vget_high_s16(high))}};
     }
+    // 32 bytes as 16-bit halves.
+    static I16 load_i8_halves(const void* p) {
+        return each([=](int i) { return vreinterpretq_s32_s16(vmovl_s8(vld1_s8((const int8_t*)p + 8 * i))); });
+    }
     static I16 load_u8(const void* p) {
         const uint8x16_t b = vld1q_u8((const uint8_t*)p);
         const uint16x8_t low = vmovl_u8(vget_low_u8(b)), high = vmovl_u8(vget_high_u8(b));
@@ -34,6 +39,23 @@ struct I16 {
     I16 shl(int n) const { return each([&](int i) { return vshlq_s32(v[i], vdupq_n_s32(n)); }); }
     I16 shr(int n) const {
         return each([&](int i) { return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(v[i]), vdupq_n_s32(-n))); });
+    }
+    // The products of a lane's two 16-bit halves, added.
+    I16 dot2(I16 o) const {
+        return each([&](int i) {
+            const int16x8_t a = vreinterpretq_s16_s32(v[i]), b = vreinterpretq_s16_s32(o.v[i]);
+            return vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
+        });
+    }
+    inline struct B64 as_bytes() const;
+    // Sixteen numbers of four bits.
+    static I16 nibbles(uint64_t x) {
+        const int32_t down[4] = {0, -4, -8, -12};
+        const int32x4_t shifts = vld1q_s32(down);
+        return each([&](int i) {
+            const uint32x4_t four = vdupq_n_u32((uint32_t)(x >> 16 * i & 0xFFFF));
+            return vreinterpretq_s32_u32(vandq_u32(vshlq_u32(four, shifts), vdupq_n_u32(15)));
+        });
     }
     void store_i8(int8_t* p) const {
         const int16x8_t low = vcombine_s16(vqmovn_s32(v[0]), vqmovn_s32(v[1])), high = vcombine_s16(vqmovn_s32(v[2]), vqmovn_s32(v[3]));
@@ -101,14 +123,23 @@ struct B64 {
     B64 lookup(B64 index) const { return each([&](int i) { return vqtbl1q_u8(v[i], index.v[i]); }); }
     // bit where the mask's bit of this byte is set
     B64 with_bits(uint64_t mask, int bit) const {
+        return each([&](int i) { return vorrq_u8(v[i], vandq_u8(spread(mask, i), vdupq_n_u8((uint8_t)bit))); });
+    }
+    // twice less the byte where the mask's bit is set: negative about `twice` / 2
+    B64 mirrored(uint64_t mask, int twice) const {
+        return each([&](int i) { return vbslq_u8(spread(mask, i), vsubq_u8(vdupq_n_u8((uint8_t)twice), v[i]), v[i]); });
+    }
+    // All ones where the mask's bit of a byte of register i is set.
+    static uint8x16_t spread(uint64_t mask, int i) {
         const uint8x16_t powers = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201ull));
-        return each([&](int i) {
-            const uint16_t part = (uint16_t)(mask >> 16 * i);
-            const uint8x16_t bytes = vcombine_u8(vdup_n_u8((uint8_t)part), vdup_n_u8((uint8_t)(part >> 8)));
-            return vorrq_u8(v[i], vandq_u8(vtstq_u8(bytes, powers), vdupq_n_u8((uint8_t)bit)));
-        });
+        const uint16_t part = (uint16_t)(mask >> 16 * i);
+        return vtstq_u8(vcombine_u8(vdup_n_u8((uint8_t)part), vdup_n_u8((uint8_t)(part >> 8))), powers);
     }
 };
+
+inline B64 I16::as_bytes() const {
+    return B64::each([&](int i) { return vreinterpretq_u8_s32(v[i]); });
+}
 
 // Four activations, for all lanes.
 struct Quad {
@@ -123,7 +154,7 @@ struct Quad {
 
 // acc + the four products of each lane; codes unsigned, activations signed.
 template <int BITS> inline I16 dot4(I16 acc, B64 codes, Quad a) {
-    if (BITS <= 6) return I16::each([&](int i) { return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), a.v); });
+    if (BITS <= 7) return I16::each([&](int i) { return vdotq_s32(acc.v[i], vreinterpretq_s8_u8(codes.v[i]), a.v); });
     // code = (code - 128) + 2 * 64
     const int8x16_t half = vdupq_n_s8(64);
     const int32x4_t twice = vdotq_s32(vdotq_s32(vdupq_n_s32(0), half, a.v), half, a.v);

@@ -9,6 +9,7 @@ namespace {
 #define LRT_PANEL_ROWS 3
 constexpr int PANEL_ROWS = LRT_PANEL_ROWS, PANEL_TILES = 1, ROW_CHUNK = 384, DIRECT_ROWS = 1;
 constexpr int DOT_BITS(int) { return 8; }
+constexpr bool WIDE_LOOK_UP = false;  // of codebooks' entries
 constexpr int QUERIES = 4, ATTENTION_SUMS = 4;
 constexpr int LANES = 16;
 
@@ -43,12 +44,26 @@ struct I16 {
         return r;
     }
     static I16 load_i8(const void* p) { return each([=](int i) { return ((const int8_t*)p)[i]; }); }
+    // 32 bytes as 16-bit halves.
+    static I16 load_i8_halves(const void* p) {
+        return each([=](int i) {
+            const int8_t* pair = (const int8_t*)p + 2 * i;
+            return (int32_t)((uint32_t)(uint16_t)pair[0] | (uint32_t)(uint16_t)pair[1] << 16);
+        });
+    }
     static I16 load_u8(const void* p) { return each([=](int i) { return ((const uint8_t*)p)[i]; }); }
     I16 operator+(I16 o) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] + (uint32_t)o.v[i]); }); }
     I16 operator&(I16 o) const { return each([&](int i) { return v[i] & o.v[i]; }); }
     I16 operator|(I16 o) const { return each([&](int i) { return v[i] | o.v[i]; }); }
     I16 shl(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] << n); }); }
     I16 shr(int n) const { return each([&](int i) { return (int32_t)((uint32_t)v[i] >> n); }); }
+    // The products of a lane's two 16-bit halves, added.
+    I16 dot2(I16 o) const {
+        return each([&](int i) { return (int16_t)v[i] * (int16_t)o.v[i] + (v[i] >> 16) * (o.v[i] >> 16); });
+    }
+    inline struct B64 as_bytes() const;
+    // Sixteen numbers of four bits.
+    static I16 nibbles(uint64_t x) { return each([=](int i) { return (int32_t)(x >> 4 * i & 15); }); }
     void store_i8(int8_t* p) const {
         for (int i = 0; i < LANES; i++) p[i] = (int8_t)v[i];
     }
@@ -130,9 +145,13 @@ struct B64 {
     B64 operator|(B64 o) const { return each([&](int i) { return v[i] | o.v[i]; }); }
     template <int N> B64 shr() const { return each([&](int i) { return v[i] >> N; }); }
     template <int N> B64 shl() const { return each([&](int i) { return v[i] << N; }); }
-    B64 lookup(B64 index) const { return each([&](int i) { return v[index.v[i] & 15]; }); }
+    B64 lookup(B64 index) const { return each([&](int i) { return v[(i & 48) | (index.v[i] & 15)]; }); }
     B64 with_bits(uint64_t mask, int bit) const { return each([&](int i) { return v[i] | (mask >> i & 1 ? bit : 0); }); }
+    // twice less the byte where the mask's bit is set: negative about `twice` / 2
+    B64 mirrored(uint64_t mask, int twice) const { return each([&](int i) { return mask >> i & 1 ? twice - v[i] : v[i]; }); }
 };
+
+inline B64 I16::as_bytes() const { return B64::load(v); }
 
 // Four activations, for all lanes.
 struct Quad {

@@ -12,6 +12,7 @@ typedef int i32;
 typedef long long i64;
 
 #define FN static __device__ __forceinline__
+#define TABLE static __device__ const
 
 // Bytes of a and b (numbered 0 to 7) that the four nibbles of `which` name; a nibble of 8 and more
 // repeats its byte's sign.

@@ -26,7 +26,7 @@ FN u32 word(const uint4& v, int row) { return row == 0 ? v.x : row == 1 ? v.y : 
 // halves of a step would need two sums, the codes are SIGNED about the middle of their range.
 template <int BITS_, int ZERO_, bool SIGNED_ = false>
 struct Whole {
-    static constexpr int BITS = BITS_, ZERO = ZERO_, PLANES = 1;
+    static constexpr int BITS = BITS_, ZERO = ZERO_, PLANES = 1, STEP = 64 * BITS;
     static constexpr bool SIGNED = SIGNED_, MIXED = false;
     static constexpr float UNIT = SIGNED ? 1.f / (1 << (8 - BITS)) : 1.f;
     uint4 low, high[2];
@@ -70,7 +70,7 @@ struct Whole {
 // Whole numbers of 2 or 3 bits.
 template <int BITS_, int ZERO_, bool SIGNED_ = false>
 struct Pairs {
-    static constexpr int BITS = BITS_, ZERO = ZERO_, PLANES = 1;
+    static constexpr int BITS = BITS_, ZERO = ZERO_, PLANES = 1, STEP = 64 * BITS;
     static constexpr bool SIGNED = SIGNED_, MIXED = false;
     static constexpr float UNIT = SIGNED ? 1.f / (1 << (8 - BITS)) : 1.f;
     uint4 pairs[2];
@@ -103,7 +103,7 @@ struct Pairs {
 // sign that `pick` then repeats. The columns come as 4t, 16 + 4t, 4t + 1, ...: in the order of bytes.
 template <u32 L0, u32 L1, u32 H0, u32 H1, int NEGATIVE_>
 struct Levels {
-    static constexpr int BITS = 4, ZERO = 0, PLANES = 2, NEGATIVE = NEGATIVE_;
+    static constexpr int ZERO = 0, PLANES = 2, NEGATIVE = NEGATIVE_, STEP = 256;
     static constexpr bool SIGNED = true, MIXED = true;
     uint4 low;
 
@@ -129,6 +129,109 @@ struct Nf4 : Levels<0x3243587Fu, 0x000C1724u, 0x2B1F140Au, 0x7F5C4738u, 0> {
 
 struct Iq4 : Levels<0x4153687Fu, 0x0A162331u, 0x26190D01u, 0x71594535u, 0> {
     static constexpr float UNIT = 1;
+};
+
+// Entries of a codebook, ENTRIES: a word has four columns. See quant/formats/codebook_tiles.py; `SIGNS` is
+// where they lie in a step, behind the indices' low bytes, and `HIGH` where the indices' other bits do.
+#ifdef ENTRIES
+TABLE u32 entry_words[] = ENTRIES;
+#endif
+
+template <int WIDTH, int PLANES_>
+struct Indices {
+    static constexpr int VECTORS = 8 / WIDTH;
+    uint4 low[VECTORS];
+    u32 high[PLANES_ ? PLANES_ * VECTORS : 1];  // four bits of each row
+
+    FN void load(Indices& x, const u8* step, const u8* high, const Lane& lane) {
+        for (int i = 0; i < VECTORS; i++) x.low[i] = load_streamed((const uint4*)(step + i * 64 + lane.q * 16));
+        for (int i = 0; i < PLANES_ * VECTORS; i++) x.high[i] = *(const u16*)(high + 8 * i + 2 * lane.q);
+    }
+
+    // Of a row the entries' words with columns 4t to 4t + 3, or `half` of the step on.
+    FN u32 entry(const Indices& x, const Lane& lane, int row, int half, u32 more = 0) {
+        const int at = WIDTH == 8 ? 2 * half + lane.t / 2 : lane.t, vector = WIDTH == 8 ? 0 : half;
+        u32 index = word(x.low[vector], row) >> 8 * at & 255;
+        for (int i = 0; i < PLANES_; i++) index |= (x.high[i * VECTORS + vector] >> (4 * row + at) & 1) << (8 + i);
+#ifdef ENTRIES
+        return entry_words[WIDTH == 8 ? 2 * (index | more) + (lane.t & 1) : index | more];
+#else
+        return index;
+#endif
+    }
+};
+
+// Masks of signs, in eighths of a step: four bits of each row. Where an odd one has none for its last column,
+// negative ones are even in number, and the bit is another number's.
+template <bool SEVEN>
+struct SignMasks {
+    u32 own[2], spare[2];
+
+    FN void load(SignMasks& s, const u8* signs, const Lane& lane) {
+        for (int h = 0; h < 2; h++) {
+            const u8* at = signs + 32 * h + 2 * lane.q;
+            if constexpr (SEVEN) {
+                const u32 even = *(const u16*)(at + 8 * (lane.t & 2)), odd = *(const u16*)(at + 8 * (lane.t | 1));
+                u32 count = even ^ (odd & 0x7777u);
+                count ^= count >> 2 & 0x3333u, count ^= count >> 1;
+                s.own[h] = lane.t & 1 ? (odd & 0x7777u) | (count & 0x1111u) << 3 : even;
+                s.spare[h] = odd >> 3;
+            } else {
+                s.own[h] = *(const u16*)(at + 8 * lane.t);
+            }
+        }
+    }
+    // Numbers above 0, with their signs: none carries.
+    FN u32 apply(const SignMasks& s, int row, int half, u32 numbers) {
+        const u32 tops = (s.own[half] >> 4 * row & 15) * 0x10204080u & 0x80808080u;
+        return (numbers ^ pick(tops, tops, 0xBA98)) + (tops >> 7);
+    }
+};
+
+// IQ3 and IQ2. NINTH: bit 8 of an index stands where a sign is left out.
+template <int WIDTH, int PLANES_, bool SEVEN, bool NINTH, int EIGHTHS>
+struct SignedEntries {
+    static constexpr int ZERO = 0, PLANES = 1, LOW = 8 / WIDTH * 64, STEP = LOW + 64 + PLANES_ * 8 * (8 / WIDTH);
+    static constexpr bool SIGNED = true, MIXED = false;
+    static constexpr float UNIT = EIGHTHS / 8.f;
+    Indices<WIDTH, PLANES_> indices;
+    SignMasks<SEVEN> signs;
+
+    FN void load(SignedEntries& w, const u8* step, const Lane& lane) {
+        w.indices.load(w.indices, step, step + LOW + 64, lane);
+        w.signs.load(w.signs, step + LOW, lane);
+    }
+    FN u32 half(const SignedEntries& w, const Lane& lane, int row, int h) {
+        const u32 more = NINTH ? (w.signs.spare[h] >> 4 * row & 1) << 8 : 0;
+        return w.signs.apply(w.signs, row, h, w.indices.entry(w.indices, lane, row, h, more));
+    }
+    FN void operands(const SignedEntries& w, const Lane& lane, int row, int plane, u32& a, u32& b) {
+        a = half(w, lane, row, 0), b = half(w, lane, row, 1);
+    }
+};
+
+// IQ1: eight times -1, 0 or 1, and 1 less or more, for all of a row or for each of its entries. Words have
+// 119 more than their number when it is 1 less.
+template <bool EACH>
+struct ShiftedEntries {
+    static constexpr int ZERO = 0, PLANES = 1, STEP = 96;
+    static constexpr bool SIGNED = true, MIXED = false;
+    static constexpr float UNIT = 0.125f;
+    Indices<8, 3> indices;
+    u32 less;
+
+    FN void load(ShiftedEntries& w, const u8* step, const Lane& lane) {
+        w.indices.load(w.indices, step, step + 64, lane);
+        w.less = *(const u16*)(step + 88 + 2 * lane.q);
+    }
+    FN u32 half(const ShiftedEntries& w, const Lane& lane, int row, int h) {
+        const int at = 4 * row + (EACH ? 2 * h + lane.t / 2 : 3);
+        const u32 more = w.less >> at & 1 ? 0 : 0x02020202u;
+        return (w.indices.entry(w.indices, lane, row, h) + more) ^ 0x80808080u;
+    }
+    FN void operands(const ShiftedEntries& w, const Lane& lane, int row, int plane, u32& a, u32& b) {
+        a = half(w, lane, row, 0), b = half(w, lane, row, 1);
+    }
 };
 
 // -- scales ----------------------------------------------------------------------------------------
@@ -204,6 +307,58 @@ struct HalfScaleAndMinimum {
     FN float of(const HalfScaleAndMinimum& s, int row, int) { return s.scales.of(s.scales, row); }
     FN float exact(const HalfScaleAndMinimum& s, int row, int half) { return of(s, row, half); }
     FN float minimum_of(const HalfScaleAndMinimum& s, int row) { return s.minima.of(s.minima, row); }
+};
+
+template <int ROWS>
+struct BrainScaleAndMinimum {  // the same in bfloat16, the upper half of a float
+    static constexpr bool MINIMUM = true, TWO_LEVEL = false, HALVES = false;
+    static constexpr int HEAD = 64;
+    static constexpr float UNIT = 1;
+    Halves<ROWS> scales, minima;
+
+    FN void load(BrainScaleAndMinimum& s, const u8* head, const Lane& lane) {
+        s.scales.load(s.scales, head, lane);
+        s.minima.load(s.minima, head + 32, lane);
+    }
+    FN float brain(const Halves<ROWS>& h, int row) {
+        if constexpr (ROWS == 1) return as_float((u32)h.one << 16);
+        const u32 two = row < 2 ? h.four.x : h.four.y;
+        return as_float(row & 1 ? two & 0xFFFF0000u : two << 16);
+    }
+    FN float of(const BrainScaleAndMinimum& s, int row, int) { return brain(s.scales, row); }
+    FN float exact(const BrainScaleAndMinimum& s, int row, int half) { return of(s, row, half); }
+    FN float minimum_of(const BrainScaleAndMinimum& s, int row) { return brain(s.minima, row); }
+};
+
+template <int ROWS>
+struct FloatScale {  // a float for a span
+    static constexpr bool MINIMUM = false, TWO_LEVEL = false, HALVES = false;
+    static constexpr int HEAD = 64;
+    static constexpr float UNIT = 1;
+    Words<ROWS> scales;
+
+    FN void load(FloatScale& s, const u8* head, const Lane& lane) { s.scales.load(s.scales, head, lane); }
+    FN float of(const FloatScale& s, int row, int) { return as_float(s.scales.of(s.scales, row)); }
+    FN float exact(const FloatScale& s, int row, int half) { return of(s, row, half); }
+};
+
+template <int ROWS>
+struct FloatScaleAndZero {  // and a zero point in a byte
+    static constexpr bool MINIMUM = true, TWO_LEVEL = false, HALVES = false;
+    static constexpr int HEAD = 80;
+    static constexpr float UNIT = 1;
+    FloatScale<ROWS> scales;
+    Bytes<ROWS> zeros;
+
+    FN void load(FloatScaleAndZero& s, const u8* head, const Lane& lane) {
+        s.scales.load(s.scales, head, lane);
+        s.zeros.load(s.zeros, head + 64, lane);
+    }
+    FN float of(const FloatScaleAndZero& s, int row, int half) { return s.scales.of(s.scales, row, half); }
+    FN float exact(const FloatScaleAndZero& s, int row, int half) { return of(s, row, half); }
+    FN float minimum_of(const FloatScaleAndZero& s, int row) {
+        return -times(of(s, row, 0), from_int((i32)(s.zeros.of(s.zeros, row, 0) & 255)));
+    }
 };
 
 template <int ROWS>
@@ -327,6 +482,112 @@ struct ByteScales {
     FN float outer(const ByteScales& s, int row) { return s.d.of(s.d, row); }
 };
 
+// Q2_K: a byte's nibbles are a scale and a minimum for each 16 columns, times two float16 of the span. The
+// minima are operands of a product of their own: of each row, whichever of them a lane is left with.
+template <int ROWS>
+struct NibbleHalves {
+    static constexpr bool MINIMUM = true, TWO_LEVEL = true, HALVES = true;
+    static constexpr int HEAD = 320;
+    static constexpr float UNIT = 1;
+    Halves<ROWS> d, dmin;
+    Bytes<4> bytes[16];
+    int first;
+
+    FN void load(NibbleHalves& s, const u8* head, const Lane& lane) {
+        s.d.load(s.d, head, lane);
+        s.dmin.load(s.dmin, head + 32, lane);
+        for (int i = 0; i < 16; i++) s.bytes[i].load(s.bytes[i], head + 64 + i * 16, lane);
+        s.first = ROWS == 1 ? 8 * lane.t : 0;
+    }
+    FN i32 scale(const NibbleHalves& s, int row, int step, int half) {
+        return s.bytes[2 * step + half].four >> (s.first + 8 * row) & 15;
+    }
+    FN i32 minimum(const NibbleHalves& s, int row, int step, int half) {
+        return s.bytes[2 * step + half].four >> (s.first + 8 * row + 4) & 15;
+    }
+    FN u32 minima(const NibbleHalves& s, int row, int step, int half) {
+        const u32 high = s.bytes[2 * step + half].four >> 4 & 0x0F0F0F0Fu;
+        return pick(high, 0, row * 0x1111u);
+    }
+    FN float outer(const NibbleHalves& s, int row) { return s.d.of(s.d, row); }
+    FN float outer_minimum(const NibbleHalves& s, int row) { return -s.dmin.of(s.dmin, row); }
+};
+
+// Codebooks' scales: 2 n + 1 times a float16 of the span.
+template <int ROWS, bool HALVES_, int HEAD_>
+struct OddScales {
+    static constexpr bool MINIMUM = false, TWO_LEVEL = true, HALVES = HALVES_;
+    static constexpr int HEAD = HEAD_;
+    static constexpr float UNIT = 1;
+    Halves<ROWS> d;
+    FN float outer(const OddScales& s, int row) { return s.d.of(s.d, row); }
+};
+
+// n four bits of words in the head: IQ3_S for each step, IQ2_XS and IQ2_S for each half of one.
+template <int ROWS, bool HALVES_>
+struct NibbleScales : OddScales<ROWS, HALVES_, HALVES_ ? 160 : 96> {
+    static constexpr int WORDS = HALVES_ ? 2 : 1;
+    Words<ROWS> words[WORDS];
+
+    FN void load(NibbleScales& s, const u8* head, const Lane& lane) {
+        s.d.load(s.d, head, lane);
+        for (int i = 0; i < WORDS; i++) s.words[i].load(s.words[i], head + 32 + 64 * i, lane);
+    }
+    FN i32 scale(const NibbleScales& s, int row, int step, int half) {
+        const int n = HALVES_ ? 2 * step + half : step;
+        return 2 * (i32)(s.words[n / 8].of(s.words[n / 8], row) >> 4 * (n % 8) & 15) + 1;
+    }
+};
+template <int ROWS>
+using StepNibbles = NibbleScales<ROWS, false>;
+template <int ROWS>
+using HalfNibbles = NibbleScales<ROWS, true>;
+
+// n in the steps themselves, four bits of each row: IQ3_XXS and IQ2_XXS where signs leave them out, IQ1_S
+// in a mask of its own, of which n is three.
+template <int ROWS, int STEP, int AT, bool SPARE>
+struct MaskScales : OddScales<ROWS, false, 32> {
+    u32 four[8];
+    int first;
+
+    FN void load(MaskScales& s, const u8* head, const Lane& lane) {
+        s.d.load(s.d, head, lane);
+        s.first = ROWS == 1 ? 4 * lane.t : 0;
+        for (int j = 0; j < 8; j++) {
+            const u8* at = head + 32 + j * STEP + AT + 2 * lane.q;
+            if constexpr (SPARE) {
+                s.four[j] = 0;
+                for (int i = 0; i < 4; i++) s.four[j] |= (u32)(*(const u16*)(at + 8 + 16 * i) >> 3 & 0x1111) << i;
+            } else {
+                s.four[j] = *(const u16*)at;
+            }
+        }
+    }
+    FN i32 scale(const MaskScales& s, int row, int step, int) {
+        return 2 * (i32)(s.four[step] >> (s.first + 4 * row) & (SPARE ? 15 : 7)) + 1;
+    }
+};
+template <int ROWS>
+using Iq3XxsScales = MaskScales<ROWS, 192, 128, true>;
+template <int ROWS>
+using Iq2XxsScales = MaskScales<ROWS, 128, 64, true>;
+template <int ROWS>
+using Iq1SScales = MaskScales<ROWS, 96, 88, false>;
+
+// IQ1_M: n are pairs of three bits, where IQ4_XS has its scales.
+template <int ROWS>
+struct PairScales : OddScales<ROWS, true, 128> {
+    SixBitSteps<ROWS> pairs;
+
+    FN void load(PairScales& s, const u8* head, const Lane& lane) {
+        s.d.load(s.d, head, lane);
+        s.pairs.load(s.pairs, head, lane);
+    }
+    FN i32 scale(const PairScales& s, int row, int step, int half) {
+        return 2 * ((s.pairs.scale(s.pairs, row, step, 0) + 32) >> 3 * half & 7) + 1;
+    }
+};
+
 // -- a format --------------------------------------------------------------------------------------
 
 template <class CODES, template <int> class SCALES, int SPAN_>
@@ -335,6 +596,6 @@ struct Packed {
     template <int ROWS>
     using Scales = SCALES<ROWS>;
     static constexpr int SPAN = SPAN_;  // steps of a span
-    static constexpr int HEAD = SCALES<4>::HEAD, STEP = 64 * CODES::BITS, BYTES = HEAD + SPAN * STEP;
+    static constexpr int HEAD = SCALES<4>::HEAD, STEP = CODES::STEP, BYTES = HEAD + SPAN * STEP;
     static constexpr float SCALE_UNIT = SCALES<4>::UNIT, UNIT = CODES::UNIT * SCALE_UNIT;
 };

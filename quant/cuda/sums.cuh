@@ -45,7 +45,9 @@ struct Sums {
     static constexpr bool HALVES = Scales::HALVES;
     // Where one column a lane is wanted, the product's other one is free for the second half.
     static constexpr int SETS = HALVES && COLUMNS == 2 ? 2 : 1;
-    static constexpr bool LATE_MINIMUM = Scales::TWO_LEVEL && Scales::MINIMUM && NT > 2;
+    // Minima of halves are another product with the same activations, and both are scaled at every step.
+    static constexpr bool MINIMA = Scales::MINIMUM && HALVES, INNER = Scales::TWO_LEVEL && !MINIMA;
+    static constexpr bool LATE_MINIMUM = INNER && Scales::MINIMUM && NT > 2;
 
     float of[PAIRS][ROWS][NT][COLUMNS];
     const u8 *numbers, *scales;  // of the first row that a lane loads, and that its results need
@@ -100,10 +102,10 @@ struct Sums {
 #pragma unroll
         for (int i = 0; i < SPANS; i++) {
             Inner inner;
-            if constexpr (Scales::TWO_LEVEL) clear(inner);
+            if constexpr (INNER) clear(inner);
 #pragma unroll
             for (int j = 0; j < F::SPAN; j++) step<STEPS % 2 == 0>(s, inner, codes[i * F::SPAN + j], scales[i], j, first + i * F::SPAN + j, lane);
-            if constexpr (Scales::TWO_LEVEL) finish(s, inner, scales[i], first + i * F::SPAN);
+            if constexpr (INNER) finish(s, inner, scales[i], first + i * F::SPAN);
         }
     }
 
@@ -183,6 +185,17 @@ struct Sums {
                                                     b[plane][set][0], b[plane][set][1]);
                         }
                     }
+                i32 less[2][4] = {};
+                if constexpr (MINIMA)
+#pragma unroll
+                    for (int h = 0; h < 2; h++)
+#pragma unroll
+                        for (int set = 0; set < SETS; set++) {
+                            u32 of[2][2];
+                            for (int r = 0; r < 2; r++)
+                                for (int half = 0; half < 2; half++) of[r][half] = Scales::minima(scales[p], 2 * h + r, j, half);
+                            multiply<Codes::SIGNED>(less[h], of[0][0], of[1][0], of[0][1], of[1][1], b[0][set][0], b[0][set][1]);
+                        }
                 if constexpr (WIDTH == ONE) {  // every column is the same: lane t keeps row t
                     const bool odd = lane.t & 1, last = lane.t & 2;
                     i32 kept[2] = {0, 0};
@@ -192,7 +205,10 @@ struct Sums {
                         const i32 back = odd ? sums[0][1][2 + half] : sums[0][1][half];
                         kept[half] = last ? back : front;
                     }
-                    apply(s.of[p][0][n][0], inner.of[p][0][n][0], inner.least[p][0][n][0], scales[p], 0, j, kept[0], kept[1], scale[0]);
+                    const i32 front = odd ? less[0][2] + less[0][3] : less[0][0] + less[0][1];
+                    const i32 back = odd ? less[1][2] + less[1][3] : less[1][0] + less[1][1];
+                    apply(s.of[p][0][n][0], inner.of[p][0][n][0], inner.least[p][0][n][0], scales[p], 0, j, kept[0], kept[1],
+                          last ? back : front, scale[0]);
                 } else {
 #pragma unroll
                     for (int r = 0; r < 4; r++)
@@ -201,7 +217,10 @@ struct Sums {
                             const i32(&found)[4] = sums[0][r / 2], (&other)[4] = sums[SETS - 1][r / 2];
                             const i32 first = found[r % 2 * 2 + (COLUMNS == 2 ? c : 0)];
                             const i32 second = COLUMNS == 2 ? other[r % 2 * 2 + c] : found[r % 2 * 2 + 1];
-                            apply(s.of[p][r][n][c], inner.of[p][r][n][c], inner.least[p][r][n][c], scales[p], r, j, first, second, scale[c]);
+                            const i32(&low)[4] = less[r / 2];
+                            const i32 least = COLUMNS == 2 ? low[r % 2 * 2 + c] : low[r % 2 * 2] + low[r % 2 * 2 + 1];
+                            apply(s.of[p][r][n][c], inner.of[p][r][n][c], inner.least[p][r][n][c], scales[p], r, j, first, second, least,
+                                  scale[c]);
                         }
                 }
             }
@@ -231,15 +250,20 @@ struct Sums {
         }
     }
 
-    // One result of a step: `first` is its sum, or that of its first half.
+    // One result of a step: `first` is its sum, or that of its first half; `less` that of its halves' minima.
     FN void apply(float& sum, float& inner, float& least, const Scales& scales, int row, int j, i32 first, i32 second,
-                  float2 x) {
+                  i32 less, float2 x) {
         if constexpr (Scales::TWO_LEVEL) {
             i32 whole = first * Scales::scale(scales, row, j, 0);
             if constexpr (HALVES) whole += second * Scales::scale(scales, row, j, 1);
-            inner = fused(from_int(whole), x.x, inner);
-            if constexpr (Scales::MINIMUM && !LATE_MINIMUM)
-                least = fused(from_int(Scales::minimum(scales, row, j)), x.y, least);
+            if constexpr (MINIMA) {
+                sum = fused(times(from_int(whole), x.x), Scales::outer(scales, row), sum);
+                sum = fused(times(from_int(less), x.x), Scales::outer_minimum(scales, row), sum);
+            } else {
+                inner = fused(from_int(whole), x.x, inner);
+                if constexpr (Scales::MINIMUM && !LATE_MINIMUM)
+                    least = fused(from_int(Scales::minimum(scales, row, j)), x.y, least);
+            }
         } else if constexpr (HALVES) {
             const float both = fused(from_int(second), Scales::of(scales, row, 1),
                                      times(from_int(first), Scales::of(scales, row, 0)));

@@ -8,7 +8,7 @@ template <class F, class Scales>
 FN void numbers(const typename F::Codes& codes, const Scales& scales, const Lane& lane, int row, int step, float (&low)[4],
                 float (&high)[4]) {
     using Codes = typename F::Codes;
-    float scale[2], offset = 0;
+    float scale[2], offset[2] = {0, 0};
     for (int half = 0; half < 2; half++) {
         if constexpr (Scales::TWO_LEVEL)
             scale[half] = times(Scales::outer(scales, row), from_int(Scales::scale(scales, row, step, half)));
@@ -16,10 +16,14 @@ FN void numbers(const typename F::Codes& codes, const Scales& scales, const Lane
             scale[half] = times(Scales::exact(scales, row, half), F::SCALE_UNIT);
         if (!Scales::HALVES) scale[1] = scale[0];
     }
-    if constexpr (Scales::TWO_LEVEL && Scales::MINIMUM)
-        offset = times(Scales::outer_minimum(scales, row), from_int(Scales::minimum(scales, row, step)));
-    else if constexpr (Scales::MINIMUM)
-        offset = Scales::minimum_of(scales, row);
+    for (int half = 0; half < 2; half++) {
+        if constexpr (Scales::TWO_LEVEL && Scales::MINIMUM && Scales::HALVES)
+            offset[half] = times(Scales::outer_minimum(scales, row), from_int(Scales::minimum(scales, row, step, half)));
+        else if constexpr (Scales::TWO_LEVEL && Scales::MINIMUM)
+            offset[half] = times(Scales::outer_minimum(scales, row), from_int(Scales::minimum(scales, row, step)));
+        else if constexpr (Scales::MINIMUM)
+            offset[half] = Scales::minimum_of(scales, row);
+    }
     for (int i = 0; i < 8; i++) {
         i32 code = 0;
         for (int plane = 0; plane < Codes::PLANES; plane++) {
@@ -34,7 +38,7 @@ FN void numbers(const typename F::Codes& codes, const Scales& scales, const Lane
         // Codes in the order of their bytes come as 4t, 16 + 4t, 4t + 1, ...
         const int half = Codes::MIXED ? i % 2 : i / 4, at = Codes::MIXED ? i / 2 : i % 4;
         float value = times(times(from_int(code), Codes::UNIT), scale[half]);
-        if constexpr (Scales::MINIMUM) value = plus(value, offset);
+        if constexpr (Scales::MINIMUM) value = plus(value, offset[half]);
         (half ? high : low)[at] = value;
     }
 }

@@ -1,8 +1,8 @@
 """What a packed weight is: formats, packed tensors, packing, and unpacking to float32."""
 
 from localrt.quant.formats.affine import AFFINE, AffineCodec
-from localrt.quant.formats.catalog import CODECS, FORMATS
-from localrt.quant.formats.codec import Codec
+from localrt.quant.formats.catalog import CODECS, FORMATS, GROUP_CODECS
+from localrt.quant.formats.codec import Codec, GroupCodec
 from localrt.quant.formats.fp4 import F8_E4M3, NVFP4
 from localrt.quant.formats.ggml import (
     BF16,
@@ -24,6 +24,13 @@ from localrt.quant.formats.ggml import (
 from localrt.quant.formats.nf4 import NF4
 from localrt.quant.formats.pack import assemble, codec_of, pack
 from localrt.quant.formats.packed import Exactness, Format, PackedTensor
+from localrt.quant.formats.published import (
+    PUBLISHED,
+    BrainCodec,
+    E4m3Codec,
+    Nf4FloatCodec,
+    ZeroPointCodec,
+)
 from localrt.quant.formats.unpack import unpack
 
 __all__ = [
@@ -36,9 +43,11 @@ __all__ = [
     "FORMATS",
     "GGML_FORMATS",
     "GGML_UNREAD",
+    "GROUP_CODECS",
     "MXFP4",
     "NF4",
     "NVFP4",
+    "PUBLISHED",
     "Q4_0",
     "Q4_1",
     "Q4_K",
@@ -49,10 +58,15 @@ __all__ = [
     "Q8_0",
     "TQ2_0",
     "AffineCodec",
+    "BrainCodec",
     "Codec",
+    "E4m3Codec",
     "Exactness",
     "Format",
+    "GroupCodec",
+    "Nf4FloatCodec",
     "PackedTensor",
+    "ZeroPointCodec",
     "assemble",
     "codec_of",
     "pack",

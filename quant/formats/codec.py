@@ -19,6 +19,7 @@ __all__ = [
     "Bytes",
     "Codec",
     "Floats",
+    "GroupCodec",
     "half_bytes",
     "half_values",
     "join_nibbles",
@@ -33,12 +34,29 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
-class Codec(Protocol):
-    """One format's arithmetic. A block of the format is one group."""
+class GroupCodec(Protocol):
+    """The bytes of one format's groups, and their values. A block of the format is one group."""
 
     @property
     def format(self) -> Format:
         """The format that it reads and writes."""
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """Values (n, m) of codes (n, m)."""
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """Blocks (n, block_bytes) of codes (n, block)."""
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """Codes and scales of blocks: the inverse of ``join``."""
+
+
+class Codec(GroupCodec, Protocol):
+    """One format's arithmetic, of a format that localrt packs itself."""
+
+    @property
+    def group(self) -> int:
+        """Columns that share scales: the format's block, or a part of it."""
 
     @property
     def shrinks(self) -> tuple[float, ...]:
@@ -53,17 +71,8 @@ class Codec(Protocol):
     def encode(self, values: Floats, scales: Floats) -> Bytes:
         """Nearest codes of values (n, m) under scales (n, k); m need not be a whole group."""
 
-    def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """Values (n, m) of codes (n, m)."""
 
-    def join(self, codes: Bytes, scales: Floats) -> Bytes:
-        """Blocks (n, block_bytes) of codes (n, block)."""
-
-    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """Codes and scales of blocks: the inverse of ``join``."""
-
-
-def unpack_blocks_of(codec: Codec) -> Callable[[Bytes, Floats], None]:
+def unpack_blocks_of(codec: GroupCodec) -> Callable[[Bytes, Floats], None]:
     """``codec`` as a function from blocks (n, block_bytes) to values written to (n, block)."""
 
     def unpack_blocks(blocks: Bytes, out: Floats) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.formats.catalog import CODECS
+from localrt.quant.formats.catalog import GROUP_CODECS
 
 __all__ = ["read_codes", "write_codes"]
 
@@ -26,8 +26,8 @@ _PAIRS_AT = {"q2_k": slice(16, 80), "q3_k": slice(32, 96), "tq2_0": slice(0, 64)
 
 def read_codes(name: str, blocks: Bytes) -> Bytes:
     """Codes (n, block) of blocks (n, block_bytes)."""
-    if name in CODECS:
-        return CODECS[name].split(blocks)[0]
+    if name in GROUP_CODECS:
+        return GROUP_CODECS[name].split(blocks)[0]
     count = len(blocks)
     if name == "q8_0":
         flipped: Bytes = blocks[:, 2:] ^ 0x80
@@ -63,8 +63,8 @@ def read_codes(name: str, blocks: Bytes) -> Bytes:
 def write_codes(name: str, codes: Bytes, blocks: Bytes) -> None:
     """The inverse of ``read_codes``: into blocks whose scales are there already."""
     count = len(blocks)
-    if name in CODECS:
-        codec = CODECS[name]
+    if name in GROUP_CODECS:
+        codec = GROUP_CODECS[name]
         blocks[...] = codec.join(codes, codec.split(blocks)[1])
     elif name == "q8_0":
         blocks[:, 2:] = codes ^ 0x80

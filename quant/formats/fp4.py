@@ -65,6 +65,11 @@ class Mxfp4Codec:
     format: Format = MXFP4
     shrinks: tuple[float, ...] = (2.0, 1.0, 0.5)  # neighbouring exponents: there is nothing between
 
+    @property
+    def group(self) -> int:
+        """Columns that share a scale: a block."""
+        return self.format.block
+
     def tensor_scale(self, largest: float) -> float:
         """None: the format has no place for one."""
         return 1.0
@@ -109,6 +114,11 @@ class Nvfp4Codec:
         E4M3 has eight steps an octave: sixteen tries an octave miss none.
         """
         return tuple(np.geomspace(1.6, 0.4, 33).tolist())
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale: a block."""
+        return self.format.block
 
     def tensor_scale(self, largest: float) -> float:
         """The tensor's extreme gets the largest scale and the largest code."""

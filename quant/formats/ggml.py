@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import numpy as np
+
 from localrt.quant.formats.packed import Format
 
 __all__ = [
@@ -17,6 +19,14 @@ __all__ = [
     "F32",
     "GGML_FORMATS",
     "GGML_UNREAD",
+    "IQ1_M",
+    "IQ1_S",
+    "IQ2_S",
+    "IQ2_XS",
+    "IQ2_XXS",
+    "IQ3_S",
+    "IQ3_XXS",
+    "IQ4_LEVELS",
     "IQ4_NL",
     "IQ4_XS",
     "MXFP4",
@@ -49,7 +59,20 @@ Q6_K = Format("q6_k", 256, 210)  # low nibbles, high pairs of bits, 16 int8 scal
 IQ4_NL = Format("iq4_nl", 32, 18)  # as Q4_0, its nibbles 16 uneven levels
 IQ4_XS = Format("iq4_xs", 256, 136)  # the same levels; f16, 8 six-bit scales
 TQ2_0 = Format("tq2_0", 256, 66)  # pairs of bits, from -1 to 1, f16
+IQ3_S = Format("iq3_s", 256, 110)  # indices of codebooks, signs, scales: see codebook.py
+IQ3_XXS = Format("iq3_xxs", 256, 98)
+IQ2_S = Format("iq2_s", 256, 82)
+IQ2_XS = Format("iq2_xs", 256, 74)
+IQ2_XXS = Format("iq2_xxs", 256, 66)
+IQ1_M = Format("iq1_m", 256, 56)
+IQ1_S = Format("iq1_s", 256, 50)
 MXFP4 = Format("mxfp4", 32, 17)  # power-of-two scale e8m0, 32 e2m1
+
+IQ4_LEVELS = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+)
+IQ4_LEVELS.flags.writeable = False
+"""What IQ4_NL's and IQ4_XS' codes stand for, before the scale."""
 
 GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
     {
@@ -65,8 +88,15 @@ GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
         12: Q4_K,
         13: Q5_K,
         14: Q6_K,
+        16: IQ2_XXS,
+        17: IQ2_XS,
+        18: IQ3_XXS,
+        19: IQ1_S,
         20: IQ4_NL,
+        21: IQ3_S,
+        22: IQ2_S,
         23: IQ4_XS,
+        29: IQ1_M,
         30: BF16,
         35: TQ2_0,
         39: MXFP4,
@@ -78,18 +108,11 @@ GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
     {
         9: Format("q8_1", 32, 40),
         15: Format("q8_k", 256, 292),
-        16: Format("iq2_xxs", 256, 66),
-        17: Format("iq2_xs", 256, 74),
-        18: Format("iq3_xxs", 256, 98),
-        19: Format("iq1_s", 256, 50),
-        21: Format("iq3_s", 256, 110),
-        22: Format("iq2_s", 256, 82),
         24: Format("i8", 1, 1),
         25: Format("i16", 1, 2),
         26: Format("i32", 1, 4),
         27: Format("i64", 1, 8),
         28: Format("f64", 1, 8),
-        29: Format("iq1_m", 256, 56),
         34: Format("tq1_0", 256, 54),
         40: Format("nvfp4", 64, 36),
         41: Format("q1_0", 128, 18),

@@ -66,6 +66,11 @@ class Nf4Codec:
         """A hundred steps from the whole range down to a fifth of it."""
         return tuple(np.linspace(1.0, 0.2, 100).tolist())
 
+    @property
+    def group(self) -> int:
+        """Columns that share a scale: a block."""
+        return self.format.block
+
     def tensor_scale(self, largest: float) -> float:
         """None: groups have all they need."""
         return 1.0

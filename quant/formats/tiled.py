@@ -18,14 +18,15 @@ columns. A span holds, for its 16 rows:
                           16h + 4j + i
             8 bits        eight vectors: byte (v, row, i) is column 4v + i
 
-Codes are unsigned (Q8_0's plus 128). A tile is as large as its rows were. f32, f16, bf16 and
+Codes are unsigned (Q8_0's plus 128). What is made of a codebook's entries has spans of its own, in
+``codebook_tiles.py``. A tile is as large as its rows were. f32, f16, bf16 and
 f8_e4m3 are tiles of single columns. ``quant/csrc`` converts the same way, only faster; it knows
 nothing that is not said here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,8 +34,13 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.formats.affine import AFFINE
+from localrt.quant.formats.codebook import CODEBOOKS
+from localrt.quant.formats.codebook_tiles import blocks_of_spans, spans_of_blocks
+from localrt.quant.formats.codec import GroupCodec
 from localrt.quant.formats.codes import read_codes, write_codes
 from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.published import PUBLISHED, BrainCodec, ZeroPointCodec
+from localrt.quant.formats.six_bits import SIX_BIT_FIELDS
 
 __all__ = [
     "TILE_ROWS",
@@ -52,6 +58,13 @@ TILE_ROWS = 16
 # uint8 throughout; numpy's stubs lose that in shifts.
 Bytes = npt.NDArray[Any]
 Ranges = tuple[tuple[int, int], ...]
+
+
+def _published_head(codec: GroupCodec) -> Ranges:
+    if isinstance(codec, BrainCodec):
+        return (0, 2), (2, 4)
+    return ((0, 4), (4, 5)) if isinstance(codec, ZeroPointCodec) else ((0, 4),)
+
 
 # Byte ranges of the head's fields in a block.
 _HEADS: dict[str, Ranges] = {
@@ -76,11 +89,13 @@ _HEADS: dict[str, Ranges] = {
     "nvfp4": ((0, 1),),
     "nf4": ((0, 2),),
     **{name: ((0, 2), (2, 4)) if codec.minimum else ((0, 2),) for name, codec in AFFINE.items()},
+    **{name: _published_head(codec) for name, codec in PUBLISHED.items()},
 }
 _BITS = {
     **{"q2_k": 2, "tq2_0": 2, "q3_k": 3},
     **{"q5_0": 5, "q5_1": 5, "q5_k": 5, "q6_k": 6, "q8_0": 8},
     **{name: codec.bits for name, codec in AFFINE.items()},
+    **{name: 8 for name in PUBLISHED if name.startswith(("int8", "e4m3"))},
 }
 
 
@@ -134,8 +149,11 @@ def tile(tensor: PackedTensor) -> Bytes:
     # (tiles, spans, 16 rows, bytes of a span)
     source = padded.reshape(len(padded) // TILE_ROWS, TILE_ROWS, spans, -1).swapaxes(1, 2)
     lead = source.shape[:2]
+    if format_.name in CODEBOOKS:
+        entries: Bytes = spans_of_blocks(format_.name, source.reshape(-1, *source.shape[2:]))
+        return entries.reshape(-1)
     parts = [source[..., a:b] for a, b in ranges]
-    for index, (regrouped, _) in _SIX_BIT.get(format_.name, {}).items():
+    for index, (regrouped, _) in SIX_BIT_FIELDS.get(format_.name, {}).items():
         parts[index] = regrouped(parts[index])
     parts = [part.reshape(*lead, -1) for part in parts]
     if format_.block > 1:
@@ -159,9 +177,12 @@ def untile(tensor: TiledTensor) -> PackedTensor:
     if tensor.data.size != tiles * TILE_ROWS * row_bytes:
         raise ValueError(f"{tensor.name}: {tensor.data.size} bytes are not {rows} x {cols} tiled")
     source = tensor.data.reshape(tiles, spans, -1)
+    if format_.name in CODEBOOKS:
+        target = blocks_of_spans(format_.name, source.reshape(tiles * spans, -1))
+        return _packed_rows(tensor, target.reshape(tiles, spans, TILE_ROWS, -1))
     target = np.empty((tiles, spans, TILE_ROWS, row_bytes // spans), np.uint8)
     at = 0
-    six_bit = _SIX_BIT.get(format_.name, {})
+    six_bit = SIX_BIT_FIELDS.get(format_.name, {})
     for index, (a, b) in enumerate(ranges):
         size = TILE_ROWS * (b - a)
         field: Bytes = source[..., at : at + size]
@@ -175,10 +196,14 @@ def untile(tensor: TiledTensor) -> PackedTensor:
         codes = _unpacked_steps(steps, _BITS.get(format_.name, 4))  # (..., steps, 16, 32)
         flat = codes.swapaxes(2, 3).reshape(-1, format_.block)
         write_codes(format_.name, flat, target.reshape(-1, format_.block_bytes))
-    data = target.swapaxes(1, 2).reshape(tiles * TILE_ROWS, row_bytes)[:rows]
-    return PackedTensor(
-        tensor.name, format_, tensor.shape, np.ascontiguousarray(data), tensor.scale
-    )
+    return _packed_rows(tensor, target)
+
+
+def _packed_rows(tensor: TiledTensor, blocks: Bytes) -> PackedTensor:
+    """Blocks (tiles, spans, 16 rows, bytes) as the tensor's rows."""
+    rows = blocks.swapaxes(1, 2).reshape(len(blocks) * TILE_ROWS, -1)[: tensor.shape[0]]
+    data = np.ascontiguousarray(rows)
+    return PackedTensor(tensor.name, tensor.format, tensor.shape, data, tensor.scale)
 
 
 def whole_tiles(
@@ -205,13 +230,13 @@ def whole_tiles(
 
 def _plan(name: str, format_: Format, cols: int) -> tuple[int, Ranges]:
     """Spans of a row, and the byte ranges of a span's head."""
-    if format_.name not in _HEADS:
+    if format_.name not in _HEADS and format_.name not in CODEBOOKS:
         raise ValueError(f"{name}: {format_.name} has no tiled layout")
     span = tile_span(format_)
     if cols % span:
         raise ValueError(f"{name}: {cols} columns are not a multiple of {span}")
     starts = range(0, span // format_.block * format_.block_bytes, format_.block_bytes)
-    fields = _HEADS[format_.name]
+    fields = _HEADS.get(format_.name, ())
     return cols // span, tuple((s + a, s + b) for a, b in fields for s in starts)
 
 
@@ -265,108 +290,6 @@ def _unpacked_steps(steps: Bytes, bits: int) -> Bytes:
 
 
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None, None]
-
-
-# -- six-bit scales --------------------------------------------------------------------------------
-
-
-def _k_words(packed: Bytes) -> Bytes:
-    """Q4_K's twelve bytes of eight scales and eight minima, in words (see ``_in_words``)."""
-    first, second, third = (packed[..., i : i + 4] for i in (0, 4, 8))
-    scales = [first & 63, (third & 15) | (first >> 6) << 4]
-    minima = [second & 63, (third >> 4) | (second >> 6) << 4]
-    return _in_words(np.concatenate([*scales, *minima], axis=-1))
-
-
-def _k_bytes(words: Bytes) -> Bytes:
-    """The inverse."""
-    numbers = _of_words(words)
-    low, last = numbers[..., :4], numbers[..., 4:8]
-    low_minima, last_minima = numbers[..., 8:12], numbers[..., 12:]
-    first = low | (last >> 4) << 6
-    second = low_minima | (last_minima >> 4) << 6
-    return np.concatenate([first, second, (last & 15) | (last_minima & 15) << 4], axis=-1)
-
-
-def _q3_k_words(packed: Bytes) -> Bytes:
-    """Q3_K's twelve bytes of sixteen scales, in words (see ``_in_words``)."""
-    low = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
-    high = np.concatenate([packed[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
-    return _in_words(low | high << 4)
-
-
-def _q3_k_bytes(words: Bytes) -> Bytes:
-    """The inverse."""
-    numbers = _of_words(words)
-    low, high = numbers & 15, (numbers >> 4).reshape(*numbers.shape[:-1], 4, 4) << _PAIRS[:, 0]
-    return np.concatenate(
-        [low[..., :8] | low[..., 8:] << 4, np.bitwise_or.reduce(high, axis=-2)], axis=-1
-    )
-
-
-def _in_words(six: Bytes) -> Bytes:
-    """Sixteen six-bit numbers (..., 16 rows, 16) as three words a row.
-
-    Word w has numbers 5w to 5w + 4, lowest first; its top two bits are bits 2w and 2w + 1 of the
-    last number. Its 16 values lie side by side.
-    """
-    six = six.astype(np.uint32)
-    shifts = np.arange(5, dtype=np.uint32) * 6
-    words = [
-        np.bitwise_or.reduce(six[..., 5 * w : 5 * w + 5] << shifts, axis=-1)
-        | (six[..., 15] >> 2 * w & 3) << 30
-        for w in range(3)
-    ]
-    return np.ascontiguousarray(np.stack(words, axis=-2), "<u4").view(np.uint8)
-
-
-def _of_words(words: Bytes) -> Bytes:
-    """The inverse."""
-    flat = np.ascontiguousarray(words).reshape(*words.shape[:2], 3, TILE_ROWS, 4)
-    values = flat.view("<u4")[..., 0]  # (..., 3, 16)
-    six = [values[..., i // 5, :] >> 6 * (i % 5) & 63 for i in range(15)]
-    six.append(np.bitwise_or.reduce([values[..., w, :] >> 30 << 2 * w for w in range(3)]))
-    return np.stack(six, axis=-1).astype(np.uint8)  # (..., 16, 16)
-
-
-def _iq4_words(packed: Bytes) -> Bytes:
-    """IQ4_XS' six bytes of eight scales (..., 16 rows, 6) as a word and two bytes a row.
-
-    The word has the first five, lowest first; the bytes have the next two. The top two bits of all
-    three are those of the last one. The values of each lie side by side.
-    """
-    nibbles = np.stack([packed[..., 2:] & 15, packed[..., 2:] >> 4], axis=-1)
-    high = np.concatenate([packed[..., at, None] >> _SHIFTS & 3 for at in (0, 1)], axis=-1)
-    six = nibbles.reshape(high.shape) | high << 4
-    words = np.bitwise_or.reduce(
-        six[..., :5].astype(np.uint32) << np.arange(5, dtype=np.uint32) * 6, axis=-1
-    )
-    words |= (six[..., 7].astype(np.uint32) & 3) << 30
-    last = [six[..., 5] | (six[..., 7] >> 2 & 3) << 6, six[..., 6] | six[..., 7] >> 4 << 6]
-    return np.concatenate([np.ascontiguousarray(words, "<u4").view(np.uint8), *last], axis=-1)
-
-
-def _iq4_bytes(field: Bytes) -> Bytes:
-    """The inverse: (..., 96) to (..., 16 rows, 6)."""
-    words = np.ascontiguousarray(field[..., :64]).view("<u4")
-    first, second = field[..., 64:80], field[..., 80:]
-    six = [(words >> 6 * i & 63).astype(np.uint8) for i in range(5)]
-    last = (words >> 30).astype(np.uint8) | first >> 6 << 2 | second >> 6 << 4
-    numbers = np.stack([*six, first & 63, second & 63, last], axis=-1)
-    low, high = numbers & 15, (numbers >> 4).reshape(*numbers.shape[:-1], 2, 4) << _SHIFTS
-    return np.concatenate(
-        [np.bitwise_or.reduce(high, axis=-1), low[..., ::2] | low[..., 1::2] << 4], axis=-1
-    )
-
-
-_SHIFTS = _PAIRS[:, 0, 0]
-_SIX_BIT: dict[str, dict[int, tuple[Callable[[Bytes], Bytes], Callable[[Bytes], Bytes]]]] = {
-    "q3_k": {1: (_q3_k_words, _q3_k_bytes)},
-    "q4_k": {2: (_k_words, _k_bytes)},
-    "q5_k": {2: (_k_words, _k_bytes)},
-    "iq4_xs": {1: (_iq4_words, _iq4_bytes)},
-}
-"""Of a head's fields that have six-bit numbers: how they are regrouped for a tile, and back."""
 
 
 def _joined(first: PackedTensor, second: PackedTensor) -> PackedTensor:

@@ -15,11 +15,14 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.formats.catalog import CODECS
+from localrt.quant.formats.catalog import GROUP_CODECS
+from localrt.quant.formats.codebook import CODEBOOKS, split_fields
 from localrt.quant.formats.codec import unpack_blocks_of
 from localrt.quant.formats.codes import read_codes
 from localrt.quant.formats.fp4 import E4M3
+from localrt.quant.formats.ggml import IQ4_LEVELS
 from localrt.quant.formats.packed import PackedTensor
+from localrt.quant.formats.six_bits import six_bit_scales
 
 __all__ = ["unpack"]
 
@@ -81,37 +84,6 @@ def _unpack_f8(blocks: Bytes, out: Floats) -> None:
     np.take(E4M3, blocks, out=out)
 
 
-def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Scale and minimum of the 8 groups of a Q4_K or Q5_K block: (blocks, 8, 1) each.
-
-    Twelve bytes hold 6 bits of each: groups 0-3 plainly in bytes 0-3 (scales) and 4-7 (minima);
-    groups 4-7 take their low nibbles from bytes 8-11 and their high bits from the tops of 0-7.
-    """
-    scale, minimum, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = np.concatenate([scale & 63, (low & 15) | ((scale >> 2) & 48)], axis=1)
-    minima = np.concatenate([minimum & 63, (low >> 4) | ((minimum >> 2) & 48)], axis=1)
-    d, m = _f16(blocks, 0) * scales.astype(np.float32), _f16(blocks, 2) * minima.astype(np.float32)
-    return d[:, :, None], m[:, :, None]
-
-
-def _q3_k_scales(packed: Bytes) -> Bytes:
-    """The 16 scales of a Q3_K block, six bits each, from twelve bytes: (n, 16)."""
-    low = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1)
-    high = np.concatenate([packed[:, 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
-    six: Bytes = low | high << 4
-    return six
-
-
-def _iq4_xs_scales(blocks: Bytes) -> Bytes:
-    """The 8 scales of an IQ4_XS block, six bits each: (n, 8)."""
-    nibbles = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
-    high = np.concatenate(
-        [blocks[:, at : at + 1] >> np.array([0, 2, 4, 6], np.uint8) & 3 for at in (2, 3)], axis=1
-    )
-    six: Bytes = nibbles | high << 4
-    return six
-
-
 def _unpack_affine(name: str, zero: int, blocks: Bytes, out: Floats) -> None:
     """``(code - zero) * scale``, plus or minus a minimum; a block has one or more groups."""
     scales, minima = _scales(name, blocks)  # (blocks, groups, 1)
@@ -126,13 +98,16 @@ def _unpack_affine(name: str, zero: int, blocks: Bytes, out: Floats) -> None:
 
 def _scales(name: str, blocks: Bytes) -> tuple[Floats, Floats | None]:
     if name in ("q4_k", "q5_k"):
-        return _k_scales(blocks)
+        six = six_bit_scales(name, blocks[:, 4:16]).astype(np.float32)
+        return (_f16(blocks, 0) * six[:, :8])[:, :, None], (_f16(blocks, 2) * six[:, 8:])[
+            :, :, None
+        ]
     if name == "q2_k":
         scales = _f16(blocks, 80) * (blocks[:, :16] & 15).astype(np.float32)
         least = _f16(blocks, 82) * (blocks[:, :16] >> 4).astype(np.float32)
         return scales[:, :, None], least[:, :, None]
     if name == "q3_k":
-        signed = _q3_k_scales(blocks[:, 96:108]).astype(np.float32) - 32
+        signed = six_bit_scales(name, blocks[:, 96:108]).astype(np.float32) - 32
         return (_f16(blocks, 108) * signed)[:, :, None], None
     if name == "tq2_0":
         return _f16(blocks, 64)[:, None], None
@@ -143,19 +118,26 @@ def _scales(name: str, blocks: Bytes) -> tuple[Floats, Floats | None]:
     return _f16(blocks, 0)[:, None], minima
 
 
-IQ4_LEVELS = np.array(
-    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
-)
-"""What IQ4_NL's and IQ4_XS' codes stand for."""
-
-
 def _unpack_iq4(name: str, blocks: Bytes, out: Floats) -> None:
     scales = _f16(blocks, 0)
     if name == "iq4_xs":
-        scales = scales * (_iq4_xs_scales(blocks).astype(np.float32) - 32)
+        scales = scales * (six_bit_scales(name, blocks[:, 2:8]).astype(np.float32) - 32)
     np.take(IQ4_LEVELS, read_codes(name, blocks), out=out)
     groups = out.reshape(*scales.shape, -1)
     groups *= scales[:, :, None]
+
+
+def _unpack_codebook(name: str, blocks: Bytes, out: Floats) -> None:
+    book, fields = CODEBOOKS[name], split_fields(name, blocks)
+    entries = book.entries[fields.index].astype(np.float32)  # (blocks, indices, width)
+    if book.shifted:
+        entries = 8 * entries - 7 - 2 * fields.signs[:, :, None]
+    else:
+        entries *= (1 - 2 * fields.signs.astype(np.float32)).reshape(entries.shape)
+    d = fields.d.view(np.float16).astype(np.float32)[:, None]
+    scales = d * (book.unit * (2 * fields.scale.astype(np.float32) + 1))
+    groups = out.reshape(*scales.shape, -1)
+    np.multiply(entries.reshape(groups.shape), scales[:, :, None], out=groups)
 
 
 # e2m1 doubled, so that it is whole, times half of the scale
@@ -184,12 +166,13 @@ _ZEROS = {
 
 _UNPACK: Mapping[str, Callable[[Bytes, Floats], None]] = MappingProxyType(
     {
-        **{name: unpack_blocks_of(codec) for name, codec in CODECS.items()},
+        **{name: unpack_blocks_of(codec) for name, codec in GROUP_CODECS.items()},
         **{name: partial(_unpack_affine, name, zero) for name, zero in _ZEROS.items()},
         "bf16": _unpack_bf16,
         "f16": _unpack_half,
         "f8_e4m3": _unpack_f8,
         "mxfp4": _unpack_mxfp4,
         **{name: partial(_unpack_iq4, name) for name in ("iq4_nl", "iq4_xs")},
+        **{name: partial(_unpack_codebook, name) for name in CODEBOOKS},
     }
 )

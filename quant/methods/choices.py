@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from localrt.errors import OptionError
-from localrt.quant.formats import AFFINE, BF16, CODECS, F16, FORMATS, Format
+from localrt.quant.formats import AFFINE, BF16, CODECS, F16, FORMATS, PUBLISHED, Format
 from localrt.quant.formats.tiled import tile_span
 
 __all__ = [
@@ -31,16 +31,23 @@ _CALIBRATED = frozenset({"int4", "nf4", "mxfp4", "nvfp4"})
 From five bits on, calibration gains nothing that perplexity shows.
 """
 
-_ROTATIONS: Mapping[str, int] = MappingProxyType({"nvfp4": 16})
-"""Block of mr-gptq's rotation where it is not the format's group."""
+_PLAIN = frozenset({"q2_k", "q3_k", "iq4_nl"})
+"""Formats that get gptq: rotated weights would be no one else's to read."""
 
-_SMALLER: Mapping[str, str] = MappingProxyType({"nf4": "int4-g32"})
+_ROTATIONS: Mapping[str, int] = MappingProxyType({"nvfp4": 16, "q2_k": 128, "q3_k": 128})
+"""Block of mr-gptq's rotation where it is not the format's block."""
+
+_SMALLER: Mapping[str, str] = MappingProxyType(
+    {"nf4": "int4-g32", "q2_k": "iq4_nl", "q3_k": "iq4_nl"}
+)
 """What a format that has one group only falls back to."""
 
 
 def default_method(format_: Format, *, calibrated: bool) -> str:
     """The method for ``format_``, with or without calibration text."""
     family = format_.name.partition("-")[0]
+    if calibrated and family in _PLAIN:
+        return "gptq"
     return "mr-gptq" if calibrated and family in _CALIBRATED else "rtn"
 
 
@@ -85,4 +92,7 @@ def _smaller(format_: Format) -> Format | None:
     if format_.name in AFFINE:
         codec = AFFINE[format_.name]
         name = f"int{codec.bits}-g{codec.group // 2}{'m' * codec.minimum}"
+    if format_.name in PUBLISHED:
+        name = format_.name.replace(f"-g{format_.block}", f"-g{format_.block // 2}")
+        return PUBLISHED[name].format if name in PUBLISHED and name != format_.name else None
     return CODECS[name].format if name in CODECS else None

@@ -38,7 +38,7 @@ def gptq_codes(
     require_finite_hessian(hessian, name)
     order = np.argsort(-np.diagonal(hessian), kind="stable")
     factor = _inverse_factor(hessian, order, name)
-    group_of = order // codec.format.block
+    group_of = order // codec.group
     codes = np.empty((rows, columns), np.uint8)
     for start in range(0, rows, _ROWS):
         part = slice(start, start + _ROWS)

@@ -39,7 +39,8 @@ def quantize(
         values: the weight, (out, in).
         format_: one of localrt's own formats.
         method: one of ``METHODS``.
-        hessian: H of the inputs, (columns, columns): for all methods but rtn.
+        hessian: H of the inputs, (columns, columns): for all methods but rtn, where GGUF's formats
+            take the importance of columns from it.
         name: the weight's name, for messages and the result.
         scale: the tensor's factor (NVFP4), from ``tensor_scale``, where matrices share one.
         hadamard: block size of the rotation; 0 for none; None leaves it to the method.
@@ -69,12 +70,15 @@ def quantize(
     if scale != 1.0:
         values = values / np.float32(scale)
     groups = values.reshape(-1, format_.block)
-    scales = search(codec, groups)
-    if method == "rtn" or hessian is None:
+    calibrated = None if method == "rtn" else hessian
+    scales = search(codec, groups, None if hessian is None else np.diagonal(hessian))
+    if calibrated is None:
         codes = codec.encode(groups, scales)
     else:
-        by_row = scales.reshape(len(values), -1, scales.shape[1])  # (rows, groups, k)
-        codes = gptq_codes(values, by_row, codec, hessian, name=name).reshape(groups.shape)
+        by_row = scales.reshape(
+            len(values), values.shape[1] // codec.group, -1
+        )  # (rows, groups, k)
+        codes = gptq_codes(values, by_row, codec, calibrated, name=name).reshape(groups.shape)
     tensor = assemble(codec, codes, scales, values.shape, name=name, scale=scale)
     return Quantized(tensor, hadamard)
 

@@ -8,26 +8,37 @@ which clips nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol
 
 import numpy as np
 
 from localrt.quant.formats.codec import Codec, Floats
+from localrt.quant.formats.gguf_codecs import Iq4NlCodec, KQuantCodec
+from localrt.quant.methods.weighted_scales import best_weighted_scales
 
 __all__ = ["ScaleSearch", "best_scales"]
 
-ScaleSearch: TypeAlias = Callable[[Codec, Floats], Floats]
-"""Scales (n, k) for groups (n, block): ``best_scales``, or what finds the same sooner."""
+
+class ScaleSearch(Protocol):
+    """``best_scales``, or what finds the same sooner."""
+
+    def __call__(self, codec: Codec, groups: Floats, importance: Floats | None = None) -> Floats:
+        """See ``best_scales``."""
+
 
 _NORM = np.float32(2.4)
 _PIECE = 1 << 16  # weights searched at a time: they stay in the cache
 
 
-def best_scales(codec: Codec, groups: Floats) -> Floats:
-    """Scales (n, k) for groups (n, block). Infinite where a group is too large for the format."""
+def best_scales(codec: Codec, groups: Floats, importance: Floats | None = None) -> Floats:
+    """Scales (n, k) for groups (n, block). Infinite where a group is too large for the format.
+
+    GGUF's formats take the ``importance`` of columns (columns,), rows being whole groups in a line.
+    """
+    if isinstance(codec, KQuantCodec | Iq4NlCodec):
+        return best_weighted_scales(codec, groups, importance)
     step = max(1, _PIECE // codec.format.block)
     pieces = [groups[i : i + step] for i in range(0, len(groups), step)]
     if len(pieces) < 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
+from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv import BlockCache, Bytes, GrowingCache, KVCache, ReadBlocks
 from localrt.quant.ops.protocol import Span
@@ -22,6 +23,7 @@ class HybridCache(Generic[Kv]):
     def __init__(self, kv: Kv, states: StateCache) -> None:
         self.kv, self.states = kv, states
         self.grows_in_place = kv.grows_in_place
+        self.mix: Mix = ()
 
     @property
     def length(self) -> int:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias, runtime_checkab
 import numpy as np
 import numpy.typing as npt
 
+from localrt.quant.ops.adapters import Mix
+
 if TYPE_CHECKING:
     from localrt.quant.ops.states import SavedState
 
@@ -51,7 +53,12 @@ _PIECE = 16 << 20  # bytes of the blocks that are read at once
 
 
 class KVCache(Protocol):
-    """Keys and values of one sequence over all layers: contiguous, growing in steps, trimmable."""
+    """Keys and values of one sequence over all layers: contiguous, growing in steps, trimmable.
+
+    ``mix`` are the adapters that its tokens are computed with, from the first on.
+    """
+
+    mix: Mix
 
     @property
     def length(self) -> int:
@@ -151,6 +158,7 @@ class GrowingCache(ABC):
     grows_in_place: ClassVar[bool] = False
 
     def __init__(self, capacity: int) -> None:
+        self.mix: Mix = ()
         self._capacity = capacity
         self._length = 0
         self.allocated = 0

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
+from localrt.quant.ops.adapters import AdapterTable, Mix
 from localrt.quant.ops.arrays import Array, Pass, Vector, Weight
 from localrt.quant.ops.attention import (
     AttentionSpec,
@@ -135,6 +136,11 @@ class Batch:
         if not rows == len(self.tokens) == len(self.positions):
             raise ValueError(f"spans hold {rows} rows, tokens {len(self.tokens)}")
 
+    @property
+    def mixes(self) -> list[tuple[Mix, int]]:
+        """The adapters of each sequence, and its rows."""
+        return [(span.cache.mix, span.rows) for span in self.spans]
+
     @classmethod
     def extend(cls, sequences: Sequence[tuple[KVCache, Sequence[int]]]) -> Batch:
         """Each sequence's next tokens, causally, at the positions that follow its cache."""
@@ -184,6 +190,10 @@ class Ops(Protocol):
     @property
     def compute_format(self) -> str:
         """How matrices are kept and multiplied: ``"f32"``, ``"bf16"``, ``"packed"`` (as stored)."""
+
+    @property
+    def adapters(self) -> AdapterTable[Any] | None:
+        """What is added to products, sequence by sequence; None where nothing can be."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """Held around every pass and around loading (torch: inference mode)."""
@@ -239,6 +249,12 @@ class Ops(Protocol):
         with ``each`` rows for a token these come one after another, (R * each, D), and a token
         that it lacks has the first one's.
         """
+
+    def begin_adapters(self, batch: Batch) -> None:
+        """What ``begin`` does of adapters: for one that computes a pass's products alone."""
+
+    def adapt_tokens(self, x: Array, step: Pass, scale: float) -> Array:
+        """x (R, D), rows of the embedding times ``scale``, with what adapters add to them."""
 
     def norm_qkv_rope_append(
         self, x: Array, weights: AttentionWeights, spec: AttentionSpec, step: Pass, layer: int
@@ -434,5 +450,9 @@ class Ops(Protocol):
         eps: float,
         weight: Weight,
         softcap: float | None = None,
+        first_row: int = 0,
     ) -> npt.NDArray[np.float32]:
-        """Final norm and vocabulary projection of the chosen rows: (len(rows), V) on the host."""
+        """Final norm and vocabulary projection of the chosen rows: (len(rows), V) on the host.
+
+        The weight's rows are the vocabulary's from ``first_row`` on.
+        """

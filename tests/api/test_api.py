@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import localrt
@@ -259,3 +261,17 @@ def test_a_closed_model_says_so(tiny_folder: Path) -> None:
     model.close()
     with pytest.raises(localrt.LocalrtError, match="closed"):
         model.generate("hi")
+
+
+def test_what_is_no_prompt_is_said_in_one_line(tiny: localrt.Model) -> None:
+    for prompt, options, says in (
+        (5, {}, "a prompt is a string or a list of messages, is 5"),
+        (None, {"token_ids": [1.5]}, r"token_ids must be a list of integers, is \[1\.5\]"),
+        (None, {"token_ids": 7}, "token_ids must be a list of integers, is 7"),
+        ("hi", {"logit_bias": {1: math.inf}}, "logit_bias of token 1 must be a finite number"),
+    ):
+        with pytest.raises(localrt.OptionError, match=says):
+            tiny.generate(prompt, max_tokens=2, **options)  # type: ignore[arg-type]
+    assert tiny.generate(token_ids=np.array([5, 6]), max_tokens=2).text is not None  # type: ignore[arg-type]
+    assert repr(tiny).startswith(f"<localrt.Model {tiny.name!r}: ")
+    assert repr(tiny).endswith(" on cpu (native)>")

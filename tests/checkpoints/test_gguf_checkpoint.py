@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -388,3 +390,59 @@ def test_types_that_we_keep_in_another_form_are_the_same_numbers(tmp_path, kind,
         expected = dequantize(packed, GGMLQuantizationType[kind.upper()])
     np.testing.assert_array_equal(unpack(tensor), expected[1:8])
     assert np.array_equal(unpack(next(iter(model.blocks(name, 1)))), unpack(model.read(name, 0, 1)))
+
+
+def nvfp4(*shape):
+    """Packed bytes of the shape (..., columns), without scales that are no numbers."""
+    rows = int(np.prod(shape[:-1]))
+    packed = packed_rows("nvfp4", rows, shape[-1])
+    scales = packed.reshape(rows, -1, 36)[..., :4]
+    scales[...] = np.minimum(scales, 0x7E)
+    return packed.reshape(*shape[:-1], -1), dequantize(packed, GGMLQuantizationType.NVFP4)
+
+
+@pytest.mark.parametrize("name", ["scale", "weight.scale"])
+def test_factors_of_whole_tensors(tmp_path, name):
+    """NVFP4's, as releases have them beside the weights; those of inputs are not needed."""
+    packed, plain = nvfp4(16, 128)
+    experts, each = nvfp4(3, 8, 128)
+    factors = np.array([0.5, 2.0, 0.25], np.float32)
+    scale = {f"blk.0.attn_q.{name}": (np.array([0.125], np.float32), "f32")}
+    model = open_model(
+        tmp_path,
+        "qwen3moe",
+        {
+            **ATTENTION,
+            "blk.0.attn_q.weight": (packed, "nvfp4"),
+            **scale,
+            "blk.0.attn_q.input_scale": (np.array([3.0], np.float32), "f32"),
+            "blk.0.ffn_down_exps.weight": (experts, "nvfp4"),
+            f"blk.0.ffn_down_exps.{name}": (factors, "f32"),
+        },
+        {"qwen3moe.expert_count": 3},
+    )
+    block = model.read(PREFIX + "q_proj.weight", 2, 7)
+    np.testing.assert_allclose(unpack(block), 0.125 * plain[2:7], rtol=1e-6)
+    assert not [tensor for tensor in model.tensors if "scale" in tensor]
+    for expert, factor in enumerate(factors):
+        block = model.read(f"model.layers.0.mlp.experts.{expert}.down_proj.weight")
+        np.testing.assert_allclose(unpack(block), factor * each.reshape(3, 8, 128)[expert])
+
+
+@pytest.mark.parametrize(
+    ("factors", "says"),
+    [
+        (([0.5, 1.0], "f32"), "'blk.0.attn_q.scale' has 2 scales, 'blk.0.attn_q.weight' 1 parts"),
+        (([np.inf], "f32"), "'blk.0.attn_q.scale' holds no finite numbers"),
+        (([0.5], "f16"), "'blk.0.attn_q.scale' is f16, not f32"),
+    ],
+)
+def test_factors_that_cannot_be_used(tmp_path, factors, says):
+    numbers, kind = factors
+    tensors = {
+        **ATTENTION,
+        "blk.0.attn_q.weight": (nvfp4(16, 128)[0], "nvfp4"),
+        "blk.0.attn_q.scale": (np.array(numbers, np.float32), kind),
+    }
+    with pytest.raises(CheckpointError, match=re.escape(says)):
+        open_model(tmp_path, "llama", tensors)

@@ -222,7 +222,7 @@ def test_other_number_types_are_refused_by_name(tmp_path):
         SafetensorsCheckpoint(folder)
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", None])
+@pytest.mark.parametrize("method", ["hqq", "quanto", "mxfp4", None])
 def test_quantized_folders_are_refused_with_the_reason(tmp_path, method):
     config = CONFIG | {"quantization_config": {"quant_method": method} if method else []}
     folder = make_folder(tmp_path / "m", config=config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,24 @@ def test_json_tells_everything(
     assert "down_proj.weight and 1 more became int4-g32" in note
 
 
+def test_a_mix_has_the_bits_that_were_asked_for(
+    model: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert quantize(model, "--bits", "5.5", "--calibration-tokens", "1024") == 0
+    out = capsys.readouterr().out
+    assert str(home / ".local/share/localrt/stores/tiny-5.5bit") in out
+    assert "in 5.5 bits (gptq)" in out
+    assert re.search(r"\d+ in int6-g32, \d+ in iq4_nl", out)
+    assert re.search(r"next tokens diverge from \S+ by \d\.\d+ nats \(perplexity about \+", out)
+    line = refused(capsys, 2, model, "--bits", "2.7", "--calibration-tokens", "1024")
+    assert "the smallest mix has 4.50" in line
+    assert "bits must be from 2" in refused(capsys, 2, model, "--bits", "40")
+    for both_or_none in (["--bits", "4", "--format", "q3_k"], []):
+        with pytest.raises(SystemExit) as caught:
+            quantize(model, *both_or_none)
+        assert caught.value.code == 2
+
+
 def test_without_a_text_it_calibrates_on_what_python_brings(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +162,7 @@ def test_bad_usage_is_status_2(
     assert stopped.value.code == 2
     capsys.readouterr()
     line = refused(capsys, 2, model, "--format", "int3")
-    assert "nf4, mxfp4, nvfp4, f16, bf16, is 'int3'" in line
+    assert "nvfp4, q2_k, q3_k, iq4_nl, f16, bf16, is 'int3'" in line
     line = refused(capsys, 2, model, "--format", "nf4", "--method", "awq")
     assert "method must be one of rtn, gptq, mr-gptq, is 'awq'" in line
     line = refused(capsys, 2, model, "--format", "nf4", "--head-format", "q4_k")
@@ -176,7 +195,7 @@ def test_an_unfinished_store_is_no_model(
 ) -> None:
     from localrt.offload.store.writer import StoreWriter
 
-    def stop(_writer: Any) -> Path:
+    def stop(*_args: Any) -> Path:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from localrt.quant.formats import (
     pack,
     unpack,
 )
+from localrt.quant.formats.gguf_codecs import GGUF_CODECS
 from localrt.quant.formats.unpack import unpack as unpack_tensor
 
 # Half the widest gap between neighbouring levels, over the group's largest magnitude (for a format
@@ -36,7 +38,9 @@ GAPS = {
     "mxfp4": 0.26,  # what lies above 6 is clipped: 8 becomes 6
     "nvfp4": 0.18,
 }
+GGML = {name: gguf.GGMLQuantizationType[name.upper()] for name in GGUF_CODECS}
 names = st.sampled_from(list(CODECS))
+own = st.sampled_from([name for name in CODECS if name not in GGML])  # groups alone
 
 
 def weights(name: str, seed: int, rows: int, groups: int, spread: float = 1.0) -> np.ndarray:
@@ -58,7 +62,7 @@ def gap(codec: Codec, values: np.ndarray) -> np.ndarray:
     return size * GAPS[base]
 
 
-@given(names, st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 5))
+@given(own, st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 5))
 def test_values_come_back_within_a_step_and_the_same_ever_after(name, seed, rows, groups):
     codec, values = CODECS[name], weights(name, seed, rows, groups)
     packed = pack(values, codec.format, name="w")
@@ -76,7 +80,7 @@ def test_values_come_back_within_a_step_and_the_same_ever_after(name, seed, rows
     names,
     arrays(
         np.float32,
-        (2, 128),
+        (2, 256),
         elements=st.floats(-1000, 1000, width=32) | st.sampled_from([0.0, -0.0, 1e-40, -1e-30]),
         fill=st.just(0.0),
     ),
@@ -93,7 +97,7 @@ def test_any_finite_values_stay_finite_and_no_larger(name, values):
 @pytest.mark.parametrize("name", CODECS)
 def test_zeros_stay_zeros(name):
     codec = CODECS[name]
-    packed = pack(np.zeros((2, 128), np.float32), codec.format)
+    packed = pack(np.zeros((2, 256), np.float32), codec.format)
     assert not unpack(packed).any()
 
 
@@ -123,6 +127,17 @@ def test_values_beyond_the_scales_are_refused(name):
     values = np.full((1, 128), 1e30, np.float32)
     with pytest.raises(OptionError, match="w: the weights are too large for the scales"):
         pack(values, CODECS[name].format, name="w")
+
+
+@given(st.sampled_from(sorted(GGML)), st.integers(0, 2**32 - 1))
+def test_ggufs_own_package_reads_the_same(name, seed):
+    values = weights(name, seed, 3, 2)
+    packed = pack(values, CODECS[name].format)
+    theirs = gguf.quants.dequantize(packed.data, GGML[name])
+    np.testing.assert_array_equal(unpack(packed), theirs)
+    error = np.abs(theirs - values).reshape(3, 2, -1, CODECS[name].group)
+    steps = {"q2_k": 0.5, "q3_k": 0.3, "iq4_nl": 0.12}[name]
+    assert (error <= steps * np.abs(values).reshape(3, 2, -1).max(axis=2)[:, :, None, None]).all()
 
 
 @given(names, st.integers(0, 2**32 - 1))
@@ -162,7 +177,7 @@ def test_rows_can_be_taken_and_pieces_do_not_show(name):
 
 
 def test_the_registry_is_consistent():
-    assert len(CODECS) == 2 * 3 * 2 + 2 + 3
+    assert len(CODECS) == 2 * 3 * 2 + 2 + 3 + len(GGUF_CODECS)
     for name, codec in CODECS.items():
         assert codec.format.name == name
         assert FORMATS[name] == codec.format

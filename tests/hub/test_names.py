@@ -115,6 +115,12 @@ def test_a_misspelt_demo(settings: Settings) -> None:
         resolve("smolm2", settings=settings)
 
 
+def test_a_sentence_is_no_name(settings: Settings) -> None:
+    says = r"""it was taken for a model's name, .*: smollm2 "What is a \\"quine\\"\?"$"""
+    with pytest.raises(ModelNotFoundError, match=says):
+        resolve('What is a "quine"?', settings=settings)
+
+
 @pytest.mark.parametrize("text", ["", "  ", "a\0b"])
 def test_no_name_at_all(text: str, settings: Settings) -> None:
     with pytest.raises(OptionError):

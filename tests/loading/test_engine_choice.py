@@ -79,7 +79,7 @@ def test_an_int8_cache_answers_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "weight_type"),
-    [("olmo", "F32"), ("llama", "IQ2_S")],
+    [("olmo", "F32"), ("llama", "Q1_0")],
 )
 def test_native_refuses_what_it_cannot_run_and_names_the_way_out(
     tmp_path: Path, architecture: str, weight_type: str

@@ -50,5 +50,7 @@ def test_rows_that_are_no_whole_groups_get_what_comes_closest(
 def test_other_formats_are_refused_with_the_list() -> None:
     assert quantized_format("bf16") == BF16
     for name in ("q4_k", "int3-g32", "f32", ""):
-        with pytest.raises(OptionError, match=r"nf4, mxfp4, nvfp4, f16, bf16, is"):
+        with pytest.raises(
+            OptionError, match=r"nf4, mxfp4, nvfp4, q2_k, q3_k, iq4_nl, f16, bf16, is"
+        ):
             quantized_format(name)

@@ -14,11 +14,11 @@ INT4 = AFFINE["int4-g32"].format
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CODECS)
 def test_every_method_serves_every_format(name: str, method: str) -> None:
-    values, inputs = weight(24, 128), activations(256, 128)
+    values, inputs = weight(24, 256), activations(256, 256)
     hessian = hessian_of(inputs)
     found = quantize(values, CODECS[name].format, method=method, hessian=hessian, name="w")
     tensor = found.tensor
-    assert (tensor.name, tensor.format, tensor.shape) == ("w", CODECS[name].format, (24, 128))
+    assert (tensor.name, tensor.format, tensor.shape) == ("w", CODECS[name].format, (24, 256))
     assert found.hadamard == (rotation(tensor.format) if method == "mr-gptq" else 0)
     plain = output_error(inputs, values, unpack(pack(values, tensor.format)))
     # The search looks at weights, not at outputs, so that it may lose a little of the latter.
@@ -152,3 +152,36 @@ def test_a_hessian_that_cannot_be_repaired_is_named() -> None:
     hessian[0, 0] = 65
     with pytest.raises(LocalrtError, match="w: the calibration statistics are not positive"):
         quantize(weight(4, 64), INT4, method="gptq", hessian=hessian, name="w")
+
+
+@pytest.mark.parametrize(("name", "ratio"), [("q3_k", 0.85), ("q2_k", 0.75), ("iq4_nl", 0.85)])
+def test_ggufs_blocks_lose_less_than_their_range_says(name: str, ratio: float) -> None:
+    values, inputs = weight(32, 512), activations(1024, 512)
+    format_ = CODECS[name].format
+    rounded = output_error(inputs, values, unpack(pack(values, format_)))
+    searched = output_error(inputs, values, restore(quantize(values, format_)))
+    found = quantize(values, format_, method="gptq", hessian=hessian_of(inputs))
+    assert searched < rounded
+    assert output_error(inputs, values, restore(found)) < ratio * searched
+
+
+def test_what_few_activations_say_is_not_taken_for_certain() -> None:
+    """Less error on other inputs than where the statistics are taken as they are."""
+    columns = 256
+    mixing = np.random.default_rng(0).normal(size=(64, columns)).astype(np.float32)
+
+    def inputs(rows: int, seed: int) -> np.ndarray:
+        rng = np.random.default_rng(seed)
+        common, own = rng.normal(size=(rows, 64)) @ mixing, rng.normal(size=(rows, columns))
+        return (common + 4 * own).astype(np.float32)
+
+    values, others = weight(64, columns), inputs(4096, 2)
+    for rows, gain in ((160, 0.85), (320, 0.95), (8192, 1.01)):
+        total = HessianSum(columns)
+        total.add(inputs(rows, 1))
+        rounded = [
+            restore(quantize(values, INT4, method="gptq", hessian=each))
+            for each in (total.estimate(), total.matrix())
+        ]
+        shrunk, plain = (output_error(others, values, each) for each in rounded)
+        assert shrunk < gain * plain, rows

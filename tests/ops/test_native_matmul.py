@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import OptionError
-from localrt.quant.formats import FORMATS, Format, PackedTensor, unpack
+from localrt.quant.formats import FORMATS, GROUP_CODECS, Format, PackedTensor, unpack
 from localrt.quant.formats.nf4 import NF4_LEVELS
 from localrt.quant.formats.tiled import TILE_ROWS, tile, tile_tensor, untile
 from localrt.quant.methods.hadamard import block_hadamard
@@ -19,7 +19,7 @@ from tests.ops.packed import random_tensor
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
 NAMES = sorted(name for name, format_ in FORMATS.items() if layout_of(format_) is not None)
-PACKED = [name for name in NAMES if name not in ("f32", "f16", "bf16")]
+PACKED = [name for name in NAMES if not name.startswith(("f32", "f16", "bf16", "e4m3"))]
 
 
 def usable(isa: str) -> bool:
@@ -33,7 +33,7 @@ def usable(isa: str) -> bool:
 _ISAS = ("avx512", "avxvnni", "avx2", "neon", "portable")
 ISAS = [isa for isa in _ISAS if find_library() and usable(isa)]
 # Each width, and a scale for every 16, 32 and 256 columns.
-SOME = ("f16", "q2_k", "q3_k", "q4_k", "q5_0", "q6_k", "q8_0", "iq4_xs", "nvfp4")
+SOME = ("f16", "q2_k", "q3_k", "q4_k", "q5_0", "q6_k", "q8_0", "iq4_xs", "nvfp4", "iq3_s", "iq2_xs")
 # Every format on the best code path, some on the others.
 CASES = [(isa, name) for isa in ISAS for name in (NAMES if isa == ISAS[0] else SOME)]
 
@@ -51,11 +51,11 @@ def quantized(x: np.ndarray) -> np.ndarray:
 def computed(tensor: PackedTensor) -> np.ndarray:
     """The weights that the kernels compute with, in float64: NF4's levels are rounded to 1/127."""
     values = unpack(tensor).astype(np.float64)
-    if tensor.format.name != "nf4":
+    if not tensor.format.name.startswith("nf4"):
         return values
-    largest = np.repeat(
-        tensor.data.reshape(len(values), -1, 34)[..., :2].copy().view("<f2")[..., 0], 64, 1
-    )
+    blocks = tensor.data.reshape(-1, tensor.format.block_bytes)
+    scales = GROUP_CODECS[tensor.format.name].split(blocks)[1]
+    largest = np.repeat(scales.reshape(len(values), -1), 64, 1)
     levels = np.rint(NF4_LEVELS.astype(np.float64) * 127) / 127
     nearest = np.abs(values[..., None] / largest[..., None] - NF4_LEVELS).argmin(-1)
     return levels[nearest] * largest

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from localrt.quant.formats import CODECS, Codec
+from localrt.quant.formats.gguf_codecs import GGUF_CODECS
 from localrt.quant.methods import best_scales, quantize
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
@@ -17,7 +18,8 @@ from tests.ops.test_native_matmul import ISAS
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
 
-EVEN = [name for name in CODECS if not name.endswith("m")]
+SEARCHED = [name for name in CODECS if name not in GGUF_CODECS]
+EVEN = [name for name in SEARCHED if not name.endswith("m")]
 
 
 def loss(codec: Codec, groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -32,7 +34,7 @@ def heavy_tailed(count: int, block: int) -> np.ndarray:
     return values.astype(np.float32)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", SEARCHED)
 def test_it_finds_what_numpy_finds(name: str) -> None:
     codec = CODECS[name]
     groups = heavy_tailed(500, codec.format.block)
@@ -43,7 +45,7 @@ def test_it_finds_what_numpy_finds(name: str) -> None:
     assert loss(codec, groups, found).sum() == pytest.approx(total, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", SEARCHED)
 def test_every_code_path_and_number_of_threads_finds_the_same(name: str) -> None:
     codec = CODECS[name]
     groups = heavy_tailed(300, codec.format.block)
@@ -54,6 +56,38 @@ def test_every_code_path_and_number_of_threads_finds_the_same(name: str) -> None
     ]
     for other in found[1:]:
         np.testing.assert_array_equal(other, found[0])
+
+
+def weighted(codec: Codec, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Groups of rows of 512 columns, the columns' importance, and what errors count."""
+    block = codec.format.block
+    groups = heavy_tailed(count * 256 // block, block)
+    groups[3] = 0
+    importance = np.exp(np.random.default_rng(1).normal(size=512)).astype(np.float32)
+    times = np.tile((importance / importance.mean()).reshape(-1, block), (count // 2, 1))
+    return groups, importance, times
+
+
+@pytest.mark.parametrize("name", sorted(GGUF_CODECS))
+@pytest.mark.parametrize("important", [False, True])
+def test_ggufs_blocks_are_searched_as_numpy_does(name: str, important: bool) -> None:
+    codec = CODECS[name]
+    groups, importance, times = weighted(codec, 300)
+    given_, times = (importance, times) if important else (None, np.ones_like(times))
+    expected = best_scales(codec, groups, given_)
+    found = NativeSearch(NativeOps(threads=2))(codec, groups, given_)
+    assert found.shape == expected.shape
+    assert (found == expected).all(axis=1).mean() > 0.99
+
+    def missed(scales: np.ndarray) -> float:
+        errors = codec.decode(codec.encode(groups, scales), scales).astype(np.float64) - groups
+        return float((times * np.square(errors)).sum())
+
+    assert missed(found) == pytest.approx(missed(expected), rel=1e-3)
+    ways = [(isa, threads) for isa in ISAS for threads in (1, 2)]
+    for isa, threads in ways:
+        search = NativeSearch(NativeOps(threads=threads, isa=isa))
+        np.testing.assert_array_equal(search(codec, groups, given_), found)
 
 
 @given(

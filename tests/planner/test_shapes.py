@@ -124,9 +124,11 @@ def test_what_a_config_was_quantized_to_is_kept_where_it_is_known() -> None:
         "quantization_config": {"quant_method": "gptq", "bits": 4},
     }
     shape = shape_from_config(config, name="m")
-    assert shape.units[1].format == "int4-g128m"
-    assert "gptq" in shape.notes[0]
-    assert "int4-g32" in published("deepseek-v3").notes[0]
+    assert shape.units[1].format == "int4-g128"
+    assert "gptq, planned as int4-g128" in shape.notes[0]
+    deepseek = published("deepseek-v3")
+    assert {unit.format for unit in deepseek.units if unit.kind == "expert"} == {"e4m3-g128"}
+    assert "(W8A8)" in deepseek.notes[1]
 
 
 def test_experts_alone_are_quantized_where_the_config_says_so() -> None:

@@ -404,14 +404,17 @@ def test_what_cannot_be_done_is_said_in_one_line(
 
 def test_windows_come_from_all_over_the_text() -> None:
     text = list(range(10_000))
-    windows = calibration_windows(text, length=100, count=5, seed=3)
+    windows, others = calibration_windows(text, length=100, count=5, seed=3)
     assert [len(window) for window in windows] == [100] * 5
     assert windows == sorted(windows)
     assert windows[-1][0] > 3000
     assert all(window == list(range(window[0], window[0] + 100)) for window in windows)
-    assert windows != calibration_windows(text, length=100, count=5, seed=4)
-    begun = calibration_windows(text[:250], length=100, bos=7)
+    assert windows != calibration_windows(text, length=100, count=5, seed=4)[0]
+    assert others
+    assert not any(window in windows for window in others)
+    begun, again = calibration_windows(text[:250], length=100, bos=7)
     assert [window[0] for window in begun] == [7, 7]
     assert begun[1][1] == 101
+    assert again == begun  # there are no others
     with pytest.raises(OptionError, match="has 31 tokens: at least 32"):
         calibration_windows(text[:31], length=32)

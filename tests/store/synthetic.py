@@ -21,6 +21,7 @@ class SyntheticCheckpoint:
     kind = "safetensors"
     architecture = "LlamaForCausalLM"
     generation_config: Mapping[str, Any] = {}
+    notes: tuple[str, ...] = ()
     metadata: Mapping[str, Any] = {}
 
     def __init__(

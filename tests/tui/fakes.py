@@ -123,6 +123,7 @@ class FakeModel:
         self.info = replace(INFO, **info)
         self.name = self.info.name
         self.memory: str | None = None
+        self.adapters: tuple[str, ...] = ()
         self.defaults: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
         self.answer = list(answer)
         self.error: Exception | None = None

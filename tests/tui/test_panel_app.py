@@ -115,6 +115,21 @@ async def test_a_bad_file_is_told_and_never_written(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").read_text() == "theme = "
 
 
+async def test_an_adapter_is_chosen_beside_the_model(tmp_path: Path) -> None:
+    model = WatchedModel()
+    model.adapters = ("style", "facts")
+    async with running(model, size=(100, 30), config=tmp_path) as (app, pilot):
+        await screen.say(pilot, "/adapter")
+        assert screen.notices(app)[-1].split() == ["style", "facts"]
+        await screen.say(pilot, "/adapter facts")
+        assert "+facts" in screen.notices(app)[-1]
+        assert model.last_chat.options["adapter"] == "facts"
+        await screen.say(pilot, "/adapter")
+        assert "> facts" in screen.notices(app)[-1]
+        await screen.say(pilot, "/adapter none")
+        assert "+" not in screen.notices(app)[-1]
+
+
 async def test_settings_and_presets_change_the_conversation(tmp_path: Path) -> None:
     (tmp_path / "presets.toml").write_text('[Review]\nsystem = "You review."\nseed = 3\n')
     config(tmp_path, 'system = "Be brief."\n[generation]\ntemperature = 0.3\nmin_p = 0.1\n')

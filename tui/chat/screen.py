@@ -38,7 +38,7 @@ from localrt.tui.loading_line import LoadingLine
 from localrt.tui.preferences import PresetsFile
 from localrt.tui.screens.conversations import NEW, ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, Choose, Confirm, ask
-from localrt.tui.text import one_line, short_name
+from localrt.tui.text import one_line
 
 __all__ = ["ChatScreen"]
 
@@ -92,6 +92,7 @@ class ChatScreen(Screen[None]):
             "system": lambda text: self.say(self._session.system(text)),
             "set": lambda text: self.say(self._session.set(text)),
             "preset": lambda name: self.say(self._session.preset(self._presets, name)),
+            "adapter": self._adapter,
             "models": lambda words: self.run_action(f"app.models({words!r})"),
             "export": self.action_export,
             "load": self._load,
@@ -118,7 +119,7 @@ class ChatScreen(Screen[None]):
         self.view.add_notices(session.describe(), *info.notes, *session.notes)
         self.queue.add_waiting(waiting)
         self.footer.change(
-            model=short_name(info.name),
+            model=session.title,
             engine=f"{info.engine} {info.format}".strip(),
             phase=Phase.READY,
             ctx=info.ctx or None,  # a server may not tell
@@ -126,6 +127,10 @@ class ChatScreen(Screen[None]):
         self.composer.placeholder = "Message (/ for commands, F1 for help)"
         self.panel.take(session.model)
         self._count_tokens()
+
+    def _adapter(self, name: str) -> None:
+        self.say(self._session.adapter(name))
+        self.footer.change(model=self._session.title)
 
     def model_leaves(self, name: str) -> None:
         """The model goes, and another one of this name is on its way."""

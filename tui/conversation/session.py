@@ -15,7 +15,7 @@ from localrt.errors import LocalrtError, OptionError
 from localrt.tui.commands import OPTIONS
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.preferences import Preset, PresetsFile
-from localrt.tui.text import human_count
+from localrt.tui.text import human_count, short_name
 
 if TYPE_CHECKING:
     from localrt import ChatModel, ChatSession
@@ -130,6 +130,27 @@ class Session:
             return f"This conversation uses {preset.name}: {preset.summary}"
         lines = [f"{preset.name}: {preset.summary}" for preset in presets.list()]
         return "\n".join([*lines, *presets.notes]) or "No presets yet: /config saves one"
+
+    def adapter(self, name: str) -> str:
+        """``/adapter``: list them, or use one."""
+        there = self.model.adapters
+        if name:
+            self.chat.set(adapter=name)
+            self.conversation.set(options=dict(self.chat.options))
+            return f"This conversation uses {self.title}"
+        if not there:
+            return "The model has no adapters: localrt chat MODEL --adapter [NAME=]PATH"
+        chosen = self.chat.options.get("adapter") or self.model.defaults.get("adapter")
+        return "\n".join(f"{'>' if each == chosen else ' '} {each}" for each in there)
+
+    @property
+    def title(self) -> str:
+        """The model, and the adapter that it answers with."""
+        name = short_name(self.model.info.name)
+        chosen = self.chat.options.get("adapter") or self.model.defaults.get("adapter")
+        if not self.model.adapters or chosen in (None, "none"):
+            return name
+        return f"{name}+{chosen if isinstance(chosen, str) else '+'.join(chosen)}"
 
     def _options(self) -> str:
         chosen, defaults = self.chat.options, self.model.defaults

@@ -176,6 +176,8 @@ class Schedule(Generic[Owner]):
         """The idle session that holds the most of what ``seq`` begins with, if it is worth it."""
         best, most = None, 0
         for session in self._idle:
+            if session.mix != seq.request.mix:
+                continue
             shared = common_prefix(session.tokens, seq.tokens)
             # One that is kept is worth taking over only by who continues most of what it holds.
             worth = not self._terms.keep or 2 * shared > len(session.tokens)

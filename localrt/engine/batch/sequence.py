@@ -70,6 +70,7 @@ class BatchSequence(Generic[Owner]):
 
     def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
         """Begin on ``session``, or go on there; what it holds of prompt and answer is kept."""
+        session.use(self.request.mix)
         tokens = self.tokens
         # The last token runs in any case: its logits are what we need.
         held = session.trim(min(common_prefix(session.tokens, tokens), len(tokens) - 1))

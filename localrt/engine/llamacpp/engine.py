@@ -16,6 +16,7 @@ from localrt.engine.llamacpp.session import LlamaCppSession
 from localrt.engine.llamacpp.tokenizer import LlamaCppTokenizer
 from localrt.engine.protocol import Check, Engine, Logits
 from localrt.errors import LocalrtError, OptionError
+from localrt.quant.ops.adapters import Mix
 
 __all__ = ["LlamaCppEngine"]
 
@@ -38,9 +39,15 @@ class LlamaCppEngine(Engine):
         return LlamaCppSession(self._model, capacity)
 
     def logits(
-        self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        first: int = 0,
+        mix: Mix = (),
+        check: Check | None = None,
     ) -> Iterator[Logits]:
-        """See ``Engine``."""
+        """See ``Engine``: there is no adapter."""
+        assert not mix, "none can be added"
         with closing(self.session(len(tokens))) as session:
             yield from session.logits(tokens, first=first, check=check)
 

@@ -12,7 +12,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -28,12 +29,13 @@ from localrt.engine.protocol import (
     Forecaster,
     Logits,
 )
-from localrt.errors import LocalrtError, MemoryBudgetError
+from localrt.errors import LocalrtError, MemoryBudgetError, UnsupportedModelError
 from localrt.formatting import format_bytes
 from localrt.models.decoder import Decoder
 from localrt.models.residency import Residency
 from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.ram_forecast import RamForecast
+from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span
 from localrt.speculative.tree import TokenTree
@@ -45,6 +47,7 @@ __all__ = ["NativeEngine"]
 
 # Rows whose logits are made at once where all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
+_BESIDE = "adapters lie beside the weights"
 
 
 class NativeEngine(Engine):
@@ -76,6 +79,7 @@ class NativeEngine(Engine):
         self._forecaster = forecaster
         self._vram = 0 if plan is None else plan.request.budgets.vram
         self._taken = 0  # bytes of the RAM budget that are neither weights nor caches
+        self._adapters_in_ram: dict[str, int] = {}  # bytes, by key
         self._rates = RecentRates(ssd_bytes_s)
         self._forward: Forward | None = decoder.forward
         # Else it is decided on the way who computes.
@@ -83,6 +87,7 @@ class NativeEngine(Engine):
             self._forward = decoder.ops.graphed(decoder.forward)
         self.info = info
         self._turn = threading.Lock()
+        self._caches: WeakSet[KVCache] = WeakSet()
 
     def session(self, capacity: int) -> NativeSession:
         """A new, empty session."""
@@ -173,7 +178,54 @@ class NativeEngine(Engine):
 
     def cache(self, capacity: int) -> KVCache:
         """An empty KV cache, for whoever makes passes of his own."""
-        return self._ram.holds(self._loaded().cache(capacity))
+        cache = self._ram.holds(self._loaded().cache(capacity))
+        self._caches.add(cache)
+        return cache
+
+    # -- adapters --------------------------------------------------------------------------------
+
+    def add_adapter(self, adapter: Adapter[LowRank]) -> int:
+        """See ``Engine``."""
+        packed, ram, card = [], 0, 0
+        for ops, table in self._adapting():
+            with ops.scope():
+                part = table.packed(adapter)
+            packed.append((table, part))
+            on_card = ops.device.startswith("cuda")
+            ram, card = ram + part.nbytes * (not on_card), card + part.nbytes * on_card
+        self.take_ram(ram)
+        with self._turn:
+            memory = self.residency.memory
+            if card and memory.card is not None and memory.shrink_card(card, _BESIDE) < card:
+                self.take_ram(-ram)
+                raise MemoryBudgetError(
+                    f"the adapter needs {format_bytes(card)} of the card's memory beside the model"
+                )
+            for table, part in packed:
+                table.add(part)
+            self._adapters_in_ram[adapter.key] = ram
+        return ram + card
+
+    def remove_adapter(self, key: str) -> None:
+        """See ``Engine``."""
+        with self._turn:
+            for _, table in self._adapting():
+                table.remove(key)
+        self.take_ram(-self._adapters_in_ram.pop(key, 0))
+
+    def uses_adapter(self, key: str) -> bool:
+        """See ``Engine``."""
+        return any(cache.length and key in dict(cache.mix) for cache in list(self._caches))
+
+    def _adapting(self) -> list[tuple[Ops, AdapterTable[Any]]]:
+        """Everything that computes, with what it has of adapters."""
+        self._loaded()
+        found = []
+        for ops in self.residency.implementations:
+            if ops.adapters is None:
+                raise UnsupportedModelError(f"{ops.name} computes no adapters: use --engine native")
+            found.append((ops, ops.adapters))
+        return found
 
     @cached_property
     def _attention_key(self) -> str:
@@ -338,10 +390,16 @@ class NativeEngine(Engine):
         return np.empty((rows, self.hidden_size), np.float32)
 
     def logits(
-        self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        first: int = 0,
+        mix: Mix = (),
+        check: Check | None = None,
     ) -> Iterator[Logits]:
         """See ``Engine``: all rows at once would be large."""
         cache = self.cache(len(tokens))
+        cache.mix = mix
         for start in range(0, first, self.pass_rows):
             chunk = tokens[start : min(start + self.pass_rows, first)]
             self.run(Batch.extend([(cache, chunk)]), rows=[], check=check)

@@ -11,6 +11,7 @@ from localrt.engine.native.ram_meter import RamMeter
 from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
 from localrt.errors import LocalrtError
 from localrt.models.timing import PipelineCounts
+from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.kv import BLOCK_TOKENS, BlockCache, Bytes, FillBlocks, ReadBlocks
 from localrt.quant.ops.protocol import KVCache
 from localrt.quant.ops.states import SavedState
@@ -53,6 +54,18 @@ class NativeSession(EngineSession):
         if self._features is None:
             self._features = FeatureRows(len(self._tokens), self._engine.hidden_size)
         return self._features
+
+    @property
+    def mix(self) -> Mix:  # type: ignore[override]  # a cache's
+        """The adapters that its tokens are computed with."""
+        return () if self._cache is None else self._cache.mix
+
+    def use(self, mix: Mix) -> None:
+        """See ``EngineSession``."""
+        if mix != self.cache.mix:
+            self.trim(0)
+            self._features = None
+            self.cache.mix = mix
 
     @property
     def tree_rows(self) -> int | None:
@@ -160,7 +173,10 @@ class NativeSession(EngineSession):
     def kv_layout(self) -> str:
         """See ``EngineSession``."""
         blocks = self.blocks
-        return "" if blocks is None else f"{blocks.kv_layout} {self._attention_key}"
+        if blocks is None:
+            return ""
+        adapters = "".join(f" {key}*{weight:g}" for key, weight in self.mix)
+        return f"{blocks.kv_layout} {self._attention_key}{adapters}"
 
     def put_tokens(
         self,

@@ -52,6 +52,9 @@ class RecordedOps(Protocol):
     def begin(self, batch: Batch) -> CudaPass:
         """See ``Ops``."""
 
+    def begin_plain(self) -> None:
+        """A recorded pass begins: it has no adapters."""
+
     def tree(self, mask: npt.NDArray[np.bool_]) -> Tensor:
         """A span's mask as the kernels read it."""
 
@@ -137,6 +140,8 @@ class Recordings:
         seen.used = self._passes
         if seen.static is None and self._has_room():
             seen.static = StaticPass(self._ops, batch, shape, self._pool)
+        if seen.static is not None:
+            self._ops.begin_plain()
         return seen.static
 
     def _has_room(self) -> bool:
@@ -164,6 +169,8 @@ class Recordings:
     def _shape(self, batch: Batch, rows: Sequence[int] | None) -> _Shape | None:
         """None: the pass is not worth recording."""
         if len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
+            return None
+        if batch.spans[0].cache.mix:  # its adapters may leave while a recording stays
             return None
         if rows is not None and not len(rows):
             return None

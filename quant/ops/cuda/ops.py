@@ -19,6 +19,8 @@ from torch import Tensor
 
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows
+from localrt.quant.ops.adapters import AdapterTable, head_deltas
+from localrt.quant.ops.cuda.adapters import CudaAdapters, CudaLowRank
 from localrt.quant.ops.cuda.attention import AttentionSteps, Rotations
 from localrt.quant.ops.cuda.caches import cache_nbytes, new_cache
 from localrt.quant.ops.cuda.device import FullCard, upload
@@ -74,8 +76,14 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             self._device = torch.device("cuda", torch.cuda.current_device())
         self.device = str(self._device)
         self._rotations = Rotations(self._device)
+        self._adapters = CudaAdapters(self._device)
         self._tile: Tile | None = None
         self.recording: Recording | None = None
+
+    @property
+    def adapters(self) -> AdapterTable[CudaLowRank]:
+        """See ``Ops``."""
+        return self._adapters.table
 
     def scope(self) -> AbstractContextManager[None]:
         """Inference mode, on this device; quick where it is entered a second time.
@@ -117,7 +125,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         """Tiles, or bf16 where the kernels do not know the format."""
         if self._tile is None:
             self._tile = fast_tiler()
-        return build_weight(shape, blocks, self._device, self._tile, fine=self.fine)
+        return build_weight(
+            shape, blocks, self._device, self._tile, fine=self.fine, adapters=self._adapters
+        )
 
     def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
         """A norm weight or bias in float32."""
@@ -143,6 +153,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         """Reserve room in every cache, and copy the batch to the device."""
         if self.recording is not None:
             return self.recording.step
+        self.begin_adapters(batch)
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
         held = [span.cache.length for span in batch.spans]
@@ -155,6 +166,10 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             tuple(trees),
             tuple(h + s.rows for h, s in zip(held, batch.spans, strict=True)),
         )
+
+    def begin_plain(self) -> None:
+        """A recorded pass begins: it has no adapters."""
+        self._adapters.of_rows = []
 
     def tree(self, mask: npt.NDArray[np.bool_]) -> Tensor:
         """A span's mask as the kernels read it."""
@@ -181,6 +196,18 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         if table.hadamard:  # its own inverse
             values = rotate_blocks(values.bfloat16(), table.hadamard).float()
         return Stream(values)
+
+    def begin_adapters(self, batch: Batch) -> None:
+        """See ``Ops``."""
+        self._adapters.begin(batch)
+
+    def adapt_tokens(self, x: Stream, step: CudaPass, scale: float) -> Stream:
+        """In place."""
+        for part, adapter in self._adapters.of_rows:
+            if (low := adapter.embedding) is not None:
+                a, b = (torch.from_numpy(each).to(self._device) for each in (low.a, low.b))
+                x.values[part] += (a[:, step.tokens[part]].T @ b.T) * scale
+        return x
 
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
         """(R, D), float32."""
@@ -281,6 +308,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         eps: float,
         weight: CudaWeight,
         softcap: float | None = None,
+        first_row: int = 0,
     ) -> Logits:
         """(len(rows), V) float32 on the host; while recording, zeros: the logits stay there."""
         chosen = x
@@ -294,8 +322,17 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             chosen = Stream(x.settle()[wanted])
         if not len(rows):
             return np.zeros((0, weight.shape[0]), np.float32)
+        normed: Tensor | None = None
+        if any(adapter.head for _, adapter in self._adapters.of_rows):
+            normed = Stream(chosen.settle().clone()).normed(norm, eps, torch.float32)
         h = normed_for(chosen, norm, eps, weight)
         logits = linear(h, weight, dtype=torch.float32)
+        if normed is not None:
+            inputs, changed = normed.cpu().numpy(), logits.cpu().numpy()
+            place = {row: at for at, row in enumerate(rows.tolist())}
+            of_rows = self._adapters.of_rows
+            head_deltas(of_rows, rows, lambda row: inputs[place[row]], first_row, changed)
+            logits = torch.from_numpy(changed).to(self._device)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         if self.recording is not None:

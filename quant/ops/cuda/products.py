@@ -55,7 +55,11 @@ def linear(
     *,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``."""
+    """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``.
+
+    With what the pass's adapters add.
+    """
+    given = x
     if isinstance(x, Tensor):
         x = _rotated(x, weight)
         if reads_records(weight, len(x)):
@@ -75,6 +79,8 @@ def linear(
             dense_product(x, part, y, bias=own)
         else:
             product(quantize(x, fine=weight.fine), part, y, bias=own)
+    if weight.adapters is not None:
+        weight.adapters.add_to(out, given, weight.starts, bias)
     return out
 
 
@@ -104,10 +110,15 @@ def gate_up(x: Tensor | Records, weight: CudaWeight, spec: MlpSpec | ExpertSpec)
         or not _by_kernels(rows, part)
     ):
         return gate(linear(x, weight), activation)
+    given = x
     if isinstance(x, Tensor):
         x = quantize(_rotated(x, weight), fine=weight.fine)
     out = torch.empty(rows, inner, dtype=torch.bfloat16, device=_device(x))
     product(x, part, out, gate=activation)
+    if weight.adapters is not None:
+        changed = weight.adapters.changed_rows(weight.starts)
+        if changed is not None:  # others keep the bits that they have alone
+            out[changed] = gate(linear(given, weight), activation)[changed]
     return out
 
 

@@ -7,8 +7,8 @@ become bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 
 import numpy as np
@@ -27,6 +27,8 @@ from localrt.quant.formats.tiled import (
     whole_tiles,
 )
 from localrt.quant.methods.restore import widened
+from localrt.quant.ops.cuda.adapters import CudaAdapters
+from localrt.quant.ops.cuda.e4m3 import is_e4m3_groups, unpack_e4m3
 from localrt.quant.ops.cuda.kernels.formats import TYPES
 from localrt.quant.ops.cuda.kernels.products import TiledMatrix
 
@@ -39,12 +41,16 @@ Tile = Callable[[PackedTensor], TiledTensor]
 class CudaWeight:
     """Row blocks stacked: tiles, or bf16 (rows, columns). With ``hadamard`` n, inputs need the
     block Hadamard rotation of n. Few inputs are read in 8 bits, or in 15 with ``fine``.
+
+    ``adapters`` change products with its tensors, whose rows begin at ``starts``.
     """
 
     shape: tuple[int, int]
     parts: tuple[TiledMatrix | Tensor, ...]
     hadamard: int = 0
     fine: bool = False
+    starts: Mapping[str, int] = field(default_factory=dict)
+    adapters: CudaAdapters | None = None
 
     @property
     def nbytes(self) -> int:
@@ -64,6 +70,7 @@ def build_weight(
     tile: Tile = tile_tensor,
     *,
     fine: bool = False,
+    adapters: CudaAdapters | None = None,
 ) -> CudaWeight:
     """A matrix of ``shape`` from consecutive row blocks; tiles on the device are used in place.
 
@@ -72,6 +79,7 @@ def build_weight(
     """
     parts: list[TiledMatrix | Tensor] = []
     rotations: set[int] = set()
+    starts: dict[str, int] = {}
     building: _TiledPart | _DensePart | None = None
     left = shape[0]
     pieces = (
@@ -79,6 +87,7 @@ def build_weight(
     )
     for block in chain.from_iterable(pieces):
         rotations.add(block.hadamard if isinstance(block, TiledTensor) else 0)
+        starts.setdefault(block.name, shape[0] - left)
         data: object = block.data
         if isinstance(block, TiledTensor) and isinstance(data, Tensor):
             _join(parts, _on_device(block, data))
@@ -101,11 +110,14 @@ def build_weight(
         raise ValueError(f"blocks hold {shape[0] - left} rows, the matrix has {shape[0]}")
     if len(rotations) > 1:
         raise ValueError("stacked matrices share their input's rotation")
-    return CudaWeight(shape, tuple(parts), rotations.pop() if rotations else 0, fine)
+    rotation = rotations.pop() if rotations else 0
+    return CudaWeight(shape, tuple(parts), rotation, fine, starts, adapters)
 
 
 def _on_device(block: TiledTensor, data: Tensor) -> TiledMatrix | Tensor:
     """Tiles that lie on the device already, as a ring of the pipeline holds them: used in place."""
+    if is_e4m3_groups(block):
+        return unpack_e4m3(block, data)
     if not is_packed(block.format, block.shape[1]):
         plain = replace(block, data=data.cpu().numpy())
         return torch.from_numpy(unpack(untile(plain))).to(data.device, torch.bfloat16)

@@ -35,6 +35,7 @@ __all__ = [
     "RECURRENT_KINDS",
     "SCORINGS",
     "SOURCES",
+    "AdapterArgs",
     "AttentionArgs",
     "ConnectionArgs",
     "ExpertArgs",
@@ -43,6 +44,8 @@ __all__ = [
     "IndexArgs",
     "InputArgs",
     "LatentArgs",
+    "LowRankArgs",
+    "LowRankPack",
     "Matrix",
     "MlpArgs",
     "NgramArgs",
@@ -59,7 +62,7 @@ __all__ = [
     "load_library",
 ]
 
-_ABI_VERSION = 17
+_ABI_VERSION = 22
 
 
 def _numbered(names: str, first: int = 0) -> dict[str, int]:
@@ -74,17 +77,20 @@ def _fields(*members: tuple[Any, str]) -> tuple[tuple[str, Any], ...]:
 # In the order of abi.h's enums. Sources are rows that the library puts into tiles.
 SOURCES = _numbered(
     "f32 f16 bf16 q4_0 q4_1 q5_0 q5_1 q8_0 q4_k q5_k q6_k mxfp4 q2_k q3_k iq4_nl iq4_xs tq2_0"
+    " iq3_xxs iq3_s iq2_xxs iq2_xs iq2_s iq1_s iq1_m"
 )
 _LAYOUTS = {
     **_numbered("f32 f16 bf16 int4 int4m int5 int5m int6"),
     **_numbered("int8 int8m", 9),
     **_numbered("q4_k q5_k q6_k mxfp4 nvfp4 nf4 q2_k q3_k iq4_nl iq4_xs tq2_0", 19),
+    **_numbered("iq3_xxs iq3_s iq2_xxs iq2_xs iq2_s iq1_s iq1_m", 30),
+    **_numbered("int4b int8b int4z int8z nf4-f32 e4m3", 37),
 }
 ACTIVATIONS = _numbered("silu gelu_tanh swiglu_oai relu2")
 RECURRENT_KINDS = _numbered("delta ssm conv ngram")
 SCORINGS = _numbered("softmax sigmoid softmax-chosen")
 # How codes and scales are spaced: affine formats with and without a minimum, others by name.
-FAMILIES = _numbered("even even-with-minimum nf4 mxfp4 nvfp4")
+FAMILIES = _numbered("even even-with-minimum nf4 mxfp4 nvfp4 q3_k q2_k iq4_nl")
 
 # GGUF's rows whose tiles are those of an affine format.
 _SAME_TILES = {"q4_0": "int4", "q4_1": "int4m", "q5_0": "int5", "q5_1": "int5m", "q8_0": "int8"}
@@ -94,14 +100,37 @@ def layout_of(format_: Format) -> int | None:
     """The kernels' number for a format's tiles; None where they do not know it."""
     name = _SAME_TILES.get(format_.name, format_.name)
     kind, dash, group = name.partition("-g")
-    return _LAYOUTS.get(kind + "m" * group.endswith("m") if dash else name)
+    return _LAYOUTS.get(kind + group.lstrip("0123456789") if dash else name)
 
 
 class Matrix(Structure):
     """A tiled weight matrix."""
 
     _fields_ = _fields(
-        (c_void_p, "data"), (c_int32, "layout rows cols span"), (c_float, "scale"), (c_int32, "_")
+        (c_void_p, "data"),
+        (c_int32, "layout rows cols span"),
+        (c_float, "scale"),
+        (c_int32, "site"),
+    )
+
+
+class LowRankArgs(Structure):
+    """What a mix of adapters adds to the products of one matrix."""
+
+    _fields_ = _fields((c_void_p, "a a_scales b factors"), (c_int32, "rank _"))
+
+
+class LowRankPack(Structure):
+    """What such is made of."""
+
+    _fields_ = _fields((c_void_p, "a b"), (c_int32, "rank rows columns"))
+
+
+class AdapterArgs(Structure):
+    """The adapters of a pass's rows."""
+
+    _fields_ = _fields(
+        (c_void_p, "mixes"), (POINTER(LowRankArgs), "table"), (c_int32, "rows sites")
     )
 
 
@@ -268,8 +297,8 @@ class SearchArgs(Structure):
     """A search for the scales of groups."""
 
     _fields_ = _fields(
-        (c_void_p, "groups scales shrinks"),
-        (c_int64, "count"),
+        (c_void_p, "groups scales shrinks weights"),
+        (c_int64, "count weight_count"),
         (c_int32, "block steps family bits"),
     )
 
@@ -335,6 +364,9 @@ _SIGNATURES = {
     "lrt_recurrent": (None, (c_void_p, POINTER(RecurrentArgs))),
     "lrt_multiply_peak": (c_double, (c_void_p, c_int)),
     "lrt_read_all": (None, (c_void_p, c_void_p, c_int64)),
+    "lrt_set_adapters": (None, (c_void_p, POINTER(AdapterArgs))),
+    "lrt_pack_low_rank": (None, (c_void_p, POINTER(LowRankPack), POINTER(LowRankArgs))),
+    "lrt_set_codebook": (None, (c_int, c_int, c_int, c_void_p)),
     "lrt_tile": (None, (c_void_p, c_int, c_void_p, c_int, c_int, c_void_p)),
 }
 

@@ -18,6 +18,7 @@ from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile_tensor
 from localrt.quant.methods.restore import widened_format
+from localrt.quant.ops.adapters import AdapterTable, head_deltas
 from localrt.quant.ops.aligned import large_floats
 from localrt.quant.ops.attention import (
     AttentionSpec,
@@ -45,6 +46,7 @@ from localrt.quant.ops.native.abi import (
     find_library,
     load_library,
 )
+from localrt.quant.ops.native.adapters import NativeAdapters, PackedLowRank
 from localrt.quant.ops.native.experts import NativeExpertTable, route_args
 from localrt.quant.ops.native.kv import (
     KVFormat,
@@ -109,13 +111,19 @@ class NativeOps(StreamSteps):
         self._turns: dict[Rope, Turns] = {}
         self._spare: dict[tuple[int, ...], Floats] = {}
         self._slots: Floats | None = None  # what was given up last
-        self._tiler = Tiler(self._api, self._handle)
+        self._adapters = NativeAdapters(self._api, self._handle)
+        self._tiler = Tiler(self._api, self._handle, self._adapters.sites)
         self.isa: str = self._api.lrt_isa(self._handle).decode()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self._api.lrt_destroy(self._handle)
             self._handle = None
+
+    @property
+    def adapters(self) -> AdapterTable[PackedLowRank]:
+        """See ``Ops``."""
+        return self._adapters.table
 
     def scope(self) -> AbstractContextManager[Any]:
         """Nothing to hold."""
@@ -186,6 +194,7 @@ class NativeOps(StreamSteps):
             span.cache.reserve(span.cache.length + span.rows)
             mask = None if span.mask is None else np.ascontiguousarray(span.mask, np.uint8)
             step.masks.append(mask)
+        self.begin_adapters(batch)
         return step
 
     def embed(
@@ -207,6 +216,17 @@ class NativeOps(StreamSteps):
             self._handle, table.parts, rows.ctypes.data, len(rows), scale, out.ctypes.data
         )
         return out
+
+    def begin_adapters(self, batch: Batch) -> None:
+        """See ``Ops``."""
+        self._adapters.begin(batch)
+
+    def adapt_tokens(self, x: Floats, step: NativePass, scale: float) -> Floats:
+        """In place."""
+        for part, adapter in self._adapters.of_rows:
+            if (low := adapter.embedding) is not None:
+                x[part] += (low.a[:, step.batch.tokens[part]].T @ low.b.T) * np.float32(scale)
+        return x
 
     def norm_qkv_rope_append(
         self,
@@ -444,8 +464,10 @@ class NativeOps(StreamSteps):
         eps: float,
         weight: NativeWeight,
         softcap: float | None = None,
+        first_row: int = 0,
     ) -> Floats:
         """(len(rows), V)."""
+        adapted = any(adapter.head for _, adapter in self._adapters.of_rows)
         logits = large_floats((len(rows), weight.stack.rows))
         wanted = np.ascontiguousarray(rows, np.int64)
         args = HeadArgs(
@@ -456,9 +478,20 @@ class NativeOps(StreamSteps):
             weight=weight.stack,
             count=len(rows),
             eps=eps,
-            softcap=softcap or 0.0,
+            softcap=0.0 if adapted else softcap or 0.0,
         )
         self._api.lrt_head(self._handle, args)
+        if adapted:
+
+            def normed(row: int) -> Floats:
+                scale = np.sqrt(np.square(x[row]).mean() + np.float32(eps))
+                inputs: Floats = x[row] if norm is None else x[row] / scale * norm.values
+                return inputs
+
+            head_deltas(self._adapters.of_rows, rows, normed, first_row, logits)
+            if softcap:
+                np.tanh(logits / np.float32(softcap), out=logits)
+                logits *= np.float32(softcap)
         return logits
 
     def linear(self, x: Floats, weight: NativeWeight, out: Floats | None = None) -> Floats:

@@ -11,7 +11,9 @@ import numpy as np
 from localrt.errors import MissingExtraError
 from localrt.quant.formats.affine import AffineCodec
 from localrt.quant.formats.codec import Codec, Floats
+from localrt.quant.formats.gguf_codecs import Iq4NlCodec, KQuantCodec
 from localrt.quant.methods.search import ScaleSearch, best_scales
+from localrt.quant.methods.weighted_scales import column_weights
 from localrt.quant.ops.native.abi import FAMILIES, SearchArgs
 from localrt.quant.ops.native.ops import NativeOps
 
@@ -24,23 +26,30 @@ class NativeSearch:
     def __init__(self, ops: NativeOps) -> None:
         self._ops = ops
 
-    def __call__(self, codec: Codec, groups: Floats) -> Floats:
+    def __call__(self, codec: Codec, groups: Floats, importance: Floats | None = None) -> Floats:
         """See ``best_scales``."""
-        bits, minimum = 4, False
+        bits, minimum, width = 4, False, 1
+        weights: Floats | None = None
         family = FAMILIES.get(codec.format.name)
         if isinstance(codec, AffineCodec):
             bits, minimum = codec.bits, codec.minimum
             family = FAMILIES["even-with-minimum" if minimum else "even"]
+            width = 1 + minimum
+        if isinstance(codec, KQuantCodec | Iq4NlCodec):
+            weights = np.ascontiguousarray(column_weights(codec, importance))
+            width = codec.format.block // codec.group * codec.numbers
         if family is None:
-            return best_scales(codec, groups)
+            return best_scales(codec, groups, importance)
         groups = np.ascontiguousarray(groups, np.float32)
-        scales = np.empty((len(groups), 1 + minimum), np.float32)
+        scales = np.empty((len(groups), width), np.float32)
         shrinks = np.array(codec.shrinks, np.float64)
         args = SearchArgs(
             groups.ctypes.data,
             scales.ctypes.data,
             shrinks.ctypes.data,
+            None if weights is None else weights.ctypes.data,
             len(groups),
+            0 if weights is None else len(weights),
             codec.format.block,
             len(shrinks),
             family,

@@ -7,8 +7,9 @@ It knows the compiled library, not where blocks come from.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import OptionError
+from localrt.quant.formats.catalog import FORMATS
+from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import (
     TiledTensor,
@@ -75,9 +78,15 @@ def locate(array: npt.NDArray[Any]) -> int:
 class Tiler:
     """Packed rows into tiles, through the compiled library where it knows the format."""
 
-    def __init__(self, api: ctypes.CDLL, handle: int) -> None:
+    def __init__(self, api: ctypes.CDLL, handle: int, sites: Mapping[str, int]) -> None:
         self._api = api
         self._handle = handle
+        self.sites = sites  # matrices' numbers, by their tensors' names
+
+    def know(self, format_: Format) -> None:
+        """Give the library the codebook that products with a format's tiles need, once."""
+        if format_.name in CODEBOOKS:
+            _set_codebook(self._api, format_.name)
 
     def tile(self, tensor: PackedTensor, *, hadamard: int = 0) -> TiledTensor:
         """A whole matrix in tiles."""
@@ -95,6 +104,12 @@ class Tiler:
             return
         data = np.ascontiguousarray(tensor.data)
         self._api.lrt_tile(self._handle, source, data.ctypes.data, rows, cols, out.ctypes.data)
+
+
+@cache
+def _set_codebook(api: ctypes.CDLL, name: str) -> None:
+    codes = CODEBOOKS[name].codes
+    api.lrt_set_codebook(layout_of(FORMATS[name]), *codes.shape, codes.ctypes.data)
 
 
 def build_weight(
@@ -125,7 +140,9 @@ def build_weight(
     rotations = {tensor.hadamard for tensor in tensors}
     if len(rotations) > 1:
         raise ValueError(f"{tensors[0].name}: stacked matrices share their input's rotation")
-    parts = (Matrix * len(tensors))(*map(_matrix, tensors))
+    for tensor in tensors:
+        tiler.know(tensor.format)
+    parts = (Matrix * len(tensors))(*(_matrix(t, tiler.sites[t.name]) for t in tensors))
     stack = Stack(parts, len(tensors), shape[0], shape[1], rotations.pop() if rotations else 0)
     return NativeWeight(stack, parts, tensors)
 
@@ -166,8 +183,8 @@ def _require_known(name: str, format_: Format, cols: int) -> None:
         )
 
 
-def _matrix(tensor: TiledTensor) -> Matrix:
+def _matrix(tensor: TiledTensor, site: int) -> Matrix:
     layout = layout_of(tensor.format)
     rows, cols = tensor.shape
     span = tile_span(tensor.format)
-    return Matrix(tensor.data.ctypes.data, layout, rows, cols, span, tensor.scale, 0)
+    return Matrix(tensor.data.ctypes.data, layout, rows, cols, span, tensor.scale, site)

@@ -40,12 +40,16 @@ class CalibrationOps(TorchOps):
         self._sums = {id(weight): (weight, HessianSum(weight.shape[1])) for weight in weights}
 
     def take_hessian(self, weight: Tensor) -> npt.NDArray[np.float32]:
-        """H = 2 X^T X / rows of a watched weight's inputs, (columns, columns); it is forgotten."""
-        return self._sums.pop(id(weight))[1].matrix()
+        """H of a watched weight's inputs as estimated, (columns, columns); it is forgotten."""
+        return self._sums.pop(id(weight))[1].estimate()
 
     def copy(self, x: Tensor) -> Tensor:
         """An array of its own: a block may overwrite the one that it gets."""
         return x.clone()
+
+    def distance(self, one: Tensor, other: Tensor) -> float:
+        """The sum of the squared differences."""
+        return float((one.float() - other.float()).square().sum())
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product; inputs of a watched weight are counted."""

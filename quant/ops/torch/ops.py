@@ -20,6 +20,14 @@ from torch import Tensor
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.methods.restore import restored_rows
+from localrt.quant.ops.adapters import (
+    Adapter,
+    AdapterTable,
+    LowRank,
+    adapted_rows,
+    head_deltas,
+    joined,
+)
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.experts import (
     ExpertSpec,
@@ -59,7 +67,9 @@ from localrt.quant.ops.torch.latent import attend_latents, latent_queries, laten
 from localrt.quant.ops.torch.recurrent import mix_rows, widen
 from localrt.quant.ops.torch.streams import StreamSteps, rows_of_tokens
 
-__all__ = ["TorchOps"]
+__all__ = ["STARTS", "TorchOps"]
+
+STARTS = "localrt_starts"  # of a weight: an attribute that torch lets a tensor have
 
 
 @dataclass(slots=True)
@@ -86,6 +96,8 @@ class TorchOps(StreamSteps):
         self._dtype = torch.float32 if compute_format == "f32" else torch.bfloat16
         self._device = torch.device(device)
         self.device = str(self._device)
+        self.adapters: AdapterTable[LowRank] | None = AdapterTable(dict, joined)
+        self._adapted: list[tuple[slice, Adapter[LowRank]]] = []  # rows of the latest pass
         if threads is not None:
             torch.set_num_threads(threads)
 
@@ -115,12 +127,15 @@ class TorchOps(StreamSteps):
         """Unpack row blocks into one matrix of the compute dtype; a rotation is undone."""
         out = torch.empty(shape, dtype=self._dtype, device=self._device)
         row = 0
+        starts: dict[str, int] = {}  # where each tensor's rows begin, for adapters
         for block in blocks:
+            starts.setdefault(block.name, row)
             for values in restored_rows(block):
                 out[row : row + len(values)] = torch.from_numpy(values).to(self._device)
                 row += len(values)
         if row != shape[0]:
             raise ValueError(f"blocks hold {row} rows, the matrix has {shape[0]}")
+        setattr(out, STARTS, starts)
         return out
 
     def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
@@ -150,6 +165,7 @@ class TorchOps(StreamSteps):
         """Reserve room in every cache."""
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
+        self.begin_adapters(batch)
         tokens = torch.from_numpy(batch.tokens).to(self._device)
         positions = torch.from_numpy(batch.positions).to(self._device)
         return _Pass(tokens, positions, batch.spans, {}, {})
@@ -168,6 +184,18 @@ class TorchOps(StreamSteps):
         x = F.embedding(ids if each == 1 else rows_of_tokens(ids, each, len(table)), table)
         # Gemma rounds the factor to the compute dtype before multiplying.
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+
+    def begin_adapters(self, batch: Batch) -> None:
+        """See ``Ops``."""
+        self._adapted = [] if self.adapters is None else adapted_rows(self.adapters, batch.mixes)
+
+    def adapt_tokens(self, x: Tensor, step: _Pass, scale: float) -> Tensor:
+        """In place."""
+        for part, adapter in self._adapted:
+            if (low := adapter.embedding) is not None:
+                a, b = self._tensor(low.a), self._tensor(low.b)
+                x[part] += (a[:, step.tokens[part]].T @ b.T) * scale
+        return x
 
     def norm_qkv_rope_append(
         self, x: Tensor, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
@@ -301,11 +329,18 @@ class TorchOps(StreamSteps):
         eps: float,
         weight: Tensor,
         softcap: float | None = None,
+        first_row: int = 0,
     ) -> npt.NDArray[np.float32]:
         """(len(rows), V) float32 on the host."""
         if len(rows) < x.shape[0]:
             x = x[torch.from_numpy(rows).to(self._device)]
-        logits = self.linear(self._norm(x, norm, eps), weight).float()
+        normed = self._norm(x, norm, eps)
+        logits = self.linear(normed, weight).float()
+        if any(adapter.head for _, adapter in self._adapted):
+            inputs, changed = normed.float().cpu().numpy(), logits.cpu().numpy()
+            place = {row: at for at, row in enumerate(rows.tolist())}
+            head_deltas(self._adapted, rows, lambda row: inputs[place[row]], first_row, changed)
+            logits = torch.from_numpy(changed).to(self._device)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         host: npt.NDArray[np.float32] = logits.cpu().numpy()
@@ -313,7 +348,20 @@ class TorchOps(StreamSteps):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The one matrix product that every step goes through, so that calibration can watch it."""
-        return F.linear(x, weight, bias)
+        if not self._adapted:
+            return F.linear(x, weight, bias)
+        y = F.linear(x, weight)
+        for name, start in getattr(weight, STARTS, {}).items():
+            for part, adapter in self._adapted:
+                if (low := adapter.matrices.get(name)) is not None:
+                    own = y[part, start : start + len(low.b)]
+                    if low.factors is not None:
+                        own *= self._tensor(low.factors)
+                    own += x[part] @ self._tensor(low.a).T @ self._tensor(low.b).T
+        return y if bias is None else y + bias
+
+    def _tensor(self, values: npt.NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, self._dtype)
 
     # -- a mixture of experts --------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 #pragma once
 #define EMULATED
 #define FN static inline
+#define TABLE static const
 #define __global__
 #define __shared__ static
 #define __launch_bounds__(...)

@@ -24,9 +24,22 @@ from tests.ops.cuda.emulator import Emulator
 from tests.ops.packed import random_tensor
 
 # NF4's levels are 127ths.
-TOLERANCE = {name: 8e-3 if name == "nf4" else 1e-6 for name in TYPES}
+TOLERANCE = {name: 8e-3 if name.startswith("nf4") else 1e-6 for name in TYPES}
 # One of each kind of code, of scale and of span.
-SOME = ("q4_0", "q4_k", "q5_1", "q6_k", "q8_0", "mxfp4", "nvfp4", "nf4")
+SOME = (
+    "q2_k",
+    "q4_0",
+    "q4_k",
+    "q5_1",
+    "q6_k",
+    "q8_0",
+    "iq3_s",
+    "iq2_xs",
+    "iq1_m",
+    "mxfp4",
+    "nvfp4",
+    "nf4",
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +79,8 @@ def error(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def test_every_packed_format_has_a_kernel() -> None:
-    whole = ["f32", "f16", "q2_k", "bf16", "f8_e4m3"]  # q2_k's minima are of halves of a step
+    # E4M3 codes are no whole numbers
+    whole = ["f32", "f16", "bf16", "e4m3-g128", "e4m3-g64", "e4m3-g32", "f8_e4m3"]
     assert [name for name in FORMATS if name not in TYPES] == whole
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.tiled import TILE_ROWS
-from localrt.quant.ops.cuda.kernels.formats import TYPES
+from localrt.quant.ops.cuda.kernels.formats import HEAVY, format_macros
 from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import GATES, OUT, Records, chains_of
 from localrt.quant.ops.cuda.kernels.programs import Program
@@ -47,8 +47,8 @@ MOST_EXPERTS = 1024
 """Of a layer."""
 
 _MOST_ENTRIES = 32
-# Need so many registers that no two blocks fit a processor at once.
-_HEAVY = {"q6_k", *(name for name, codec in AFFINE.items() if codec.bits == 6)}
+# As HEAVY, of experts.
+_HEAVY = HEAVY | {*(name for name, codec in AFFINE.items() if codec.bits == 6)}
 _Bits = c_ubyte * (MOST_EXPERTS // 8)
 
 
@@ -192,7 +192,7 @@ def grouped_program(
     size *= 2 if fine else 1
     return Program.of(
         "grouped",
-        FORMAT=TYPES[format_],
+        **format_macros(format_),
         PAIRS_=1,
         WIDTH="ONE" if size == 1 else "FEW" if size <= 4 else "MANY",
         NT_=max(1, size // 8),

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.kernels.formats import TYPES, steps_at_once
+from localrt.quant.ops.cuda.kernels.formats import HEAVY, format_macros, steps_at_once
 from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.kernels.variants import Case, Cut, groups_of, variants
@@ -283,13 +283,13 @@ def linear_program(
     """The variant of the kernel for ``rows`` rows of records."""
     return Program.of(
         "linear",
-        FORMAT=TYPES[format_],
+        **format_macros(format_),
         PAIRS_=cut.pairs,
         WIDTH="ONE" if rows == 1 else "FEW" if rows <= 4 else "MANY",
         NT_=cut.groups,
         GATE=GATES[gate] if gate else 0,
         OUT=OUT[out],
-        BLOCKS=2 if cut.groups == 1 and format_ != "q6_k" else 1,  # of a processor at once
+        BLOCKS=2 if cut.groups == 1 and format_ not in HEAVY else 1,  # of a processor at once
         FINE=int(fine),
     )
 

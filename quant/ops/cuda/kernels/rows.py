@@ -10,7 +10,7 @@ from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 
 from torch import Tensor
 
-from localrt.quant.ops.cuda.kernels.formats import TYPES
+from localrt.quant.ops.cuda.kernels.formats import format_macros
 from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import OUT, TiledMatrix
 from localrt.quant.ops.cuda.kernels.programs import Program
@@ -61,7 +61,7 @@ def unpack_rows(
     lines = n if index is not None else -(-(first + n) // 4) - first // 4
     program = Program.of(
         "unpack",
-        FORMAT=TYPES[weight.format],
+        **format_macros(weight.format),
         OUT=OUT[out.dtype],
         INDEXED=0 if index is None else 1,
     )

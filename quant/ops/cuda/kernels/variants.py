@@ -44,7 +44,7 @@ _LONG = 1024  # tiles: what is best for so many is best for more
 _CLASSES = (1, 4, 8, 16, 32, 64, 128, 512)
 # Formats whose sums and scales need more registers than there are: with four eights of rows, and
 # with two pairs of tiles.
-_NARROW = ("nvfp4", "q4_k")
+_NARROW = ("nvfp4", "q2_k", "q4_k", "iq3_xxs")
 _WIDE = ("q4_k", "q5_k", "q6_k", *(name for name, codec in AFFINE.items() if codec.bits == 6))
 
 

@@ -1,0 +1,187 @@
+"""Rows whose codes and scales lie in several tensors, as rows of blocks of one of our formats.
+
+Which format holds a scheme's numbers exactly follows from the type of its scales and the columns
+that share one: no data is looked at. Where no groups of ours fit, numbers are unpacked to float32,
+which holds all of them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.checkpoints.base import TensorInfo
+from localrt.models.checkpoints.published.weights import wrong
+from localrt.models.checkpoints.safetensors_header import EXPONENTS, RAW_BYTES
+from localrt.models.checkpoints.stored_tensor import Bytes, RowSource, StoredTensor
+from localrt.quant.formats import (
+    AFFINE,
+    BF16,
+    F16,
+    F32,
+    AffineCodec,
+    BrainCodec,
+    Format,
+    GroupCodec,
+    PackedTensor,
+    ZeroPointCodec,
+    unpack,
+)
+from localrt.quant.formats.published import GROUPS
+
+__all__ = [
+    "FLOATS",
+    "CodedRows",
+    "Decoded",
+    "Grid",
+    "group_of",
+    "minimum_codec",
+    "symmetric_codec",
+    "symmetric_scales",
+    "weight_info",
+    "zero_point_codec",
+]
+
+FLOATS = (F32, F16, BF16)
+Floats = npt.NDArray[np.float32]
+_POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Codes as float32 numbers, each with its own scale: see ``GroupCodec``."""
+
+    codec: GroupCodec
+    format: Format = F32
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """See ``GroupCodec``."""
+        return self.codec.decode(codes, scales)
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """The numbers' bytes."""
+        with np.errstate(all="ignore"):
+            values = self.codec.decode(codes, scales)
+        return np.ascontiguousarray(values, "<f4").view(np.uint8)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """There is no way back."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows(RowSource):
+    """Rows in the blocks of ``codec``."""
+
+    codec: GroupCodec
+
+    @abstractmethod
+    def _codes(self, start: int, stop: int) -> Bytes:
+        """Codes (rows, columns) of at least one row."""
+
+    @abstractmethod
+    def _scales(self, start: int, stop: int) -> Floats:
+        """What the codec takes of the same rows' groups: (rows, groups, k)."""
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        codes, scales = self._codes(start, stop), self._scales(start, stop)
+        block = self.codec.format.block
+        return self.codec.join(codes.reshape(-1, block), scales.reshape(-1, scales.shape[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A number for each block of ``height`` rows and ``width`` columns of a matrix.
+
+    A tensor of bytes has exponents of two: they are E8M0.
+    """
+
+    tensor: StoredTensor
+    height: int
+    width: int
+
+    @classmethod
+    def of(
+        cls, tensor: StoredTensor, rows: int, columns: int, block: tuple[int, int] | None
+    ) -> Grid:
+        """The numbers of a matrix: one, one a row, or one for each block.
+
+        ``block`` is (rows, columns) as the config says; None is what divides the matrix.
+
+        Raises:
+            CheckpointError: the tensor has another shape.
+        """
+        shape = tensor.info.shape
+        if tensor.info.format not in (*FLOATS, RAW_BYTES, EXPONENTS):
+            raise wrong(tensor, "should be F32, F16, BF16 or exponents")
+        if len(shape) < 2:
+            count = shape[0] if shape else 1
+            tensor = replace(tensor, info=replace(tensor.info, shape=(count, 1)))
+            shape = (count, 1)
+        if len(shape) == 2 and min(shape) > 0:
+            if shape[1] == 1 and shape[0] in (1, rows):
+                return cls(tensor, rows // shape[0], columns)
+            height, width = block or (rows // shape[0], columns // shape[1])
+            if min(height, width) > 0 and shape == (-(-rows // height), -(-columns // width)):
+                return cls(tensor, height, width)
+        sizes = f" of {block[0]} x {block[1]}" if block else ""
+        raise wrong(tensor, f"does not divide {rows} rows of {columns} into equal blocks{sizes}")
+
+    def of_rows(self, start: int, stop: int, columns: int, group: int) -> Floats:
+        """For each ``group`` of a row's ``columns``: (rows, groups)."""
+        first = start // self.height
+        values = numbers(self.tensor.read(first, -(-stop // self.height)))
+        rows = np.arange(start, stop) // self.height - first
+        if self.width == columns:
+            return np.repeat(values[rows], columns // group, axis=1)
+        return values[rows][:, np.arange(0, columns, group) // self.width]
+
+
+def numbers(tensor: PackedTensor) -> Floats:
+    """A tensor's values; bytes are exponents."""
+    if tensor.format in (RAW_BYTES, EXPONENTS):
+        return _POWERS[tensor.data].reshape(tensor.shape)
+    return unpack(tensor)
+
+
+def weight_info(name: str, rows: int, columns: int, format_: Format) -> TensorInfo:
+    """Of a matrix in ``format_``."""
+    return TensorInfo(name, (rows, columns), format_, rows * format_.row_bytes(columns))
+
+
+def group_of(*spans: int) -> int:
+    """The largest of our groups that divides all of these columns; 0 if none does."""
+    return next((group for group in GROUPS if not any(span % group for span in spans)), 0)
+
+
+def symmetric_codec(bits: int, group: int, scales: Format) -> GroupCodec:
+    """For scale * (code - half the range); ``group`` 0: none of ours."""
+    if not group:
+        return Decoded(ZeroPointCodec(bits, GROUPS[0]))
+    if scales == F16:
+        return AFFINE[f"int{bits}-g{group}"]
+    return BrainCodec(bits, group) if scales == BF16 else ZeroPointCodec(bits, group)
+
+
+def symmetric_scales(codec: GroupCodec, scales: Floats, bits: int) -> Floats:
+    """What ``symmetric_codec`` takes: (..., k) of scales (...)."""
+    middle = np.float32(1 << (bits - 1))
+    if isinstance(codec, AffineCodec):
+        return scales[..., None]
+    second = -middle * scales if isinstance(codec, BrainCodec) else np.full_like(scales, middle)
+    return np.stack([scales, second], axis=-1)
+
+
+def zero_point_codec(bits: int, group: int) -> GroupCodec:
+    """For scale * (code - zero)."""
+    return ZeroPointCodec(bits, group) if group else Decoded(ZeroPointCodec(bits, GROUPS[0]))
+
+
+def minimum_codec(bits: int, group: int, scales: Format) -> GroupCodec:
+    """For scale * code + minimum."""
+    if not group or scales not in (F16, BF16):
+        return Decoded(BrainCodec(bits, GROUPS[0]))
+    return BrainCodec(bits, group) if scales == BF16 else AFFINE[f"int{bits}-g{group}m"]

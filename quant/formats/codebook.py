@@ -1,0 +1,203 @@
+"""ggml's types whose weights are entries of a codebook: IQ3, IQ2 and IQ1.
+
+An entry is four or eight neighbouring columns; a block of 256 has an index for each, signs of the
+columns (IQ3, IQ2) or shifts of the entries (IQ1), and scales. Here is where each of them lies in a
+block, as fields of whole numbers, and back. ``unpack.py`` makes values of them, ``tiled.py`` tiles.
+The entries themselves are those of the ``gguf`` package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["CODEBOOKS", "Codebook", "Fields", "join_fields", "split_fields"]
+
+# Whole numbers of several widths; numpy's stubs lose them in shifts.
+Numbers = npt.NDArray[Any]
+
+_BITS = np.arange(8, dtype=np.uint8)
+_SEVENS = np.array([0, 7, 14, 21], np.uint32)
+_THREES = np.array([0, 3, 6, 9], np.uint16)
+# Seven signs and the eighth, which makes the number of negative ones even.
+_EVEN = np.array([i | (i.bit_count() & 1) << 7 for i in range(128)], np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Codebook:
+    """How a type uses its codebook.
+
+    ``width`` columns an entry, ``index_bits`` an index; ``groups`` scales a block. A value is
+    ``unit * (2 * scale + 1) * d`` times a whole number from ``-zero`` to ``zero``: an entry's with
+    its sign, or with ``shifted`` eight times an entry's and 1 more or less.
+    """
+
+    grid: str
+    width: int
+    index_bits: int
+    groups: int
+    unit: float
+    zero: int
+    shifted: bool = False
+
+    @property
+    def entries(self) -> npt.NDArray[np.uint8]:
+        """(2 ** index_bits, width): whole numbers; with ``shifted`` plus 1."""
+        return _entries(self.grid, self.shifted)
+
+    @property
+    def codes(self) -> npt.NDArray[np.uint8]:
+        """The same as kernels take them, plus ``zero``: with ``shifted`` those of entries less."""
+        return self.entries * np.uint8(8) if self.shifted else self.entries + np.uint8(self.zero)
+
+
+CODEBOOKS = MappingProxyType(
+    {
+        "iq3_xxs": Codebook("IQ3_XXS", 4, 8, 8, 0.25, 62),
+        "iq3_s": Codebook("IQ3_S", 4, 9, 8, 1.0, 15),
+        "iq2_xxs": Codebook("IQ2_XXS", 8, 8, 8, 0.125, 43),
+        "iq2_xs": Codebook("IQ2_XS", 8, 9, 16, 0.125, 43),
+        "iq2_s": Codebook("IQ2_S", 8, 10, 16, 0.125, 43),
+        "iq1_s": Codebook("IQ1_S", 8, 11, 8, 0.125, 9, shifted=True),
+        "iq1_m": Codebook("IQ1_S", 8, 11, 16, 0.125, 9, shifted=True),
+    }
+)
+"""By the format's name."""
+
+
+@cache
+def _entries(grid: str, shifted: bool) -> npt.NDArray[np.uint8]:
+    from gguf import quants  # a tenth of a second, for files that have such types
+
+    type_ = getattr(quants, grid)
+    type_.init_grid()
+    entries = (type_.grid[0, 0] + (1 if shifted else 0)).astype(np.uint8)
+    entries.flags.writeable = False
+    frozen: npt.NDArray[np.uint8] = entries
+    return frozen
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """What n blocks hold.
+
+    ``d`` (n,) float16 as ``uint16``; ``index`` (n, 256 / width); ``scale`` (n, groups);
+    ``signs`` (n, 256) ones where a column is negative, or with a codebook that is ``shifted``
+    (n, 32) where an entry is 1/8 less and not more.
+    """
+
+    d: npt.NDArray[np.uint16]
+    index: npt.NDArray[np.uint16]
+    scale: npt.NDArray[np.uint8]
+    signs: npt.NDArray[np.uint8]
+
+
+def split_fields(name: str, blocks: Numbers) -> Fields:
+    """Blocks (n, block_bytes) as fields."""
+    count = len(blocks)
+    if name == "iq1_m":
+        words = _words(blocks, 48, 56, "<u2")
+        tops = words >> 12 << np.array([0, 4, 8, 12], np.uint16)
+        d: Numbers = np.bitwise_or.reduce(tops, axis=1)
+        scale = (words[:, :, None] >> _THREES & 7).reshape(count, 16)
+        high = _nibbles(blocks[:, 32:48])
+        return _fields(d, _wide(blocks[:, :32], high & 7), scale, high >> 3)
+    d = _words(blocks, 0, 2, "<u2")[:, 0]
+    if name == "iq1_s":
+        words = _words(blocks, 34, 50, "<u2")
+        high = (words[:, :, None] >> _THREES & 7).reshape(count, 32)
+        signs = np.repeat(words >> 15, 4, axis=1)
+        return _fields(d, _wide(blocks[:, 2:34], high), words >> 12 & 7, signs)
+    if name == "iq2_s":
+        high = (blocks[:, 66:74, None] >> _BITS[::2] & 3).reshape(count, 32)
+        index = _wide(blocks[:, 2:34], high)
+        return _fields(d, index, _nibbles(blocks[:, 74:82]), _ones(blocks[:, 34:66]))
+    if name == "iq3_s":
+        index = _wide(blocks[:, 2:66], _ones(blocks[:, 66:74]))
+        return _fields(d, index, _nibbles(blocks[:, 106:110]), _ones(blocks[:, 74:106]))
+    if name == "iq2_xs":
+        words = _words(blocks, 2, 66, "<u2")
+        signs = _ones(_EVEN[words >> 9])
+        return _fields(d, words & 511, _nibbles(blocks[:, 66:74]), signs)
+    if name == "iq2_xxs":
+        pairs = _words(blocks, 2, 66, "<u4").reshape(count, 8, 2)
+        index, words = np.ascontiguousarray(pairs[..., 0]).view(np.uint8), pairs[..., 1]
+    else:
+        assert name == "iq3_xxs", name
+        index, words = blocks[:, 2:66], _words(blocks, 66, 98, "<u4")
+    sevens = (words[:, :, None] >> _SEVENS & 127).reshape(count, 32)
+    return _fields(d, index, words >> 28, _ones(_EVEN[sevens]))
+
+
+def join_fields(name: str, fields: Fields) -> npt.NDArray[np.uint8]:
+    """The inverse of ``split_fields``."""
+    index, scale, signs = fields.index, fields.scale, fields.signs
+    count = len(index)
+    d, low = fields.d[:, None].view(np.uint8), index.astype(np.uint8)
+    high = (index >> 8).astype(np.uint8)
+    if name == "iq1_m":
+        words = np.bitwise_or.reduce(scale.astype(np.uint16).reshape(count, 4, 4) << _THREES, 2)
+        words |= (fields.d[:, None] >> np.array([0, 4, 8, 12], np.uint16)) << 12
+        parts = [low, _from_nibbles(high | signs << 3), words.view(np.uint8)]
+    elif name == "iq1_s":
+        words = np.bitwise_or.reduce((index >> 8).reshape(count, 8, 4) << _THREES, 2)
+        words |= scale.astype(np.uint16) << 12 | signs[:, ::4].astype(np.uint16) << 15
+        parts = [d, low, words.view(np.uint8)]
+    elif name == "iq2_s":
+        twos = np.bitwise_or.reduce(high.reshape(count, 8, 4) << _BITS[::2], axis=2)
+        parts = [d, low, _from_ones(signs), twos, _from_nibbles(scale)]
+    elif name == "iq3_s":
+        parts = [d, low, _from_ones(high), _from_ones(signs), _from_nibbles(scale)]
+    elif name == "iq2_xs":
+        sevens = (_from_ones(signs) & 127).astype(np.uint16)
+        parts = [d, (index | sevens << 9).view(np.uint8), _from_nibbles(scale)]
+    else:
+        sevens = (_from_ones(signs) & 127).astype(np.uint32).reshape(count, 8, 4) << _SEVENS
+        words = np.bitwise_or.reduce(sevens, axis=2) | scale.astype(np.uint32) << 28
+        if name == "iq2_xxs":
+            pairs = np.stack([low.view("<u4"), words], axis=2).reshape(count, 16)
+            parts = [d, pairs.view(np.uint8)]
+        else:
+            parts = [d, low, words.view(np.uint8)]
+    return np.concatenate(parts, axis=1)
+
+
+def _fields(d: Numbers, index: Numbers, scale: Numbers, signs: Numbers) -> Fields:
+    return Fields(
+        np.ascontiguousarray(d),
+        np.ascontiguousarray(index, np.uint16),
+        np.ascontiguousarray(scale, np.uint8),
+        np.ascontiguousarray(signs, np.uint8),
+    )
+
+
+def _words(blocks: Numbers, start: int, stop: int, kind: str) -> Numbers:
+    return np.ascontiguousarray(blocks[:, start:stop]).view(kind)
+
+
+def _wide(low: Numbers, high: Numbers) -> Numbers:
+    return low.astype(np.uint16) | high.astype(np.uint16) << 8
+
+
+def _nibbles(packed: Numbers) -> Numbers:
+    """(n, m) bytes to (n, 2m), a byte's two being neighbours, the low one first."""
+    return np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)
+
+
+def _from_nibbles(numbers: Numbers) -> Numbers:
+    packed: Numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
+    return packed
+
+
+def _ones(packed: Numbers) -> Numbers:
+    """(n, m) bytes to their bits (n, 8m)."""
+    return np.unpackbits(np.ascontiguousarray(packed), axis=1, bitorder="little")
+
+
+def _from_ones(bits: Numbers) -> Numbers:
+    return np.packbits(bits, axis=1, bitorder="little")

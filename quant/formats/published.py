@@ -1,0 +1,164 @@
+"""Groups as others publish them and ours cannot hold: other scales, zero points, E4M3 codes.
+
+    int4-g64b     scale and minimum in bfloat16: MLX; symmetric codes are scale * code - 8 * scale
+    int4-g128z    a float32 scale and a zero point in a byte: AWQ, GPTQ and compressed-tensors
+    nf4-f32       NF4 with a float32 absmax: bitsandbytes, whose double quantization needs it
+    e4m3-g128     a float32 scale and E4M3 codes: FP8 with a scale for blocks, rows or the tensor
+
+A block is one group: its scale, its minimum or zero point, its codes. localrt reads these formats
+and computes with them, and does not quantize to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from localrt.quant.formats.codec import Bytes, Floats, GroupCodec, join_nibbles, split_nibbles
+from localrt.quant.formats.fp4 import E4M3
+from localrt.quant.formats.nf4 import NF4_LEVELS
+from localrt.quant.formats.packed import Format
+
+__all__ = [
+    "GROUPS",
+    "NF4_F32",
+    "PUBLISHED",
+    "BrainCodec",
+    "E4m3Codec",
+    "Nf4FloatCodec",
+    "ZeroPointCodec",
+]
+
+GROUPS = (128, 64, 32)
+"""Columns that share a scale, the largest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class BrainCodec:
+    """``int4-g64b``: value = scale * code + minimum. Scales are (n, 2), the minimum second."""
+
+    bits: int
+    group: int
+
+    @property
+    def format(self) -> Format:
+        """Of so many bits and columns."""
+        return Format(f"int{self.bits}-g{self.group}b", self.group, 4 + self.group * self.bits // 8)
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """One product, one sum, as MLX has them."""
+        return codes.astype(np.float32) * scales[:, :1] + scales[:, 1:]
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """Scale, minimum, codes. What is no bfloat16 loses its last bits."""
+        halves = (np.ascontiguousarray(scales, np.float32).view(np.uint32) >> 16).astype("<u2")
+        return np.concatenate([halves.view(np.uint8), _packed(codes, self.bits)], axis=1)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """The inverse of ``join``."""
+        halves = np.ascontiguousarray(blocks[:, :4]).view("<u2").astype(np.uint32)
+        return _unpacked(blocks[:, 4:], self.bits), (halves << 16).view(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroPointCodec:
+    """``int4-g128z``: value = scale * (code - zero). Scales are (n, 2), the zero point second."""
+
+    bits: int
+    group: int
+
+    @property
+    def format(self) -> Format:
+        """Of so many bits and columns."""
+        return Format(f"int{self.bits}-g{self.group}z", self.group, 5 + self.group * self.bits // 8)
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """A difference of whole numbers, and one product."""
+        return (codes.astype(np.float32) - scales[:, 1:]) * scales[:, :1]
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """Scale, zero point, codes."""
+        parts = [_float_bytes(scales[:, :1]), scales[:, 1:].astype(np.uint8)]
+        return np.concatenate([*parts, _packed(codes, self.bits)], axis=1)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """The inverse of ``join``."""
+        scales = [_float_values(blocks[:, :4]), blocks[:, 4:5].astype(np.float32)]
+        return _unpacked(blocks[:, 5:], self.bits), np.concatenate(scales, axis=1)
+
+
+NF4_F32 = Format("nf4-f32", 64, 36)
+
+
+@dataclass(frozen=True, slots=True)
+class Nf4FloatCodec:
+    """``nf4-f32``: value = level * scale. Scales are (n, 1)."""
+
+    format: Format = NF4_F32
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """Level times scale."""
+        return NF4_LEVELS[codes] * scales
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """Scale, nibbles."""
+        return np.concatenate([_float_bytes(scales), join_nibbles(codes)], axis=1)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """The inverse of ``join``."""
+        return split_nibbles(blocks[:, 4:]), _float_values(blocks[:, :4])
+
+
+@dataclass(frozen=True, slots=True)
+class E4m3Codec:
+    """``e4m3-g128``: value = E4M3 * scale. Scales are (n, 1)."""
+
+    group: int
+
+    @property
+    def format(self) -> Format:
+        """Of so many columns."""
+        return Format(f"e4m3-g{self.group}", self.group, 4 + self.group)
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """One product."""
+        return E4M3[codes] * scales
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """Scale, codes."""
+        return np.concatenate([_float_bytes(scales), codes], axis=1)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """The inverse of ``join``."""
+        return blocks[:, 4:], _float_values(blocks[:, :4])
+
+
+def _float_bytes(values: Floats) -> Bytes:
+    """Columns (n, k) as bytes (n, 4k), little-endian."""
+    return np.ascontiguousarray(values, dtype="<f4").view(np.uint8)
+
+
+def _float_values(packed: Bytes) -> Floats:
+    return np.ascontiguousarray(packed).view("<f4").astype(np.float32, copy=False)
+
+
+def _packed(codes: Bytes, bits: int) -> Bytes:
+    return codes if bits == 8 else join_nibbles(codes)
+
+
+def _unpacked(packed: Bytes, bits: int) -> Bytes:
+    return packed if bits == 8 else split_nibbles(packed)
+
+
+_ALL: tuple[GroupCodec, ...] = (
+    *(BrainCodec(bits, group) for bits in (4, 8) for group in GROUPS),
+    *(ZeroPointCodec(bits, group) for bits in (4, 8) for group in GROUPS),
+    *(E4m3Codec(group) for group in GROUPS),
+    Nf4FloatCodec(),
+)
+
+PUBLISHED: Mapping[str, GroupCodec] = MappingProxyType({codec.format.name: codec for codec in _ALL})
+"""Each of these formats by its name."""

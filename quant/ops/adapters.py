@@ -1,0 +1,201 @@
+"""Low-rank adapters as the compute room sees them: by tensor, and mixed for a pass.
+
+An adapter makes a matrix's products ``factors * (W x) + b @ (a @ x)`` (LoRA, arXiv:2106.09685; the
+factors are DoRA's, arXiv:2402.09353). Sequences of one pass may have different adapters, or several
+at once: each cache says which its tokens were computed with (``KVCache.mix``), and the weights are
+read once for all of them (Punica, arXiv:2310.18547). Nothing here knows files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import OptionError
+
+__all__ = [
+    "Adapter",
+    "AdapterTable",
+    "LowRank",
+    "Mix",
+    "adapted_rows",
+    "head_deltas",
+    "joined",
+    "joined_factors",
+]
+
+Floats = npt.NDArray[np.float32]
+
+_MIXES = 8  # of several adapters, kept for the next pass
+
+Mix: TypeAlias = tuple[tuple[str, float], ...]
+"""Adapters by their keys, and what each one's change is times; empty: none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """What is added to a matrix (out, in): ``a`` (rank, in), ``b`` (out, rank) with its scale.
+
+    ``factors`` (out,) are what W's own products are times; None is 1.
+    """
+
+    a: Floats
+    b: Floats
+    factors: Floats | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.a.nbytes + self.b.nbytes + (0 if self.factors is None else self.factors.nbytes)
+
+
+class _Part(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Part = TypeVar("Part", bound=_Part)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter(Generic[Part]):
+    """One adapter: ``key`` names its contents, ``matrices`` are by the tensor that they change.
+
+    ``Part`` is ``LowRank``, or what an implementation makes of it. The embedding's adds
+    ``b @ a[:, token]`` to a token's row.
+    """
+
+    key: str
+    matrices: Mapping[str, Part]
+    embedding: LowRank | None = None
+    head: LowRank | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        ends = [part.nbytes for part in (self.embedding, self.head) if part is not None]
+        return sum(part.nbytes for part in self.matrices.values()) + sum(ends)
+
+
+class AdapterTable(Generic[Part]):
+    """The adapters that a model has now, by their keys.
+
+    ``pack`` makes parts as the implementation computes them; ``joined`` makes one of several, each
+    with its weight.
+    """
+
+    def __init__(
+        self,
+        pack: Callable[[Mapping[str, LowRank]], Mapping[str, Part]],
+        joined: Callable[[Sequence[tuple[Part, float]]], Part],
+    ) -> None:
+        self._pack, self._joined = pack, joined
+        self.used = False  # whether it has ever had one
+        self._known: dict[str, Adapter[Part]] = {}
+        self._mixed: dict[Mix, Adapter[Part]] = {}  # the latest is the last
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def packed(self, adapter: Adapter[LowRank]) -> Adapter[Part]:
+        """As it would be kept."""
+        matrices = self._pack(adapter.matrices)
+        return Adapter(adapter.key, matrices, adapter.embedding, adapter.head)
+
+    def add(self, packed: Adapter[Part]) -> None:
+        """Have it in passes from now on."""
+        self.used = True
+        self._known[packed.key] = packed
+
+    def remove(self, key: str) -> None:
+        """Forget one that no sequence needs."""
+        self._known.pop(key, None)
+        self._mixed = {mix: a for mix, a in self._mixed.items() if key not in dict(mix)}
+
+    def mixed(self, mix: Mix) -> Adapter[Part]:
+        """What ``mix`` does, as one adapter: the same object for the same mix in the next pass.
+
+        Raises:
+            OptionError: one of them is not here any more.
+        """
+        if any(key not in self._known for key, _ in mix):
+            raise OptionError("the adapter was removed: the answer cannot go on without it")
+        if len(mix) == 1 and mix[0][1] == 1.0:
+            return self._known[mix[0][0]]
+        found = self._mixed.pop(mix, None)
+        if found is None:
+            parts = [(self._known[key], weight) for key, weight in mix]
+            names = {name: None for part, _ in parts for name in part.matrices}
+            found = Adapter(
+                repr(mix),
+                {
+                    name: self._joined(
+                        [(p.matrices[name], w) for p, w in parts if name in p.matrices]
+                    )
+                    for name in names
+                },
+                _sum_of_some([(p.embedding, w) for p, w in parts]),
+                _sum_of_some([(p.head, w) for p, w in parts]),
+            )
+        self._mixed[mix] = found
+        while len(self._mixed) > _MIXES:
+            del self._mixed[next(iter(self._mixed))]
+        return found
+
+
+def _sum_of_some(parts: Sequence[tuple[LowRank | None, float]]) -> LowRank | None:
+    there = [(part, weight) for part, weight in parts if part is not None]
+    return joined(there) if there else None
+
+
+def joined(parts: Sequence[tuple[LowRank, float]]) -> LowRank:
+    """Several changes of one matrix as one: their ranks side by side."""
+    a = np.concatenate([part.a for part, _ in parts])
+    b = np.concatenate([np.float32(weight) * part.b for part, weight in parts], axis=1)
+    return LowRank(a, b, joined_factors([(part.factors, weight) for part, weight in parts]))
+
+
+def joined_factors(parts: Iterable[tuple[Floats | None, float]]) -> Floats | None:
+    """What W's own products are times: each one's change of them, weighted."""
+    factors: Floats | None = None
+    for own, weight in parts:
+        if own is not None:
+            change = np.float32(weight) * (own - np.float32(1))
+            factors = change + (np.float32(1) if factors is None else factors)
+    return factors
+
+
+def adapted_rows(
+    table: AdapterTable[Part], spans: Iterable[tuple[Mix, int]]
+) -> list[tuple[slice, Adapter[Part]]]:
+    """The adapters of a pass's rows, where they have any; ``spans`` are mixes of so many rows."""
+    found, at = [], 0
+    for mix, rows in spans:
+        if mix:
+            found.append((slice(at, at + rows), table.mixed(mix)))
+        at += rows
+    return found
+
+
+def head_deltas(
+    of_rows: Sequence[tuple[slice, Adapter[Part]]],
+    wanted: npt.NDArray[np.intp],
+    normed: Callable[[int], Floats],
+    first_row: int,
+    logits: Floats,
+) -> None:
+    """Add to ``logits`` (rows wanted, V) what adapters of a head do, of its rows from one on.
+
+    ``normed`` gives a row's inputs (D,).
+    """
+    for at, row in enumerate(wanted.tolist()):
+        for part, adapter in of_rows:
+            if adapter.head is not None and part.start <= row < part.stop:
+                b = adapter.head.b[first_row : first_row + logits.shape[1]]
+                if (factors := adapter.head.factors) is not None:
+                    logits[at] *= factors[first_row : first_row + logits.shape[1]]
+                logits[at] += b @ (adapter.head.a @ normed(row))

@@ -1,0 +1,206 @@
+"""Adapters of a loaded model: names, sessions, batches, memory, the command line and the server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+import localrt
+from localrt.cli import main
+from localrt.errors import CheckpointError, MemoryBudgetError, ModelNotFoundError, OptionError
+from tests.inside import engine_of
+from tests.models.adapters import make_adapter, peft_logits
+from tests.serve.conftest import needs_kernels, serving
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+PROMPT = "Tell me about rivers and the sea."
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Two of the tiny model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("first", "second")):
+        base = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder)
+        make_adapter(base, folder / name, seed, lora_alpha=64)
+    return {name: str(folder / name) for name in ("first", "second")}
+
+
+@pytest.fixture
+def model(tiny_folder: Path, adapters: dict[str, str]) -> Iterator[localrt.Model]:
+    with localrt.load(tiny_folder, adapters=adapters, draft="off") as loaded:
+        yield loaded
+
+
+def test_names_choose(model: localrt.Model, tiny: localrt.Model) -> None:
+    assert model.adapters == ("first", "second")
+    said = {
+        name: model.generate(PROMPT, adapter=name, **GREEDY).token_ids
+        for name in (None, "first", "second")
+    }
+    assert len(set(said.values())) == 3
+    assert model.generate(PROMPT, adapter="none", **GREEDY).token_ids == said[None]
+    one = model.generate(PROMPT, adapter={"first": 1.0, "second": 0}, **GREEDY).token_ids
+    assert one == said["first"]
+    with pytest.raises(OptionError, match="no adapter 'third': known: first, second"):
+        model.generate(PROMPT, adapter="third", **GREEDY)
+    with pytest.raises(OptionError, match="no number"):
+        model.generate(PROMPT, adapter={"first": "much"}, **GREEDY)
+    with pytest.raises(OptionError, match="none is loaded"):
+        tiny.generate(PROMPT, adapter="first", **GREEDY)
+
+
+def test_logits_are_those_of_peft(tiny_folder: Path, adapters: dict[str, str]) -> None:
+    base = transformers.AutoModelForCausalLM.from_pretrained(tiny_folder)
+    theirs = make_adapter(base, Path(adapters["first"]).parent / "again", 0, lora_alpha=64)
+    with localrt.load(tiny_folder, format="f32", adapters=adapters) as model:
+        ids = model.tokenize(PROMPT)
+        found = np.concatenate(list(model.logits(ids, adapter="first")))
+    wanted = peft_logits(theirs, ids)
+    assert np.abs(found - wanted).max() / np.abs(wanted).max() < 1e-4
+
+
+def test_a_prompt_is_kept_for_the_adapter_it_was_read_with(model: localrt.Model) -> None:
+    first = model.generate(PROMPT, adapter="first", **GREEDY)
+    assert model.generate(PROMPT, **GREEDY).metrics.cached_tokens == 0
+    again = model.generate(PROMPT, adapter="first", **GREEDY)
+    assert again.metrics.cached_tokens > 0
+    assert again.token_ids == first.token_ids
+
+
+def test_a_chat_that_changes_its_adapter_reads_again(model: localrt.Model) -> None:
+    changing, fresh = (model.chat(adapter=name, **GREEDY) for name in ("first", "second"))
+    changing.send("hi")
+    changing.clear()
+    answer = changing.send("hi", adapter="second")
+    assert answer.metrics.cached_tokens == 0
+    assert answer.token_ids == fresh.send("hi").token_ids
+
+
+def test_adapters_come_and_go(model: localrt.Model, adapters: dict[str, str]) -> None:
+    want = model.generate(PROMPT, adapter="first", **GREEDY).token_ids
+    model.remove_adapter("first")
+    with pytest.raises(OptionError, match="no adapter 'first'"):
+        model.generate(PROMPT, adapter="first", **GREEDY)
+    with pytest.raises(OptionError, match="already"):
+        model.add_adapter("second", adapters["first"])
+    model.add_adapter("third", adapters["first"])
+    assert model.adapters == ("second", "third")
+    assert model.generate(PROMPT, adapter="third", **GREEDY).token_ids == want
+    with pytest.raises(ModelNotFoundError, match="no such adapter"):
+        model.add_adapter("x", "./nowhere")
+    with pytest.raises(CheckpointError, match="no adapter"):
+        model.add_adapter("x", str(model.info.path))
+
+
+@needs_kernels
+def test_a_batch_of_different_adapters_says_what_each_says_alone(model: localrt.Model) -> None:
+    chosen = [None, "first", "second", "first"]
+    alone = [model.generate(PROMPT, adapter=name, **GREEDY).token_ids for name in chosen]
+    with model.live() as live:
+        answers = [live.submit(PROMPT, adapter=name, **GREEDY) for name in chosen]
+        said = [tuple(t for chunk in answer for t in chunk.token_ids) for answer in answers]
+    assert said == alone
+
+
+@needs_kernels
+def test_guesses_change_nothing(model: localrt.Model) -> None:
+    options = GREEDY | {"max_tokens": 48}
+    want = model.generate(PROMPT, adapter="first", **options).token_ids
+    got = model.generate(PROMPT, adapter="first", draft="ngram", **options)
+    assert got.token_ids == want
+
+
+@needs_kernels
+def test_where_room_is_short_the_idle_one_leaves(
+    model: localrt.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, taken = engine_of(model), [0]
+    model.generate(PROMPT, adapter="first", **GREEDY)
+    model.generate(PROMPT, adapter="second", **GREEDY)
+    model.remove_adapter("second")
+
+    def take(nbytes: int) -> None:
+        if taken[0] + nbytes > 0:
+            raise MemoryBudgetError("there is no room")
+        taken[0] += nbytes
+
+    monkeypatch.setattr(engine, "take_ram", take)
+    path = model._core.adapters._known["first"].path
+    with pytest.raises(MemoryBudgetError):  # a session holds tokens of it
+        model.add_adapter("second", path.parent / "second")
+    model._core._pool.free()
+    model.add_adapter("second", path.parent / "second")
+    want = model.generate(PROMPT, adapter="second", **GREEDY).token_ids
+    model._core._pool.free()
+    model.generate(PROMPT, adapter="first", **GREEDY)  # it comes back, and the other leaves
+    model._core._pool.free()
+    assert model.generate(PROMPT, adapter="second", **GREEDY).token_ids == want
+
+
+@needs_kernels
+def test_each_adapter_is_a_model_of_the_server(model: localrt.Model) -> None:
+    fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    with serving(model, name="tiny") as server:
+        _, listed, _ = server.request("GET", "/v1/models")
+        assert [one["id"] for one in listed["data"]] == ["tiny", "first", "second"]
+        assert listed["data"][1]["parent"] == "tiny"
+        _, one, _ = server.request("GET", "/v1/models/second")
+        assert one["id"] == "second"
+        for name, adapter in (("tiny", None), ("first", "first"), (None, None)):
+            status, answer, _ = server.chat(PROMPT, model=name, **fields)
+            assert status == 200
+            assert answer["model"] == (name or "tiny")
+            want = model.generate(PROMPT, adapter=adapter, **GREEDY).text
+            assert answer["choices"][0]["message"]["content"] == want
+        status, answer, _ = server.chat(PROMPT, model="third", **fields)
+        assert status == 404
+        assert "'first'" in answer["error"]["message"]
+
+
+@needs_kernels
+def test_the_command_line(
+    tiny_folder: Path,
+    adapters: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    flags = ["--temperature", "0", "--max-tokens", "8", "--json"]
+
+    def said(*more: str) -> str:
+        assert main(["run", str(tiny_folder), PROMPT, *flags, *more]) == 0
+        return str(json.loads(capsys.readouterr().out)["text"])
+
+    plain = said()
+    named = said("--adapter", f"own={adapters['first']}")
+    assert named == said("--adapter", adapters["first"]) != plain
+    assert main(["run", str(tiny_folder), PROMPT, "--adapter", "./nowhere"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    twice = ["--adapter", adapters["first"], "--adapter", adapters["first"]]
+    assert main(["run", str(tiny_folder), PROMPT, *twice]) == 2
+    assert "NAME=PATH" in capsys.readouterr().err
+
+
+@needs_kernels
+def test_an_adapter_is_merged_and_packed(
+    tiny_folder: Path, adapters: dict[str, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "merged"
+    command = ["quantize", str(tiny_folder), "--adapter", adapters["first"], "--out", str(out)]
+    assert main([*command, "--format", "bf16"]) == 0
+    with (
+        localrt.load(tiny_folder, format="f32", adapters=adapters) as one,
+        localrt.load(out, format="f32") as other,
+    ):
+        ids = one.tokenize(PROMPT)
+        want = np.concatenate(list(one.logits(ids, adapter="first")))
+        found = np.concatenate(list(other.logits(ids)))
+    assert np.abs(found - want).max() / np.abs(want).max() < 0.03

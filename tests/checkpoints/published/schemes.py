@@ -1,0 +1,381 @@
+"""Writes matrices as each scheme publishes them, and says in float32 what others read there.
+
+What the values are is said by compressed-tensors, bitsandbytes or transformers where they run here,
+and else by a plain float64 path that follows the scheme's specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import bitsandbytes
+import numpy as np
+import torch
+from compressed_tensors.compressors import BaseCompressor, unpack_fp4_from_uint8
+from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.quant_scheme import (
+    FP8_BLOCK,
+    FP8_DYNAMIC,
+    INT8_W8A8,
+    MXFP4A16,
+    NVFP4,
+    NVFP4A16,
+    W4A16,
+    W4A16_ASYM,
+)
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+Tensors = dict[str, torch.Tensor]
+Values = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True)
+class Published:
+    """A scheme: its config's keys, and a weight's tensors by what follows the module's name."""
+
+    config: Mapping[str, Any]
+    format: str
+    write: Callable[[torch.Tensor], tuple[Tensors, Values]]
+    note: str = ""
+    rtol: float = 0.0
+    files: Mapping[str, Any] = field(default_factory=dict)
+
+
+def floats(tensor: torch.Tensor) -> Values:
+    return tensor.detach().float().contiguous().numpy()
+
+
+def packed_words(codes: np.ndarray, bits: int) -> torch.Tensor:
+    """(rows, n) whole numbers as (rows, n * bits / 32) int32, the first in the lowest bits."""
+    each = 32 // bits
+    grouped = codes.astype(np.uint64).reshape(len(codes), -1, each)
+    words = (grouped << (np.arange(each, dtype=np.uint64) * bits)).sum(-1)
+    return torch.from_numpy(words.astype(np.uint32).view(np.int32))
+
+
+# -- compressed-tensors ----------------------------------------------------------------------------
+
+
+def _extremes(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    if args.strategy == "tensor":
+        return weight.min().reshape(1), weight.max().reshape(1)
+    if args.strategy == "channel":
+        return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+    if args.strategy == "block":
+        height, width = args.block_structure
+        grid = weight.reshape(rows // height, height, columns // width, width)
+        return grid.amin((1, 3)), grid.amax((1, 3))
+    grouped = weight.reshape(rows, -1, args.group_size)
+    return grouped.amin(-1), grouped.amax(-1)
+
+
+def compressed(kind: str, preset: Mapping[str, Any], dtype: torch.dtype, **changed: Any) -> Any:
+    weights = preset["weights"].model_copy(update=changed)
+    scheme = QuantizationScheme(targets=["Linear"], **{**preset, "weights": weights})
+    compressor = BaseCompressor.get_value_from_registry(kind)
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
+        weight = weight.to(dtype)
+        low, high = _extremes(weight, weights)
+        state: Tensors = {"weight": weight}
+        if kind.startswith("nvfp4"):
+            state["weight_global_scale"] = generate_gparam(weight.min(), weight.max())
+        scale, zero = calculate_qparams(
+            low, high, weights, global_scale=state.get("weight_global_scale")
+        )
+        state["weight_scale"] = scale
+        if not weights.symmetric:
+            state["weight_zero_point"] = zero
+        stored = compressor.compress(state, scheme)
+        exact = dict(stored)
+        if stored["weight_scale"].dtype in (torch.float16, torch.bfloat16):
+            exact["weight_scale"] = stored["weight_scale"].float()
+        if "fp4" in kind:  # its own method's results are in bfloat16
+            packed = exact["weight_packed"]
+            codes = unpack_fp4_from_uint8(packed, len(packed), 2 * packed.shape[1], torch.float32)
+            factor = exact.get("weight_global_scale")
+            scales = compressor._decompress_scale(exact["weight_scale"], torch.float32)
+            values = floats(dequantize(codes, scales, args=weights, global_scale=factor))
+        else:
+            values = floats(compressor.decompress(exact, scheme)["weight"])
+        return {f"{name}": tensor.contiguous() for name, tensor in stored.items()}, values
+
+    group = scheme.model_dump(mode="json", exclude_none=True)
+    config = {
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": kind,
+            "config_groups": {"group_0": {**group, "targets": ["Linear"]}},
+            "ignore": ["lm_head", "re:.*gate$"],
+            "quantization_status": "compressed",
+        }
+    }
+    return config, write
+
+
+# -- GPTQ and AWQ ----------------------------------------------------------------------------------
+
+
+def affine(
+    weight: torch.Tensor, bits: int, group: int, *, symmetric: bool, scales: torch.dtype
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes (rows, columns), scales and zero points (rows, groups)."""
+    grouped = weight.reshape(len(weight), -1, group).double()
+    top = (1 << bits) - 1
+    if symmetric:
+        scale = grouped.abs().amax(-1) * 2 / top
+        zero = torch.full_like(scale, 1 << (bits - 1))
+    else:
+        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scale = (high - low) / top
+        zero = (-low / scale).round()
+    scale = scale.to(scales).double()
+    codes = (grouped / scale[..., None] + zero[..., None]).round().clamp(0, top)
+    return codes.reshape(weight.shape).numpy().astype(np.uint8), scale.numpy(), zero.numpy()
+
+
+def gptq(
+    bits: int,
+    group: int,
+    *,
+    symmetric: bool,
+    version: str = "gptq",
+    ordered: bool = False,
+    scales: torch.dtype = torch.float16,
+) -> Any:
+    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
+        columns = weight.shape[1]
+        size = columns if group == -1 else group
+        order = np.arange(columns) // size
+        place = np.arange(columns)
+        if ordered:  # groups are of columns that are anywhere
+            place = np.random.default_rng(0).permutation(columns)
+            order = np.argsort(place) // size
+        codes, scale, zero = affine(
+            weight[:, place], bits, size, symmetric=symmetric, scales=scales
+        )
+        codes = codes[:, np.argsort(place)]
+        values = (codes - zero[:, order]) * scale[:, order]
+        stored = zero.T.astype(np.int64)  # (groups, rows)
+        zeros = packed_words(stored, bits).numpy().view(np.uint32)
+        if version == "gptq":
+            zeros = zeros - np.uint32(0x11111111 if bits == 4 else 0x01010101)
+        return {
+            "qweight": packed_words(codes, bits).T.contiguous(),
+            "qzeros": torch.from_numpy(zeros.view(np.int32)).contiguous(),
+            "scales": torch.from_numpy(scale.T.copy()).to(scales),
+            "g_idx": torch.from_numpy(order.astype(np.int32)),
+        }, np.ascontiguousarray(values, np.float32)
+
+    config = {
+        "quantization_config": {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": group,
+            "desc_act": ordered,
+            "sym": symmetric,
+            "checkpoint_format": version,
+        }
+    }
+    return config, write
+
+
+def awq(group: int) -> Any:
+    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
+        codes, scale, zero = affine(weight, 4, group, symmetric=False, scales=torch.float16)
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+        def rows_packed(numbers: np.ndarray) -> torch.Tensor:  # (n, rows)
+            turned = numbers.reshape(len(numbers), -1, 8)[..., order]
+            return packed_words(turned.reshape(len(numbers), -1), 4)
+
+        tensors = {
+            "qweight": rows_packed(codes.T),
+            "qzeros": rows_packed(zero.T),
+            "scales": torch.from_numpy(scale.T.copy()).half(),
+        }
+        converter = AutoAWQConverter(group_size=group)
+        found = converter._convert_gemm_module(
+            tensors["qweight"], tensors["scales"], tensors["qzeros"]
+        )
+        whole, scales, zeros = (tensor.double().numpy() for tensor in found)
+        columns = np.arange(weight.shape[1]) // group
+        return tensors, ((whole - zeros[:, columns]) * scales[:, columns]).astype(np.float32)
+
+    config = {
+        "quantization_config": {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": group,
+            "zero_point": True,
+            "version": "gemm",
+            "modules_to_not_convert": ["gate"],
+        }
+    }
+    return config, write
+
+
+# -- bitsandbytes ----------------------------------------------------------------------------------
+
+
+def nf4(*, double: bool, block: int = 64) -> Any:
+    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
+        packed, state = bitsandbytes.functional.quantize_4bit(
+            weight.float(), blocksize=block, compress_statistics=double, quant_type="nf4"
+        )
+        values = bitsandbytes.functional.dequantize_4bit(packed, state)
+        parts = {f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}
+        return {"weight": packed, **parts}, floats(values)
+
+    config = {
+        "quantization_config": {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": double,
+        }
+    }
+    return config, write
+
+
+# -- FP8 -------------------------------------------------------------------------------------------
+
+
+def fp8(block: tuple[int, int] | None, *, scale: torch.dtype = torch.float32) -> Any:
+    """Blocks with ``weight_scale_inv``, or with None one scale for each row."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
+        rows, columns = weight.shape
+        height, width = block or (1, columns)
+        grid = weight.float().reshape(rows // height, height, columns // width, width)
+        scales = (grid.abs().amax((1, 3)) / 448).to(scale)
+        codes = (grid / scales.float()[:, None, :, None]).to(torch.float8_e4m3fn).reshape(rows, -1)
+        values = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
+        name = "weight_scale_inv" if block else "weight_scale"
+        return {"weight": codes, name: scales}, floats(values)
+
+    method = "fp8" if block else "fbgemm_fp8"
+    config: dict[str, Any] = {"quant_method": method, "activation_scheme": "dynamic"}
+    if block:
+        config["weight_block_size"] = list(block)
+    return {"quantization_config": config}, write
+
+
+# -- ModelOpt --------------------------------------------------------------------------------------
+
+
+def modelopt(algorithm: str, *, own_file: bool = False) -> Any:
+    _, nvfp4 = compressed("nvfp4-pack-quantized", NVFP4A16, torch.bfloat16)
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
+        if algorithm == "FP8":
+            scale = weight.abs().max().float() / 448
+            codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+            values = floats(codes.float() * scale)
+            return {"weight": codes, "weight_scale": scale, "input_scale": scale * 3}, values
+        tensors, values = nvfp4(weight)
+        return {
+            "weight": tensors["weight_packed"],
+            "weight_scale": tensors["weight_scale"],
+            "weight_scale_2": 1 / tensors["weight_global_scale"].reshape(()),
+            "input_scale": torch.tensor(0.02),
+        }, values
+
+    inner = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    if own_file:
+        return {"producer": {"name": "modelopt"}, "quantization": inner}, write
+    return {"quantization_config": {"quant_method": "modelopt", **inner}}, write
+
+
+# -- MLX -------------------------------------------------------------------------------------------
+
+
+def mlx(bits: int, group: int, dtype: torch.dtype) -> Any:
+    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
+        grouped = weight.reshape(len(weight), -1, group).double()
+        low, high = grouped.amin(-1), grouped.amax(-1)
+        scale = ((high - low) / ((1 << bits) - 1)).to(dtype)
+        bias = low.to(dtype)
+        codes = (grouped - bias.double()[..., None]) / scale.double()[..., None]
+        codes = codes.round().clamp(0, (1 << bits) - 1).numpy().astype(np.uint8)
+        values = codes.astype(np.float32) * scale.float().numpy()[..., None]
+        values = values + bias.float().numpy()[..., None]
+        flat = codes.reshape(len(weight), -1)
+        stream = (flat[..., None] >> np.arange(bits, dtype=np.uint8)) & 1
+        words = np.packbits(stream.reshape(len(weight), -1), axis=1, bitorder="little")
+        return {
+            "weight": torch.from_numpy(words.view(np.uint32)),
+            "scales": scale,
+            "biases": bias,
+        }, values.reshape(weight.shape)
+
+    return {"quantization": {"bits": bits, "group_size": group}}, write
+
+
+def scheme(format_: str, made: Any, note: str = "", **more: Any) -> Published:
+    config, write = made
+    return Published(config, format_, write, note, **more)
+
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+_PACK, _NAIVE, _FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+_TWO_FACTORS = 2.0**-22
+"""Their product of a group's scale and the tensor's is rounded before the code is multiplied."""
+
+SCHEMES: Mapping[str, Published] = {
+    "W4A16": scheme("int4-g128b", compressed(_PACK, W4A16, BF16)),
+    "W4A16 f16": scheme("int4-g128", compressed(_PACK, W4A16, F16)),
+    "W4A16 f32": scheme("int4-g128z", compressed(_PACK, W4A16, F32)),
+    "W4A16 g32": scheme("int4-g32b", compressed(_PACK, W4A16, BF16, group_size=32)),
+    "W4A16 asymmetric": scheme("int4-g128z", compressed(_PACK, W4A16_ASYM, BF16)),
+    "W4A16 rows": scheme(
+        "int4-g128b", compressed(_PACK, W4A16, BF16, strategy="channel", group_size=None)
+    ),
+    "W4A16 g16": scheme("f32", compressed(_PACK, W4A16, BF16, group_size=16), "take 32 bits each"),
+    "W8A16": scheme("int8-g128b", compressed(_PACK, W4A16, BF16, num_bits=8)),
+    "W8A16 asymmetric": scheme("int8-g128z", compressed(_PACK, W4A16_ASYM, BF16, num_bits=8)),
+    "W8A8": scheme("int8-g128b", compressed(_NAIVE, INT8_W8A8, BF16), "(W8A8)"),
+    "compressed FP8 rows": scheme("e4m3-g128", compressed(_FLOAT, FP8_DYNAMIC, BF16), "(W8A8)"),
+    "compressed FP8 blocks": scheme("e4m3-g128", compressed(_FLOAT, FP8_BLOCK, BF16), "(W8A8)"),
+    "NVFP4A16": scheme(
+        "nvfp4", compressed("nvfp4-pack-quantized", NVFP4A16, BF16), rtol=_TWO_FACTORS
+    ),
+    "NVFP4": scheme(
+        "nvfp4", compressed("nvfp4-pack-quantized", NVFP4, BF16), "(W4A4)", rtol=_TWO_FACTORS
+    ),
+    "MXFP4A16": scheme("mxfp4", compressed("mxfp4-pack-quantized", MXFP4A16, BF16)),
+    "GPTQ": scheme("int4-g128", gptq(4, 128, symmetric=True)),
+    "GPTQ bf16": scheme("int4-g128b", gptq(4, 128, symmetric=True, scales=BF16)),
+    "GPTQ g32": scheme("int4-g32", gptq(4, 32, symmetric=True, version="gptq_v2")),
+    "GPTQ rows": scheme("int4-g128", gptq(4, -1, symmetric=True)),
+    "GPTQ asymmetric": scheme("int4-g128z", gptq(4, 128, symmetric=False)),
+    "GPTQ asymmetric v2": scheme("int4-g64z", gptq(4, 64, symmetric=False, version="gptq_v2")),
+    "GPTQ 8 bits": scheme("int8-g128", gptq(8, 128, symmetric=True)),
+    "GPTQ 8 bits asymmetric": scheme("int8-g32z", gptq(8, 32, symmetric=False)),
+    "GPTQ ordered": scheme("f32", gptq(4, 128, symmetric=True, ordered=True), "take 32 bits each"),
+    "GPTQ ordered asymmetric": scheme("f32", gptq(8, 64, symmetric=False, ordered=True)),
+    "AWQ": scheme("int4-g128z", awq(128)),
+    "AWQ g64": scheme("int4-g64z", awq(64)),
+    "NF4": scheme("nf4-f32", nf4(double=False)),
+    "NF4 twice": scheme("nf4-f32", nf4(double=True)),
+    "NF4 blocks of 256": scheme("nf4-f32", nf4(double=True, block=256)),
+    "FP8 blocks": scheme("e4m3-g128", fp8((128, 128)), "(W8A8)"),
+    "FP8 blocks bf16": scheme("e4m3-g128", fp8((128, 128), scale=BF16), "(W8A8)"),
+    "FP8 blocks of 64": scheme("e4m3-g64", fp8((32, 64)), "(W8A8)"),
+    "FP8 rows": scheme("e4m3-g128", fp8(None), "(W8A8)"),
+    "ModelOpt NVFP4": scheme("nvfp4", modelopt("NVFP4"), "(W4A4)", rtol=_TWO_FACTORS),
+    "ModelOpt FP8": scheme("e4m3-g128", modelopt("FP8"), "(W8A8)"),
+    "MLX": scheme("int4-g64b", mlx(4, 64, BF16)),
+    "MLX f16": scheme("int4-g64m", mlx(4, 64, F16)),
+    "MLX f32": scheme("f32", mlx(4, 64, F32)),
+    "MLX g32": scheme("int4-g32b", mlx(4, 32, BF16)),
+    "MLX 8 bits": scheme("int8-g64b", mlx(8, 64, BF16)),
+    "MLX 6 bits": scheme("int8-g64b", mlx(6, 64, BF16)),
+    "MLX 3 bits": scheme("int4-g64m", mlx(3, 64, F16)),
+}

@@ -1,0 +1,222 @@
+"""Whole models as others publish them: logits of transformers', packed, streamed, mixtures too."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("compressed_tensors")
+
+from localrt.errors import UnsupportedModelError
+from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.offload.store import pack_store
+from localrt.quant.formats import unpack
+from localrt.quant.formats.tiled import TiledTensor, untile
+from localrt.quant.ops.protocol import Batch
+from tests.checkpoints.published.models import SMALL, publish
+from tests.checkpoints.published.schemes import Tensors
+from tests.models import tiny
+from tests.models.tiny import load_ours, relative_error, tokens
+from tests.offload.placed import Model, extend, needs_kernels, passing
+
+# One scale a row is that of the largest groups that divide it; one group is always in order.
+ALSO = {"W8A8": ("int8-g64b", "int8-g128b"), "GPTQ ordered": ("int4-g32",)}
+
+
+def error_of(folder: Path, oracle: Any) -> float:
+    """Of our logits against transformers'."""
+    ids = tokens(20)
+    decoder = load_ours(folder)
+    logits = decoder.forward(Batch.extend([(decoder.cache(len(ids)), ids)]))
+    with torch.no_grad():
+        theirs = oracle(torch.tensor([ids])).logits[0].float().numpy()
+    return relative_error(logits, theirs)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_logits_are_those_of_the_same_values(name: str, tmp_path: Path) -> None:
+    folder, oracle, formats = publish(tmp_path, "qwen3-moe", SMALL[name], shards=3)
+    with closing(open_checkpoint(folder)) as model:
+        for key, info in model.tensors.items():
+            wanted = formats.get(key, "f32")
+            assert info.format.name in (wanted, *ALSO.get(name, ()) * (key in formats))
+        assert set(formats) <= set(model.tensors)
+    assert any(".experts.7.up_proj" in key for key in formats)
+    assert error_of(folder, oracle) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "mixtral", "qwen2-moe", "granite-moe-shared",
+                                  "qwen3.5-moe", "falcon-h1", "ernie-moe", "lfm2-moe"])  # fmt: skip
+@pytest.mark.parametrize("kind", ["W4A16", "ModelOpt NVFP4"])
+def test_other_architectures_names(name: str, kind: str, tmp_path: Path) -> None:
+    folder, oracle, formats = publish(tmp_path, name, SMALL[kind])
+    assert formats
+    assert error_of(folder, oracle) < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["FP8", "W4A16"])
+def test_latent_attention_is_taken_apart_exactly(kind: str, tmp_path: Path) -> None:
+    def taken(name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) == 2 and ("kv_b_proj" in name or "mlp" in name) and "gate." not in name
+
+    folder, oracle, formats = publish(tmp_path, "deepseek-v3", SMALL[kind], taken=taken)
+    assert any("kv_b_proj" in name for name in formats)
+    with closing(open_checkpoint(folder)) as model:
+        kinds = {
+            part: model.tensors[f"model.layers.0.self_attn.{part}_b_proj.weight"].format.name
+            for part in "kv"
+        }
+        assert kinds == {"k": "f32", "v": SMALL[kind].format}
+    assert error_of(folder, oracle) < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["MLX", "MLX f16"])
+def test_experts_that_mlx_stacks(kind: str, tmp_path: Path) -> None:
+    def stacked(tensors: Tensors) -> Tensors:
+        found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+        for name in tensors:
+            if ".experts.0." in name:
+                parts = [tensors[name.replace(".experts.0.", f".experts.{n}.")] for n in range(8)]
+                whole = torch.from_numpy(np.stack([part.view(torch.uint8) for part in parts]))
+                found[name.replace(".experts.0.", ".switch_mlp.")] = whole.view(parts[0].dtype)
+        return found
+
+    folder, oracle, formats = publish(tmp_path, "qwen3-moe", SMALL[kind], renamed=stacked)
+    with closing(open_checkpoint(folder)) as model:
+        assert set(formats) <= set(model.tensors)
+    assert error_of(folder, oracle) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_norms_that_mlx_adds_one_to(name: str, tmp_path: Path) -> None:
+    def converted(tensors: Tensors) -> Tensors:
+        ends = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
+        found = dict(tensors)
+        for key, tensor in tensors.items():
+            if key.endswith(ends):
+                found[key] = tensor + 1
+            if key.endswith("conv1d.weight"):
+                found[key] = tensor.movedim(2, 1).contiguous()
+        return found
+
+    folder, oracle, _ = publish(tmp_path, name, SMALL["MLX"], renamed=converted)
+    assert error_of(folder, oracle) < 2e-5
+
+
+def test_factors_that_mlx_multiplies_in_are_refused(tmp_path: Path) -> None:
+    def converted(tensors: Tensors) -> Tensors:
+        key = "model.layers.0.mamba.conv1d.weight"
+        return {**tensors, key: tensors[key].movedim(2, 1).contiguous()}
+
+    folder, _, _ = publish(tmp_path, "falcon-h1", SMALL["MLX"], renamed=converted)
+    with pytest.raises(UnsupportedModelError, match="MLX's form of FalconH1ForCausalLM has other"):
+        open_checkpoint(folder)
+
+
+def test_latent_attention_as_mlx_takes_it_apart(tmp_path: Path) -> None:
+    made: dict[str, np.ndarray] = {}
+
+    def converted(tensors: Tensors) -> Tensors:
+        found: Tensors = {}
+        for key, tensor in tensors.items():
+            if not key.endswith("kv_b_proj.weight"):
+                found[key] = tensor
+                continue
+            stem = key.removesuffix("kv_b_proj.weight")
+            heads = tensor.view(4, -1, tensor.shape[1])
+            size = 32  # qk_nope_head_dim
+            found[f"{stem}embed_q.weight"] = heads[:, :size].transpose(1, 2).contiguous()
+            own = heads[:, size:]
+            if "layers.0" not in key:
+                found[f"{stem}unembed_out.weight"] = own.contiguous()
+                continue
+            parts, values = SMALL["MLX"].write(own.reshape(-1, own.shape[2]))
+            made[f"{stem}v_b_proj.weight"] = values
+            for part, content in parts.items():
+                found[f"{stem}unembed_out.{part}"] = content.view(4, -1, content.shape[1])
+        return found
+
+    sizes = "deepseek-v3-plain"
+    folder, oracle, _ = publish(tmp_path, sizes, SMALL["MLX"], renamed=converted)
+    with closing(open_checkpoint(folder)) as model:
+        ((key, values),) = made.items()
+        assert model.tensors[key].format.name == "int4-g32b"
+        np.testing.assert_array_equal(unpack(model.read(key)), values)
+    both = oracle.model.layers[0].self_attn.kv_b_proj.weight.data
+    heads = both.view(4, -1, both.shape[1])
+    heads[:, 32:] = torch.from_numpy(values).view(4, -1, both.shape[1])
+    assert error_of(folder, oracle) < 2e-5
+
+
+def test_a_table_of_all_layers_is_cut_into_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = tiny.CONFIGS["gemma3n"]()
+    plain.hidden_size_per_layer_input, plain.vocab_size_per_layer_input = 32, 224
+    monkeypatch.setitem(tiny.CONFIGS, "gemma3n", lambda: plain)
+
+    def taken(name: str, shape: tuple[int, ...]) -> bool:
+        return "embed_tokens_per_layer" in name
+
+    folder, oracle, formats = publish(tmp_path, "gemma3n", SMALL["MLX"], taken=taken)
+    assert formats
+    assert error_of(folder, oracle) < 2e-5
+
+
+def test_fp8_experts_that_transformers_stacks(tmp_path: Path) -> None:
+    def stacked(tensors: Tensors) -> Tensors:
+        found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+        for name in tensors:
+            if ".experts.0.gate_proj." not in name and ".experts.0.down_proj." not in name:
+                continue
+            head, _, tail = name.partition(".experts.0.")
+            kind, _, part = tail.partition("_proj.weight")
+            kinds = ("gate", "up") if kind == "gate" else ("down",)
+            whole = [
+                torch.cat([tensors[f"{head}.experts.{n}.{k}_proj.weight{part}"].float()
+                           for k in kinds])
+                for n in range(8)
+            ]  # fmt: skip
+            target = "gate_up_proj" if kind == "gate" else "down_proj"
+            found[f"{head}.experts.{target}{part}"] = torch.stack(whole).to(tensors[name].dtype)
+        return found
+
+    folder, oracle, formats = publish(tmp_path, "qwen3-moe", SMALL["FP8"], renamed=stacked)
+    with closing(open_checkpoint(folder)) as model:
+        assert set(formats) <= set(model.tensors)
+    assert error_of(folder, oracle) < 2e-5
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_store_holds_the_same_numbers(name: str, tmp_path: Path) -> None:
+    folder, _, formats = publish(tmp_path, "llama", SMALL[name])
+    with closing(open_checkpoint(folder)) as source:
+        path = pack_store(source, tmp_path / "store")
+        with closing(open_checkpoint(path)) as store:
+            assert isinstance(store, StoreCheckpoint)
+            for key in formats:
+                (block,) = store.blocks(key)
+                assert isinstance(block, TiledTensor)
+                want = unpack(source.read(key))
+                np.testing.assert_array_equal(unpack(untile(block)), want)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", SMALL)
+def test_streaming_changes_no_bit(name: str, tmp_path: Path) -> None:
+    folder, _, _ = publish(tmp_path, "qwen3-moe", SMALL[name])
+    with closing(open_checkpoint(folder)) as source:
+        path = pack_store(source, tmp_path / "store")
+    with closing(Model(path)) as model:
+        here = model.resident.cache(64)
+        streamed = [n for n in passing(model.store) if not n.endswith(("expert.0", "expert.1"))]
+        with model.placed(streamed) as placed:
+            there = placed.cache(64)
+            for part in (tokens(20), [5], [9]):
+                want = extend(model.resident, here, part)
+                np.testing.assert_array_equal(extend(placed, there, part), want)

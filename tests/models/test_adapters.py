@@ -1,0 +1,249 @@
+"""LoRA adapters against PEFT's own, alone and together in a pass, on weights here and streamed."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from localrt.errors import CheckpointError, LocalrtError, UnsupportedModelError
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.checkpoints.adapter_file import is_adapter, read_adapter
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.offload.store.pack import pack_store
+from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.ops.adapters import Adapter, LowRank, Mix
+from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.ops.protocol import Batch, KVCache, Ops
+from localrt.quant.ops.torch.ops import TorchOps
+from tests.checkpoints.make_gguf import in_pairs, write_gguf
+from tests.models.adapters import make_adapter, peft_logits
+from tests.models.tiny import relative_error, save_tiny, tokens
+from tests.offload.placed import Model, needs_kernels, passing
+from tests.ops.test_native_matmul import ISAS
+
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "ranks": {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"down_proj": 5}},
+    "tokens": {"target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]},
+}
+
+
+class Tiny:
+    """A tiny model's folder, and the adapters that were made of it."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.base = save_tiny(name, folder / "base")
+        self.checkpoint = open_checkpoint(folder / "base")
+
+    def adapter(self, label: str, seed: int = 0, **config: Any) -> tuple[Adapter[LowRank], Any]:
+        """One that was read back, and PEFT's model with it."""
+        base = save_tiny(self.name, self.folder / "again")
+        model = make_adapter(base, self.folder / label, seed, **config)
+        return read_adapter(self.folder / label, self.checkpoint), model
+
+    def decoder(self, ops: Ops, *adapters: Adapter[LowRank]) -> Decoder:
+        """The base on ``ops``, with adapters to choose from."""
+        decoder = load_decoder(self.checkpoint, ops, read_config(self.checkpoint))
+        assert ops.adapters is not None
+        for adapter in adapters:
+            ops.adapters.add(ops.adapters.packed(adapter))
+        return decoder
+
+
+def cache(decoder: Decoder, *mix: Adapter[LowRank] | tuple[Adapter, float]) -> KVCache:
+    """An empty cache for tokens with so much of each adapter."""
+    made = decoder.cache(64)
+    parts = [part if isinstance(part, tuple) else (part, 1.0) for part in mix]
+    chosen: Mix = tuple((adapter.key, weight) for adapter, weight in parts)
+    made.mix = chosen
+    return made
+
+
+def run(decoder: Decoder, made: KVCache, ids: list[int]) -> np.ndarray:
+    return decoder.forward(Batch.extend([(made, ids)]))
+
+
+@pytest.fixture
+def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> Tiny:
+    return Tiny(getattr(request, "param", "qwen2"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tiny", ["qwen2", "llama-tied-bias", "gemma2"], indirect=True)
+def test_logits_are_those_of_peft(tiny: Tiny, kind: str) -> None:
+    adapter, theirs = tiny.adapter("a", **KINDS[kind])
+    ids = tokens(11)
+    decoder = tiny.decoder(TorchOps(compute_format="f32"), adapter)
+    assert (
+        relative_error(run(decoder, cache(decoder, adapter), ids), peft_logits(theirs, ids)) < 1e-4
+    )
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tiny", ["phi3", "gemma2"], indirect=True)
+def test_the_kernels_do_the_same_with_less_precision(tiny: Tiny, kind: str) -> None:
+    config = KINDS[kind]
+    if tiny.name == "phi3" and kind == "tokens":  # its projections are joined
+        config = {"target_modules": ["qkv_proj", "embed_tokens"]}
+    adapter, theirs = tiny.adapter("a", **config)
+    ids = tokens(11)
+    decoder = tiny.decoder(NativeOps(threads=2), adapter)
+    exact = tiny.decoder(TorchOps(compute_format="f32"), adapter)
+    plain = relative_error(run(decoder, cache(decoder), ids), run(exact, cache(exact), ids))
+    error = relative_error(run(decoder, cache(decoder, adapter), ids), peft_logits(theirs, ids))
+    # A and B are rounded to bytes as activations are, and these adapters change the answer more
+    # than the base's weights do.
+    assert error < max(5 * plain, 5e-3)
+
+
+def test_a_mix_adds_each_ones_change(tiny: Tiny) -> None:
+    first, _ = tiny.adapter("a", 1)
+    second, _ = tiny.adapter("b", 2, r=4, use_dora=True)
+    theirs = make_adapter(save_tiny("qwen2", tiny.folder / "again"), tiny.folder / "c", 1)
+    ids = tokens(9)
+    decoder = tiny.decoder(TorchOps(compute_format="f32"), first, second)
+    alone = run(decoder, cache(decoder, (first, 1.0), (second, 0.0)), ids)
+    assert relative_error(alone, peft_logits(theirs, ids)) < 1e-4
+    for module in theirs.modules():
+        if isinstance(getattr(module, "scaling", None), dict):
+            module.scaling = {name: 0.7 * scale for name, scale in module.scaling.items()}
+    less = run(decoder, cache(decoder, (first, 0.7)), ids)
+    assert relative_error(less, peft_logits(theirs, ids)) < 1e-4
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sequences_of_one_pass_are_what_they_are_alone(tiny: Tiny, threads: int) -> None:
+    adapters = [tiny.adapter(f"{n}", n, r=4 + 9 * n, use_dora=n == 2)[0] for n in range(3)]
+    decoder = tiny.decoder(NativeOps(threads=threads), *adapters)
+    chosen: list[tuple[Adapter[LowRank], ...]] = [
+        (),
+        *((each,) for each in adapters),
+        tuple(adapters),
+    ]
+    prompts = [tokens(3 + 2 * n, n) for n in range(len(chosen))]
+    plain = load_decoder(tiny.checkpoint, NativeOps(threads=1), read_config(tiny.checkpoint))
+    alone = [
+        run(decoder if mix else plain, cache(decoder if mix else plain, *mix), ids)
+        for mix, ids in zip(chosen, prompts, strict=True)
+    ]
+    caches = [cache(decoder, *mix) for mix in chosen]
+    together = decoder.forward(Batch.extend(list(zip(caches, prompts, strict=True))))
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+def test_every_instruction_set_has_the_same_bits(tiny: Tiny) -> None:
+    adapters = [tiny.adapter("a", 1, r=3)[0], tiny.adapter("b", 2, r=21, use_dora=True)[0]]
+    found = []
+    for isa in ISAS:
+        decoder = tiny.decoder(NativeOps(threads=2, isa=isa), *adapters)
+        pairs = [(cache(decoder, each), tokens(5)) for each in adapters]
+        found.append(decoder.forward(Batch.extend(pairs)))
+    for other in found[1:]:
+        np.testing.assert_array_equal(found[0], other)
+
+
+@needs_kernels
+def test_streamed_weights_are_adapted_as_those_in_memory(tiny: Tiny) -> None:
+    adapter, _ = tiny.adapter(
+        "a", target_modules=["q_proj", "o_proj", "gate_proj", "embed_tokens", "lm_head"]
+    )
+    here = tiny.decoder(NativeOps(threads=1), adapter)
+    want = run(here, cache(here, adapter), tokens(6))
+    store = pack_store(tiny.checkpoint, tiny.folder / "store", tiler=tile_tensor)
+    with closing(Model(store)) as model, model.placed(passing(model.store)) as placed:
+        assert placed.ops.adapters is not None
+        placed.ops.adapters.add(placed.ops.adapters.packed(adapter))
+        np.testing.assert_array_equal(run(placed, cache(placed, adapter), tokens(6)), want)
+
+
+def test_an_adapter_that_was_removed(tiny: Tiny) -> None:
+    adapter, _ = tiny.adapter("a")
+    decoder = tiny.decoder(TorchOps(compute_format="f32"), adapter)
+    made = cache(decoder, adapter)
+    run(decoder, made, [5])
+    assert decoder.ops.adapters is not None
+    decoder.ops.adapters.remove(adapter.key)
+    with pytest.raises(LocalrtError, match="removed"):
+        run(decoder, made, [6])
+    run(decoder, cache(decoder), [5])
+
+
+@pytest.mark.parametrize("tiny", ["qwen2", "llama-tied-bias"], indirect=True)
+def test_gguf_adapters_are_the_same(tiny: Tiny) -> None:
+    adapter, _ = tiny.adapter("a")
+    architecture = {"qwen2": "qwen2", "llama-tied-bias": "llama"}[tiny.name]
+    stems = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "mlp.down_proj": "ffn_down",
+    }
+    tensors = {}
+    for name, part in adapter.matrices.items():
+        layer, stem = name.split(".")[2], ".".join(name.split(".")[3:5])
+        if stem in stems:
+            b = part.b / 2  # alpha is twice the rank
+            if architecture == "llama" and stem != "mlp.down_proj":
+                keys = "num_attention_heads" if "q_proj" in stem else "num_key_value_heads"
+                b = in_pairs(b, tiny.checkpoint.config[keys])
+            gguf = f"blk.{layer}.{stems[stem]}.weight"
+            tensors |= {f"{gguf}.lora_a": (part.a, "f32"), f"{gguf}.lora_b": (b, "f32")}
+    path = tiny.folder / "a.gguf"
+    keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 16.0}
+    write_gguf(path, architecture, keys, tensors)
+    assert is_adapter(path)
+    assert not is_adapter(tiny.folder / "base")
+    again = read_adapter(path, tiny.checkpoint)
+    assert len(again.matrices) == len(tensors) // 2
+    for name, part in again.matrices.items():
+        np.testing.assert_allclose(part.a, adapter.matrices[name].a)
+        np.testing.assert_allclose(part.b, adapter.matrices[name].b, rtol=1e-6)
+
+
+def edited(folder: Path, old: str, new: str) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('"peft_type": "LORA"', '"peft_type": "IA3"', "IA3"),
+        ('"bias": "none"', '"bias": "all"', "bias"),
+        ('"r": 8', '"r": 4', "rank 8, not 4"),
+        ('"r": 8', '"r": null', "r must be a number"),
+        ('"rank_pattern": {}', '"rank_pattern": {"(": 4}', "rank_pattern"),
+        ('"fan_in_fan_out": false', '"fan_in_fan_out": true', "fan_in_fan_out"),
+    ],
+)
+def test_configs_that_cannot_be_used(tiny: Tiny, old: str, new: str, says: str) -> None:
+    make_adapter(tiny.base, tiny.folder / "a")
+    edited(tiny.folder / "a", old, new)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=says) as caught:
+        read_adapter(tiny.folder / "a", tiny.checkpoint)
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_of_another_model(tiny: Tiny, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make_adapter(save_tiny("llama-tied-bias", other / "base"), other / "a")
+    with pytest.raises(CheckpointError, match="for another model"):
+        read_adapter(other / "a", tiny.checkpoint)
+    with pytest.raises(CheckpointError, match="no adapter"):
+        read_adapter(tiny.folder / "base", tiny.checkpoint)
+
+
+@pytest.mark.parametrize("tiny", ["deepseek-v2-dense"], indirect=True)
+def test_matrices_that_are_kept_in_parts(tiny: Tiny) -> None:
+    make_adapter(tiny.base, tiny.folder / "a", target_modules=["kv_b_proj"])
+    with pytest.raises(CheckpointError, match=r"kv_b_proj': localrt keeps .* merge it with PEFT"):
+        read_adapter(tiny.folder / "a", tiny.checkpoint)

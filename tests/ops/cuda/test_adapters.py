@@ -1,0 +1,114 @@
+"""Adapters in passes of the card's kernels: what they add, and that others' bits stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.models.decoder import Decoder
+from localrt.models.registry import load_decoder, read_config
+from localrt.quant.ops.adapters import Adapter, LowRank
+from localrt.quant.ops.cuda.graph import GraphedForward
+from localrt.quant.ops.cuda.kernels.low_rank import Change, add_low_rank
+from localrt.quant.ops.cuda.kernels.products import quantize
+from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.torch.ops import TorchOps
+from tests.models.test_adapters import KINDS, Tiny, cache, run
+from tests.models.tiny import relative_error, tokens
+from tests.ops.cuda.target import DEVICE
+from tests.ops.cuda.test_models import Packed
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", ["bf16", "records", "fine"])
+def test_low_rank_changes(form: str, out: torch.dtype) -> None:
+    torch.manual_seed(0)
+    columns, width, ranks = 96, 300, (3, 40)
+    x = torch.randn(4, columns, device=DEVICE).bfloat16()
+    records = None if form == "bf16" else quantize(x, fine=form == "fine")
+    seen = x.float() if records is None else records.values()[0].float()
+    y, bias = torch.randn(4, width, device=DEVICE).to(out), torch.randn(width, device=DEVICE)
+    a = [torch.randn(rank, columns, device=DEVICE).bfloat16() for rank in ranks]
+    b = [torch.randn(rows, rank, device=DEVICE).bfloat16() for rows, rank in ((300, 3), (20, 40))]
+    factors = torch.rand(300, device=DEVICE)
+    changes = (Change * 2)(
+        Change(a[0].data_ptr(), b[0].data_ptr(), factors.data_ptr(), 3, 300, 1, 0),
+        Change(a[1].data_ptr(), b[1].data_ptr(), None, 40, 20, 3, 270),
+    )
+    array = torch.tensor(list(bytes(changes)), dtype=torch.uint8, device=DEVICE)
+    wanted = y.float().clone()
+    wanted[1] = (wanted[1] - bias) * factors + bias + b[0].float() @ (a[0].float() @ seen[1])
+    wanted[3, 270:290] += b[1].float() @ (a[1].float() @ seen[3])
+    add_low_rank(array, records or x, y, columns=columns, rank=40, rows=300, bias=bias)
+    close = {"rtol": 1e-2, "atol": 1e-1} if out == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
+    torch.testing.assert_close(y.float(), wanted, **close)
+
+
+def on_card(tiny: Tiny, *adapters: Adapter[LowRank]) -> Decoder:
+    ops = CudaOps(device=DEVICE)
+    source = Packed(tiny.checkpoint, "int8-g32")
+    decoder = load_decoder(source, ops, read_config(tiny.checkpoint))  # type: ignore[arg-type]
+    for adapter in adapters:
+        ops.adapters.add(ops.adapters.packed(adapter))
+    return decoder
+
+
+@pytest.mark.parametrize("kind", ["dora", "ranks", "tokens"])
+def test_a_card_adds_what_torch_does(kind: str, tmp_path: Path) -> None:
+    tiny = Tiny("qwen2", tmp_path)
+    adapter, _ = tiny.adapter("a", **KINDS[kind])
+    ids = tokens(4)
+    exact = tiny.decoder(TorchOps(compute_format="f32"), adapter)
+    card = on_card(tiny, adapter)
+    plain = relative_error(run(card, cache(card), ids), run(exact, cache(exact), ids))
+    wanted = run(exact, cache(exact, adapter), ids)
+    assert relative_error(run(card, cache(card, adapter), ids), wanted) < max(3 * plain, 2e-2)
+
+
+def test_each_row_has_its_own_and_others_keep_their_bits(tmp_path: Path) -> None:
+    tiny = Tiny("qwen2", tmp_path)
+    adapters = [tiny.adapter("a", 1, r=3)[0], tiny.adapter("b", 2, r=9, use_dora=True)[0]]
+    card = on_card(tiny, *adapters)
+    plain = on_card(tiny)
+    ids = [tokens(2, n) for n in range(4)]
+    mixes: list[tuple[Adapter[LowRank], ...]] = [(), (adapters[0],), (adapters[1],), ()]
+    alone = [
+        run(card if mix else plain, cache(card if mix else plain, *mix), each)
+        for mix, each in zip(mixes, ids, strict=True)
+    ]
+    caches = [cache(card, *mix) for mix in mixes]
+    together = card.forward(Batch.extend(list(zip(caches, ids, strict=True))))
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
+def test_long_passes_and_recordings(tmp_path: Path) -> None:
+    tiny = Tiny("qwen2", tmp_path)
+    adapter, _ = tiny.adapter("a", 1)
+    card = on_card(tiny, adapter)
+    ids = tokens(66)
+    whole, long = card.cache(80), card.cache(80)
+    whole.mix = long.mix = ((adapter.key, 1.0),)
+    wanted = run(card, whole, ids[:60])
+    rest = run(card, whole, ids[60:])
+    got = run(card, long, ids)  # more rows than the kernels take
+    assert relative_error(got[60:], rest) < 4e-2
+    assert relative_error(got[:60], wanted) < 4e-2
+
+    forward = GraphedForward(card.ops, card.forward)  # type: ignore[arg-type]
+    made, adapted = cache(card), cache(card, adapter)
+    before = [forward(Batch.extend([(made, [5])]))]
+    forward(Batch.extend([(adapted, [5])]))
+    for _ in range(3):  # the second time it is recorded
+        made.trim(0)
+        before.append(forward(Batch.extend([(made, [5])])))
+        adapted.trim(0)
+        again = forward(Batch.extend([(adapted, [5])]))
+        assert relative_error(again, before[0]) > 1e-3
+    for each in before[1:]:
+        np.testing.assert_array_equal(each, before[0])
+    card.ops.adapters.remove(adapter.key)  # type: ignore[union-attr]
+    np.testing.assert_array_equal(run(card, cache(card), [5]), before[0])
