@@ -76,7 +76,7 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
     expected = {"localrt/py.typed"}
     for room in ROOMS:
         for path in (ROOT / room).rglob("*"):
-            if path.suffix in (".py", ".tcss", ".cu", ".cuh") or (
+            if path.suffix in (".py", ".json", ".tcss", ".cu", ".cuh") or (
                 path.is_file() and "data" in path.relative_to(ROOT).parts
             ):
                 inside = path.relative_to(ROOT)
