@@ -19,6 +19,7 @@ from localrt.answering.streams import in_thread, joined
 from localrt.chat import ChatSession
 from localrt.closing import Closing
 from localrt.engine.batch.live import LiveLimits
+from localrt.engine.options import read_options
 from localrt.engine.protocol import Logits, check_ids
 from localrt.engine.types import Chunk, Message
 from localrt.errors import ContextOverflowError
@@ -323,11 +324,22 @@ class Model(Closing):
         """Text of token ids."""
         return self.tokenizer.decode(tokens, skip_special=skip_special)
 
-    def count(self, prompt: str | Sequence[Message]) -> int:
-        """Tokens of a plain text, or of a conversation as the chat template writes it."""
+    def count(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> int:
+        """Tokens of a plain text, or of a conversation as the chat template writes it.
+
+        With the ``tools`` and ``options`` of ``stream``, exactly those that it would read.
+        """
         if isinstance(prompt, str):
             return len(self.tokenize(prompt))
-        return len(self._core.requests.render(prompt))
+        chosen = read_options(self.defaults, options)
+        tools = None if chosen.tool_choice == "none" else tools
+        return len(self._core.requests.render(prompt, tools, options=chosen))
 
     def logits(
         self,

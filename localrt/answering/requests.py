@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from operator import index
 from typing import Any
@@ -154,10 +155,23 @@ class RequestBuilder:
     ) -> list[int]:
         """The conversation's ids, as the chat template writes it before an answer.
 
-        Of the ``options``, those of thinking matter.
+        Of the ``options``, those of thinking matter. A last message of the assistant with
+        ``"prefix": True`` is the beginning of the answer, which goes on from there without a
+        thought.
+
+        Raises:
+            OptionError: the beginning of an answer that is bound, or no text.
         """
         template = self._template
         options = options or Options()
+        messages, begun = _beginning(messages)
+        if begun:
+            if options.is_bound:
+                raise OptionError(
+                    "the answer has to follow a schema or to be a call, and its beginning is given:"
+                    " leave one of them out"
+                )
+            options = replace(options, thinking=False)
         told = self._thinking.variables(options)
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise OptionError("tools is a list of functions in OpenAI's form, each a mapping")
@@ -174,7 +188,8 @@ class RequestBuilder:
             if other == shaped:
                 raise
             ids = encode_messages(self.tokenizer, template, other, **extra)
-        return ids + self._thinking.begun(ids, options, tools=bool(tools))
+        ids += self._thinking.begun(ids, options, tools=bool(tools))
+        return ids + self.tokenizer.encode(begun, add_special=False) if begun else ids
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -319,6 +334,22 @@ class RequestBuilder:
                     f"holds {ctx}: shorten it or raise --ctx"
                 )
             shown = [*messages[:head], *messages[start:]]
+
+
+def _beginning(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+    """``messages`` without the answer's beginning that is given, and that; empty if there is none.
+
+    Raises:
+        OptionError: it is no text, or all that there is.
+    """
+    last = messages[-1] if messages else None
+    if not (isinstance(last, Mapping) and last.get("role") == "assistant" and last.get("prefix")):
+        return messages, ""
+    if not isinstance(last["content"], str) or last.get("tool_calls"):
+        raise OptionError("the beginning of an answer (prefix) must be text, and nothing else")
+    if len(messages) == 1:
+        raise OptionError("the beginning of an answer (prefix) must follow another message")
+    return messages[:-1], last["content"]
 
 
 def _have_calls(messages: Sequence[Message]) -> bool:

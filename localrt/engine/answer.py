@@ -85,7 +85,9 @@ class Answer:
         metrics = self.meter.snapshot(final=stopped)
         if not stopped:
             return Chunk(piece, (token,), metrics, None, logprob)
-        return Chunk(piece, (token,), metrics, self._reason("stop"), logprob, self._calls)
+        matched = self._text.matched
+        reason = self._reason("stop")
+        return Chunk(piece, (token,), metrics, reason, logprob, self._calls, stop_string=matched)
 
     def end(self, reason: FinishReason) -> Chunk:
         """The last chunk, with the text that was held back."""
@@ -93,7 +95,9 @@ class Answer:
         if self._text.stopped:
             reason = "stop"
         metrics = self.meter.snapshot(final=True)
-        return Chunk(rest, (), metrics, self._reason(reason), tool_calls=self._calls)
+        matched = self._text.matched
+        reason = self._reason(reason)
+        return Chunk(rest, (), metrics, reason, tool_calls=self._calls, stop_string=matched)
 
     def ahead(self, left: int) -> int:
         """Of ``left`` tokens to come, those that may be guessed and the one after them."""
@@ -164,6 +168,10 @@ class _Text:
     def stopped(self) -> bool:
         return self._matcher.stopped
 
+    @property
+    def matched(self) -> str | None:
+        return self._matcher.matched
+
     def push(self, token: int) -> str:
         if self._detokenizer is None or token in self._hidden:
             return ""
@@ -182,23 +190,29 @@ class _Text:
 class StopMatcher:
     """Feeds on text pieces; tells what may be shown. The stop string itself is never shown.
 
-    Stop strings may span tokens: text is held back only while it may still become one.
+    Stop strings may span tokens: text is held back only while it may still become one. ``matched``
+    is the one that was found.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
-        self.stopped = False
+        self.matched: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has been found."""
+        return self.matched is not None
 
     def push(self, piece: str) -> str:
-        """Text that is certain not to begin a stop string; sets ``stopped`` at the first match."""
+        """Text that is certain not to begin a stop string; sets ``matched`` at the first match."""
         if not self._stops or self.stopped:
             return "" if self.stopped else piece
         self._held += piece
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self.stopped = True
-            shown, self._held = self._held[: min(found)], ""
+            at, self.matched = min(found)
+            shown, self._held = self._held[:at], ""
             return shown
         keep = max(_overlap(self._held, stop) for stop in self._stops)
         cut = len(self._held) - keep

@@ -24,13 +24,17 @@ FinishReason = Literal["stop", "length", "cancelled", "tool_calls", "error"]
 
 
 class Message(TypedDict, total=False):
-    """One turn, in the form that chat templates take."""
+    """One turn, in the form that chat templates take.
+
+    ``prefix`` of a last turn of the assistant: the answer begins with it, and goes on from there.
+    """
 
     role: Required[str]
     content: Required[Any]
     name: NotRequired[str]
     tool_calls: NotRequired[list[Any]]
     tool_call_id: NotRequired[str]
+    prefix: NotRequired[bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +102,10 @@ class Chunk:
 
     ``text`` holds complete characters only and may be empty while a stop string or a character is
     still open. ``finish_reason`` is set on the last chunk alone, whose metrics are the whole run's,
-    as are ``tool_calls``: what the model asks to be called, which ``text`` then leaves out. A
-    model's thinking is in ``text`` as ``<think>...</think>`` (``localrt.split_thinking``). In a
-    batch, ``error`` is what went wrong with this prompt alone, and the reason is ``"error"``.
+    as are ``tool_calls``: what the model asks to be called, which ``text`` then leaves out, and
+    ``stop_string``: the one of ``stop`` that ended the answer. A model's thinking is in ``text`` as
+    ``<think>...</think>`` (``localrt.split_thinking``). In a batch, ``error`` is what went wrong
+    with this prompt alone, and the reason is ``"error"``.
     """
 
     text: str
@@ -111,3 +116,4 @@ class Chunk:
     tool_calls: tuple[ToolCall, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
     error: LocalrtError | None = None
+    stop_string: str | None = None

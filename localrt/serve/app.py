@@ -33,7 +33,7 @@ from localrt.serve.generating import answer, until_gone
 from localrt.serve.guard import Guard, LogLine
 from localrt.serve.openapi import describe
 from localrt.serve.options import ServeOptions
-from localrt.serve.payloads import ChatShape, TextShape
+from localrt.serve.payloads import ChatShape, Completion, TextShape
 from localrt.serve.service import Service
 
 __all__ = ["create_app"]
@@ -72,14 +72,16 @@ async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions"""
     fields, service = await _fields(request, "CHAT"), _service(request)
     call = _addressed(chat_call(fields), fields, service)
-    return await answer(request, service, call, ChatShape(service.model.tokenizer, call))
+    shape = ChatShape(service.model.tokenizer, call)
+    return await answer(request, service, call, Completion(shape, call, call.model or service.name))
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions"""
     fields, service = await _fields(request, "COMPLETION"), _service(request)
     call = _addressed(completion_call(fields), fields, service)
-    return await answer(request, service, call, TextShape(service.model.tokenizer, call))
+    shape = TextShape(service.model.tokenizer, call)
+    return await answer(request, service, call, Completion(shape, call, call.model or service.name))
 
 
 # -- embeddings ----------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from localrt.errors import OptionError
 from localrt.serve.errors import invalid
 from localrt.serve.schemas import EFFORTS, THINKING_LIMITS
 from localrt.text.content import check_text_only
+from localrt.text.thinking import THOUGHT_FIELDS
 
-__all__ = ["Call", "chat_call", "completion_call", "prompts_of"]
+__all__ = ["Call", "chat_call", "completion_call", "prompts_of", "thought"]
 
 Fields = Mapping[str, Any]
 
@@ -193,7 +194,13 @@ def _message(message: Fields) -> dict[str, Any]:
         "role": "system" if role == "developer" else role,
         "content": "" if content is None else content,
     }
-    for name in ("name", "tool_call_id", "tool_calls"):
+    for name in ("name", "tool_call_id", "tool_calls", "prefix"):
         if message.get(name):
             shown[name] = message[name]
-    return shown
+    thinking = message.get("reasoning_content") or message.get("reasoning")
+    return shown | thought(thinking) if thinking else shown
+
+
+def thought(text: str) -> dict[str, str]:
+    """The fields of an assistant's message for what it thought, by the names of all templates."""
+    return dict.fromkeys(THOUGHT_FIELDS, text)

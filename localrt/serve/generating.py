@@ -17,24 +17,23 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from localrt.answering.streams import joined
-from localrt.engine.types import Chunk, Metrics
+from localrt.engine.types import Chunk
 from localrt.errors import CancelledError
 from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call
-from localrt.serve.errors import JsonResponse, error_body, failure, invalid, to_json
-from localrt.serve.payloads import Envelope, Shape, usage
+from localrt.serve.errors import JsonResponse, failure, invalid
+from localrt.serve.replies import Reply
 from localrt.serve.service import Service
 
 __all__ = ["answer", "until_gone"]
 
 T = TypeVar("T")
 
-_DONE = b"data: [DONE]\n\n"
 _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
-async def answer(request: Request, service: Service, call: Call, shape: Shape) -> Response:
-    """The response to ``call``.
+async def answer(request: Request, service: Service, call: Call, reply: Reply) -> Response:
+    """The response to ``call``, as ``reply`` puts it.
 
     Raises:
         ApiError: nothing has been sent yet, and nothing will be.
@@ -59,19 +58,13 @@ async def answer(request: Request, service: Service, call: Call, shape: Shape) -
             answers.append(await until_gone(request, submitted))
             if service.stopping:  # while it was on its way
                 answers[-1].cancel()
-        model = call.model or service.name
         if not call.stream:
-            envelope = Envelope(shape.kind, shape.prefix, model)
-            gathered = _gathered(service, answers, began)
-            chunks = await until_gone(request, gathered)
-            choices = [shape.whole(index, chunk) for index, chunk in enumerate(chunks)]
-            counts = usage([chunk.metrics for chunk in chunks], len(call.prompts))
-            return JsonResponse(envelope(choices, usage=counts))
-        envelope = Envelope(shape.stream_kind, shape.prefix, model)
-        events = _events(service, answers, call, shape, envelope, began)
+            chunks = await until_gone(request, _gathered(service, answers, began))
+            return JsonResponse(reply.whole(chunks))
+        events = _events(service, answers, reply, began)
         stack.push_async_callback(events.aclose)
         # What was entered here is left when the response has been sent.
-        return _EventStream(events, stack.pop_all(), options.write_timeout_s)
+        return _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
 
 
 def _ended(service: Service, answers: Sequence[AsyncAnswer]) -> None:
@@ -161,54 +154,38 @@ async def _merged(
 
 
 async def _events(
-    service: Service,
-    answers: Sequence[AsyncAnswer],
-    call: Call,
-    shape: Shape,
-    envelope: Envelope,
-    began: float,
+    service: Service, answers: Sequence[AsyncAnswer], reply: Reply, began: float
 ) -> AsyncGenerator[bytes, None]:
-    more: dict[str, Any] = {"usage": None} if call.include_usage else {}
-    ends: dict[int, Metrics] = {}
     held: dict[int, list[Chunk]] = {index: [] for index in range(len(answers))}
     try:
-        for index in range(len(answers)):
-            for choice in shape.first(index):
-                yield _event(envelope([choice], **more))
+        for event in reply.begin():
+            yield event
         async with aclosing(_merged(service, answers, began)) as merged:
             async for index, chunk in merged:
-                if chunk.finish_reason is not None:
-                    ends[index] = chunk.metrics
                 held[index].append(chunk)
                 if chunk.finish_reason is None and not chunk.text:
                     continue  # there is nothing to show yet: a character, or a call, is open
                 found = joined(held[index])
                 held[index] = []
-                for choice in shape.delta(index, found):
-                    yield _event(envelope([choice], **more))
-        if call.include_usage:
-            counts = usage([ends[index] for index in sorted(ends)], len(call.prompts))
-            yield _event(envelope([], usage=counts))
-        yield _DONE
+                for event in reply.delta(index, found):
+                    yield event
+        for event in reply.end():
+            yield event
     except BaseException as error:  # a native library's panic too
         if isinstance(error, _ENDS):
             raise
-        yield _event(error_body(failure(error)))
-
-
-def _event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(payload) + b"\n\n"
+        for event in reply.failed(failure(error)):
+            yield event
 
 
 class _EventStream(StreamingResponse):
     """Events as they come; ``stack`` is left in the end, however that comes."""
 
-    media_type = "text/event-stream"
-
     def __init__(
-        self, events: AsyncIterator[bytes], stack: AsyncExitStack, timeout_s: float
+        self, events: AsyncIterator[bytes], kind: str, stack: AsyncExitStack, timeout_s: float
     ) -> None:
-        super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type=kind)
         self._stack = stack
         self._timeout_s = timeout_s
 

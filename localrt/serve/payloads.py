@@ -1,47 +1,30 @@
-"""From chunks to the objects of OpenAI's protocol: choices, deltas, log-probabilities, usage.
+"""From chunks to OpenAI's chat and text completions: choices, deltas, log-probabilities, usage.
 
-Plain dictionaries. Chat and text completions differ in their ``Shape`` only. It does not know HTTP,
-or where chunks come from.
+The two differ in their ``Shape`` only. It does not know HTTP, or where chunks come from.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeAlias
 
 from localrt.engine.types import Chunk, Metrics
 from localrt.models.tokenizers import Tokenizer
 from localrt.serve.calls import Call
+from localrt.serve.errors import ApiError, error_body
+from localrt.serve.replies import EVENT_STREAM, Payload, event
+from localrt.text.thought_stream import ThoughtStream, parted
 from localrt.text.tools import as_message_calls
 from localrt.version import __version__
 
-__all__ = ["ChatShape", "Envelope", "Shape", "TextShape", "usage"]
+__all__ = ["ChatShape", "Completion", "Shape", "TextShape", "token_payloads", "usage"]
 
-Payload: TypeAlias = dict[str, Any]
-
+_DONE = b"data: [DONE]\n\n"
 # JSON knows no infinity; a token that cannot come has about this log-probability.
 _LEAST_LOGPROB = -9999.0
-
-
-class Envelope:
-    """What all objects of one response have in common."""
-
-    def __init__(self, kind: str, prefix: str, model: str) -> None:
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self._head = {
-            "id": self.id,
-            "object": kind,
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": f"localrt-{__version__}",
-        }
-
-    def __call__(self, choices: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
-        """The object with its choices."""
-        return {**self._head, "choices": list(choices), **more}
 
 
 def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, Any]:
@@ -66,12 +49,16 @@ class ChatShape:
 
     def __init__(self, tokenizer: Tokenizer, call: Call) -> None:
         self._tokenizer, self._call = tokenizer, call
+        self._streams: dict[int, ThoughtStream] = {}
 
     def whole(self, index: int, chunk: Chunk) -> Payload:
         """The choice of a finished answer."""
-        message: Payload = {"role": "assistant", "content": chunk.text, "refusal": None}
+        thinking, text = parted(chunk.text)
+        message: Payload = {"role": "assistant", "content": text, "refusal": None}
+        if thinking:
+            message["reasoning_content"] = thinking
         if chunk.tool_calls:
-            message["content"] = chunk.text or None
+            message["content"] = text or None
             message["tool_calls"] = as_message_calls(chunk.tool_calls)
         return {
             "index": index,
@@ -87,8 +74,12 @@ class ChatShape:
     def delta(self, index: int, chunk: Chunk) -> list[Payload]:
         """What a stream says of a chunk: nothing, or choices."""
         found = []
-        if chunk.text or chunk.logprobs:
-            found.append(self._delta(index, {"content": chunk.text}, logprobs=self._shown(chunk)))
+        stream = self._streams.setdefault(index, ThoughtStream())
+        thinking, text = stream.push(chunk.text, last=chunk.finish_reason is not None)
+        if thinking:
+            found.append(self._delta(index, {"reasoning_content": thinking}))
+        if text or chunk.logprobs:
+            found.append(self._delta(index, {"content": text}, logprobs=self._shown(chunk)))
         if chunk.tool_calls:
             calls = as_message_calls(chunk.tool_calls)
             numbered = [{"index": number, **call} for number, call in enumerate(calls)]
@@ -103,22 +94,27 @@ class ChatShape:
     def _shown(self, chunk: Chunk) -> Payload | None:
         if not self._call.logprobs:
             return None
-        content = [
-            {
-                **self._token(found.token_id, found.logprob),
-                "top_logprobs": [self._token(token, logprob) for token, _, logprob in found.top],
-            }
-            for found in chunk.logprobs
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": token_payloads(self._tokenizer, chunk), "refusal": None}
 
-    def _token(self, token: int, logprob: float) -> Payload:
-        spelled = self._tokenizer.token_bytes(token)
+
+def token_payloads(tokenizer: Tokenizer, chunk: Chunk) -> list[Payload]:
+    """The log-probability of each token of ``chunk``, with its alternatives."""
+
+    def one(token: int, logprob: float) -> Payload:
+        spelled = tokenizer.token_bytes(token)
         return {
             "token": spelled.decode("utf-8", "replace"),
             "logprob": max(logprob, _LEAST_LOGPROB),
             "bytes": list(spelled),
         }
+
+    return [
+        {
+            **one(found.token_id, found.logprob),
+            "top_logprobs": [one(token, logprob) for token, _, logprob in found.top],
+        }
+        for found in chunk.logprobs
+    ]
 
 
 class TextShape:
@@ -177,3 +173,54 @@ class TextShape:
 
 
 Shape: TypeAlias = ChatShape | TextShape
+
+
+class Completion:
+    """The response to a ``call``, whose choices look as ``shape`` says. See ``Reply``."""
+
+    media_type = EVENT_STREAM
+
+    def __init__(self, shape: Shape, call: Call, model: str) -> None:
+        self._shape, self._call = shape, call
+        self._head = {
+            "id": f"{shape.prefix}-{uuid.uuid4().hex}",
+            "object": shape.stream_kind if call.stream else shape.kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"localrt-{__version__}",
+        }
+        self._usage: Payload = {"usage": None} if call.include_usage else {}
+        self._ends: dict[int, Metrics] = {}
+
+    def whole(self, chunks: Sequence[Chunk]) -> Payload:
+        """All choices, and what they took."""
+        choices = [self._shape.whole(index, chunk) for index, chunk in enumerate(chunks)]
+        counts = usage([chunk.metrics for chunk in chunks], len(self._call.prompts))
+        return {**self._head, "choices": choices, "usage": counts}
+
+    def begin(self) -> Iterator[bytes]:
+        """The role, or the prompt, of each choice."""
+        for index in range(len(self._call.prompts) * self._call.choices):
+            yield from self._events(self._shape.first(index))
+
+    def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+        """An event for each kind of content in it."""
+        if chunk.finish_reason is not None:
+            self._ends[index] = chunk.metrics
+        yield from self._events(self._shape.delta(index, chunk))
+
+    def end(self) -> Iterator[bytes]:
+        """What the choices took, if that is wanted."""
+        if self._call.include_usage:
+            metrics = [self._ends[index] for index in sorted(self._ends)]
+            counts = usage(metrics, len(self._call.prompts))
+            yield event({**self._head, "choices": [], "usage": counts})
+        yield _DONE
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """An error in place of a choice."""
+        yield event(error_body(error))
+
+    def _events(self, choices: Sequence[Payload]) -> Iterator[bytes]:
+        for choice in choices:
+            yield event({**self._head, "choices": [choice], **self._usage})

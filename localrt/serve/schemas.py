@@ -118,6 +118,9 @@ _MESSAGE = _object(
     name=_TEXT,
     tool_call_id=_TEXT,
     tool_calls=_nullable(_list(_CALL)),
+    reasoning_content=_TEXT,
+    reasoning=_TEXT,
+    prefix=_FLAG,
 )
 
 # Of OpenAI and others, and what they are here.

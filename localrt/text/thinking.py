@@ -17,10 +17,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CLOSE", "OPEN", "Thinking", "overlap", "split_thinking", "thoughts_apart"]
+__all__ = [
+    "CLOSE",
+    "OPEN",
+    "OPENINGS",
+    "THOUGHT_FIELDS",
+    "Thinking",
+    "overlap",
+    "split_thinking",
+    "thoughts_apart",
+]
 
 OPEN, CLOSE = "<think>", "</think>"
-_OPENINGS = (OPEN, "<thinking>", "<reasoning>")
+OPENINGS = (OPEN, "<thinking>", "<reasoning>")
+THOUGHT_FIELDS = ("thinking", "reasoning", "reasoning_content")
+"""What chat templates call the field of a message for its thoughts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,7 @@ def split_thinking(text: str) -> Thinking:
     """
     thoughts: list[str] = []
     rest = text.lstrip()
-    while opening := next((each for each in _OPENINGS if rest.startswith(each)), ""):
+    while opening := next((each for each in OPENINGS if rest.startswith(each)), ""):
         closing = opening.replace("<", "</")
         inside, closed, after = rest[len(opening) :].partition(closing)
         if not closed:
@@ -54,7 +65,7 @@ def split_thinking(text: str) -> Thinking:
         thoughts.append(inside)
         rest = after.lstrip()
     if rest and any(
-        each.startswith(rest) for each in _OPENINGS
+        each.startswith(rest) for each in OPENINGS
     ):  # the start of a tag: the next piece tells
         return Thinking(_joined(thoughts), "", open=True)
     if thoughts:
@@ -81,7 +92,7 @@ def thoughts_apart(messages: Sequence[Any]) -> list[Any]:
             parts = split_thinking(content)
             if parts.thinking:
                 message = {**message, "content": parts.answer}
-                for name in ("thinking", "reasoning", "reasoning_content"):
+                for name in THOUGHT_FIELDS:
                     message.setdefault(name, parts.thinking)
         shaped.append(message)
     return shaped

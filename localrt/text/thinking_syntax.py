@@ -16,14 +16,14 @@ from localrt.errors import OptionError, TemplateError
 from localrt.models.templates.chat_template import MessageTemplate
 from localrt.text.harmony import is_harmony
 from localrt.text.parser import USUAL_FRAME, AnswerFrame
-from localrt.text.thinking import CLOSE, OPEN
+from localrt.text.thinking import CLOSE, OPEN, THOUGHT_FIELDS
 
 __all__ = ["ThinkingSyntax", "ThinkingTags", "find_syntax"]
 
 _ASK = [{"role": "user", "content": "zq ask"}]
 _THOUGHT, _SAID = "Zthought zq", "Zsaid zq"
 _ANSWER = {"role": "assistant", "content": _SAID}
-_THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
+_THOUGHTS = dict.fromkeys(THOUGHT_FIELDS, _THOUGHT)
 
 _SWITCHES = ("enable_thinking", "thinking", "reasoning")
 _EFFORTS = ("low", "medium", "high")

@@ -12,6 +12,7 @@ import pytest
 
 import localrt
 from localrt.cli import main
+from localrt.engine.options import read_options
 from localrt.errors import OptionError
 from tests.conftest import CHATML, write_tiny_model
 from tests.inside import core_of
@@ -31,6 +32,7 @@ HARMONY = (
 )
 ALWAYS = CHATML + "{# </think> #}"
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+ASK: list[Any] = [{"role": "user", "content": "hi"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 60}
 CLOSE = "\n</think>\n\n"
 
@@ -246,3 +248,28 @@ WITH_PARTS = (
     "{% if p.type == 'text' %}{{ p.text }}{% else %}<image>{% endif %}{% endfor %}<|im_end|>"
     "{% endfor %}"
 )
+
+
+# -- the beginning of an answer --------------------------------------------------------------------
+
+
+def test_an_answer_goes_on_from_a_beginning_that_is_given(thinker: localrt.Model) -> None:
+    begun = {"role": "assistant", "content": "Well, <|im_end|>", "prefix": True}
+    found = thinker.generate([*ASK, begun], **GREEDY)
+    prompt = core_of(thinker).requests.render(ASK, options=read_options({"thinking": False}))
+    ids = [*prompt, *thinker.tokenize("Well, <|im_end|>", add_special=False)]
+    assert thinker.generate(token_ids=ids, **GREEDY).token_ids == found.token_ids
+    assert thinker.count([*ASK, begun]) == len(ids) == found.metrics.prompt_tokens
+    assert thinker.detokenize(ids).endswith("</think>\n\nWell, <|im_end|>")
+    for wrong in ([begun], [*ASK, {**begun, "content": None}]):
+        with pytest.raises(OptionError, match="prefix"):
+            thinker.generate(wrong)
+    with pytest.raises(OptionError, match="beginning is given"):
+        thinker.generate([*ASK, begun], json_schema=True)
+
+
+def test_tokens_are_counted_as_they_are_read(thinker: localrt.Model) -> None:
+    options: dict[str, Any] = {"thinking": False, "tools": TOOLS}
+    read = thinker.generate(ASK, max_tokens=1, **options).metrics.prompt_tokens
+    assert thinker.count(ASK, **options) == read
+    assert thinker.count(ASK) != read

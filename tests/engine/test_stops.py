@@ -35,6 +35,9 @@ def test_text_is_shown_as_soon_as_it_is_certain() -> None:
 
 def test_the_earliest_of_several_stops_wins() -> None:
     assert shown(["one STOP two ###"], ["###", "STOP"]) == ("one ", True)
+    matcher = StopMatcher(["###", "STOP"])
+    matcher.push("one STOP")
+    assert matcher.matched == "STOP"
 
 
 @given(st.text("ab#", max_size=30), st.lists(st.text("ab#", min_size=1, max_size=4), max_size=3))

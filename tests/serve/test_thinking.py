@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +75,28 @@ def test_answers_think_as_long_as_they_are_told(thinker: Running) -> None:
         chat.set(thinking="off", thinking_tokens=None)
         assert chat.send("hi").metrics.thinking_tokens == 0
         chat.close()
+
+
+def test_thoughts_have_a_field_of_their_own_both_ways(thinker: Running) -> None:
+    messages: list[dict[str, str]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho", "reasoning_content": "zq thought"},
+        {"role": "user", "content": "so?"},
+    ]
+    body = {"messages": messages, "thinking_tokens": 5}
+    status, got, _ = thinker.request("POST", "/v1/chat/completions", body)
+    assert status == 200, got
+    with_thought = got["usage"]["prompt_tokens"]
+    said = got["choices"][0]["message"]
+    assert "think>" not in said["content"] + said["reasoning_content"]
+    _, events, _ = thinker.request("POST", "/v1/chat/completions", {**body, "stream": True})
+    lines = [line.removeprefix("data: ") for line in events.split("\n\n")[:-2]]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == said[name]
+    del messages[1]["reasoning_content"]
+    _, without, _ = thinker.request("POST", "/v1/chat/completions", body)
+    assert with_thought - without["usage"]["prompt_tokens"] > len("zq thought")
 
 
 def test_what_cannot_be_is_refused(server: Running) -> None:
