@@ -84,6 +84,10 @@ _DRAFT_HELP = (
     "or repeated text (ngram); auto is the default"
 )
 _THINKING_HELP = "whether the model thinks before it answers, or how much"
+_BREAKERS_HELP = (
+    "DRY: text that a repetition does not reach across; may be repeated; none: nothing "
+    "(a line end, colon, quote and asterisk)"
+)
 _OVERFLOW_HELP = "what to do when a conversation is longer than the context"
 _SAMPLING: tuple[Flag, ...] = (
     ("--max-tokens", int, "N", "longest answer, in tokens"),
@@ -95,6 +99,13 @@ _SAMPLING: tuple[Flag, ...] = (
     ("--repetition-penalty", float, "X", "above 1: fewer repeated tokens"),
     ("--frequency-penalty", float, "X", "tokens get less likely each time they occur"),
     ("--presence-penalty", float, "X", "tokens get less likely once they occurred"),
+    ("--dry-multiplier", float, "X", "above 0: avoid repeated passages (DRY); 0.8 is usual"),
+    ("--dry-base", float, "X", "DRY: how much more each further repeated token counts (1.75)"),
+    ("--dry-allowed-length", int, "N", "DRY: so many repeated tokens are free (2)"),
+    ("--dry-penalty-last-n", int, "N", "DRY: look at the last N tokens only (-1: at all)"),
+    ("--dry-sequence-breakers", list, "TEXT", _BREAKERS_HELP),
+    ("--xtc-probability", float, "P", "how often to leave out the likeliest tokens (XTC)"),
+    ("--xtc-threshold", float, "P", "XTC: leave out those from P on, but the last of them (0.1)"),
     ("--seed", int, "N", "the same seed gives the same text"),
     ("--stop", list, "TEXT", "end the answer at this text; may be repeated"),
     ("--draft", str, "MODEL|DIR|head|ngram|auto|off", _DRAFT_HELP),
@@ -200,6 +211,8 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Generation options that were given."""
     given = flag_values(args, _SAMPLING)
     options = {name: value for name, value in given.items() if value is not None}
+    if options.get("dry_sequence_breakers") == ["none"]:
+        options["dry_sequence_breakers"] = []
     adapters = adapters_by_name(getattr(args, "adapter", None) or ())
     return options | ({"adapter": next(iter(adapters))} if adapters else {})
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from localrt.engine.dry import Dry
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import AnswerParser, Constraint, Request
 from localrt.engine.sampling import (
@@ -54,6 +55,8 @@ class Answer:
         self._text = _Text(tokenizer, request.stop, parser)
         self._thinking = Thinking(request.thinking_limit, inside=self._inside)
         self._rng = np.random.default_rng(request.sampling.seed)
+        dry = request.sampling.avoids_repetition
+        self._dry = Dry(request.sampling, request.prompt, tokenizer) if dry else None
         self._constraint = None if request.constraint is None else request.constraint()
 
     def accept(self, logits: Logits) -> Chunk | None:
@@ -73,6 +76,8 @@ class Answer:
         if token in self._request.eos_ids and forced is None:
             return None
         self.generated.append(token)
+        if self._dry is not None:
+            self._dry.push(token)
         piece = self._text.push(token)
         self._thinking.follow(self._inside, forced=forced is not None)
         self.meter.token(thinking=self._thinking.tokens)
@@ -134,14 +139,18 @@ class Answer:
     def _sample(self, logits: Logits, bound: Constraint | None) -> int:
         request, sampling = self._request, self._request.sampling
         adjusted = adjust_logits(logits, request.prompt, self.generated, sampling)
+        if self._dry is not None:
+            adjusted = self._dry.applied(adjusted)
+        # A number for each token that is chosen, and none for guesses: these change nothing.
+        chance = self._rng.random() if sampling.excludes_top else 1.0
         if bound is None:
             if self._constraint is not None:  # thoughts do not end an answer that is to come
                 adjusted = adjusted.copy()
                 adjusted[[token for token in request.eos_ids if token < len(adjusted)]] = -np.inf
-            candidates = distribution(adjusted, sampling)
+            candidates = distribution(adjusted, sampling, chance)
         else:
             ids = _allowed_ids(bound, request.eos_ids, adjusted)
-            candidates = constrained(adjusted, ids, sampling)
+            candidates = constrained(adjusted, ids, sampling, chance)
         greedy = sampling.greedy
         return int(candidates.tokens[0]) if greedy else draw(candidates, self._rng.random())
 

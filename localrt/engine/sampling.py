@@ -1,7 +1,8 @@
 """From logits to a token, as pure functions: computing probabilities and drawing are separate.
 
-Order: repetition penalty, frequency and presence penalties, logit bias, temperature, top-k,
-typical, top-p, min-p; each filter renormalizes for the next. It knows no engine, session or text.
+Order: repetition penalty, frequency and presence penalties, logit bias, DRY (``dry.py``),
+temperature, top-k, typical, top-p, min-p, XTC; each filter renormalizes for the next. It knows no
+engine, session or text.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ Logits = npt.NDArray[np.float32]
 # No two different logits lie so near each other; divided by less, they overflow.
 _GREEDY_BELOW = 1e-8
 
+_BREAKERS = ("\n", ":", '"', "*")
+_MOST_BREAKERS, _LONGEST_BREAKER = 64, 40
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -43,6 +47,13 @@ class Sampling:
     ``repetition_penalty`` covers prompt and answer (Keskar et al. 2019), ``frequency_penalty`` and
     ``presence_penalty`` the answer alone (OpenAI's definition). ``typical_p`` is locally typical
     sampling (Meister et al. 2022), ``min_p`` a floor relative to the best token.
+
+    ``dry_multiplier`` above 0 switches DRY on (``localrt.engine.dry``): what would repeat more than
+    ``dry_allowed_length`` tokens of the last ``dry_penalty_last_n`` (-1: of all), and has none of
+    ``dry_sequence_breakers`` within, becomes less likely by ``dry_base`` for every further token.
+    ``xtc_probability`` is how often XTC ("exclude top choices", Weidmann 2024) leaves out all
+    tokens with at least ``xtc_threshold`` of the probability, before the temperature, but the least
+    likely of them; above 0.5 it never does. Both have llama.cpp's names and defaults.
     """
 
     temperature: float = 0.8
@@ -54,6 +65,13 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: Sequence[str] = _BREAKERS
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +85,13 @@ class Sampling:
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _check_number("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
+        _check_number("dry_base", self.dry_base, 1.0, 100.0)
+        check_integer("dry_allowed_length", self.dry_allowed_length, 1, 1 << 31)
+        check_integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, 1 << 31)
+        object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
+        _check_number("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _check_number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
         if self.seed is not None:
             check_integer("seed", self.seed, 0, (1 << 64) - 1)
         if not isinstance(self.logit_bias, Mapping):
@@ -83,6 +108,31 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def avoids_repetition(self) -> bool:
+        """Whether DRY is on."""
+        return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
+
+    @property
+    def excludes_top(self) -> bool:
+        """Whether XTC is on: every token then takes one more random number."""
+        return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5 and not self.greedy
+
+
+def _breakers(given: Any) -> tuple[str, ...]:
+    texts = (given,) if isinstance(given, str) else given
+    if not isinstance(texts, Sequence) or len(texts) > _MOST_BREAKERS:
+        raise OptionError(
+            f"dry_sequence_breakers must be at most {_MOST_BREAKERS} strings, is {given!r:.80}"
+        )
+    for text in texts:
+        if not isinstance(text, str) or not 0 < len(text) <= _LONGEST_BREAKER:
+            raise OptionError(
+                f"dry_sequence_breakers must be strings of 1 to {_LONGEST_BREAKER} characters, has "
+                f"{text!r:.80}"
+            )
+    return tuple(texts)
 
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
@@ -102,7 +152,7 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     A config that names any of them gets Hugging Face's neutral values for the rest; one that says
     ``do_sample: false`` is greedy; one that says nothing keeps localrt's own defaults.
     """
-    known = {f.name for f in fields(Sampling)} - {"seed", "logit_bias"}
+    known = {f.name for f in fields(Sampling)} - {"seed", "logit_bias", "dry_sequence_breakers"}
     named = {k: v for k, v in generation_config.items() if k in known and v is not None}
     if generation_config.get("do_sample") is False:
         return {"temperature": 0.0}
@@ -147,8 +197,11 @@ def adjust_logits(
     return out
 
 
-def distribution(logits: Logits, sampling: Sampling) -> Distribution:
-    """The distribution that ``sampling`` draws from, given adjusted logits (V,)."""
+def distribution(logits: Logits, sampling: Sampling, chance: float = 1.0) -> Distribution:
+    """The distribution that ``sampling`` draws from, given adjusted logits (V,).
+
+    ``chance``, uniform in [0, 1), decides whether XTC acts on this token.
+    """
     if sampling.greedy:
         return Distribution(np.array([int(logits.argmax())], np.intp), np.ones(1))
     tokens = _top_k(logits, sampling.top_k)
@@ -165,12 +218,18 @@ def distribution(logits: Logits, sampling: Sampling) -> Distribution:
     if sampling.min_p > 0.0:
         keep = int(np.count_nonzero(probs >= sampling.min_p * probs[0]))
         tokens, probs = _renormalized(tokens[:keep], probs[:keep])
+    if sampling.excludes_top and chance < sampling.xtc_probability:
+        skip = _top_choices(logits[tokens], sampling.xtc_threshold) - 1
+        if skip > 0:
+            tokens, probs = _renormalized(tokens[skip:], probs[skip:])
     return Distribution(tokens, probs)
 
 
-def constrained(logits: Logits, ids: npt.NDArray[np.intp], sampling: Sampling) -> Distribution:
+def constrained(
+    logits: Logits, ids: npt.NDArray[np.intp], sampling: Sampling, chance: float = 1.0
+) -> Distribution:
     """``distribution`` of adjusted logits (V,) among ``ids`` alone."""
-    found = distribution(logits[ids], sampling)
+    found = distribution(logits[ids], sampling, chance)
     return Distribution(ids[found.tokens], found.probs)
 
 
@@ -195,6 +254,12 @@ def _typical(
     keep = max(1, int(np.searchsorted(np.cumsum(probs[order]), mass, side="left")) + 1)
     kept = np.sort(order[:keep])
     return _renormalized(tokens[kept], probs[kept])
+
+
+def _top_choices(logits: Logits, threshold: float) -> int:
+    """How many of the candidates with these logits (n,) have at least that probability."""
+    probs = np.exp(logits.astype(np.float64) - float(logits[0]))  # the best comes first
+    return int(np.count_nonzero(probs >= threshold * probs.sum()))
 
 
 def _renormalized(

@@ -31,10 +31,13 @@ __all__ = ["RemoteModel", "connect"]
 _LONGEST_LIST = 8 << 20
 _LONGEST_REFUSAL = 64 << 10
 _BYTES_A_TOKEN = 4  # an estimate; a template's marks take about as many tokens a message
-# Sent under their own names: OpenAI's, then those that vLLM and localrt's server know beyond them.
+# Sent under their own names: OpenAI's, then those that vLLM, llama.cpp or localrt's server know
+# beyond them.
 _SENT = (
     *("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
     *("max_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
 )
 # What localrt's server, vLLM and llama.cpp call it.
 _THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")

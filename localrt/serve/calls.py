@@ -24,6 +24,8 @@ _SEEDS = 1 << 64
 _AS_THEY_ARE = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "stop", "ignore_eos", "max_tokens"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
 )
 
 

@@ -85,6 +85,13 @@ _SAMPLING: dict[str, Schema] = {
     "top_k": _integer(-1, _MOST_ID),
     "min_p": _number(0, 1),
     "typical_p": _number(0, 1),
+    "dry_multiplier": _number(0, 100),
+    "dry_base": _number(1, 100),
+    "dry_allowed_length": _integer(1, _MOST_ID),
+    "dry_penalty_last_n": _integer(-1, _MOST_ID),
+    "dry_sequence_breakers": _nullable(_list({**_FILLED, "maxLength": 40}, maxItems=64)),
+    "xtc_probability": _number(0, 1),
+    "xtc_threshold": _number(0, 1),
     "repetition_penalty": _number(0.01, 100),
     "ignore_eos": _FLAG,
 }

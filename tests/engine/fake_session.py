@@ -61,3 +61,9 @@ class ByteTokenizer:
 
     def token_text(self, token: int) -> str:
         return chr(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        return chr(token).encode()
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        return [ord(character) for character in text]

@@ -146,6 +146,30 @@ def test_no_penalty_copies_nothing() -> None:
     assert adjust_logits(logits, [1], [2], Sampling()) is logits
 
 
+@pytest.mark.parametrize(
+    ("probs", "settings", "tokens"),
+    [
+        ((0.5, 0.3, 0.15, 0.05), {}, [2, 3]),  # the least likely of the top choices stays
+        ((0.5, 0.3, 0.15, 0.05), {"temperature": 9.0}, [2, 3]),  # before the temperature
+        ((0.5, 0.3, 0.15, 0.05), {"temperature": 0}, [0]),
+        ((0.95, 0.03, 0.02), {}, [0, 1, 2]),  # a single one is no choice
+        ((0.5, 0.3, 0.15, 0.05), {"xtc_threshold": 0.51}, [0, 1, 2, 3]),
+        ((0.5, 0.3, 0.15, 0.05), {"top_k": 2}, [1]),
+        ((0.25, 0.25, 0.25, 0.25), {}, [3]),
+    ],
+)
+def test_xtc_leaves_out_the_top_choices_but_one(
+    probs: tuple[float, ...], settings: dict[str, Any], tokens: list[int]
+) -> None:
+    on = {**NEUTRAL, "xtc_probability": 0.5, "xtc_threshold": 0.1, **settings}
+    logits = logits_of(*probs)
+    found = distribution(logits, Sampling(**on), 0.49)
+    assert sorted(found.tokens.tolist()) == tokens
+    assert found.probs.sum() == pytest.approx(1)
+    untouched = distribution(logits, Sampling(**{**on, "xtc_probability": 0.0}))
+    assert distribution(logits, Sampling(**on), 0.5).tokens.tolist() == untouched.tokens.tolist()
+
+
 def test_log_probabilities_ignore_settings() -> None:
     value, top = log_probabilities(logits_of(0.1, 0.2, 0.7), 1, 2)
     assert value == pytest.approx(np.log(0.2), abs=1e-6)

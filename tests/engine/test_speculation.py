@@ -43,6 +43,9 @@ SAMPLINGS = {
     "penalties": Sampling(
         temperature=1.5, seed=4, repetition_penalty=1.3, frequency_penalty=0.4, top_p=0.9
     ),
+    "dry and xtc": Sampling(
+        temperature=1.0, seed=5, dry_multiplier=0.8, xtc_probability=0.5, xtc_threshold=0.02
+    ),
 }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
+from localrt.engine.dry import Dry
 from localrt.engine.sampling import Distribution, Sampling, adjust_logits, distribution, draw
 from localrt.speculative.tree import ROOT, TokenTree
 
@@ -34,6 +35,12 @@ SETTINGS = {
         presence_penalty=0.5,
         logit_bias={2: 0.7},
     ),
+    "dry": Sampling(
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, dry_multiplier=0.9, dry_allowed_length=1
+    ),
+    "xtc": Sampling(
+        temperature=0.9, top_k=0, top_p=1.0, min_p=0.0, xtc_probability=0.4, xtc_threshold=0.15
+    ),
 }
 
 
@@ -44,20 +51,36 @@ def target(history: tuple[int, ...]) -> np.ndarray:
 
 
 @cache
-def chances(generated: tuple[int, ...], name: str) -> Distribution:
+def chances(generated: tuple[int, ...], name: str, excluding: bool) -> Distribution:
+    """``excluding``: XTC acts on this token."""
     sampling = SETTINGS[name]
     logits = adjust_logits(target((*PROMPT, *generated)), PROMPT, generated, sampling)
-    return distribution(logits, sampling)
+    if sampling.avoids_repetition:
+        logits = Dry(sampling, (*PROMPT, *generated), None).applied(logits)
+    return distribution(logits, sampling, 0.0 if excluding else 1.0)
 
 
-def choose(generated: tuple[int, ...], name: str, uniform: float) -> int:
-    return draw(chances(generated, name), uniform)
+def exact_chances(generated: tuple[int, ...], name: str) -> dict[int, float]:
+    """By token, over what XTC may do."""
+    share = SETTINGS[name].xtc_probability
+    found: dict[int, float] = {}
+    for excluding, weight in ((True, share), (False, 1 - share)):
+        each = chances(generated, name, excluding)
+        for token, p in zip(each.tokens.tolist(), each.probs.tolist(), strict=True):
+            found[token] = found.get(token, 0.0) + weight * p
+    return {token: p for token, p in found.items() if p}
+
+
+def choose(generated: tuple[int, ...], name: str, rng: np.random.Generator) -> int:
+    sampling = SETTINGS[name]
+    excluding = sampling.excludes_top and rng.random() < sampling.xtc_probability
+    return draw(chances(generated, name, excluding), rng.random())
 
 
 def plain(name: str, rng: np.random.Generator) -> tuple[int, ...]:
     out: tuple[int, ...] = ()
     while len(out) < LENGTH:
-        out = (*out, choose(out, name, rng.random()))
+        out = (*out, choose(out, name, rng))
     return out
 
 
@@ -81,9 +104,7 @@ def speculative(
     out: tuple[int, ...] = ()
     while len(out) < LENGTH:
         done = out
-        tokens, _ = verify(
-            propose(), lambda _, said, done=done: choose((*done, *said), name, rng.random())
-        )
+        tokens, _ = verify(propose(), lambda _, said, done=done: choose((*done, *said), name, rng))
         out = (*out, *tokens)
     return out[:LENGTH]
 
@@ -113,8 +134,7 @@ def test_the_distribution_is_the_targets(name: str) -> None:
     for _ in range(LENGTH):
         longer: dict[tuple[int, ...], float] = {}
         for said, p in exact.items():
-            found = chances(said, name)
-            for token, chance in zip(found.tokens.tolist(), found.probs.tolist(), strict=True):
+            for token, chance in exact_chances(said, name).items():
                 longer[(*said, token)] = p * chance
         exact = longer
     rng = np.random.default_rng(5)

@@ -114,10 +114,10 @@ async def test_system_and_set(model: FakeModel) -> None:
         await screen.say(pilot, "/set ignore_eos true")
         assert model.last_chat.options == {"max_tokens": 40, "stop": "5", "ignore_eos": True}
         await screen.say(pilot, "/set")
-        listing = screen.notices(app)[-1].splitlines()
-        assert "max_tokens          40" in listing
-        assert "temperature         0.2 (default)" in listing
-        assert "seed                -" in listing
+        listing = [" ".join(line.split()) for line in screen.notices(app)[-1].splitlines()]
+        assert "max_tokens 40" in listing
+        assert "temperature 0.2 (default)" in listing
+        assert "seed -" in listing
         await screen.say(pilot, "/set thinking off")
         assert screen.notices(app)[-1] == 'thinking = "off"'
         for name in ("thinking", "max_tokens", "stop"):

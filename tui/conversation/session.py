@@ -183,7 +183,8 @@ def _value(name: str, text: str) -> Any:
     except ValueError:
         return text
     # A stop string may look like a number.
-    return text if name == "stop" and not isinstance(value, (str, list)) else value
+    texts = name in ("stop", "dry_sequence_breakers")
+    return text if texts and not isinstance(value, (str, list)) else value
 
 
 def _shown(value: Any) -> str:

@@ -1,0 +1,145 @@
+"""DRY against the plainest code that does the same, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localrt.engine.dry import Dry, grown, repeat_lengths
+from localrt.engine.options import read_options
+from localrt.engine.sampling import Sampling
+from localrt.errors import OptionError
+from tests.engine.fake_session import ByteTokenizer
+
+VOCAB = 256
+
+
+class PairTokenizer(ByteTokenizer):
+    """Bytes, but for two that stand for two characters each."""
+
+    pairs: ClassVar = {1: b"a\n", 3: b"a."}
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.pairs.get(token) or super().token_bytes(token)
+
+
+def naive(tokens: Sequence[int], sampling: Sampling, breaks: Sequence[int]) -> dict[int, float]:
+    """The penalty of each token, by comparing every position with the end. ``breaks`` are the
+    places behind which a breaker ends.
+    """
+    start = 0 if sampling.dry_penalty_last_n < 0 else len(tokens) - sampling.dry_penalty_last_n
+    start = max(0, start)
+    reach = len(tokens) - max([at for at in breaks if at >= start], default=start)
+    found: dict[int, float] = {}
+    for at in range(start + 1, len(tokens)):
+        length = 0
+        while at - length > start and tokens[at - length - 1] == tokens[-length - 1]:
+            length += 1
+        length = min(length, reach)
+        if length >= sampling.dry_allowed_length:
+            power = float(length - sampling.dry_allowed_length)
+            lost = sampling.dry_multiplier * sampling.dry_base**power
+            found[tokens[at]] = max(found.get(tokens[at], 0.0), lost)
+    return found
+
+
+@given(st.lists(st.integers(0, 2), max_size=40))
+def test_repeats_are_found_at_once_and_one_by_one(tokens: list[int]) -> None:
+    ids = np.array(tokens, np.int32)
+    expected = []
+    for at in range(len(tokens)):
+        length = 0
+        while length < at and tokens[at - length - 1] == tokens[-length - 1]:
+            length += 1
+        expected.append(length)
+    assert repeat_lengths(ids).tolist() == expected
+    one_by_one = np.zeros(0, np.int32), np.zeros(0, np.int32)
+    for token in tokens:
+        one_by_one = grown(*one_by_one, token)
+    assert one_by_one[0].tolist() == tokens
+    assert one_by_one[1].tolist() == expected
+
+
+@given(
+    st.lists(st.sampled_from(b"ab\n"), max_size=30),
+    st.lists(st.sampled_from(b"ab\n"), max_size=12),
+    st.sampled_from([-1, 1, 3, 8, 1000]),
+    st.integers(1, 4),
+)
+def test_penalties_are_those_of_the_plainest_code(
+    prompt: list[int], said: list[int], last: int, allowed: int
+) -> None:
+    sampling = Sampling(
+        dry_multiplier=0.8,
+        dry_penalty_last_n=last,
+        dry_allowed_length=allowed,
+        dry_sequence_breakers=["\n"],
+    )
+    dry = Dry(sampling, prompt, ByteTokenizer())
+    logits = np.linspace(-1, 1, VOCAB, dtype=np.float32)
+    for token in (None, *said):
+        if token is not None:
+            dry.push(token)
+            prompt = [*prompt, token]
+        breaks = [at + 1 for at, each in enumerate(prompt) if each == ord("\n")]
+        expected = logits.astype(np.float64)
+        for each, lost in naive(prompt, sampling, breaks).items():
+            if each != ord("\n"):
+                expected[each] -= lost
+        np.testing.assert_allclose(dry.applied(logits), expected, rtol=1e-6)
+
+
+def test_a_breaker_may_lie_in_a_token_or_across_several() -> None:
+    text = [ord(each) for each in "xyz"]
+    for between, breaker, ends in (
+        ([1], "\n", True),  # within one token
+        ([3, ord("\n")], ".\n", True),  # begins at the end of one
+        ([ord("."), ord("\n")], ".\n", True),
+        ([ord("."), ord(" "), ord("\n")], ".\n", False),
+    ):
+        sampling = Sampling(dry_multiplier=1.0, dry_sequence_breakers=[breaker])
+        dry = Dry(sampling, [*text, *between, *text[:2]], PairTokenizer())
+        logits = np.zeros(VOCAB, np.float32)
+        assert dry.applied(logits)[ord("z")] == -1
+        dry = Dry(sampling, [*text, *between, *text, *between, text[0]], PairTokenizer())
+        # What repeats would have three tokens in front of the breaker.
+        assert (dry.applied(logits)[ord("y")] == 0) == ends
+
+
+def test_a_long_repetition_takes_a_token_out_and_overflows_nowhere() -> None:
+    sampling = Sampling(dry_multiplier=100.0, dry_base=100.0, dry_sequence_breakers=[])
+    dry = Dry(sampling, [7] * 3000, None)
+    logits = dry.applied(np.full(VOCAB, 5.0, np.float32))
+    assert np.isfinite(logits).all()
+    assert logits[7] < -1e37
+
+
+def test_nothing_repeated_copies_nothing() -> None:
+    logits = np.zeros(VOCAB, np.float32)
+    dry = Dry(Sampling(dry_multiplier=1.0), list(range(50)), ByteTokenizer())
+    assert dry.applied(logits) is logits
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dry_base": 0.9}, "dry_base must be a number from 1 to 100"),
+        ({"dry_penalty_last_n": -2}, "dry_penalty_last_n must be an integer from -1"),
+        ({"dry_sequence_breakers": [""]}, "strings of 1 to 40 characters"),
+        ({"dry_sequence_breakers": 5}, "at most 64 strings"),
+        ({"xtc_threshold": 2}, "xtc_threshold must be a number from 0 to 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        read_options(options)
+
+
+def test_one_breaker_may_stand_alone() -> None:
+    sampling = read_options({"dry_sequence_breakers": ";"}).sampling
+    assert sampling.dry_sequence_breakers == (";",)
