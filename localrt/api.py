@@ -50,6 +50,7 @@ def load(
     chat_template: str | Path | None = None,
     draft: str = "auto",
     threads: int | None = None,
+    shrinkable: bool = False,
     revision: str | None = None,
     offline: bool | None = None,
     progress: ProgressCallback | None = None,
@@ -87,6 +88,8 @@ def load(
             budgets, and left out where it does not fit. ``"MODEL+ngram"`` is both. Every request
             may choose again.
         threads: CPU threads of the engine; None takes the machine's physical cores.
+        shrinkable: on the CPU, a model that fits whole can leave its memory to others later
+            (``Model.leave_ram``, ``set_budget``). It is packed once, as one that is streamed.
         revision: branch, tag or commit of a hub model.
         offline: never use the network; None follows the environment.
         progress: called with ``Progress`` from the loading thread.
@@ -106,6 +109,7 @@ def load(
         activations=activations,
         chat_template=None if chat_template is None else Path(chat_template),
         threads=threads,
+        shrinkable=shrinkable,
     )
     return Model(
         open_core(
@@ -452,6 +456,21 @@ class Model(Closing):
             ram=None if ram is None else parse_size(ram),
             gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
         )
+
+    @property
+    def spare_ram(self) -> int:
+        """Bytes of the RAM budget that a streamed model does not take yet; 0 of any other."""
+        return self._core.engine.residency.memory.spare
+
+    def leave_ram(self, nbytes: int) -> int:
+        """Leave ``nbytes`` of RAM to something else in this process, or as much as can be; below
+        zero: take them back. The bytes that were left.
+
+        First goes what the budget has left, then weights, which are read again in each pass until
+        there is room for them. A model that was loaded whole leaves nothing: see ``shrinkable`` of
+        ``load``.
+        """
+        return self._core.leave_ram(nbytes)
 
     def unload(self) -> None:
         """``close``, and give all memory back to the system, conversations' caches included.

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.answering.core import Core
@@ -19,6 +20,7 @@ from localrt.answering.streams import joined
 from localrt.closing import Closing
 from localrt.engine.batch.live import Live, LiveLimits, LiveStats
 from localrt.engine.batch.live_answer import LiveAnswer
+from localrt.engine.protocol import EngineSession
 from localrt.engine.types import Chunk, Message
 from localrt.errors import LocalrtError
 
@@ -45,7 +47,7 @@ class LiveModel(Closing):
             core.engine.take_ram(reserve_ram)
             self._reserved = reserve_ram
         room = core.budgets.kv_room
-        self._live = Live(core.engine, core.parts.tokenizer, limits, room=room)
+        self._live = Live(core.engine, core.parts.tokenizer, limits, room=room, save=self._save)
         # Long prompts take turns, and keep no short one waiting.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="localrt-prompt")
 
@@ -72,6 +74,7 @@ class LiveModel(Closing):
         request = self._core.requests.make(
             prompt, options, token_ids=token_ids, raw=raw, tools=tools, cancel=cancel
         )
+        request = replace(request, restore=self._core.parking.restore)
         return self._live.submit(request, client=client, notify=notify)
 
     def stream(
@@ -134,6 +137,10 @@ class LiveModel(Closing):
         """Every answer ends, with what it has said."""
         self._live.cancel_all()
 
+    def park(self) -> None:
+        """Move the caches that nobody uses now to the disk, from which they come back."""
+        self._live.park()
+
     @property
     def closed(self) -> bool:
         """Whether nothing can be asked of it any more."""
@@ -146,6 +153,10 @@ class LiveModel(Closing):
         if reserved:
             with suppress(LocalrtError):  # the model may be closed already
                 self._core.engine.take_ram(-reserved)
+
+    def _save(self, session: EngineSession) -> None:
+        with suppress(LocalrtError):  # a full disk: what it holds is computed again
+            self._core.parking.save(session, "disk")
 
 
 class AsyncAnswer(AsyncIterator[Chunk]):

@@ -32,6 +32,11 @@ class WeightMemory:
     streams = False
 
     @property
+    def spare(self) -> int:
+        """Bytes of the budget that weights and caches do not take."""
+        return 0
+
+    @property
     def reclaimable(self) -> int:
         """Bytes of RAM that weights could give back."""
         return 0

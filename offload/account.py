@@ -59,6 +59,7 @@ __all__ = [
     "placed_account",
     "process_nbytes",
     "resident_account",
+    "ring_for_all_nbytes",
     "shorter_contexts",
     "unstreamable_card_nbytes",
     "unstreamable_nbytes",
@@ -125,6 +126,7 @@ _KV_BUFFERS = 2  # a layer that computes, and the one that is loaded beside it
 _DRAFT_PASS_NBYTES = 40 << 20  # logits of a draft's round, and its activations
 _CONSTRAINT_NBYTES = 400  # of a token, while a tokenizer is prepared for grammars; half stays
 _CONTEXT_STEP = 256
+_TABLES = ("embedding", "norm")  # units that stay where they are: rows are taken from them
 
 # A pass wants rows enough for the arithmetic to pay for the reading, in a small part of the budget.
 _ROW_CHOICES = (1024, 512, 256, 128, 64, 32)
@@ -422,15 +424,19 @@ def growing_ring_nbytes(largest: int) -> int:
     return largest + _RING_SLACK_NBYTES
 
 
+def ring_for_all_nbytes(shape: ModelShape) -> int:
+    """A ring that all units pass through that can be streamed, none of which is yet."""
+    return growing_ring_nbytes(max(u.nbytes for u in shape.units if u.kind not in _TABLES))
+
+
 def unstreamable_nbytes(shape: ModelShape, placement: Placement) -> int:
     """Weights in RAM that stay there whatever the caches need, beside the ring as planned.
 
     Where there is a ring, it grows until every unit passes through.
     """
     in_ram = [u for u in shape.units if placement.where[u.name] in (Where.RAM, Where.LINK)]
-    table = ("embedding", "norm")
-    stays = sum(u.nbytes for u in in_ram if u.kind in table or not placement.ram_ring)
-    largest = max((u.nbytes for u in in_ram if u.kind not in table), default=0)
+    stays = sum(u.nbytes for u in in_ram if u.kind in _TABLES or not placement.ram_ring)
+    largest = max((u.nbytes for u in in_ram if u.kind not in _TABLES), default=0)
     if largest > placement.ram_ring > 0:
         stays += growing_ring_nbytes(largest) - placement.ram_ring
     return stays

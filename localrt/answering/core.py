@@ -29,7 +29,7 @@ from localrt.engine.pool import SessionPool
 from localrt.engine.protocol import EngineSession
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message
-from localrt.errors import LocalrtError
+from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.hub import resolve, resolve_adapter
 from localrt.hub.listing import note_use
 from localrt.loading.options import LoadOptions
@@ -208,6 +208,21 @@ class Core:
             self.budgets.set_ram(ram, free=self._pool.free)
         if gpu_memory is not None:
             self.budgets.set_gpu_memory(gpu_memory)
+
+    def leave_ram(self, nbytes: int) -> int:
+        """See ``Model.leave_ram``."""
+        memory = self.engine.residency.memory
+        most = memory.spare + memory.reclaimable
+        left = min(nbytes, most)
+        while True:
+            try:
+                self.engine.take_ram(left)
+                break
+            except MemoryBudgetError:  # units that pass need some of it themselves
+                left = left * 3 // 4
+        if left > 0:
+            return_free_memory()
+        return left
 
     def unload(self) -> None:
         """``close``, and free what conversations and the tokenizer take."""

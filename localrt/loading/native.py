@@ -116,9 +116,13 @@ def load_native(
 def _must_stream(
     checkpoint: Checkpoint, config: DecoderConfig, ops: Ops, options: LoadOptions
 ) -> bool:
-    """Whether weights and a useful context exceed the budget, where streaming is possible."""
+    """Whether weights and a useful context exceed the budget, or have to be able to leave memory,
+    where streaming is possible.
+    """
     if ops.name not in ("native", "cuda") or not find_library():
         return False
+    if options.shrinkable and ops.name == "native" and not any(config.mixtures):
+        return True
     budget, _ = memory_left(ops, options)
     ctx = options.ctx or min(config.context_length, _USEFUL_CONTEXT)
     return resident_account(checkpoint, config, ops, ctx).total() > budget

@@ -24,6 +24,7 @@ class LoadOptions:
 
     ``pass_rows`` are the rows of a usual pass, which a placement is made for: more than one where
     guesses are verified. A ``gpu_memory`` of 0 leaves all to the CPU.
+    ``shrinkable``: a model that fits whole can give its weights back later, and stream them.
     """
 
     engine: str = "auto"
@@ -37,6 +38,7 @@ class LoadOptions:
     chat_template: Path | None = None
     threads: int | None = None
     pass_rows: int = 1
+    shrinkable: bool = False
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:

@@ -33,6 +33,9 @@ from localrt.offload.account import (
     LOADING_NBYTES,
     MARGIN_NBYTES,
     SOLVER_NBYTES,
+    Account,
+    MemoryPart,
+    ring_for_all_nbytes,
 )
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.memory.pressure import MemoryPressure
@@ -129,6 +132,8 @@ def load_placed(
         rows=options.pass_rows,
         exact=room >= SOLVER_NBYTES,
     )
+    if options.shrinkable:
+        plan = _with_ring(plan)
     notes += plan.notes
     # Experts come later, beside the first passes.
     loaded = [
@@ -179,6 +184,16 @@ def load_placed(
         ram=placed_forecast(plan.memory, plan.request.shape, plan.request.budgets.ram),
     )
     return engine, choice.ctx
+
+
+def _with_ring(plan: Plan) -> Plan:
+    """The plan with room for units to pass through, though none is streamed yet."""
+    placement = plan.placement
+    if placement.ram_ring or placement.uses_gpu or plan.request.shape.routed:
+        return plan
+    ring = ring_for_all_nbytes(plan.request.shape)
+    memory = Account((*plan.memory.parts, MemoryPart("ram", "ring for reads", ring)))
+    return replace(plan, placement=replace(placement, ram_ring=ring), memory=memory)
 
 
 def _kv_tier(

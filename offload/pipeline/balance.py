@@ -121,6 +121,11 @@ class Balance(WeightMemory):
         return self._fixed + sum(stage.ram_nbytes for stage in self._stages) + experts
 
     @property
+    def spare(self) -> int:
+        """See ``WeightMemory``."""
+        return max(0, self._room(self._caches.nbytes))
+
+    @property
     def reclaimable(self) -> int:
         """See ``WeightMemory``."""
         experts = 0 if self._experts is None else self._experts.reclaimable
@@ -153,7 +158,7 @@ class Balance(WeightMemory):
         missing = self.ram_nbytes + self._ring_growth + self._caches.nbytes > budget
         self._try_budget(budget)
         if missing:
-            self._why = "what keeps answers in their form needs memory"
+            self._why = "something else in this program needs memory"
 
     def _try_budget(self, nbytes: int) -> None:
         before = self._budget, self._why

@@ -83,3 +83,15 @@ def test_no_disk_for_caches_means_none(tmp_path: Path, monkeypatch: pytest.Monke
         assert chat.park() == 0
         assert chat.kv_nbytes > 0
     assert not (tmp_path / "cache" / "kv").exists()
+
+
+def test_a_running_batch_parks_what_nobody_uses(model: Model) -> None:
+    options = {"max_tokens": 8, "temperature": 0.0}
+    with model.live() as live:
+        before = live.generate(PROMPT, **options)
+        held = live.stats().kv_bytes
+        live.park()
+        assert live.stats().kv_bytes == 0 < held
+        after = live.generate(PROMPT, **options)
+    assert after.token_ids == before.token_ids
+    assert after.metrics.cached_tokens > 100 > before.metrics.cached_tokens

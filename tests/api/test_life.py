@@ -356,3 +356,28 @@ def test_budgets_of_a_model_that_was_loaded_whole(tiny: localrt.Model) -> None:
     with pytest.raises(localrt.OptionError, match="not a size"):
         tiny.set_budget(ram="lots")
     assert tiny.generate("hi", max_tokens=2, ignore_eos=True).token_ids
+
+
+@needs_kernels
+def test_a_model_that_fits_leaves_its_memory_and_takes_it_back(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    options = {"max_tokens": 4, "ignore_eos": True, "temperature": 0.0}
+    with localrt.load(tiny_folder, shrinkable=True, ctx=512) as model:
+        answers = [model.generate("hi", **options)]
+        spare = model.spare_ram
+        left = model.leave_ram(spare + 1)
+        assert left == spare + 1
+        assert model.spare_ram < spare
+        answers.append(model.generate("hi", **options))
+        assert model.leave_ram(-left) == -left
+        answers += [model.generate("hi", **options) for _ in range(3)]
+        assert 0 < model.leave_ram(1 << 60) < 1 << 60  # all but what has to stay
+    assert len({answer.token_ids for answer in answers}) == 1
+    read = [answer.metrics.ssd_read_bytes for answer in answers]
+    assert read[0] == read[-1] == 0 < read[1]
+
+
+def test_a_model_that_was_loaded_whole_leaves_nothing(tiny: localrt.Model) -> None:
+    assert tiny.spare_ram == tiny.leave_ram(1 << 20) == 0

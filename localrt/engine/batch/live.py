@@ -17,7 +17,7 @@ from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.live_answer import LiveAnswer
 from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
-from localrt.engine.protocol import Engine
+from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
 from localrt.errors import CancelledError, LocalrtError, OptionError
@@ -84,7 +84,8 @@ class LiveStats:
 class Live:
     """A batch that runs as long as it is open. Thread-safe; close it before its engine.
 
-    ``room`` says how many bytes caches may take beside those that they take already.
+    ``room`` says how many bytes caches may take beside those that they take already. ``save`` keeps
+    what a cache holds for later, before it is freed because nobody has gone on with it.
     """
 
     def __init__(
@@ -94,9 +95,12 @@ class Live:
         limits: LiveLimits,
         *,
         room: Callable[[], int],
+        save: Callable[[EngineSession], object] = lambda session: None,
     ) -> None:
         self._engine = engine
         self._more_room = room
+        self._save = save
+        self._parked: threading.Event | None = None  # what waits for caches to be saved and freed
         self._limits = limits
         self._waiting: FairQueue[BatchSequence[LiveAnswer]] = FairQueue()
         self._schedule = self._scheduler(engine, tokenizer)
@@ -162,6 +166,16 @@ class Live:
             seq.request.cancel.set()
         self._wake()
 
+    def park(self) -> None:
+        """Save the caches that nobody uses now, and free them; returns when that is done."""
+        with self._changed:
+            if self._closing:
+                return
+            self._parked = done = self._parked or threading.Event()
+            self._news = True
+            self._changed.notify()
+        done.wait()
+
     @property
     def closed(self) -> bool:
         """Whether nothing can be asked of it any more."""
@@ -189,6 +203,7 @@ class Live:
             for seq in self._all():
                 self._end(seq)
             self._schedule.close()
+            self._park(lambda session: None)
 
     def _ready(self) -> bool:
         """Wait until there is something to do; False when closing."""
@@ -196,12 +211,24 @@ class Live:
             if not self._schedule.sequences and not self._news and self._waiting.first() is None:
                 self._schedule.rest()
                 if not self._changed.wait(_LOOK_S if self._paused else _FORGET_S):
-                    self._schedule.rest(keep=None if self._paused else 0)
+                    if not self._paused:
+                        self._schedule.park(self._save)
             self._news = False
             return not self._closing
 
+    def _park(self, save: Callable[[EngineSession], object]) -> None:
+        """What ``park`` waits for."""
+        with self._changed:
+            done, self._parked = self._parked, None
+        if done is not None:
+            try:
+                self._schedule.park(save)
+            finally:
+                done.set()
+
     def _tend(self) -> None:
         """Those cancelled leave; those paused go on, or leave when patience is over."""
+        self._park(self._save)
         for seq in [*self._schedule.sequences, *self._waiting.items()]:
             if seq.request.cancel.is_set():
                 self._end(seq)

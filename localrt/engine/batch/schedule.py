@@ -123,6 +123,14 @@ class Schedule(Generic[Owner]):
         while len(self._idle) > (self._terms.keep if keep is None else keep):
             self._idle.pop(0).close()
 
+    def park(self, save: Callable[[EngineSession], object]) -> int:
+        """``save`` the caches that nobody uses, and free them; their bytes."""
+        nbytes = self._idle_bytes()
+        for session in self._idle:
+            save(session)
+        self.rest(keep=0)
+        return nbytes
+
     def close(self) -> None:
         """Free all caches."""
         for seq in self.sequences:

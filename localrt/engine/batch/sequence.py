@@ -72,6 +72,8 @@ class BatchSequence(Generic[Owner]):
         """Begin on ``session``, or go on there; what it holds of prompt and answer is kept."""
         session.use(self.request.mix)
         tokens = self.tokens
+        if self.request.restore is not None:
+            self.request.restore(session, tokens)
         # The last token runs in any case: its logits are what we need.
         held = session.trim(min(common_prefix(session.tokens, tokens), len(tokens) - 1))
         self.pending = tokens[held:]
