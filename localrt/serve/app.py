@@ -12,7 +12,6 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +30,12 @@ from localrt.serve.calls import Call, chat_call, completion_call, prompts_of
 from localrt.serve.errors import ApiError, JsonResponse, failure, invalid
 from localrt.serve.generating import answer, until_gone
 from localrt.serve.guard import Guard, LogLine
+from localrt.serve.models import Models, Offered, OneModel
 from localrt.serve.openapi import describe
 from localrt.serve.options import ServeOptions
 from localrt.serve.payloads import ChatShape, Completion, TextShape
+from localrt.serve.replies import Reply
+from localrt.serve.served import ServedModel
 from localrt.serve.service import Service
 
 __all__ = ["create_app"]
@@ -49,20 +51,11 @@ def _service(request: Request) -> Service:
 
 
 async def _fields(request: Request, kind: str) -> dict[str, Any]:
-    """The checked body of a request for the model that runs."""
+    """The checked body of a request for a model that there is."""
     service = _service(request)
     fields = await read_fields(request, kind, service.options, service.bodies)
-    service.adapter_of(fields.get("model"))
+    service.models.find(fields.get("model"))
     return fields
-
-
-def _addressed(call: Call, fields: dict[str, Any], service: Service) -> Call:
-    """``call`` to the model that it names: the base, or an adapter."""
-    adapter = service.adapter_of(fields.get("model"))
-    if not service.model.adapters:
-        return call
-    options = {**call.options, "adapter": adapter or "none"}
-    return replace(call, options=options, model=None if adapter is None else fields["model"])
 
 
 # -- answers -------------------------------------------------------------------------------------
@@ -70,18 +63,22 @@ def _addressed(call: Call, fields: dict[str, Any], service: Service) -> Call:
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions"""
-    fields, service = await _fields(request, "CHAT"), _service(request)
-    call = _addressed(chat_call(fields), fields, service)
-    shape = ChatShape(service.model.tokenizer, call)
-    return await answer(request, service, call, Completion(shape, call, call.model or service.name))
+    fields = await _fields(request, "CHAT")
+    return await answer(request, _service(request), chat_call(fields), _chat_reply)
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions"""
-    fields, service = await _fields(request, "COMPLETION"), _service(request)
-    call = _addressed(completion_call(fields), fields, service)
-    shape = TextShape(service.model.tokenizer, call)
-    return await answer(request, service, call, Completion(shape, call, call.model or service.name))
+    fields = await _fields(request, "COMPLETION")
+    return await answer(request, _service(request), completion_call(fields), _completion_reply)
+
+
+def _chat_reply(served: ServedModel, call: Call, name: str) -> Reply:
+    return Completion(ChatShape(served.model.tokenizer, call), call, name)
+
+
+def _completion_reply(served: ServedModel, call: Call, name: str) -> Reply:
+    return Completion(TextShape(served.model.tokenizer, call), call, name)
 
 
 # -- embeddings ----------------------------------------------------------------------------------
@@ -91,25 +88,24 @@ async def embeddings(request: Request) -> Response:
     """POST /v1/embeddings"""
     service = _service(request)
     fields = await _fields(request, "EMBEDDINGS")
-    if service.adapter_of(fields.get("model")) is not None:
+    if service.models.find(fields.get("model")).base is not None:
         raise invalid("embeddings are the base model's alone, without an adapter", "model")
     if fields.get("dimensions") is not None:
         raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
-    texts = prompts_of(fields["input"])
-    model, cancel = service.model, threading.Event()
+    texts, cancel = prompts_of(fields["input"]), threading.Event()
 
-    def compute() -> tuple[Any, int]:
+    def compute(model: Model) -> tuple[Any, int]:
         vectors = model.embed(texts, cancel=cancel)
         ids = (len(model.tokenize(text)) if isinstance(text, str) else len(text) for text in texts)
         return np.ascontiguousarray(vectors, "<f4"), sum(ids)
 
-    async def work() -> tuple[Any, int]:
-        async with service.embedding:
-            return await asyncio.to_thread(compute)
+    async def work() -> tuple[str, Any, int]:
+        async with service.using(fields.get("model")) as served, served.embedding:
+            return served.name, *await asyncio.to_thread(compute, served.model)
 
     with service.admitted():
         try:
-            vectors, read = await until_gone(request, work())
+            name, vectors, read = await until_gone(request, work())
         finally:
             cancel.set()
     if not np.isfinite(vectors).all():
@@ -122,37 +118,36 @@ async def embeddings(request: Request) -> Response:
         {"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)
     ]
     usage = {"prompt_tokens": read, "total_tokens": read}
-    return JsonResponse({"object": "list", "data": data, "model": service.name, "usage": usage})
+    return JsonResponse({"object": "list", "data": data, "model": name, "usage": usage})
 
 
 # -- about the server ----------------------------------------------------------------------------
 
 
-def _model_object(service: Service, name: str) -> dict[str, Any]:
-    adapter = service.adapter_of(name)
+def _model_object(service: Service, model: Offered) -> dict[str, Any]:
     return {
-        "id": name,
+        "id": model.name,
         "object": "model",
         "created": service.started,
         "owned_by": "localrt",
-        "max_model_len": service.model.info.ctx,
-        **({} if adapter is None else {"parent": service.name}),
+        **({} if model.ctx is None else {"max_model_len": model.ctx}),
+        **({} if model.base is None else {"parent": model.base}),
+        "status": {"value": model.state},
     }
 
 
 async def models(request: Request) -> Response:
     """GET /v1/models"""
     service = _service(request)
-    data = [_model_object(service, name) for name in service.names]
+    data = [_model_object(service, model) for model in service.models.offered()]
     return JsonResponse({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
     """GET /v1/models/NAME"""
     service = _service(request)
-    name = request.path_params["name"]
-    adapter = service.adapter_of(name)
-    return JsonResponse(_model_object(service, service.name if adapter is None else name))
+    found = service.models.find(request.path_params["name"])
+    return JsonResponse(_model_object(service, found))
 
 
 async def health(request: Request) -> Response:
@@ -187,18 +182,19 @@ _ROUTES = (
 
 
 def create_app(
-    model: Model,
+    model: Model | Models,
     options: ServeOptions | None = None,
     *,
     log: Callable[[LogLine], None] | None = None,
 ) -> Starlette:
-    """The application that serves ``model``, which stays the caller's to close.
+    """The application that serves ``model``, which stays the caller's to close, or several.
 
-    ``log`` is called after every request. The batch runs from the application's startup to its
+    ``log`` is called after every request. Batches run from the application's startup to its
     shutdown; ``app.state.service`` can be told to ``stop``.
     """
     options = options or ServeOptions()
-    service = Service(model, options)
+    models = model if isinstance(model, Models) else OneModel(model, options)
+    service = Service(models, options)
     paths = frozenset(path for path, _, _ in _ROUTES)
 
     @asynccontextmanager
@@ -207,7 +203,7 @@ def create_app(
         workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="localrt-serve")
         asyncio.get_running_loop().set_default_executor(workers)
         prepare_checks()
-        service.open()
+        models.open()
         sampling = asyncio.ensure_future(_sample(service))
         try:
             yield
@@ -216,7 +212,7 @@ def create_app(
             with suppress(asyncio.CancelledError):
                 await sampling
             service.stop()
-            await asyncio.to_thread(service.close)
+            await asyncio.to_thread(models.close)
 
     middleware = [Middleware(Guard, service=service, paths=paths, log=log)]
     if options.origins:

@@ -34,7 +34,7 @@ class Call:
     """A checked request. ``prompts`` are keyword arguments of ``LiveModel.submit``, one each.
 
     Every prompt gets ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` are
-    the texts to show before the answers. ``model`` is the name of the one that answers.
+    the texts to show before the answers. ``model`` is what the request names, if anything.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -91,6 +91,7 @@ def chat_call(fields: Fields) -> Call:
         prompts=[{"prompt": messages, "tools": tools or None}],
         options=options,
         choices=fields.get("n") or 1,
+        model=fields.get("model"),
         logprobs=bool(fields.get("logprobs")),
         **_streaming(fields),
     )
@@ -125,6 +126,7 @@ def completion_call(fields: Fields) -> Call:
         ],
         options=options,
         choices=choices,
+        model=fields.get("model"),
         logprobs="logprobs" in options,
         echo=echo,
         **_streaming(fields),

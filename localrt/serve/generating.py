@@ -8,7 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Hashable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Sequence,
+)
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
@@ -23,6 +30,7 @@ from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call
 from localrt.serve.errors import JsonResponse, failure, invalid
 from localrt.serve.replies import Reply
+from localrt.serve.served import ServedModel
 from localrt.serve.service import Service
 
 __all__ = ["answer", "until_gone"]
@@ -32,8 +40,13 @@ T = TypeVar("T")
 _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
-async def answer(request: Request, service: Service, call: Call, reply: Reply) -> Response:
-    """The response to ``call``, as ``reply`` puts it.
+async def answer(
+    request: Request,
+    service: Service,
+    call: Call,
+    make: Callable[[ServedModel, Call, str], Reply],
+) -> Response:
+    """The response to ``call``, of the model that it names; ``make`` is told the name to give.
 
     Raises:
         ApiError: nothing has been sent yet, and nothing will be.
@@ -48,13 +61,17 @@ async def answer(request: Request, service: Service, call: Call, reply: Reply) -
     if len(submissions) > most:
         field = "n" if call.choices > 1 else "prompt"
         raise invalid(f"{len(submissions)} answers in one request: {most} are the most", field)
-    service.check_options(**call.options)
     async with AsyncExitStack() as stack:
         stack.enter_context(service.admitted(len(submissions)))
+        entering = stack.enter_async_context(service.using(call.model))
+        served = await until_gone(request, entering)
+        name, adapting = _addressed(served, call.model)
+        served.check_options(**call.options)
+        reply = make(served, call, name)
         answers: list[AsyncAnswer] = []
         stack.callback(_ended, service, answers)
         for one in submissions:
-            submitted = service.live.asubmit(client=_client(request), **one)
+            submitted = served.live.asubmit(client=_client(request), **one, **adapting)
             answers.append(await until_gone(request, submitted))
             if service.stopping:  # while it was on its way
                 answers[-1].cancel()
@@ -65,6 +82,14 @@ async def answer(request: Request, service: Service, call: Call, reply: Reply) -
         stack.push_async_callback(events.aclose)
         # What was entered here is left when the response has been sent.
         return _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
+
+
+def _addressed(served: ServedModel, name: str | None) -> tuple[str, dict[str, str]]:
+    """The name that answers, and the option that says which adapter that is."""
+    adapter = served.names.get(name or "")
+    if not served.model.adapters:
+        return served.name, {}
+    return served.name if adapter is None or not name else name, {"adapter": adapter or "none"}
 
 
 def _ended(service: Service, answers: Sequence[AsyncAnswer]) -> None:

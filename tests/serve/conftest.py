@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.live import LiveModel
 from localrt.quant.ops.native.abi import find_library
 from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
@@ -35,6 +36,12 @@ class Running:
         self.port = port
         self.service = service
         self.log: list[LogLine] = []
+
+    @property
+    def live(self) -> LiveModel:
+        """The running batch of the one model."""
+        (served,) = self.service.models.at_work()
+        return served.live
 
     @property
     def url(self) -> str:
@@ -62,7 +69,7 @@ class Running:
 
     def idle(self) -> bool:
         """Whether nothing runs, waits or is inside."""
-        stats = self.service.live.stats()
+        stats = self.live.stats()
         return stats.running == stats.waiting == stats.paused == self.service._inside == 0
 
 

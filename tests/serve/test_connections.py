@@ -305,7 +305,7 @@ def panicking(*_: Any, **__: Any) -> Any:
 def test_a_panic_is_an_error_of_the_server(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for place, name in ((server.service, "adapter_of"), (bodies, "check_fields")):
+    for place, name in ((server.service.models, "find"), (bodies, "check_fields")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, panicking)
             refused(server.chat(), 500, "PanicException")

@@ -89,13 +89,13 @@ def test_what_takes_long_to_read_keeps_no_short_request_waiting(
 def test_who_goes_away_ends_his_answer(slow: None, server: Running, stream: bool) -> None:
     lines = len(server.log)
     raw = send(server, {**LONG, "stream": stream})
-    wait_for(lambda: server.service.live.stats().running == 1)
-    before = server.service.live.stats().completion_tokens
+    wait_for(lambda: server.live.stats().running == 1)
+    before = server.live.stats().completion_tokens
     if stream:
         assert raw.recv(100)
     raw.close()
     wait_for(server.idle)
-    assert server.service.live.stats().completion_tokens - before < 300
+    assert server.live.stats().completion_tokens - before < 300
     wait_for(lambda: len(server.log) > lines)
     assert server.log[-1].status == 499
 
@@ -103,10 +103,10 @@ def test_who_goes_away_ends_his_answer(slow: None, server: Running, stream: bool
 def test_who_waits_in_the_queue_may_go_away(slow: None, model: Any) -> None:
     with serving(model, max_running=1) as running:
         first, second = send(running, LONG), send(running, LONG)
-        wait_for(lambda: running.service.live.stats().waiting == 1)
+        wait_for(lambda: running.live.stats().waiting == 1)
         second.close()
-        wait_for(lambda: running.service.live.stats().waiting == 0)
-        assert running.service.live.stats().running == 1
+        wait_for(lambda: running.live.stats().waiting == 0)
+        assert running.live.stats().running == 1
         first.close()
         wait_for(running.idle)
 
@@ -121,7 +121,7 @@ def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
         assert got["usage"]["completion_tokens"] == 8
         wait_for(running.idle)
         wait_for(lambda: running.log[-1].status == 499)
-        assert running.service.live.stats().completion_tokens < 8 * 400
+        assert running.live.stats().completion_tokens < 8 * 400
         assert running.chat(max_tokens=2)[0] == 200
         raw.close()
 
@@ -154,12 +154,13 @@ def test_numbers_for_prometheus(model: Any) -> None:
         values = dict(
             line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
         )
+        named = f'{{model="{model.name}"}}'
         path = 'path="/v1/chat/completions"'
         assert values[f'localrt_http_requests_total{{{path},status="200"}}'] == "1"
         assert values['localrt_http_requests_total{path="other",status="404"}'] == "1"
-        assert values["localrt_generated_tokens_total"] == "5"
-        assert values["localrt_requests_running"] == "0"
-        assert int(values["localrt_prompt_tokens_total"]) > 5
+        assert values[f"localrt_generated_tokens_total{named}"] == "5"
+        assert values[f"localrt_requests_running{named}"] == "0"
+        assert int(values[f"localrt_prompt_tokens_total{named}"]) > 5
         assert values["localrt_time_to_first_token_seconds_count"] == "1"
         assert float(values["process_resident_memory_bytes"]) > 1e7
         names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
@@ -181,7 +182,7 @@ def test_stopping_lets_answers_finish(model: Any, monkeypatch: pytest.MonkeyPatc
             target=lambda: results.append(running.chat(max_tokens=25, ignore_eos=True))
         )
         asked.start()
-        wait_for(lambda: running.service.live.stats().running == 1)
+        wait_for(lambda: running.live.stats().running == 1)
     asked.join(120)
     assert results[0][0] == 200
     assert results[0][1]["usage"]["completion_tokens"] == 25
@@ -192,7 +193,7 @@ def test_stopping_cuts_off_what_takes_too_long(slow: None, model: Any, stream: b
     began = time.monotonic()
     with serving(model, drain_s=0.3) as running:
         raw = send(running, {**LONG, "stream": stream})
-        wait_for(lambda: running.service.live.stats().running == 1)
+        wait_for(lambda: running.live.stats().running == 1)
         received = raw.recv(100) if stream else b""
     assert time.monotonic() - began < 60
     with raw:

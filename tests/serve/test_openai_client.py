@@ -339,7 +339,7 @@ def test_an_engine_that_cannot_share_passes_serves_too(tmp_path: Path) -> None:
             openai.OpenAI(base_url=f"{running.url}/v1", api_key="any") as client,
             ThreadPoolExecutor(3) as pool,
         ):
-            options: dict[str, Any] = {**GREEDY, "max_tokens": 6, "model": running.service.name}
+            options: dict[str, Any] = {**GREEDY, "max_tokens": 6, "model": running.model.name}
             answers = list(
                 pool.map(lambda _: client.completions.create(prompt="ab", **options), range(3))
             )
@@ -358,7 +358,7 @@ def test_smollm2_answers_over_http() -> None:
         ):
             for text, said in zip(texts[:3], expected, strict=False):
                 got = client.chat.completions.create(
-                    model=running.service.name,
+                    model=running.model.name,
                     messages=[{"role": "user", "content": text}],
                     temperature=0,
                     max_tokens=16,

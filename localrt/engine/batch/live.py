@@ -210,9 +210,9 @@ class Live:
         with self._changed:
             if not self._schedule.sequences and not self._news and self._waiting.first() is None:
                 self._schedule.rest()
-                if not self._changed.wait(_LOOK_S if self._paused else _FORGET_S):
-                    if not self._paused:
-                        self._schedule.park(self._save)
+                woken = self._changed.wait(_LOOK_S if self._paused else _FORGET_S)
+                if not woken and not self._paused:
+                    self._schedule.park(self._save)
             self._news = False
             return not self._closing
 

@@ -1,0 +1,142 @@
+"""Which models a server has: what a request asks for by name, and who holds them loaded.
+
+``OneModel`` is a model that was loaded before. ``localrt.serve.pool`` has many.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from localrt.api import Model
+from localrt.serve.errors import ApiError
+from localrt.serve.options import ServeOptions
+from localrt.serve.served import ServedModel
+
+__all__ = ["Models", "Offered", "OneModel", "not_here"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """A model that clients may ask for.
+
+    ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, its weights given back.
+    ``ram`` are the bytes of weights and caches in memory, ``ctx`` the context in tokens where that
+    is known. ``base`` is the model that an adapter belongs to.
+    """
+
+    name: str
+    state: str = "loaded"
+    ctx: int | None = None
+    base: str | None = None
+    ram: int = 0
+
+
+class Models(ABC):
+    """Those of one server. For its event loop, unless something else is said."""
+
+    @abstractmethod
+    def offered(self) -> Sequence[Offered]:
+        """All of them, the one that is used where a request names none first."""
+
+    @abstractmethod
+    def find(self, name: str | None) -> Offered:
+        """What a request asks for; None and "" are the first.
+
+        Raises:
+            ApiError: 404, there is no such model.
+        """
+
+    @abstractmethod
+    def using(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
+        """The model that is called so, which stays loaded as long as the block runs.
+
+        Raises:
+            ApiError: 404, there is no such model.
+            LocalrtError: it cannot be loaded.
+        """
+
+    @abstractmethod
+    def at_work(self) -> Sequence[ServedModel]:
+        """Those that are loaded now."""
+
+    @abstractmethod
+    def open(self) -> None:
+        """The server starts."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what batches hold; blocks until the passes in flight have ended. For any thread."""
+
+
+class OneModel(Models):
+    """``model``, which its caller closes; an adapter of it is a model too."""
+
+    def __init__(self, model: Model, options: ServeOptions) -> None:
+        self._model = model
+        self._options = options
+        self._served: ServedModel | None = None
+        self.name = options.name or model.name
+
+    @property
+    def served(self) -> ServedModel:
+        """The model at work.
+
+        Raises:
+            ApiError: 503, the server has not started, or has stopped.
+        """
+        if self._served is None:
+            raise ApiError(503, "the server is stopping", code="stopping")
+        return self._served
+
+    def offered(self) -> Sequence[Offered]:
+        """See ``Models``."""
+        served, ctx = self.served, self._model.info.ctx
+        return [
+            Offered(name=name, ctx=ctx, base=None if adapter is None else served.name)
+            for name, adapter in served.names.items()
+        ]
+
+    def find(self, name: str | None) -> Offered:
+        """See ``Models``; the model's own name will do, too."""
+        offered = self.offered()
+        if not name or name == self._model.name:
+            return offered[0]
+        return next((one for one in offered if one.name == name), None) or not_here(name, offered)
+
+    @asynccontextmanager
+    async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
+        """See ``Models``."""
+        self.find(name)
+        yield self.served
+
+    def at_work(self) -> Sequence[ServedModel]:
+        """See ``Models``."""
+        return [] if self._served is None else [self._served]
+
+    def open(self) -> None:
+        """See ``Models``."""
+        self._served = ServedModel(self._model, self.name, self._options)
+
+    def close(self) -> None:
+        """See ``Models``."""
+        served, self._served = self._served, None
+        if served is not None:
+            served.close()
+
+
+def not_here(name: str, offered: Sequence[Offered]) -> Offered:
+    """Raise what tells a client that there is no model ``name``.
+
+    Raises:
+        ApiError: always.
+    """
+    here = ", ".join(repr(one.name) for one in offered)
+    raise ApiError(
+        404,
+        f"the model {name[:200]!r} is not here: this server runs {here}",
+        param="model",
+        code="model_not_found",
+    )
