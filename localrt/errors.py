@@ -16,8 +16,10 @@
     ├── MissingExtraError (ImportError)  an optional dependency is needed; says which to install
     └── CancelledError                 the caller cancelled the work
 
-This module imports nothing: every layer may use it.
+This module stands on nothing but ``option_names``: every layer may use it.
 """
+
+from localrt.option_names import Spelling, python_option, spelled
 
 __all__ = [
     "CancelledError",
@@ -39,7 +41,22 @@ __all__ = [
 
 
 class LocalrtError(Exception):
-    """Root of localrt's errors. ``str(error)`` is one line fit for a user."""
+    """Root of localrt's errors. ``str(error)`` is one line fit for a user.
+
+    It names options as Python spells them (``ctx=512``); ``told`` spells them for other readers.
+    """
+
+    def __str__(self) -> str:
+        return spelled(super().__str__(), python_option)
+
+    def told(self, spelling: Spelling) -> str:
+        """The line with its options as ``spelling`` writes them."""
+        return spelled(self.marked, spelling)
+
+    @property
+    def marked(self) -> str:
+        """The line with its options still marked, to be a part of another message."""
+        return super().__str__()
 
 
 class OptionError(LocalrtError, ValueError):

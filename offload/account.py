@@ -18,6 +18,7 @@ from localrt.models.config import DecoderConfig
 from localrt.offload.cards.roofline import PACKED_ROWS
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import KvFormat, ModelShape, PassSizes
+from localrt.option_names import option
 from localrt.quant.ops.attention import LATENT_SCRATCH_NBYTES
 from localrt.quant.ops.protocol import Ops
 
@@ -187,7 +188,7 @@ class Budgets:
     def __post_init__(self) -> None:
         for name in ("ram", "vram", "scratch"):
             if getattr(self, name) < 0:
-                raise OptionError(f"{name} must not be negative, is {getattr(self, name)}")
+                raise OptionError(f"{option(name)} must not be negative, is {getattr(self, name)}")
 
     def less(self, nbytes: int) -> Budgets:
         """With ``nbytes`` of the RAM taken."""
@@ -231,7 +232,7 @@ def _way_out(account: Account, budget: int, ctx: int | None) -> str:
     if ctx and kv and room > 0:
         fitting = room * ctx // kv // _CONTEXT_STEP * _CONTEXT_STEP
         if fitting:
-            return f"a context of {fitting} tokens fits (ctx={fitting} instead of {ctx})"
+            return f"a context of {fitting} tokens fits ({option('ctx', fitting)} instead of {ctx})"
     return "use a smaller model or a smaller format, or give it more memory"
 
 

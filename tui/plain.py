@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 from localrt import History, split_thinking
 from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import format_seconds
+from localrt.option_names import spelled
 from localrt.tui.commands import Command, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.open_conversation import answer_note
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
+from localrt.tui.options import in_app
 from localrt.tui.text import clean, explained, human_when, one_line, short_name
 
 if TYPE_CHECKING:
@@ -130,7 +132,7 @@ class PlainChat:
 
     def say(self, text: str) -> None:
         """A line of the app."""
-        print(clean(text), file=self._out, flush=True)
+        print(clean(spelled(text, in_app)), file=self._out, flush=True)
 
     def _answer(self, question: Turn) -> None:
         """Stream the answer to a user's turn."""

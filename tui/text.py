@@ -10,6 +10,7 @@ from datetime import datetime
 
 from localrt.errors import LocalrtError
 from localrt.formatting import format_count
+from localrt.tui.options import in_app
 
 __all__ = ["clean", "explained", "human_count", "human_when", "one_line", "short_name"]
 
@@ -29,7 +30,8 @@ def clean(text: str) -> str:
 
 def one_line(error: BaseException) -> str:
     """The first line of an error's message, or the error's type when it has none."""
-    lines = clean(str(error)).strip().splitlines()
+    text = error.told(in_app) if isinstance(error, LocalrtError) else str(error)
+    lines = clean(text).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 

@@ -114,7 +114,7 @@ def _with_seed(request: Request, index: int) -> Request:
 
 def _named(error: LocalrtError, index: int) -> LocalrtError:
     """The same error, saying which prompt it is about."""
-    return type(error)(f"prompt {index} (counting from 0): {error}")
+    return type(error)(f"prompt {index} (counting from 0): {error.marked}")
 
 
 def _items(

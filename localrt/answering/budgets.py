@@ -14,6 +14,7 @@ from localrt.errors import MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes
 from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.option_names import option
 
 __all__ = ["Budgets"]
 
@@ -43,8 +44,8 @@ class Budgets:
             if taken > nbytes:
                 raise MemoryBudgetError(
                     f"the model was loaded whole and this process takes {format_bytes(taken)}, "
-                    f"more than {format_bytes(nbytes)}: load it again with ram={nbytes}, which "
-                    "streams it"
+                    f"more than {format_bytes(nbytes)}: load it again with "
+                    f"{option('ram', nbytes)}, which streams it"
                 )
         self._engine.set_ram_budget(ram_budget(nbytes))
         if self._engine.info.streamed:
@@ -67,6 +68,7 @@ class Budgets:
             raise MemoryBudgetError(
                 f"the model was loaded whole and its weights take "
                 f"{format_bytes(info.weight_bytes)} of the card, more than "
-                f"{format_bytes(nbytes)}: load it again with gpu_memory={nbytes}, which streams it"
+                f"{format_bytes(nbytes)}: load it again with {option('gpu_memory', nbytes)}, "
+                "which streams it"
             )
         self.gpu_memory = nbytes

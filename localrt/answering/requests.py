@@ -28,6 +28,7 @@ from localrt.errors import (
 from localrt.loading.parts import LoadedModel
 from localrt.models.templates.chat_template import encode_messages
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
+from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.text.content import check_text_only
 from localrt.text.known_syntaxes import TURN_ENDS
@@ -128,7 +129,7 @@ class RequestBuilder:
         if stops and self._tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, and the model has none")
         if chosen.forces_a_call and not chat:
-            raise OptionError("tool_choice needs messages: a raw prompt has no tools")
+            raise OptionError(f"{option('tool_choice')} needs messages: a raw prompt has no tools")
         return Request(
             prompt=ids,
             sampling=chosen.sampling,
@@ -212,7 +213,7 @@ class RequestBuilder:
         if count > most:
             raise ContextOverflowError(
                 f"the prompt has {count} tokens or more and the context holds {self._parts.ctx}: "
-                "shorten it, raise --ctx, or use overflow='drop_oldest'"
+                f"shorten it, raise {option('ctx')}, or use {option('overflow', 'drop_oldest')}"
             )
 
     def _least_tokens(self, message: object) -> int:

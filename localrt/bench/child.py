@@ -18,6 +18,7 @@ from typing import Any
 from localrt.bench.engines import BenchEngine, Launch, load_engine
 from localrt.bench.page_cache import disk_bytes_read
 from localrt.errors import LocalrtError
+from localrt.option_names import on_command_line
 
 __all__ = ["Requests", "main", "serve"]
 
@@ -84,7 +85,10 @@ def serve(requests: object) -> None:
         try:
             message = {"answer": getattr(requests, do)(**request)}
         except (LocalrtError, MemoryError) as error:
-            message = {"error": type(error).__name__, "message": str(error)}
+            text = str(error)
+            if isinstance(error, LocalrtError):
+                text = error.told(on_command_line)
+            message = {"error": type(error).__name__, "message": text}
         answers.write(json.dumps(message, default=str) + "\n")
         answers.flush()
 

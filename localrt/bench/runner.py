@@ -28,6 +28,7 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory.state import memory_state
 from localrt.offload.store.cached import store_folder
+from localrt.option_names import on_command_line
 
 __all__ = ["BenchOptions", "Outcome", "Result", "Skipped", "run_bench"]
 
@@ -154,7 +155,9 @@ class _Bench:
                 cache = options.cache or options.path
                 self._folder = hf_folder(options.path, cache, notify=self._notify)
             except LocalrtError as error:
-                self._skipped.append(Skipped(engine, "", str(error), kind=type(error).__name__))
+                self._skipped.append(
+                    Skipped(engine, "", error.told(on_command_line), kind=type(error).__name__)
+                )
         return self._folder
 
     def _drop_cache(self) -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from localrt.errors import LocalrtError, OptionError
+from localrt.option_names import on_command_line
 from localrt.version import __version__
 
 __all__ = ["COMMANDS", "build_parser", "main"]
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = _command(args.command).run(args)
         sys.stdout.flush()
     except LocalrtError as error:
-        print(f"localrt: {error}", file=sys.stderr)
+        print(f"localrt: {error.told(on_command_line)}", file=sys.stderr)
         return _USAGE if isinstance(error, OptionError) else 1
     except KeyboardInterrupt:
         return _INTERRUPTED

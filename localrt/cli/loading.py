@@ -15,6 +15,7 @@ from localrt.cli.options import load_options
 from localrt.cli.progress import ProgressLine
 from localrt.errors import OptionError
 from localrt.hub import DEMO_NAME, ResolvedModel, resolve
+from localrt.option_names import on_command_line, spelled
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
@@ -56,7 +57,7 @@ def load_chat_model(args: argparse.Namespace) -> ChatModel:
 
 def _print_notes(model: ChatModel) -> None:
     for note in model.info.notes:
-        print(f"localrt: {note}", file=sys.stderr)
+        print(f"localrt: {spelled(note, on_command_line)}", file=sys.stderr)
 
 
 def resolve_model(

@@ -25,6 +25,7 @@ from localrt.cli.progress import StatusLine
 from localrt.engine.types import Chunk
 from localrt.errors import OptionError
 from localrt.formatting import format_rate, format_seconds
+from localrt.option_names import on_command_line
 
 __all__ = ["BatchPrompt", "parse_prompts", "read_stdin", "run_batch"]
 
@@ -147,7 +148,10 @@ def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[Bat
         if args.json:
             print(json.dumps(_record(prompt, answer), ensure_ascii=False), file=out)
         elif answer.error is not None:
-            print(f"localrt: line {prompt.line}: {answer.error}", file=sys.stderr)
+            print(
+                f"localrt: line {prompt.line}: {answer.error.told(on_command_line)}",
+                file=sys.stderr,
+            )
         else:
             print(f"==> {prompt.line} <==\n{answer.text}\n", file=out)
         out.flush()

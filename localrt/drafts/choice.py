@@ -19,6 +19,7 @@ from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.loading.parts import LoadedModel
+from localrt.option_names import option
 from localrt.settings import Settings
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.plan import DEPTH, TreeSize
@@ -68,8 +69,8 @@ class Drafts:
             if name == "auto":
                 return None
             raise OptionError(
-                f"draft {name!r} needs the native engine; this model runs on "
-                f"{engine.info.engine}: leave draft out"
+                f"{option('draft', name)} needs the native engine; this model runs on "
+                f"{engine.info.engine}: leave {option('draft')} out"
             )
         if name == "auto":
             # Elsewhere a row's bits depend on how many are computed together, and so may a token.
@@ -155,12 +156,12 @@ class Drafts:
             draft = ModelDraft(name, self._load(name), self._target)
         except MemoryBudgetError as error:
             hint = "" if asked else "; named as the draft when loading, it would be given room"
-            return None, f"draft {name} is not used: {error}{hint}"
+            return None, f"draft {name} is not used: {error.marked}{hint}"
         except LocalrtError as error:
             if asked:
                 raise
             told = isinstance(error, OptionError)  # with the draft's name
-            return None, str(error) if told else f"draft {name} is not used: {error}"
+            return None, error.marked if told else f"draft {name} is not used: {error.marked}"
         return draft, "" if asked else f"draft {name} was found on this machine"
 
 

@@ -20,6 +20,7 @@ from localrt.formatting import format_bytes
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.offload.account import draft_head_nbytes
+from localrt.option_names import option
 from localrt.settings import Settings
 from localrt.speculative.draft_head import REMEMBERED, DraftHead, HeadDrafter, target_parts
 from localrt.speculative.draft_head_file import HeadConfig, is_head_folder, read_head
@@ -81,7 +82,8 @@ def with_room_for_head(name: str, options: LoadOptions, settings: Settings) -> L
     if room >= options.ram:
         raise MemoryBudgetError(
             f"a draft head takes {format_bytes(room)}, and the budget is "
-            f"{format_bytes(options.ram)} of RAM: raise ram, or leave draft out"
+            f"{format_bytes(options.ram)} of RAM: raise {option('ram')}, or "
+            f"leave {option('draft')} out"
         )
     return replace(options, ram=options.ram - room)
 
@@ -147,7 +149,8 @@ class HeadDraft:
             with engine.alone() as ops:
                 if ops.name != "native":
                     raise OptionError(
-                        f"draft head {head.path} computes on the CPU kernels only: leave draft out"
+                        f"draft head {head.path} computes on the CPU kernels only: leave "
+                        f"{option('draft')} out"
                     )
                 self._head = DraftHead(head, parts, ops)
         except BaseException:

@@ -134,7 +134,7 @@ def load_with_draft(
                     name, place.draft, settings, offline=offline, progress=progress, cancel=cancel
                 )
             except MemoryBudgetError as error:
-                return None, f"draft {name} is not used: {error}"
+                return None, f"draft {name} is not used: {error.marked}"
             opened.callback(own.engine.close)
             return own, ""
 
@@ -144,7 +144,7 @@ def load_with_draft(
             try:
                 parts = load(place.target or _beside_draft(own, alone))
             except MemoryBudgetError as error:
-                note = f"draft {name} is not used: beside it, {error}"
+                note = f"draft {name} is not used: beside it, {error.marked}"
                 if own is not None:
                     own.engine.close()
                 own = None

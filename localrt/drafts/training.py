@@ -35,6 +35,7 @@ from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import read_config
+from localrt.option_names import option
 from localrt.progress import Progress, ProgressCallback
 from localrt.quant.ops.attention import LatentSpec
 from localrt.speculative.draft_head import target_parts
@@ -89,7 +90,7 @@ class DraftTraining:
             if value is not None and not low <= value <= high:
                 raise OptionError(f"{name} must be from {low} to {high}, is {value}")
         if self.device.partition(":")[0] not in ("cpu", "cuda"):
-            raise OptionError(f"device must be cpu or cuda, is {self.device!r}")
+            raise OptionError(f"{option('device')} must be cpu or cuda, is {self.device!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from localrt.engine.sampling import Sampling, check_integer
 from localrt.errors import OptionError
+from localrt.option_names import option
 
 __all__ = ["OPTION_NAMES", "Effort", "Options", "Overflow", "read_options"]
 
@@ -71,34 +72,43 @@ class Options:
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value, low, high)
         if self.overflow not in ("error", "drop_oldest"):
-            raise OptionError(f"overflow must be 'error' or 'drop_oldest', is {self.overflow!r}")
+            raise OptionError(
+                f"{option('overflow')} must be error or drop_oldest, is {self.overflow!r}"
+            )
         if not isinstance(self.draft, str) or not self.draft:
             raise OptionError(
-                f"draft must be 'auto', 'off', 'ngram' or the name of a model, is {self.draft!r}"
+                f"{option('draft')} must be auto, off, ngram or the name of a model, "
+                f"is {self.draft!r}"
             )
         if not isinstance(self.ignore_eos, bool):
-            raise OptionError(f"ignore_eos must be true or false, is {self.ignore_eos!r}")
+            raise OptionError(
+                f"{option('ignore_eos')} must be true or false, is {self.ignore_eos!r}"
+            )
         if self.regex is not None and not (isinstance(self.regex, str) and self.regex):
-            raise OptionError(f"regex must be a non-empty string, is {self.regex!r}")
+            raise OptionError(f"{option('regex')} must be a non-empty string, is {self.regex!r}")
         if self.regex is not None and self.json_schema is not None:
-            raise OptionError("json_schema and regex exclude one another: give one of them")
+            raise OptionError(
+                f"{option('json_schema')} and {option('regex')} exclude one another: "
+                "give one of them"
+            )
         if not isinstance(self.tool_choice, str) or not self.tool_choice:
             raise OptionError(
-                "tool_choice must be 'auto', 'none', 'required' or the name of a tool, is "
+                f"{option('tool_choice')} must be auto, none, required or the name of a tool, is "
                 f"{self.tool_choice!r}"
             )
         if not isinstance(self.adapter, str | Mapping | None):
             raise OptionError(
-                f"adapter must be a name, or numbers by names, is {self.adapter!r:.80}"
+                f"{option('adapter')} must be a name, or numbers by names, is {self.adapter!r:.80}"
             )
         if self.forces_a_call and (self.regex is not None or self.json_schema is not None):
             raise OptionError(
-                "a tool that must be called excludes json_schema and regex: give one of them"
+                f"a tool that must be called excludes {option('json_schema')} and "
+                f"{option('regex')}: give one of them"
             )
         switched = self.thinking is None or isinstance(self.thinking, bool)
         if not switched and self.thinking not in get_args(Effort):
             raise OptionError(
-                f"thinking must be on, off, low, medium or high, is {self.thinking!r}"
+                f"{option('thinking')} must be on, off, low, medium or high, is {self.thinking!r}"
             )
 
     @property
@@ -155,7 +165,9 @@ def read_options(*layers: Mapping[str, Any]) -> Options:
 def _stop_strings(value: Any) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else value
     if not isinstance(stops, Sequence) or not all(isinstance(s, str) and s for s in stops):
-        raise OptionError(f"stop must be a non-empty string or several of them, is {value!r}")
+        raise OptionError(
+            f"{option('stop')} must be a non-empty string or several of them, is {value!r}"
+        )
     return tuple(stops)
 
 
@@ -165,11 +177,12 @@ def _schema_text(value: Any) -> str:
         schema = json.loads(value) if isinstance(value, str) else value
         text = json.dumps(schema, ensure_ascii=False)
     except RecursionError as error:
-        raise OptionError("json_schema is nested too deeply") from error
+        raise OptionError(f"{option('json_schema')} is nested too deeply") from error
     except (TypeError, ValueError) as error:
-        raise OptionError(f"json_schema is not JSON: {error}") from error
+        raise OptionError(f"{option('json_schema')} is not JSON: {error}") from error
     if not isinstance(schema, Mapping) and schema is not True:
         raise OptionError(
-            f"json_schema must be a JSON object that describes the answer, is {text[:60]}"
+            f"{option('json_schema')} must be a JSON object that describes the answer, "
+            f"is {text[:60]}"
         )
     return text

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from localrt.errors import ContextOverflowError, OptionError, UnsupportedModelError
 from localrt.models.residency import Residency
 from localrt.models.timing import Clock, PipelineCounts
+from localrt.option_names import option
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 
 if TYPE_CHECKING:
@@ -171,7 +172,8 @@ class EngineSession(ABC):
         length = len(self.tokens) + len(tokens)
         if length > self.capacity:
             raise ContextOverflowError(
-                f"{length} tokens do not fit a context of {self.capacity}: use a larger ctx"
+                f"{length} tokens do not fit a context of {self.capacity}: "
+                f"use a larger {option('ctx')}"
             )
 
     def counts(self) -> PipelineCounts | None:

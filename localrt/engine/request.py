@@ -19,6 +19,7 @@ from localrt.engine.speculation import Speculation
 from localrt.engine.thinking import ThinkingLimit
 from localrt.engine.types import ToolCall
 from localrt.errors import ContextOverflowError, OptionError
+from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.quant.ops.adapters import Mix
 
@@ -115,5 +116,5 @@ class Request:
         if len(self.prompt) >= ctx:
             raise ContextOverflowError(
                 f"the prompt has {len(self.prompt)} tokens and the context holds {ctx}: "
-                "shorten it, raise --ctx, or use overflow='drop_oldest'"
+                f"shorten it, raise {option('ctx')}, or use {option('overflow', 'drop_oldest')}"
             )

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import OptionError
+from localrt.option_names import option
 
 __all__ = [
     "Distribution",
@@ -95,13 +96,16 @@ class Sampling:
         if self.seed is not None:
             check_integer("seed", self.seed, 0, (1 << 64) - 1)
         if not isinstance(self.logit_bias, Mapping):
-            raise OptionError(f"logit_bias must map token ids to numbers, is {self.logit_bias!r}")
+            raise OptionError(
+                f"{option('logit_bias')} must map token ids to numbers, is {self.logit_bias!r}"
+            )
         for token, bias in self.logit_bias.items():
-            check_integer("logit_bias token", token, 0, 1 << 31)
+            check_integer("logit_bias", token, 0, 1 << 31, what=" token")
             is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
             if not is_number or math.isnan(bias) or bias == math.inf:
                 raise OptionError(
-                    f"logit_bias of token {token} must be a finite number, or -inf, is {bias!r}"
+                    f"{option('logit_bias')} of token {token} must be a finite number, or -inf, "
+                    f"is {bias!r}"
                 )
 
     @property
@@ -124,26 +128,29 @@ def _breakers(given: Any) -> tuple[str, ...]:
     texts = (given,) if isinstance(given, str) else given
     if not isinstance(texts, Sequence) or len(texts) > _MOST_BREAKERS:
         raise OptionError(
-            f"dry_sequence_breakers must be at most {_MOST_BREAKERS} strings, is {given!r:.80}"
+            f"{option('dry_sequence_breakers')} must be at most {_MOST_BREAKERS} strings, "
+            f"is {given!r:.80}"
         )
     for text in texts:
         if not isinstance(text, str) or not 0 < len(text) <= _LONGEST_BREAKER:
             raise OptionError(
-                f"dry_sequence_breakers must be strings of 1 to {_LONGEST_BREAKER} characters, has "
-                f"{text!r:.80}"
+                f"{option('dry_sequence_breakers')} must be strings of 1 to {_LONGEST_BREAKER} "
+                f"characters, has {text!r:.80}"
             )
     return tuple(texts)
 
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise OptionError(f"{name} must be a number from {low:g} to {high:g}, is {value!r}")
+        raise OptionError(f"{option(name)} must be a number from {low:g} to {high:g}, is {value!r}")
 
 
-def check_integer(name: str, value: Any, low: int, high: int) -> None:
-    """Raise ``OptionError`` where ``value`` is not an integer within these bounds."""
+def check_integer(name: str, value: Any, low: int, high: int, *, what: str = "") -> None:
+    """Raise ``OptionError`` where a value, or ``what`` in it, is no integer within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise OptionError(f"{name} must be an integer from {low} to {high}, is {value!r}")
+        raise OptionError(
+            f"{option(name)}{what} must be an integer from {low} to {high}, is {value!r}"
+        )
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +199,9 @@ def adjust_logits(
         out[ids] -= times * s.frequency_penalty + s.presence_penalty
     for token, bias in s.logit_bias.items():
         if token >= len(out):
-            raise OptionError(f"logit_bias names token {token}; the model has {len(out)}")
+            raise OptionError(
+                f"{option('logit_bias')} names token {token}; the model has {len(out)}"
+            )
         out[token] += bias
     return out
 

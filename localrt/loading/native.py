@@ -27,6 +27,7 @@ from localrt.offload.account import (
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.memory.state import memory_state
 from localrt.offload.ram_forecast import resident_forecast
+from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.quant.ops.choose import make_ops, why_not_our_kernels
 from localrt.quant.ops.native.abi import find_library
@@ -84,7 +85,9 @@ def load_native(
         )
 
     if virtual and ops.name != "native":
-        raise OptionError(f"device {options.device} computes on the compiled CPU kernels only")
+        raise OptionError(
+            f"{option('device', options.device)} computes on the compiled CPU kernels only"
+        )
     if virtual or _must_stream(checkpoint, config, ops, options):
         # Brings the planner, which a model in memory does without.
         from localrt.loading.placing import load_placed

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from localrt.errors import CancelledError, OptionError
 from localrt.offload.account import longest_context
+from localrt.option_names import option
 from localrt.progress import Progress, ProgressCallback
 
 __all__ = ["LoadOptions", "byte_counter", "pick_context"]
@@ -42,32 +43,36 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise OptionError(f"engine must be one of {', '.join(ENGINES)}, is {self.engine!r}")
+            raise OptionError(
+                f"{option('engine')} must be one of {', '.join(ENGINES)}, is {self.engine!r}"
+            )
         if self.format not in FORMATS:
             raise OptionError(
-                f"format must be bf16 or f32 in this version (or unset), is {self.format!r}"
+                f"{option('format')} must be bf16 or f32 in this version (or unset), "
+                f"is {self.format!r}"
             )
         if self.kv_format not in KV_FORMATS:
             raise OptionError(
-                f"kv_format must be bf16, int8 or int4 (or unset), is {self.kv_format!r}"
+                f"{option('kv_format')} must be bf16, int8 or int4 (or unset), "
+                f"is {self.kv_format!r}"
             )
         if self.activations not in ("int8", "bf16", None):
             raise OptionError(
-                f"activations must be int8 or bf16 (or unset), is {self.activations!r}"
+                f"{option('activations')} must be int8 or bf16 (or unset), is {self.activations!r}"
             )
         if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith(
             ("cuda:", "virtual:")
         ):
             raise OptionError(
-                "device must be auto, cpu, cuda or virtual:CARD (such as "
+                f"{option('device')} must be auto, cpu, cuda or virtual:CARD (such as "
                 f"virtual:8GB@12GB/s,256GB/s,20TFLOPS), is {self.device!r}"
             )
         for name in ("ctx", "threads"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise OptionError(f"{name} must be an integer, is {value!r}")
+                raise OptionError(f"{option(name)} must be an integer, is {value!r}")
             if value is not None and value < 1:
-                raise OptionError(f"{name} must be at least 1, is {value}")
+                raise OptionError(f"{option(name)} must be at least 1, is {value}")
 
 
 def pick_context(

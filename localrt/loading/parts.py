@@ -27,6 +27,7 @@ from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoi
 from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
 from localrt.models.templates.chat_template import MessageTemplate, PlainTemplate, load_template
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
+from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
@@ -142,11 +143,17 @@ def _load_llamacpp(
     from localrt.engine.llamacpp.trial import check_build
 
     if options.format is not None:
-        raise OptionError("the llamacpp engine computes in the file's own format: leave format out")
+        raise OptionError(
+            f"the llamacpp engine computes in the file's own format: leave {option('format')} out"
+        )
     if options.kv_format is not None:
-        raise OptionError("the llamacpp engine chooses its own cache: leave kv_format out")
+        raise OptionError(
+            f"the llamacpp engine chooses its own cache: leave {option('kv_format')} out"
+        )
     if options.activations is not None:
-        raise OptionError("the llamacpp engine chooses how it computes: leave activations out")
+        raise OptionError(
+            f"the llamacpp engine chooses how it computes: leave {option('activations')} out"
+        )
     trained = checkpoint.config.get("max_position_embeddings")
     ctx = options.ctx or min(int(trained or 4096), 8192)
     if trained and ctx > int(trained):

@@ -41,6 +41,7 @@ from localrt.offload.planner.config_shapes import shape_from_config
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.measure import known_machine, measure_machine
 from localrt.offload.shapes import shape_from_checkpoint
+from localrt.option_names import option
 from localrt.quant.formats import FORMATS
 from localrt.quant.ops.cuda.rates import known_rates
 from localrt.quant.ops.native.abi import best_isa
@@ -117,7 +118,7 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
         CheckpointError: a damaged file.
     """
     if format is not None and format not in FORMATS:
-        raise OptionError(f"format must be one of {', '.join(FORMATS)}, is {format!r}")
+        raise OptionError(f"{option('format')} must be one of {', '.join(FORMATS)}, is {format!r}")
     config = path if path.name == _CONFIG else path / _CONFIG
     if config.is_file() and not _has_weights(config.parent):
         return _shape_of_config(config, format)

@@ -14,6 +14,7 @@ from localrt.formatting import parse_size
 from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import Plan, PlanRequest, make_plan
 from localrt.offload.planner.explain import explain
+from localrt.option_names import option
 from localrt.planning.inputs import (
     Hardware,
     budgets_of,
@@ -79,7 +80,9 @@ def plan(
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} must be an integer of at least 1, is {value!r}")
     if kv_format not in _KV_FORMATS:
-        raise OptionError(f"kv_format must be {', '.join(_KV_FORMATS)}, is {kv_format!r}")
+        raise OptionError(
+            f"{option('kv_format')} must be {', '.join(_KV_FORMATS)}, is {kv_format!r}"
+        )
     settings = Settings.from_environment()
     wanted = Hardware(ram=ram, gpu_memory=gpu_memory, gpu=gpu, link=link, ssd=ssd)
     path = find_model(str(model), settings, revision=revision, offline=offline)

@@ -106,7 +106,9 @@ def preview(
     try:
         plan = make_plan(asked, exact=False)
     except MemoryBudgetError as error:
-        return Preview(fits=False, weight_bytes=shape.nbytes, problem=f"does not fit: {error}")
+        return Preview(
+            fits=False, weight_bytes=shape.nbytes, problem=f"does not fit: {error.marked}"
+        )
     return _of_plan(plan)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from localrt.errors import OptionError, TemplateError
 from localrt.models.templates.chat_template import MessageTemplate
+from localrt.option_names import option
 from localrt.text.harmony import is_harmony
 from localrt.text.parser import USUAL_FRAME, AnswerFrame
 from localrt.text.thinking import CLOSE, OPEN, THOUGHT_FIELDS
@@ -109,8 +110,8 @@ class ThinkingSyntax:
             return dict(self.off)
         if thinking is True and self.tags is None and not self.on:
             raise OptionError(
-                "this model does not think: its chat template knows no thinking (leave thinking "
-                "out, or choose a model that thinks)"
+                "this model does not think: its chat template knows no thinking (leave "
+                f"{option('thinking')} out, or choose a model that thinks)"
             )
         told: dict[str, Any] = {} if thinking is None else dict(self.on)
         if isinstance(thinking, str) and thinking in self.efforts:

@@ -9,6 +9,7 @@ from typing import Any
 
 from localrt.engine.types import ToolCall
 from localrt.errors import OptionError
+from localrt.option_names import option
 from localrt.text.call_syntax import Call
 
 __all__ = ["as_message_calls", "for_template", "functions_to_call", "make_call"]
@@ -29,11 +30,13 @@ def functions_to_call(choice: str, tools: Sequence[Mapping[str, Any]]) -> list[M
     named = [each for each in functions if isinstance(each, Mapping) and each.get("name")]
     if choice == "required":
         if not named:
-            raise OptionError("tool_choice is 'required', and there are no tools")
+            raise OptionError(f"{option('tool_choice')} is 'required', and there are no tools")
         return named
     found = [each for each in named if each["name"] == choice]
     if not found:
-        raise OptionError(f"tool_choice is {choice[:200]!r}, and there is no such tool in tools")
+        raise OptionError(
+            f"{option('tool_choice')} is {choice[:200]!r}, and there is no such tool in tools"
+        )
     return found
 
 

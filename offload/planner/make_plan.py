@@ -15,6 +15,7 @@ from localrt.offload.account import SMALLEST_CONTEXT, activation_nbytes, shorter
 from localrt.offload.planner.advice import helpful_changes
 from localrt.offload.planner.plan import Plan, PlanRequest
 from localrt.offload.planner.search import find_plan, fits
+from localrt.option_names import option
 
 __all__ = ["least_ram", "make_plan"]
 
@@ -88,19 +89,20 @@ def least_ram(request: PlanRequest) -> int | None:
 def _options(request: PlanRequest) -> Iterator[str]:
     for ctx in shorter_contexts(request.ctx):
         if fits(replace(request, ctx=ctx)):
-            yield f"a context of {ctx} tokens fits (ctx={ctx})"
+            yield f"a context of {ctx} tokens fits ({option('ctx', ctx)})"
             break
     for kv_format in ("int8", "int4"):
         smaller = replace(request, kv_format=kv_format)
         if request.kv_format == "bf16" and fits(smaller):
-            yield f"keys and values in {kv_format} fit (kv_format={kv_format})"
+            yield f"keys and values in {kv_format} fit ({option('kv_format', kv_format)})"
             break
     if (least := least_ram(request)) is not None:
-        yield f"give it at least {least // _MEGABYTE} MB of RAM (ram={least // _MEGABYTE}MB)"
+        megabytes = least // _MEGABYTE
+        yield f"give it at least {megabytes} MB of RAM ({option('ram', f'{megabytes}MB')})"
     if request.sequences > 1 and fits(replace(request, sequences=1)):
         yield "one sequence at a time fits"
     if not request.kv_on_ssd and not request.uses_gpu and fits(replace(request, kv_on_ssd=True)):
-        yield "keys and values on the SSD fit (kv_on_ssd)"
+        yield "keys and values on the SSD fit ({option('kv_on_ssd', True)})"
     shorter = replace(request, ctx=min(request.ctx, SMALLEST_CONTEXT), kv_format="int8")
     if (least := least_ram(shorter)) is not None:
         yield (

@@ -126,8 +126,8 @@ def test_bad_usage_is_status_2(tiny_folder: Path, home: dict[str, str]) -> None:
         assert b"Traceback" not in result.stderr
     for args, word in (
         (["--temperature", "-1"], "temperature"),
-        (["--top-p", "1.5"], "top_p"),
-        (["--max-tokens", "0"], "max_tokens"),
+        (["--top-p", "1.5"], "--top-p"),
+        (["--max-tokens", "0"], "--max-tokens"),
         (["--ram", "lots"], "lots"),
         (["--ctx", "0"], "ctx"),
         (["--device", "abacus"], "abacus"),

@@ -166,7 +166,7 @@ def test_memory_bounds_how_many_are_on_their_way() -> None:
 
 def test_a_batch_size_that_does_not_fit_says_which_does() -> None:
     requests = [request([n] * 3, 7) for n in range(6)]
-    with pytest.raises(MemoryBudgetError, match="a batch size of 2"):
+    with pytest.raises(MemoryBudgetError, match="batch_size=2"):
         run(ScriptedEngine(), requests, size=4, room=2 * STEP)
     with pytest.raises(OptionError, match="at most 12"):
         run(ScriptedEngine(), requests, size=13)

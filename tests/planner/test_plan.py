@@ -159,7 +159,7 @@ def test_a_budget_that_cannot_work_names_three_that_do() -> None:
     (ctx,) = re.findall(r"ctx=(\d+)", message)
     assert fits(replace(request, ctx=int(ctx)))
     assert not fits(replace(request, ctx=2 * int(ctx)))
-    (ram,) = re.findall(r"\(ram=(\d+)MB\)", message)
+    (ram,) = re.findall(r'\(ram="(\d+)MB"\)', message)
     assert int(ram) * MB == least_ram(request)
     assert fits(replace(request, budgets=replace(budgets, ram=int(ram) * MB)))
     assert not fits(replace(request, budgets=replace(budgets, ram=(int(ram) - 2) * MB)))

@@ -14,8 +14,10 @@ from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
+from localrt.option_names import spelled
 from localrt.tui.chat.styles import Styles
 from localrt.tui.conversation.attachments import Fold
+from localrt.tui.options import in_app
 from localrt.tui.text import clean
 
 __all__ = ["GUTTER", "Block", "Kind", "Notice", "UserTurn", "estimated", "wrapped"]
@@ -182,7 +184,7 @@ class Notice(Block):
 
     def __init__(self, text: str, kind: Kind = "info") -> None:
         super().__init__()
-        self.text = clean(text)
+        self.text = clean(spelled(text, in_app))
         self.kind = kind
         self.gap = 0 if kind == "mark" else 1
 

@@ -23,6 +23,7 @@ from localrt.errors import CancelledError, MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.option_names import option
 from localrt.progress import Progress, ProgressCallback
 
 __all__ = ["generate_batch", "kv_room"]
@@ -72,7 +73,7 @@ def generate_batch(
         OptionError: ``size`` is not a number of sequences.
     """
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise OptionError(f"batch_size must be an integer of at least 1, is {size!r}")
+        raise OptionError(f"{option('batch_size')} must be an integer of at least 1, is {size!r}")
     waiting: FairQueue[BatchSequence[int]] = FairQueue()
     for request in requests:
         waiting.push(None, BatchSequence(*request, ctx))
@@ -119,12 +120,12 @@ def _run(
 def _check_size(size: int, pass_rows: int, costs: Iterable[int], room: int) -> None:
     """Whether ``size`` sequences go into a pass, and caches of these ``costs`` into ``room``."""
     if size > pass_rows:
-        raise OptionError(f"batch_size must be at most {pass_rows}, is {size}")
+        raise OptionError(f"{option('batch_size')} must be at most {pass_rows}, is {size}")
     largest = sorted(costs, reverse=True)[:size]
     if len(largest) > 1 and sum(largest) > room:
         fitting = max(1, int(np.count_nonzero(np.cumsum(largest) <= room)))
         raise MemoryBudgetError(
             f"{len(largest)} sequences at once need {format_bytes(sum(largest))} for their KV "
-            f"caches and {format_bytes(room)} is available: use a batch size of {fitting}, or a "
-            "smaller max_tokens"
+            f"caches and {format_bytes(room)} is available: use "
+            f"{option('batch_size', fitting)}, or a smaller {option('max_tokens')}"
         )

@@ -275,7 +275,7 @@ class Live:
         sequences = self._schedule.sequences
         for seq in sequences:
             # Each its own: an exception that is raised twice collects both tracebacks.
-            self._give(seq, seq.fail(error if len(sequences) == 1 else type(error)(str(error))))
+            self._give(seq, seq.fail(error if len(sequences) == 1 else type(error)(error.marked)))
             self._schedule.remove(seq)
 
     def _pause(self, seq: BatchSequence[LiveAnswer]) -> None:

@@ -26,6 +26,7 @@ from localrt.errors import (
 )
 from localrt.offload.account import Account, check_fits
 from localrt.offload.memory.state import memory_state
+from localrt.option_names import option
 from localrt.progress import Progress, ProgressCallback
 
 __all__ = ["CHUNK", "LlamaCppModel", "LlamaCppSettings"]
@@ -181,7 +182,8 @@ class LlamaCppModel:
         if not context:
             reason = self.library.reason("not enough memory")
             raise MemoryBudgetError(
-                f"llama.cpp cannot make a cache for {size} tokens: {reason}; use a smaller ctx"
+                f"llama.cpp cannot make a cache for {size} tokens: {reason}; use a smaller "
+                f"{option('ctx')}"
             )
         if user is not None:
             self._users.add(user)
@@ -208,11 +210,12 @@ class LlamaCppModel:
 
 def _use_gpu(api: Any, device: str) -> bool:
     if device not in ("auto", "cpu", "cuda"):
-        raise OptionError(f"device must be auto, cpu or cuda, not {device!r}")
+        raise OptionError(f"{option('device')} must be auto, cpu or cuda, not {device!r}")
     can = bool(api.llama_supports_gpu_offload())
     if device == "cuda" and not can:
         raise OptionError(
-            "this build of llama-cpp-python has no GPU support: use device='cpu', or install a"
+            "this build of llama-cpp-python has no GPU support: use "
+            f"{option('device', 'cpu')}, or install a"
             " CUDA build of it"
         )
     return can and device != "cpu"

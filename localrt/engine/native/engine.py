@@ -35,6 +35,7 @@ from localrt.models.decoder import Decoder
 from localrt.models.residency import Residency
 from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.ram_forecast import RamForecast
+from localrt.option_names import option
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span
@@ -321,7 +322,7 @@ class NativeEngine(Engine):
             if self.residency.memory.shrink_card(less, words) < less:
                 raise MemoryBudgetError(
                     f"the card cannot give back {format_bytes(less)}: load the model again with "
-                    f"gpu_memory={nbytes}"
+                    f"{option('gpu_memory', nbytes)}"
                 )
             self._vram = nbytes
 
