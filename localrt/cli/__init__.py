@@ -6,7 +6,6 @@ what another needs.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from localrt.cli.help import Examples, HelpfulParser
 from localrt.errors import LocalrtError, OptionError
 from localrt.option_names import on_command_line
 from localrt.version import __version__
@@ -36,23 +36,37 @@ COMMANDS = {
     "completion": "print a shell script that completes localrt's commands",
 }
 
+_EXAMPLES: Examples = (
+    ("localrt chat", "chat with SmolLM2, a small model"),
+    ("localrt chat org/name-GGUF:Q4_K_M", "a model of the hub, downloaded once"),
+    ("localrt chat model.gguf --ram 4GB", "within 4 GB of memory"),
+    ('git diff | localrt run model.gguf "Write a commit message:"', "text from a pipe"),
+    ("localrt serve model.gguf", "OpenAI's protocol at http://127.0.0.1:8080/v1"),
+    ('localrt plan org/name --gpu "RTX 4060"', "how fast another machine would be"),
+)
+
 _USAGE = 2
 # As shells report a process that a signal ended.
 _INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
-def build_parser(*, complete: bool = False) -> argparse.ArgumentParser:
+def build_parser(*, complete: bool = False) -> HelpfulParser:
     """The command line; commands declare their arguments when they are parsed, or all at once."""
-    parser = argparse.ArgumentParser(
+    parser = HelpfulParser(
         prog="localrt",
-        description="Run language models that are bigger than your GPU, on your own machine.",
+        description="Run language models that are bigger than your GPU, on your own machine",
         epilog="'localrt COMMAND --help' explains a command.",
         allow_abbrev=False,
     )
+    parser.examples = _EXAMPLES
     parser.add_argument("--version", action="version", version=f"localrt {__version__}")
     commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+        title="commands",
+        dest="command",
+        metavar="COMMAND",
+        required=True,
+        parser_class=_CommandParser,
     )
     for name, text in COMMANDS.items():
         sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -62,7 +76,7 @@ def build_parser(*, complete: bool = False) -> argparse.ArgumentParser:
     return parser
 
 
-class _CommandParser(argparse.ArgumentParser):
+class _CommandParser(HelpfulParser):
     """Takes flags between positionals too: ``run MODEL -c PROMPT``."""
 
     command = ""
@@ -73,7 +87,10 @@ class _CommandParser(argparse.ArgumentParser):
         """Add the command's arguments, once."""
         if not self._declared:
             self._declared = True
-            _command(self.command).add_arguments(self)
+            command = _command(self.command)
+            command.add_arguments(self)
+            self.examples = getattr(command, "EXAMPLES", ())
+            self.format_usage()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self._mixing:  # argparse's own passes over flags and positionals
@@ -81,9 +98,12 @@ class _CommandParser(argparse.ArgumentParser):
         self.declare()
         self._mixing = True
         try:
-            return self.parse_known_intermixed_args(args, namespace)
+            found, unknown = self.parse_known_intermixed_args(args, namespace)
         finally:
             self._mixing = False
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,17 @@ from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.trace import write_trace
 from localrt.bench.workload import LONG_ANSWER, Workload
-from localrt.cli.options import Flag, add_flags, add_model_argument
+from localrt.cli.help import Examples
+from localrt.cli.options import (
+    DEVICE_HELP,
+    FORMAT_HELP,
+    GPU_MEMORY_HELP,
+    KV_HELP,
+    RAM_HELP,
+    Flag,
+    add_flags,
+    add_model_argument,
+)
 from localrt.cli.progress import ProgressLine
 from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import parse_size
@@ -29,7 +39,13 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.settings import Settings
 from localrt.version import __version__
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),
+    ("localrt bench model.gguf --memory-limit 700MB", "under a hard limit"),
+    ("localrt bench model.gguf --ram 1GB --engines native --runs 3", "quick"),
+)
 
 _PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 
@@ -53,20 +69,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--prompt-tokens", int, "N", "length of the prompt (default: 512)"),
         ("--tokens", int, "N", "length of the answer (default: 128)"),
         ("--runs", int, "N", "runs of each engine; medians are shown (default: 5)"),
-        ("--memory-limit", str, "SIZE", "hard limit for each engine's process, like 1GB"),
+        (
+            "--memory-limit",
+            str,
+            "SIZE",
+            "hard limit for each engine's process, like 1GB (default: none)",
+        ),
         ("--long-prompt", int, "N", _LONG_HELP),
-        ("--threads", int, "N", "CPU threads for every engine"),
-        ("--ctx", int, "TOKENS", "context length for every engine"),
+        ("--threads", int, "N", "CPU threads for every engine (default: one for each core)"),
+        ("--ctx", int, "TOKENS", "context length for every engine (default: what the run needs)"),
     ]
     engines = ("native", "llamacpp")
     add_flags(parser, flags, engines=engines, prompt_tokens=512, tokens=128, runs=5)
     native: list[Flag] = [
-        ("--format", ("bf16", "f32"), None, "unpack weights to this format"),
-        ("--ram", str, "SIZE", "most RAM to use, like 4GB"),
-        ("--gpu-memory", str, "SIZE", "most GPU memory to use, like 8GB"),
-        ("--device", str, None, "cpu, cuda, auto, or a virtual card"),
-        ("--kv-format", str, "F", "format of the KV cache"),
-        ("--trace", Path, "FILE", "write the pipeline's tasks for Perfetto"),
+        ("--format", ("bf16", "f32"), None, FORMAT_HELP),
+        ("--ram", str, "SIZE", RAM_HELP),
+        ("--gpu-memory", str, "SIZE", GPU_MEMORY_HELP),
+        ("--device", str, None, DEVICE_HELP),
+        ("--kv-format", str, "F", KV_HELP),
+        ("--trace", Path, "FILE", "write the pipeline's tasks to FILE, for Perfetto"),
     ]
     add_flags(parser.add_argument_group("the native engine"), native)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -13,6 +13,7 @@ from typing import Any
 
 import localrt
 from localrt.chat import ChatModel
+from localrt.cli.help import Examples
 from localrt.cli.loading import choose_model, connect_endpoint, model_title
 from localrt.cli.options import (
     add_endpoint_arguments,
@@ -27,7 +28,15 @@ from localrt.engine.options import read_options
 from localrt.errors import OptionError
 from localrt.progress import ProgressCallback
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt chat", "SmolLM2, a small model"),
+    ("localrt chat org/name-GGUF:Q4_K_M", "a model of the hub, downloaded once"),
+    ("localrt chat model.gguf --ram 4GB", "within 4 GB of memory"),
+    ("localrt chat model.gguf -c", "go on with the last conversation"),
+    ("localrt chat --endpoint http://127.0.0.1:8080/v1", "with a model behind a server"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser, default=None)
     plain = "plain text without a screen, for screen readers and simple terminals"
     add = parser.add_argument
-    add("-s", "--system", metavar="TEXT", help="system prompt")
+    add("-s", "--system", metavar="TEXT", help="system prompt (default: none)")
     add("-p", "--prompt", metavar="TEXT", help="answer this prompt on stdout and exit")
     resume = "continue the last conversation"
     add("-c", "--continue", dest="resume", action="store_true", help=resume)

@@ -10,8 +10,11 @@ import argparse
 import shtab
 
 from localrt.cli import build_parser
+from localrt.cli.help import Examples
 
-__all__ = ["SHELLS", "add_arguments", "run"]
+__all__ = ["EXAMPLES", "SHELLS", "add_arguments", "run"]
+
+EXAMPLES: Examples = (("source <(localrt completion bash)", "for this shell only"),)
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -25,7 +28,6 @@ To install:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("shell", choices=SHELLS, help="the shell")
 

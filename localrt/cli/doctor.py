@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from localrt.cli.help import Examples
 from localrt.errors import LocalrtError
 from localrt.files import private_folder
 from localrt.formatting import format_bytes, table
@@ -28,7 +29,12 @@ from localrt.quant.ops.native.abi import best_isa
 from localrt.settings import Settings
 from localrt.version import __version__
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt doctor", ""),
+    ("localrt doctor --quick", "without measuring"),
+)
 
 _PACKAGES = (
     ("torch", "gpu", "NVIDIA cards, and computing in bf16 or f32"),

@@ -11,8 +11,9 @@ import time
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from localrt.cli.help import Examples
 from localrt.cli.loading import resolve_model
-from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments
+from localrt.cli.options import BARE_MODEL_HELP, THREADS_HELP, Flag, add_flags, add_hub_arguments
 from localrt.cli.progress import ProgressLine
 from localrt.drafts.head import TRAINED
 from localrt.drafts.training import DraftTraining, TrainingReport, train_draft
@@ -21,7 +22,12 @@ from localrt.formatting import format_bytes, format_count, format_seconds
 from localrt.quantizing.text import read_text
 from localrt.settings import Settings
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt draft train org/name --text notes/", "on texts like those that it will write"),
+    ("localrt run org/name --draft head", "use it"),
+)
 
 _EPILOG = """\
 The model first writes text itself (--generate): continuations of --text, and conversations that it
@@ -31,7 +37,10 @@ finds it in the default folder). Training needs torch: pip install 'localrt[quan
 
 _PLAIN_LINE_S = 60.0  # between lines where the output is no terminal
 
-_TEXT_HELP = "a UTF-8 text, or a folder of texts, that resembles what the model will read and write"
+_TEXT_HELP = (
+    "a UTF-8 text, or a folder of texts, that resembles what the model will read and write "
+    "(default: what the model writes itself)"
+)
 _GENERATE_HELP = "tokens for the model to write (default: 500000); 0 learns from --text alone"
 _FLAGS: tuple[Flag, ...] = (
     ("--text", Path, "PATH", _TEXT_HELP),
@@ -43,15 +52,14 @@ _FLAGS: tuple[Flag, ...] = (
     ("--batch", int, "N", "sequences per step (default: 4)"),
     ("--out", Path, "DIR", "folder for the head (default: where --draft head finds it)"),
     ("--seed", int, "N", "for all random choices (default: 0)"),
-    ("--device", str, "D", "cpu (default) or cuda"),
-    ("--threads", int, "N", "CPU threads"),
+    ("--device", str, "D", "cpu or cuda (default: cpu)"),
+    ("--threads", int, "N", THREADS_HELP),
     ("--keep-work", bool, None, "keep the text and its hidden states"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("action", choices=("train",), help="train a head")
     parser.add_argument("model", metavar="TARGET", help=BARE_MODEL_HELP)

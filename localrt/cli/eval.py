@@ -7,6 +7,7 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
+from localrt.cli.help import Examples
 from localrt.cli.loading import load
 from localrt.cli.options import (
     Flag,
@@ -20,21 +21,36 @@ from localrt.evaluating.evaluate import Evaluation, evaluate
 from localrt.formatting import format_rate
 from localrt.quantizing.text import read_file
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt eval model.gguf --text book.txt", "perplexity"),
+    ("localrt eval small.gguf --text book.txt --against full.gguf", "how far they differ"),
+)
 
 
-_ENGINE_HELP = "compare with this engine (without --against: with MODEL itself)"
+_ENGINE_HELP = "compare with this engine (default: native; without --against, of MODEL itself)"
 _FLAGS: tuple[Flag, ...] = (
     ("--stride", int, "N", "tokens from one window to the next (default: --ctx)"),
-    ("--limit-tokens", int, "N", "use the first N tokens of the text"),
-    ("--against", str, "MODEL", "compare with this model: KL divergence, top-1 agreement"),
+    ("--limit-tokens", int, "N", "use the first N tokens of the text (default: all)"),
+    (
+        "--against",
+        str,
+        "MODEL",
+        "compare with this model: KL divergence, top-1 agreement (default: no comparison)",
+    ),
     ("--against-engine", ("auto", "native", "llamacpp"), None, _ENGINE_HELP),
-    ("--against-format", ("bf16", "f32"), None, "compare with weights unpacked to this format"),
+    (
+        "--against-format",
+        ("bf16", "f32"),
+        None,
+        "compare with weights unpacked to this (default: not unpacked)",
+    ),
     (
         "--against-kv-format",
         ("bf16", "int8", "int4"),
         None,
-        "compare with a KV cache in this format",
+        "compare with keys and values in this format (default: --kv-format)",
     ),
 )
 

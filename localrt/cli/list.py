@@ -7,11 +7,14 @@ import json
 import time
 from dataclasses import asdict
 
+from localrt.cli.help import Examples
 from localrt.formatting import format_bytes, table
 from localrt.hub import DEMO_NAME, list_models
 from localrt.settings import Settings
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (("localrt list", "names, sizes, and where they come from"),)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from localrt.cli.help import advanced
 from localrt.engine.options import read_options
 from localrt.errors import OptionError
 from localrt.hub import DEMO_NAME
@@ -17,7 +18,13 @@ from localrt.settings import ENDPOINT_KEY
 
 __all__ = [
     "BARE_MODEL_HELP",
+    "DEVICE_HELP",
+    "FORMAT_HELP",
+    "GPU_MEMORY_HELP",
     "HUB_FLAGS",
+    "KV_HELP",
+    "RAM_HELP",
+    "THREADS_HELP",
     "Flag",
     "adapters_by_name",
     "add_constraint_arguments",
@@ -40,82 +47,142 @@ Flag: TypeAlias = tuple[str, Any, str | None, str]
 BARE_MODEL_HELP = "smollm2, org/name of the hub, a folder or a .gguf file"
 
 HUB_FLAGS: tuple[Flag, ...] = (
-    ("--revision", str, None, "branch, tag or commit of a hub model"),
+    ("--revision", str, "NAME", "branch, tag or commit of a hub model (default: main)"),
     ("--offline", bool, None, "never use the network"),
 )
+_ENDPOINT_HELP = (
+    "use a model of this server (localrt serve, vLLM, or any with OpenAI's protocol); MODEL is its "
+    "name there (default: the first one that the server lists)"
+)
 _ENDPOINT: tuple[Flag, ...] = (
-    (
-        "--endpoint",
-        str,
-        "URL",
-        "use a model of this server (localrt serve, vLLM, or any with OpenAI's protocol); "
-        "MODEL is its name there (default: the first one that the server lists)",
-    ),
-    (
-        "--api-key",
-        str,
-        "KEY",
-        f"key for the server; better set it in ${ENDPOINT_KEY}; '' sends none",
-    ),
+    ("--endpoint", str, "URL", _ENDPOINT_HELP),
+    ("--api-key", str, "KEY", f"key for the server (default: ${ENDPOINT_KEY}); '' sends none"),
 )
-_KV_HELP = "format of the KV cache: int8 takes half the memory, int4 a third (CPU kernels)"
-_ACTIVATIONS_HELP = (
-    "what the kernels of a GPU multiply with: int8 is faster (default), bf16 exacter"
+
+RAM_HELP = "most RAM to use, like 4GB (default: what is free, less some for other programs)"
+GPU_MEMORY_HELP = "most GPU memory to use, like 8GB (default: what is free on the card)"
+DEVICE_HELP = (
+    "where to compute: cpu, cuda, or virtual:CARD, which simulates a card (default: auto, a card "
+    "where there is one)"
 )
-_TEMPLATE_HELP = "file with the Jinja2 chat template to use in place of the model's"
+KV_HELP = (
+    "format of keys and values: int8 takes half the memory, int4 a third (CPU kernels) "
+    "(default: bf16)"
+)
+FORMAT_HELP = "unpack weights to this format (default: as they are in the file)"
+THREADS_HELP = "CPU threads (default: one for each core)"
+_ENGINE_HELP = "what runs the model; auto takes llamacpp where native cannot (default: auto)"
 _ADAPTER_HELP = "LoRA adapter, a folder, .gguf file or hub id; may be repeated, the first is used"
-_ENGINE_HELP = "auto uses llamacpp for models that native cannot run"
+_ACTIVATIONS_HELP = (
+    "what the kernels of a GPU multiply with: int8 is faster, bf16 exacter (default: int8)"
+)
+_TEMPLATE_HELP = "file with a Jinja2 chat template (default: the model's own)"
 _LOADING: tuple[Flag, ...] = (
+    ("--ram", str, "SIZE", RAM_HELP),
+    ("--gpu-memory", str, "SIZE", GPU_MEMORY_HELP),
+    ("--ctx", int, "TOKENS", "longest conversation (default: the model's, or what memory holds)"),
+    ("--device", str, None, DEVICE_HELP),
     ("--adapter", list, "[NAME=]PATH", _ADAPTER_HELP),
+)
+_LOADING_ADVANCED: tuple[Flag, ...] = (
     ("--engine", ("auto", "native", "llamacpp"), None, _ENGINE_HELP),
-    ("--format", ("bf16", "f32"), None, "unpack weights to this format"),
-    ("--device", str, None, "cpu, cuda, virtual:CARD or auto (default)"),
-    ("--gpu-memory", str, "SIZE", "most GPU memory to use, like 8GB"),
-    ("--ram", str, "SIZE", "most RAM to use, like 4GB"),
-    ("--ctx", int, "TOKENS", "context length"),
-    ("--kv-format", ("bf16", "int8", "int4"), None, _KV_HELP),
+    ("--format", ("bf16", "f32"), None, FORMAT_HELP),
+    ("--kv-format", ("bf16", "int8", "int4"), None, KV_HELP),
     ("--activations", ("int8", "bf16"), None, _ACTIVATIONS_HELP),
     ("--chat-template", str, "FILE", _TEMPLATE_HELP),
-    ("--threads", int, "N", "CPU threads"),
+    ("--threads", int, "N", THREADS_HELP),
     *HUB_FLAGS,
 )
 _DRAFT_HELP = (
     "what guesses the next tokens: a smaller model (best of the same vocabulary), a trained head, "
-    "or repeated text (ngram); auto is the default"
+    "or repeated text (ngram) (default: auto)"
 )
-_THINKING_HELP = "whether the model thinks before it answers, or how much"
+_THINKING_HELP = "whether the model thinks before it answers, or how much (default: as it does)"
 _BREAKERS_HELP = (
     "DRY: text that a repetition does not reach across; may be repeated; none: nothing "
-    "(a line end, colon, quote and asterisk)"
+    "(default: a line end, colon, quote and asterisk)"
 )
-_OVERFLOW_HELP = "what to do when a conversation is longer than the context"
+_OVERFLOW_HELP = (
+    "when a conversation is longer than the context: refuse it, or forget its oldest turns "
+    "(default: error)"
+)
 _SAMPLING: tuple[Flag, ...] = (
-    ("--max-tokens", int, "N", "longest answer, in tokens"),
-    ("--temperature", float, "T", "0 always takes the likeliest token"),
-    ("--top-k", int, "K", "only the K likeliest tokens"),
-    ("--top-p", float, "P", "only the likeliest tokens, up to probability P"),
-    ("--min-p", float, "P", "no token below P times the likeliest one"),
-    ("--typical-p", float, "P", "locally typical sampling"),
-    ("--repetition-penalty", float, "X", "above 1: fewer repeated tokens"),
-    ("--frequency-penalty", float, "X", "tokens get less likely each time they occur"),
-    ("--presence-penalty", float, "X", "tokens get less likely once they occurred"),
-    ("--dry-multiplier", float, "X", "above 0: avoid repeated passages (DRY); 0.8 is usual"),
-    ("--dry-base", float, "X", "DRY: how much more each further repeated token counts (1.75)"),
-    ("--dry-allowed-length", int, "N", "DRY: so many repeated tokens are free (2)"),
-    ("--dry-penalty-last-n", int, "N", "DRY: look at the last N tokens only (-1: at all)"),
-    ("--dry-sequence-breakers", list, "TEXT", _BREAKERS_HELP),
-    ("--xtc-probability", float, "P", "how often to leave out the likeliest tokens (XTC)"),
-    ("--xtc-threshold", float, "P", "XTC: leave out those from P on, but the last of them (0.1)"),
-    ("--seed", int, "N", "the same seed gives the same text"),
+    (
+        "--max-tokens",
+        int,
+        "N",
+        "longest answer, in tokens (default: what the context has room for)",
+    ),
+    (
+        "--temperature",
+        float,
+        "T",
+        "0 always takes the likeliest token (default: the model's, or 0.8)",
+    ),
+    ("--seed", int, "N", "the same seed gives the same text (default: another every time)"),
     ("--stop", list, "TEXT", "end the answer at this text; may be repeated"),
-    ("--draft", str, "MODEL|DIR|head|ngram|auto|off", _DRAFT_HELP),
-    ("--tree-budget", int, "K", "guesses per pass (default: tuned)"),
-    ("--overflow", ("error", "drop_oldest"), None, _OVERFLOW_HELP),
     ("--thinking", ("on", "off", "low", "medium", "high"), None, _THINKING_HELP),
-    ("--thinking-tokens", int, "N", "end the thinking after so many tokens; 0 is off"),
+    ("--draft", str, "MODEL|DIR|head|ngram|auto|off", _DRAFT_HELP),
+)
+_DRY_BASE_HELP = "DRY: how much more each further repeated token counts (default: 1.75)"
+_DRY_LAST_HELP = "DRY: look at the last N tokens only; -1: at all (default: -1)"
+_XTC_HELP = "XTC: leave out those from P on, but the last of them (default: 0.1)"
+_SAMPLING_ADVANCED: tuple[Flag, ...] = (
+    ("--top-k", int, "K", "only the K likeliest tokens; 0: all (default: the model's, or 40)"),
+    (
+        "--top-p",
+        float,
+        "P",
+        "only the likeliest tokens, up to probability P (default: the model's, or 0.95)",
+    ),
+    (
+        "--min-p",
+        float,
+        "P",
+        "no token below P times the likeliest one (default: the model's, or 0.05)",
+    ),
+    ("--typical-p", float, "P", "locally typical sampling, below 1 (default: 1, off)"),
+    ("--repetition-penalty", float, "X", "above 1: fewer repeated tokens (default: 1)"),
+    (
+        "--frequency-penalty",
+        float,
+        "X",
+        "above 0: tokens get less likely each time they occur (default: 0)",
+    ),
+    (
+        "--presence-penalty",
+        float,
+        "X",
+        "above 0: tokens get less likely once they occurred (default: 0)",
+    ),
+    (
+        "--dry-multiplier",
+        float,
+        "X",
+        "avoid repeated passages (DRY); 0.8 is usual (default: 0, off)",
+    ),
+    ("--dry-base", float, "X", _DRY_BASE_HELP),
+    ("--dry-allowed-length", int, "N", "DRY: so many repeated tokens are free (default: 2)"),
+    ("--dry-penalty-last-n", int, "N", _DRY_LAST_HELP),
+    ("--dry-sequence-breakers", list, "TEXT", _BREAKERS_HELP),
+    (
+        "--xtc-probability",
+        float,
+        "P",
+        "how often to leave out the likeliest tokens (XTC) (default: 0, never)",
+    ),
+    ("--xtc-threshold", float, "P", _XTC_HELP),
+    ("--tree-budget", int, "K", "guesses in one pass (default: tuned while it runs)"),
+    ("--overflow", ("error", "drop_oldest"), None, _OVERFLOW_HELP),
+    (
+        "--thinking-tokens",
+        int,
+        "N",
+        "end the thinking after N tokens; 0: no thinking (default: no limit)",
+    ),
 )
 _CONSTRAINTS: tuple[Flag, ...] = (
-    ("--json-schema", str, "FILE|TEXT", "JSON that follows this schema (true: any JSON)"),
+    ("--json-schema", str, "FILE|TEXT", "JSON that follows this schema; true: any JSON"),
     ("--regex", str, "R", "text that matches this whole regular expression"),
 )
 
@@ -146,13 +213,13 @@ def _option(flag: str) -> str:
 
 def add_model_argument(parser: argparse.ArgumentParser, *, default: str | None = DEMO_NAME) -> None:
     """MODEL, by default the demo model."""
-    text = f"hub id, folder or .gguf file (default: {DEMO_NAME})"
+    text = f"{BARE_MODEL_HELP} (default: {DEMO_NAME})"
     parser.add_argument("model", nargs="?", default=default, metavar="MODEL", help=text)
 
 
-def add_hub_arguments(parser: argparse._ActionsContainer) -> None:
+def add_hub_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of a model of the hub."""
-    add_flags(parser, HUB_FLAGS, offline=None)
+    add_flags(advanced(parser), HUB_FLAGS, offline=None)
 
 
 def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -162,13 +229,14 @@ def add_endpoint_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of ``localrt.load``."""
-    group = parser.add_argument_group("model")
-    add_flags(group, _LOADING, engine="auto", device="auto", offline=None)
+    add_flags(parser.add_argument_group("model"), _LOADING, device="auto")
+    add_flags(advanced(parser), _LOADING_ADVANCED, engine="auto", offline=None)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of a generation; those left out follow the model's own defaults."""
     add_flags(parser.add_argument_group("generation"), _SAMPLING)
+    add_flags(advanced(parser), _SAMPLING_ADVANCED)
 
 
 def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +248,7 @@ def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for ``localrt.load``."""
-    options = flag_values(args, _LOADING)
+    options = flag_values(args, (*_LOADING, *_LOADING_ADVANCED))
     given = options.pop("adapter")
     if given:
         options["adapters"] = adapters_by_name(given)
@@ -209,7 +277,7 @@ def adapters_by_name(given: Iterable[str]) -> dict[str, str]:
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Generation options that were given."""
-    given = flag_values(args, _SAMPLING)
+    given = flag_values(args, (*_SAMPLING, *_SAMPLING_ADVANCED))
     options = {name: value for name, value in given.items() if value is not None}
     if options.get("dry_sequence_breakers") == ["none"]:
         options["dry_sequence_breakers"] = []

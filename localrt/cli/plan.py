@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
 from localrt.drafts.acceptance import known_acceptance
 from localrt.errors import MemoryBudgetError, OptionError
@@ -30,7 +31,13 @@ from localrt.planning.inputs import find_model, shape_of
 from localrt.planning.plan import plan
 from localrt.settings import Settings
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt plan model.gguf --ram 2GB", "this machine, with 2 GB of memory for the model"),
+    ('localrt plan org/name --gpu "RTX 4060" --ram 32GB', "a machine that you do not have"),
+    ("localrt plan org/name --ctx 32768 --kv-format int8", "a long context"),
+)
 
 _DRAFT_CTX, _DRAFT_NODES = 2048, 128
 
@@ -39,22 +46,27 @@ _ACCEPTANCE_HELP = (
     "share of the draft's first choices that are right, from 0 to 1 (default: as measured, or 0.7)"
 )
 _PLAN: tuple[Flag, ...] = (
-    ("--ctx", int, "TOKENS", "context length (default: 4096)"),
-    ("--format", str, "F", "plan as if the weights had this format"),
+    ("--ctx", int, "TOKENS", "longest conversation (default: 4096)"),
+    ("--format", str, "F", "plan as if the weights had this format (default: their own)"),
     ("--kv-format", ("bf16", "int8", "int4"), None, "format of the KV cache (default: bf16)"),
     ("--batch", int, "N", "sequences at once (default: 1)"),
     ("--kv-on-ssd", bool, None, "keep keys and values that do not fit in RAM on the SSD"),
 )
 _SPECULATION: tuple[Flag, ...] = (
-    ("--draft", str, "MODEL", "a smaller model that guesses the next tokens"),
+    ("--draft", str, "MODEL", "a smaller model that guesses the next tokens (default: none)"),
     ("--acceptance", float, "SHARE", _ACCEPTANCE_HELP),
 )
 _HARDWARE: tuple[Flag, ...] = (
-    ("--ram", str, "SIZE", "RAM to use, like 32GB"),
-    ("--gpu-memory", str, "SIZE", "GPU memory to use, like 8GB"),
-    ("--gpu", str, "CARD", 'a card by name, like "RTX 4060", or virtual:8GB@12GB/s,...'),
-    ("--link", str, "RATE", "speed of copies to the GPU, like 12GB/s"),
-    ("--ssd", str, "RATE", "speed of the disk, like 3.5GB/s"),
+    ("--ram", str, "SIZE", "RAM to use, like 32GB (default: this machine's)"),
+    ("--gpu-memory", str, "SIZE", "GPU memory to use, like 8GB (default: the card's)"),
+    (
+        "--gpu",
+        str,
+        "CARD",
+        'a card by name, like "RTX 4060", or virtual:8GB@12GB/s,... (default: this machine\'s)',
+    ),
+    ("--link", str, "RATE", "speed of copies to the GPU, like 12GB/s (default: measured)"),
+    ("--ssd", str, "RATE", "speed of the disk, like 3.5GB/s (default: measured)"),
     ("--remeasure", bool, None, "measure this machine again"),
 )
 
@@ -68,10 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(parser, _PLAN, kv_format="bf16", batch=1)
     add_flags(parser.add_argument_group("speculation"), _SPECULATION)
-    add_flags(parser.add_argument_group("hardware", "default: this machine's"), _HARDWARE)
+    add_flags(
+        parser.add_argument_group("hardware", "what you leave out is this machine's"), _HARDWARE
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a timeline as SVG")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the timeline")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a timeline as SVG to FILE")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page with the timeline to FILE"
+    )
     add_hub_arguments(parser)
 
 

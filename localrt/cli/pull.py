@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 
+from localrt.cli.help import Examples
 from localrt.cli.progress import ProgressLine
 from localrt.hub import DEMO_NAME, resolve
 from localrt.settings import Settings
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt pull org/name", "a folder of safetensors"),
+    ("localrt pull org/name-GGUF:Q4_K_M", "one file of a GGUF repository"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help=f"{DEMO_NAME}, org/name or org/name:Q4_K_M of the hub"
     )
-    parser.add_argument("--revision", help="a branch, tag or commit of the repository")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: main)")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+from localrt.cli.help import Examples
 from localrt.cli.loading import resolve_model
 from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments
 from localrt.cli.progress import ProgressLine
@@ -35,7 +36,13 @@ from localrt.quantizing.quantize import (
 from localrt.quantizing.text import BUILTIN, builtin_text, read_text
 from localrt.settings import Settings
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt quantize org/name --format int4-g32", "4 bits and a scale for 32 weights"),
+    ("localrt quantize org/name --bits 3.5", "each matrix in the format that loses least"),
+    ("localrt quantize org/name --adapter ./lora --format int4-g64", "with an adapter merged"),
+)
 
 _EPILOG = """\
 formats  int4 or int8 in groups of g32, g64 or g128, like int4-g32 (g32m: with minima);
@@ -59,20 +66,21 @@ _FLAGS: tuple[Flag, ...] = (
     ("--calibration", Path, "PATH", _CALIBRATION_HELP),
     ("--calibration-tokens", int, "N", "tokens of it to use (default: 16384)"),
     ("--adapter", str, "PATH", "merge this LoRA adapter: a folder, .gguf file or hub id"),
-    ("--head-format", str, "F", "format of embedding and head"),
+    ("--head-format", str, "F", "format of embedding and head (default: as published; see below)"),
     ("--out", Path, "DIR", "folder for the result (default: in localrt's data folder)"),
     ("--seed", int, "N", "chooses the parts of the text (default: 0)"),
-    ("--threads", int, "N", "CPU threads for calibration"),
+    ("--threads", int, "N", "CPU threads for calibration (default: one for each core)"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EPILOG
     parser.add_argument("model", metavar="MODEL", help=BARE_MODEL_HELP)
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--format", metavar="F", help="format of the layers")
+    size.add_argument(
+        "--format", metavar="F", help="format of the layers, like int4-g32; see below"
+    )
     size.add_argument("--bits", type=float, metavar="B", help=_BITS_HELP)
     add_flags(parser, _FLAGS, seed=0)
     add_hub_arguments(parser)

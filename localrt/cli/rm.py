@@ -6,11 +6,14 @@ import argparse
 import json
 import sys
 
+from localrt.cli.help import Examples
 from localrt.formatting import format_bytes
 from localrt.hub import remove_model
 from localrt.settings import Settings
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (("localrt rm org/name", "asks, then deletes"),)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

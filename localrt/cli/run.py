@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from localrt.chat import ChatSession
+from localrt.cli.help import Examples
 from localrt.cli.loading import choose_model, load_chat_model, load_model
 from localrt.cli.options import (
     Flag,
@@ -33,10 +34,20 @@ from localrt.files import keep_private, private_folder
 from localrt.formatting import format_bytes, format_rate, format_seconds
 from localrt.settings import Settings
 
-__all__ = ["add_arguments", "answer", "read_prompt", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "answer", "read_prompt", "run"]
+
+EXAMPLES: Examples = (
+    ('localrt run smollm2 "Name three rivers"', "one answer"),
+    ('localrt run smollm2 -c "And three more"', "go on with the last run"),
+    ('git diff | localrt run model.gguf "Write a commit message:"', "text from a pipe"),
+    ("localrt run model.gguf --batch questions.txt", "an answer for every line"),
+    ('localrt run model.gguf "A person" --json-schema person.json', "an answer of this form"),
+)
 
 
-_BATCH_HELP = "answer every line of FILE (-: stdin): text, or JSON with prompt or messages"
+_BATCH_HELP = (
+    "answer every line of FILE (-: stdin): all text, or all JSON objects with prompt or messages"
+)
 _FLAGS: tuple[Flag, ...] = (
     ("--batch", str, "FILE", _BATCH_HELP),
     ("--batch-size", int, "N", "prompts at a time (default: as many as memory holds)"),
@@ -52,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     prompt = "the prompt; text on stdin is added below it"
     add("prompt", nargs="?", metavar="PROMPT", help=prompt)
-    add("-s", "--system", metavar="TEXT", help="system prompt")
+    add("-s", "--system", metavar="TEXT", help="system prompt (default: none)")
     add("-c", "--continue", dest="resume", action="store_true", help="continue the last run")
     add_flags(parser, _FLAGS)
     add_endpoint_arguments(parser)

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from localrt.cli.help import Examples
 from localrt.cli.loading import load_model
 from localrt.cli.options import (
     Flag,
@@ -32,7 +33,12 @@ from localrt.settings import SERVE_KEY, Settings
 if TYPE_CHECKING:  # the extra may be missing
     from localrt.serve.guard import LogLine
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt serve model.gguf", "http://127.0.0.1:8080/v1, for this machine"),
+    ("LOCALRT_API_KEY=secret localrt serve model.gguf --host 0.0.0.0", "for the network"),
+)
 
 
 _HOST_HELP = "address to listen on (default: 127.0.0.1); 0.0.0.0 lets other machines in"

@@ -107,7 +107,8 @@ def _options(request: PlanRequest) -> Iterator[str]:
     if (least := least_ram(shorter)) is not None:
         yield (
             f"a context of {shorter.ctx} tokens with int8 keys and values fits "
-            f"{least // _MEGABYTE} MB of RAM"
+            f"{least // _MEGABYTE} MB of RAM ({option('ctx', shorter.ctx)}, "
+            f"{option('kv_format', 'int8')}, {option('ram', f'{least // _MEGABYTE}MB')})"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from localrt.errors import MissingExtraError, OptionError
+from localrt.option_names import option
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.cuda.kernels.kv import FORMATS
 from localrt.quant.ops.hybrid_cache import split_layers
@@ -51,8 +52,8 @@ def make_ops(
 
         if activations == "bf16":
             raise OptionError(
-                "activations bf16 are for a GPU: the CPU's kernels multiply in 8 bits; leave it "
-                "out, or compute in format bf16"
+                f"{option('activations', 'bf16')} is for a GPU: the CPU's kernels multiply in 8 "
+                f"bits; leave it out, or use {option('format', 'bf16')}"
             )
         kv = parse_kv_format(kv_format)
         cache_format(split_layers(attention)[0], kv)  # raises where the two do not go together
@@ -69,7 +70,10 @@ def make_ops(
 
     if device.startswith("cuda"):
         if not torch.cuda.is_available():
-            raise OptionError(f"torch finds no CUDA GPU for device {device!r}: use device 'cpu'")
+            raise OptionError(
+                f"torch finds no CUDA GPU for {option('device', device)}: "
+                f"use {option('device', 'cpu')}"
+            )
         index = device.removeprefix("cuda").removeprefix(":") or "0"
         if not index.isdecimal() or int(index) >= torch.cuda.device_count():
             raise OptionError(f"there is no GPU {device!r}: {torch.cuda.device_count()} found")
@@ -84,7 +88,8 @@ def make_ops(
         if latent and compute_format is None:
             raise OptionError(
                 f"latent attention (DeepSeek) on a GPU needs localrt's kernels, and {limit}; or "
-                "use device 'cpu', or format 'bf16' for a GPU that holds the model unpacked"
+                f"use {option('device', 'cpu')}, or {option('format', 'bf16')} for a GPU "
+                "that holds the model unpacked"
             )
         if compute_format is None and find_spec("bitsandbytes") is not None:
             from localrt.quant.ops.torch.bitsandbytes_ops import BnbOps
@@ -95,8 +100,8 @@ def make_ops(
 
 def _no_kv_format(name: str | None) -> str:
     return (
-        f"kv_format {name} is for the compiled CPU kernels and a GPU that ours run on, there "
-        "not for latent attention: leave it out here"
+        f"{option('kv_format', name)} is for the compiled CPU kernels and a GPU that ours run on, "
+        "there not for latent attention: leave it out here"
     )
 
 

@@ -94,7 +94,7 @@ def test_weights_on_disk(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) 
         (2, ("--ctx", "0"), "--ctx"),
         (2, ("--batch", "0"), "--batch"),
         (2, ("--gpu", "RTX 4060", "--gpu-memory", "80GB"), "more than"),
-        (1, ("--ram", "100MB"), "ram="),
+        (1, ("--ram", "100MB"), "--ram "),
     ],
 )
 def test_bad_usage_is_one_line(

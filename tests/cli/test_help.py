@@ -1,0 +1,76 @@
+"""Help texts: examples that work, every option explained, with what it is when left out."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+
+import pytest
+
+from localrt.cli import COMMANDS, build_parser
+from localrt.cli.help import HelpfulParser
+
+# Left out, these simply do not happen.
+_OPTIONAL = {
+    "--adapter",
+    "--api-key",
+    "--batch",
+    "--cors",
+    "--endpoint",
+    "--html",
+    "--json-schema",
+    "--load",
+    "--prompt",
+    "--regex",
+    "--stop",
+    "--svg",
+    "--trace",
+}
+
+
+def _commands() -> dict[str, HelpfulParser]:
+    parser = build_parser(complete=True)
+    found = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(found.choices)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_come_first_and_are_commands_that_exist(name: str) -> None:
+    command = _commands()[name]
+    text = command.format_help()
+    assert command.examples
+    assert text.index("examples:") < text.index("positional" if "positional" in text else "options")
+    for line, _ in command.examples:
+        words = re.search(r"localrt .*?(?=\)|$)", line)
+        assert words is not None
+        build_parser().parse_args(shlex.split(words[0])[1:])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained_with_its_default(name: str) -> None:
+    command = _commands()[name]
+    either = {a for g in command._mutually_exclusive_groups if g.required for a in g._group_actions}
+    for action in command._actions:
+        flag = action.option_strings[-1] if action.option_strings else ""
+        assert action.help, f"{name} {flag} says nothing"
+        takes_a_value = flag and action.nargs != 0 and not (action.required or action in either)
+        if takes_a_value and flag not in _OPTIONAL and "default" not in action.help:
+            pytest.fail(f"{name} {flag} does not say what it is when left out")
+
+
+def test_what_few_people_need_comes_last() -> None:
+    text = _commands()["chat"].format_help()
+    assert text.index("--max-tokens") < text.index("advanced:") < text.index("--top-k")
+    assert "--engine" not in text.partition("advanced:")[0]
+
+
+def test_an_unknown_option_is_refused_with_the_commands_own_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        build_parser().parse_args(["run", "smollm2", "hi", "--colour"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("usage: localrt run [OPTIONS] [MODEL] [PROMPT]\n")
+    assert "--colour" in told
