@@ -10,7 +10,8 @@ import threading
 from localrt import hub
 from localrt.hub import LocalModel, ResolvedModel, listing, searching
 from localrt.hub.searching import FoundModel, Variant
-from localrt.progress import ProgressCallback
+from localrt.planning.chooser import chooser
+from localrt.progress import ProgressCallback, note_to
 from localrt.settings import Settings
 
 __all__ = ["list_models", "list_variants", "pull", "remove_model", "search_models", "uses"]
@@ -31,6 +32,9 @@ def pull(
 ) -> ResolvedModel:
     """Download a model, or its newest revision; what was downloaded before is gone on with.
 
+    Of several GGUF files the largest that runs at reading speed here is taken; a ``Progress`` of
+    the stage ``"note"`` says which, and why.
+
     Without ``refresh`` a model that is here stays as it is, and nobody is asked. ``progress`` is
     called with ``Progress`` in bytes, from the thread that called; ``cancel`` may be set by any.
 
@@ -45,6 +49,7 @@ def pull(
         settings=settings,
         revision=revision,
         refresh=refresh,
+        choose=chooser(settings, say=note_to(progress)),
         progress=progress,
         cancel=cancel,
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Progress", "ProgressCallback"]
+__all__ = ["NOTE", "Progress", "ProgressCallback", "note_to"]
+
+NOTE = "note"
+"""The stage of a line to be said before work goes on: what is downloaded or written, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,7 @@ class Progress:
 
     ``stage`` names the work (``"download"``, ``"verify"``, ``"measure"``, ``"load"``,
     ``"compile"``, ``"prefill"``), ``unit`` what is counted (``"bytes"``, ``"tokens"``), ``detail``
-    the file.
+    the file. A ``NOTE`` is no step: ``detail`` is a line for the user.
     """
 
     stage: str
@@ -25,3 +28,13 @@ class Progress:
 
 
 ProgressCallback = Callable[[Progress], None]
+
+
+def note_to(progress: ProgressCallback | None) -> Callable[[str], None]:
+    """What says a line to whom ``progress`` reports."""
+
+    def say(line: str) -> None:
+        if progress is not None:
+            progress(Progress(NOTE, 0, None, "", line))
+
+    return say

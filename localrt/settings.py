@@ -16,6 +16,10 @@ __all__ = ["ENDPOINT_KEY", "SERVE_KEY", "Settings"]
 
 ENDPOINT_KEY, SERVE_KEY = "OPENAI_API_KEY", "LOCALRT_API_KEY"  # for help texts too
 
+_OLLAMA_SERVICES = (  # where packages of Linux systems keep what Ollama's service downloads
+    Path("/usr/share/ollama/.ollama/models"),
+    Path("/var/lib/ollama/.ollama/models"),
+)
 _TRUE = frozenset({"1", "on", "yes", "true"})
 
 
@@ -26,6 +30,7 @@ class Settings:
     ``hub_cache`` is the folder shared by all tools of the hub, ``cache_dir`` localrt's own (it may
     be deleted at any time), ``data_dir`` holds chats and stores, ``config_dir`` preferences.
     ``kv_disk`` is a size, or ``"off"``: what KV caches of conversations may take in ``cache_dir``.
+    ``ollama_dirs``, ``lm_studio_dirs`` and ``llama_cpp_dirs`` are where other programs keep models.
     ``endpoint_key`` goes to the server of ``--endpoint``, ``serve_key`` is what our own asks for.
     """
 
@@ -40,6 +45,9 @@ class Settings:
     kv_disk: str = "8GB"
     endpoint_key: str | None = field(default=None, repr=False)
     serve_key: str | None = field(default=None, repr=False)
+    ollama_dirs: tuple[Path, ...] = ()
+    lm_studio_dirs: tuple[Path, ...] = ()
+    llama_cpp_dirs: tuple[Path, ...] = ()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -65,6 +73,13 @@ class Settings:
             kv_disk=_first(env, "LOCALRT_KV_DISK") or "8GB",
             endpoint_key=_first(env, ENDPOINT_KEY),
             serve_key=_first(env, SERVE_KEY),
+            ollama_dirs=_folders(
+                _folder(env, "OLLAMA_MODELS") or home / ".ollama" / "models", *_OLLAMA_SERVICES
+            ),
+            lm_studio_dirs=_folders(
+                home / ".lmstudio" / "models", xdg_cache / "lm-studio" / "models"
+            ),
+            llama_cpp_dirs=_folders(_folder(env, "LLAMA_CACHE") or xdg_cache / "llama.cpp"),
         )
 
     def read_hub_token(self) -> str | None:
@@ -91,3 +106,7 @@ def _folder(env: Mapping[str, str], *names: str) -> Path | None:
         return None
     expanded = os.path.expanduser(os.path.expandvars(value))  # noqa: PTH111  Path's fails on "~nobody"
     return Path(expanded).absolute()
+
+
+def _folders(*folders: Path) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys(folders))

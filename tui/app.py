@@ -248,6 +248,8 @@ class ChatApp(App[None]):
 
     def _watch_loading(self) -> None:
         self.chat.loading_line.progress = self._loading.progress
+        for note in self._loading.take_notes():
+            self.chat.say(note)
         if not self._loading.done:
             return
         if self._ticker is not None:

@@ -20,6 +20,7 @@ from localrt import History, split_thinking
 from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import format_seconds
 from localrt.option_names import spelled
+from localrt.progress import NOTE, Progress
 from localrt.tui.commands import Command, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment
 from localrt.tui.conversation.export import Exporter
@@ -115,7 +116,7 @@ class PlainChat:
         for note in self.state.notes:
             self.say(note)
         self.say(f"Loading {self.state.model_name}.")
-        model = load(lambda progress: None)
+        model = load(self._say_note)
         try:
             self._begin(model, chat_path, resume)
             while not self._leaving:
@@ -163,6 +164,10 @@ class PlainChat:
             self.say(f"({note})")
 
     # -- parts -----------------------------------------------------------------------------------
+
+    def _say_note(self, progress: Progress) -> None:
+        if progress.stage == NOTE:
+            self.say(progress.detail)
 
     def _begin(self, model: ChatModel, chat_path: Path | None, resume: bool) -> None:
         session = self.state.take_model(model)

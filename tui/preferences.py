@@ -12,6 +12,9 @@
     [keys]
     new = "ctrl+l"
 
+    [models]
+    fast = "llama3.2:1b"
+
 ``presets.toml`` has system prompts and options under names:
 
     ["Code review"]
@@ -31,12 +34,12 @@ from typing import Any
 
 import localrt
 from localrt.errors import LocalrtError, OptionError, StorageError
+from localrt.toml_file import TomlFile
 from localrt.tui.text import one_line
-from localrt.tui.toml_file import TomlFile
 
 __all__ = ["Preferences", "PreferencesFile", "Preset", "PresetsFile", "config_folder"]
 
-_NAMES = ("generation", "keys", "panel", "system", "theme")
+_NAMES = ("generation", "keys", "models", "panel", "system", "theme")  # models: of hub/aliases.py
 _FILE = "config.toml"
 _PRESETS_FILE = "presets.toml"
 _LONGEST_NAME = 60

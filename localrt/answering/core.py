@@ -36,7 +36,8 @@ from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers.free_memory import return_free_memory
-from localrt.progress import ProgressCallback
+from localrt.planning.chooser import chooser
+from localrt.progress import ProgressCallback, note_to
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
@@ -66,6 +67,13 @@ def open_core(
         settings=settings,
         revision=revision,
         offline=offline,
+        choose=chooser(
+            settings,
+            ram=options.ram,
+            gpu_memory=options.gpu_memory,
+            device=options.device,
+            say=note_to(progress),
+        ),
         progress=progress,
         cancel=cancel,
     )

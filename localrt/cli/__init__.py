@@ -26,6 +26,7 @@ COMMANDS = {
     "serve": "serve a model to other programs, over OpenAI's HTTP protocol",
     "pull": "download a model",
     "list": "list the models on this machine",
+    "alias": "give models names of your own",
     "rm": "delete downloaded models",
     "quantize": "write a smaller copy of a model, with fewer bits per weight",
     "draft": "train a draft head: a small model that guesses a model's next tokens",
@@ -38,7 +39,7 @@ COMMANDS = {
 
 _EXAMPLES: Examples = (
     ("localrt chat", "chat with SmolLM2, a small model"),
-    ("localrt chat org/name-GGUF:Q4_K_M", "a model of the hub, downloaded once"),
+    ("localrt chat llama3.2:3b", "a model by its short name, downloaded once"),
     ("localrt chat model.gguf --ram 4GB", "within 4 GB of memory"),
     ('git diff | localrt run model.gguf "Write a commit message:"', "text from a pipe"),
     ("localrt serve model.gguf", "OpenAI's protocol at http://127.0.0.1:8080/v1"),

@@ -36,6 +36,8 @@ from localrt.formatting import parse_size
 from localrt.hub import resolve
 from localrt.machine import hardware
 from localrt.models.checkpoints import open_checkpoint
+from localrt.planning.chooser import chooser
+from localrt.progress import note_to
 from localrt.settings import Settings
 from localrt.version import __version__
 
@@ -194,8 +196,10 @@ def _engines(text: str) -> tuple[str, ...]:
 
 def _resolve(model: str) -> tuple[str, Path]:
     """The model on this machine, downloaded first if need be: children get a path."""
+    settings = Settings.from_environment()
     with ProgressLine() as line:
-        resolved = resolve(model, settings=Settings.from_environment(), progress=line)
+        choose = chooser(settings, say=note_to(line))
+        resolved = resolve(model, settings=settings, choose=choose, progress=line)
     # File names only: results are made to be passed on.
     name = resolved.path.name if Path(resolved.name).exists() else resolved.name
     return name, resolved.path

@@ -16,7 +16,8 @@ from localrt.cli.progress import ProgressLine
 from localrt.errors import OptionError
 from localrt.hub import DEMO_NAME, ResolvedModel, resolve
 from localrt.option_names import on_command_line, spelled
-from localrt.progress import ProgressCallback
+from localrt.planning.chooser import chooser
+from localrt.progress import ProgressCallback, note_to
 from localrt.settings import Settings
 
 __all__ = [
@@ -69,6 +70,7 @@ def resolve_model(
         settings=settings,
         revision=args.revision,
         offline=args.offline,
+        choose=chooser(settings, say=note_to(line)),
         progress=line,
     )
 

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from localrt.closing import Closing
 from localrt.formatting import format_bytes, format_count, format_seconds
-from localrt.progress import Progress
+from localrt.progress import NOTE, Progress
 
 __all__ = ["ProgressLine", "StatusLine", "describe"]
 
@@ -60,6 +60,10 @@ class ProgressLine(StatusLine):
 
     def __call__(self, progress: Progress) -> None:
         """Show one step. What an earlier run had done does not count for the rate."""
+        if progress.stage == NOTE:
+            self.show("")
+            print(f"localrt: {progress.detail}", file=self.stream, flush=True)
+            return
         now = time.monotonic()
         if progress.stage != self._stage:
             self._stage, self._started, self._first = progress.stage, now, progress.done

@@ -7,12 +7,12 @@ import json
 
 from localrt.cli.help import Examples
 from localrt.cli.progress import ProgressLine
-from localrt.hub import DEMO_NAME, resolve
-from localrt.settings import Settings
+from localrt.library import pull
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Examples = (
+    ("localrt pull llama3.2:3b", "a short name: the file that suits this machine"),
     ("localrt pull org/name", "a folder of safetensors"),
     ("localrt pull org/name-GGUF:Q4_K_M", "one file of a GGUF repository"),
 )
@@ -21,7 +21,9 @@ EXAMPLES: Examples = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "model", metavar="MODEL", help=f"{DEMO_NAME}, org/name or org/name:Q4_K_M of the hub"
+        "model",
+        metavar="MODEL",
+        help="a short name such as llama3.2:3b, or org/name or org/name:Q4_K_M of the hub",
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: main)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -30,13 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Download; returns the exit status. An interrupted download is continued by the next one."""
     with ProgressLine() as line:
-        found = resolve(
-            args.model,
-            settings=Settings.from_environment(),
-            revision=args.revision,
-            refresh=True,
-            progress=line,
-        )
+        found = pull(args.model, revision=args.revision, progress=line)
     if args.json:
         result = {
             "name": found.name,

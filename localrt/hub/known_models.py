@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KNOWN_MODELS", "KnownModel", "close_names", "find_known"]
+__all__ = ["KNOWN_MODELS", "KnownModel", "close_names", "find_known", "known_repo"]
 
 _CONFIGS = Path(__file__).with_name("known_configs.json")
 _FIRST = "latest"  # a tag for the first of a family
@@ -210,6 +210,12 @@ def find_known(name: str) -> KnownModel | None:
     """The model of this short name, in any case: ``"llama3.2:3b"``, ``"llama3.2"``."""
     name = name.strip().lower().removesuffix(f":{_FIRST}")
     return next((model for model in KNOWN_MODELS if name in (model.name, model.family)), None)
+
+
+def known_repo(repo: str) -> Mapping[str, Any] | None:
+    """The published config of the model in this repository, where it is one of these."""
+    found = (model for model in KNOWN_MODELS if model.repo.lower() == repo.lower())
+    return next((model.config() for model in found), None)
 
 
 def close_names(name: str, others: Iterable[str] = ()) -> list[str]:

@@ -8,29 +8,39 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from localrt.errors import HubError, ModelNotFoundError, OfflineError, OptionError
 from localrt.formatting import one_line
-from localrt.hub.cache import CachedRepo, find_cached
+from localrt.hub.aliases import expand_alias, read_aliases
+from localrt.hub.cache import CachedModel, CachedRepo, find_cached
+from localrt.hub.choosing import Chooser, Offer
 from localrt.hub.demo import DEMO_HUB, DEMO_NAME, demo_cache_file, demo_in_package
+from localrt.hub.extras import Extras
 from localrt.hub.files import (
     ADAPTER_FILES,
+    GgufVariant,
     choose_variant,
     gguf_variants,
     safetensors_model_files,
     variant_name,
 )
+from localrt.hub.known_models import close_names, find_known, known_repo
 from localrt.hub.names import HubRef, close_files, is_revision, looks_like_path, parse_hub_ref
+from localrt.hub.other_programs import OtherModel, find_other_model, other_models
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
-__all__ = ["ResolvedModel", "resolve", "resolve_adapter"]
+if TYPE_CHECKING:
+    from localrt.hub.repository import RemoteRepo
+
+__all__ = ["ResolvedModel", "expand_name", "resolve", "resolve_adapter"]
+
+_LARGEST_CONFIG, _SMALLEST_CONFIG = 1 << 20, 200  # bytes; GGUF repositories may have a mere note
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +48,16 @@ class ResolvedModel:
     """A model on this machine. ``path`` is a GGUF file (the first of a split one) or a folder.
 
     ``name`` says what was chosen where MODEL left a choice (``org/name:Q4_K_M``); ``revision`` is
-    the hub's commit; ``source`` is where the files lie: the given path, the hub's cache, or the
-    demo model's package (its copy in localrt's cache included).
+    the hub's commit; ``source`` is where the files lie: the given path, the hub's cache, the
+    demo model's package (its copy in localrt's cache included), or another program's store, whose
+    ``extras`` say how it wants to be run.
     """
 
     name: str
     path: Path
     revision: str | None
-    source: Literal["local", "hub", "package"]
+    source: Literal["local", "hub", "package", "ollama", "lmstudio", "llamacpp"]
+    extras: Extras | None = field(default=None, repr=False)
 
 
 def resolve(
@@ -56,6 +68,7 @@ def resolve(
     offline: bool | None = None,
     download: bool = True,
     refresh: bool = False,
+    choose: Chooser | None = None,
     progress: ProgressCallback | None = None,
     cancel: Event | None = None,
 ) -> ResolvedModel:
@@ -63,6 +76,8 @@ def resolve(
 
     ``offline`` overrides ``settings.offline``; without ``download``, or offline, nothing leaves
     this machine. ``refresh`` asks the hub for a newer commit even when the model is here.
+    ``choose`` takes one of several GGUF files that a repository has; without it the usual one of
+    four bits is taken, if there is one.
     ``progress`` is called with the stages ``"download"`` and ``"verify"``, in bytes.
 
     Raises:
@@ -75,7 +90,10 @@ def resolve(
     if not model.strip() or "\0" in model:
         raise OptionError("the model's name is empty: give smollm2, org/name, a folder or a .gguf")
     online = not (settings.offline if offline is None else offline)
-    fetch = _Fetch(settings, download=download, online=online, progress=progress, cancel=cancel)
+    fetch = _Fetch(
+        settings, download=download, online=online, choose=choose, progress=progress, cancel=cancel
+    )
+    model = expand_alias(model, settings)
     if model == DEMO_NAME:
         _refuse_revision(model, revision)
         return fetch.demo()
@@ -83,9 +101,13 @@ def resolve(
     if os.path.exists(path):  # noqa: PTH110  False for a name too long for the file system
         _refuse_revision(model, revision)
         return ResolvedModel(model, path, None, "local")
-    ref = None if looks_like_path(model) else parse_hub_ref(model)
+    found = _place_of(model, settings)
+    if isinstance(found, OtherModel):
+        _refuse_revision(model, revision)
+        return ResolvedModel(found.name, found.path, None, found.program, found.extras())
+    ref = None if found is None and looks_like_path(model) else found or parse_hub_ref(model)
     if ref is None:
-        raise ModelNotFoundError(_not_found(model, path))
+        raise ModelNotFoundError(_not_found(model, path, settings))
     if revision is not None:
         if not is_revision(revision):
             raise OptionError(f"{revision!r} cannot be a branch, tag or commit")
@@ -93,6 +115,30 @@ def resolve(
             raise OptionError(f"two revisions for {ref.repo}: {ref.revision!r} and {revision!r}")
         ref = replace(ref, revision=revision)
     return fetch.hub(ref, refresh=refresh and online)
+
+
+def expand_name(model: str, settings: Settings) -> str:
+    """What a short name or a name of the user's stands for; others as they are.
+
+    Raises:
+        OptionError, StorageError: the user's own names cannot be read.
+    """
+    model = expand_alias(model, settings)
+    if model == DEMO_NAME or os.path.exists(os.path.expanduser(model)):  # noqa: PTH110, PTH111
+        return model
+    found = _place_of(model, settings)
+    return found.name if isinstance(found, OtherModel) else str(found or model)
+
+
+def _place_of(model: str, settings: Settings) -> OtherModel | HubRef | None:
+    """Where a short name leads: the hub's cache, then another program's store, then the hub."""
+    if "/" in model and ":" not in model.partition("/")[0]:  # org/name, or a path
+        return None
+    known = find_known(model)
+    ref = None if known is None else HubRef(known.repo)
+    if ref is not None and _variants_here(settings.hub_cache, ref):
+        return ref
+    return find_other_model(model, settings) or ref
 
 
 def resolve_adapter(
@@ -122,7 +168,9 @@ def resolve_adapter(
     commit = repo.commit_of(ref.revision)
     if commit is None or not set(ADAPTER_FILES) <= set(repo.files(commit)):
         online = not (settings.offline if offline is None else offline)
-        fetch = _Fetch(settings, download=True, online=online, progress=progress, cancel=cancel)
+        fetch = _Fetch(
+            settings, download=True, online=online, choose=None, progress=progress, cancel=cancel
+        )
         commit = fetch.files(ref, ADAPTER_FILES)
     return repo.snapshot(commit)
 
@@ -134,14 +182,16 @@ class _Fetch:
     settings: Settings
     download: bool
     online: bool
+    choose: Chooser | None
     progress: ProgressCallback | None
     cancel: Event | None
 
     def hub(self, ref: HubRef, *, refresh: bool) -> ResolvedModel:
-        found = None if refresh else find_cached(self.settings.hub_cache, ref)
-        if found is not None:
-            name = replace(ref, variant=found.variant)
-            return ResolvedModel(str(name), found.path, found.commit, "hub")
+        found = self._cached(ref)
+        if found is not None:  # a newer one is looked for of the same files
+            ref = replace(ref, variant=found.variant)
+            if not refresh:
+                return ResolvedModel(str(ref), found.path, found.commit, "hub")
         self._check_allowed(str(ref))
         # What asks the hub imports huggingface_hub: only for a model that is not here.
         from localrt.hub.repository import list_repo
@@ -157,7 +207,7 @@ class _Fetch:
                     f"{ref.repo} holds no GGUF file, nor safetensors with a config.json: "
                     "localrt reads no other kind"
                 )
-            variant = choose_variant(variants, ref.variant, ref.repo)
+            variant = choose_variant(variants, self._wanted(ref, remote, variants), ref.repo)
             names = list(variant.files)
             exact = replace(ref, variant=variant.files[0])
             name = replace(ref, variant=variant_name(variant, variants))
@@ -173,6 +223,44 @@ class _Fetch:
         if found is None:
             raise HubError(f"{ref.repo} is incomplete on the hub: some of its weights are missing")
         return ResolvedModel(str(name), found.path, found.commit, "hub")
+
+    def _cached(self, ref: HubRef) -> CachedModel | None:
+        """What the cache has all of; of several GGUF files the one that is chosen."""
+        found = find_cached(self.settings.hub_cache, ref)
+        if ref.variant is not None or self.choose is None or (found and not found.variant):
+            return found
+        sizes = _variants_here(self.settings.hub_cache, ref)
+        if len(sizes) < 2:
+            return found
+        chosen = self.choose(Offer(ref.repo, sizes, known_repo(ref.repo), here=True))
+        return find_cached(self.settings.hub_cache, replace(ref, variant=chosen))
+
+    def _wanted(
+        self, ref: HubRef, remote: RemoteRepo, variants: Sequence[GgufVariant]
+    ) -> str | None:
+        """Which of a repository's GGUF files; None leaves it to the usual one."""
+        complete = [variant for variant in variants if variant.complete]
+        if ref.variant is not None or self.choose is None or len(complete) < 2:
+            return ref.variant
+        sizes = {
+            variant_name(each, variants): sum(remote.files[name].size for name in each.files)
+            for each in complete
+        }
+        config = known_repo(ref.repo) or self._config(ref, remote)
+        return self.choose(Offer(ref.repo, sizes, config))
+
+    def _config(self, ref: HubRef, remote: RemoteRepo) -> Mapping[str, Any] | None:
+        """The repository's own ``config.json``, where it says more than a name."""
+        file = remote.files.get("config.json")
+        if file is None or not _SMALLEST_CONFIG < file.size < _LARGEST_CONFIG:
+            return None
+        commit = self.files(ref, ["config.json"])
+        path = CachedRepo(self.settings.hub_cache, ref.repo).snapshot(commit) / "config.json"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return values if isinstance(values, dict) else None
 
     def files(self, ref: HubRef, names: Sequence[str]) -> str:
         """Have these files of a repository in the cache; the commit that they are of."""
@@ -229,7 +317,21 @@ def _refuse_revision(model: str, revision: str | None) -> None:
         raise OptionError(f"a revision is for models of the hub, and {model} is not one")
 
 
-def _not_found(model: str, path: Path) -> str:
+def _variants_here(cache: Path, ref: HubRef) -> dict[str, int]:
+    """The GGUF models of a repository that the cache has all of: bytes by name."""
+    repo = CachedRepo(cache, ref.repo)
+    commit = repo.commit_of(ref.revision)
+    if commit is None:
+        return {}
+    snapshot = repo.snapshot(commit)
+    variants = [each for each in gguf_variants(repo.files(commit)) if each.complete]
+    return {
+        variant_name(each, variants): sum((snapshot / name).stat().st_size for name in each.files)
+        for each in variants
+    }
+
+
+def _not_found(model: str, path: Path, settings: Settings) -> str:
     model = one_line(model)
     close = " or ".join(close_files(path))
     hint = f" (did you mean {close}?)" if close else ""
@@ -240,6 +342,12 @@ def _not_found(model: str, path: Path) -> str:
             f"no model {model!r}: it was taken for a model's name, which comes before the prompt: "
             f"{DEMO_NAME} {json.dumps(model, ensure_ascii=False)}"
         )
-    if get_close_matches(model.lower(), [DEMO_NAME], cutoff=0.7):
-        hint = f" (did you mean {DEMO_NAME}?)"
-    return f"no model {model!r}{hint}: give {DEMO_NAME}, org/name of the hub, a folder or a .gguf"
+    others = [each.name for each in other_models(settings)]
+    names = [DEMO_NAME, *read_aliases(settings), *others]
+    names += [name.removeprefix("ollama:") for name in others]
+    if meant := close_names(model, names):
+        hint = f" (did you mean {' or '.join(meant)}?)"
+    return (
+        f"no model {model!r}{hint}: give a short name such as llama3.2, org/name of the hub, "
+        "a folder or a .gguf (`localrt list` shows what is here)"
+    )

@@ -18,11 +18,13 @@ from localrt.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from localrt.files import private_folder
+from localrt.files import private_folder, write_text
 from localrt.formatting import parse_size
 from localrt.hub import resolve
 from localrt.hub.cache import CachedRepo
+from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.names import looks_like_path, parse_hub_ref
+from localrt.hub.resolving import expand_name
 from localrt.machine import hardware
 from localrt.machine.measuring import fingerprint, machine_profile
 from localrt.models.checkpoints import open_checkpoint
@@ -89,6 +91,8 @@ def find_model(
 ) -> Path:
     """The model on this machine; of a hub model that is not here, its config alone.
 
+    Short names need no network: their configs are known.
+
     Raises:
         ModelNotFoundError: neither is to be had.
     """
@@ -98,7 +102,11 @@ def find_model(
             model, settings=settings, revision=revision, offline=offline, download=False
         ).path
     except ModelNotFoundError:
-        ref = None if looks_like_path(model) else parse_hub_ref(model)
+        name = expand_name(model, settings)
+        known = next((each for each in KNOWN_MODELS if each.repo == name), None)
+        if known is not None:
+            return _known_config(settings, known)
+        ref = None if looks_like_path(name) else parse_hub_ref(name)
         if ref is None or ref.variant is not None:
             raise
         found = _cached_config(settings, ref.repo)
@@ -135,6 +143,13 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
     finally:
         checkpoint.close()
     return shape if format is None else in_format(shape, format, always=True)
+
+
+def _known_config(settings: Settings, known: KnownModel) -> Path:
+    """A file with the config that comes with localrt."""
+    path = settings.cache_dir / "configs" / known.name.replace(":", "-") / _CONFIG
+    write_text(path, json.dumps(dict(known.config())), sync=False, folder=True)
+    return path
 
 
 def _cached_config(settings: Settings, repo: str) -> Path | None:

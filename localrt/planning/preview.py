@@ -31,7 +31,7 @@ from localrt.planning.inputs import (
 )
 from localrt.settings import Settings
 
-__all__ = ["Preview", "preview", "preview_size"]
+__all__ = ["Preview", "machine_on_device", "preview", "preview_size"]
 
 _CTX = 4096
 
@@ -96,7 +96,7 @@ def preview(
         shape = shape_of(path)
     except UnsupportedModelError:  # llama.cpp may run it, if it is installed
         return _whole(_size(path), budget)
-    machine, vram = _on_device(path, settings, device, gpu_memory)
+    machine, vram = machine_on_device(path, settings, device, gpu_memory)
     budgets = budgets_of(machine, budget, vram)
     kept, held = parse_kv_format(kv_format or "bf16"), ctx or min(_CTX, shape.context_length)
     asked = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=held, kv_format=kept)
@@ -154,7 +154,7 @@ def _size(path: Path) -> int:
     return sum(each.stat().st_size for each in path.iterdir() if each.is_file())
 
 
-def _on_device(
+def machine_on_device(
     path: Path, settings: Settings, device: str, gpu_memory: str | int | None
 ) -> tuple[MachineProfile, int]:
     """This machine with the card that ``device`` means, and bytes of its memory."""

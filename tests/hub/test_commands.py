@@ -47,8 +47,9 @@ def test_pull_says_what_was_chosen_and_where(capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert out.startswith("org/quants:Q4_K_M is here: ")
     assert out.rstrip().endswith("tiny-Q4_K_M.gguf")
-    assert err.startswith("downloaded 6 kB in ")
-    assert err.count("\n") == 1
+    chosen, downloaded = err.splitlines()
+    assert chosen.startswith("localrt: org/quants:Q4_K_M, 6 kB: the largest of up to 8 bits")
+    assert downloaded.startswith("downloaded 6 kB in ")
 
     assert call(pull_command, "org/quants") == 0
     out, err = capsys.readouterr()

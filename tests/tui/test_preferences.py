@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import OptionError, StorageError
+from localrt.toml_file import TomlFile
 from localrt.tui.keys import chosen_keys, read_key
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
-from localrt.tui.toml_file import TomlFile
 
 DEFAULTS = {"new": "ctrl+n", "conversations": "ctrl+o", "mark": "alt+up,ctrl+up"}
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from localrt.errors import CancelledError
+from localrt.progress import NOTE
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, ChatModel, ChatSession, Metrics, Progress
@@ -33,6 +34,7 @@ class Task(Generic[_Result]):
         self, work: Callable[[Task[_Result]], _Result], *, name: str = "localrt-task"
     ) -> None:
         self.progress: Progress | None = None
+        self._notes: list[str] = []
         self.result: _Result | None = None
         self.error: Exception | None = None
         self.cancelled = threading.Event()
@@ -60,7 +62,15 @@ class Task(Generic[_Result]):
 
     def show(self, progress: Progress) -> None:
         """A progress callback."""
-        self.progress = progress
+        if progress.stage == NOTE:
+            self._notes.append(progress.detail)
+        else:
+            self.progress = progress
+
+    def take_notes(self) -> list[str]:
+        """Lines to be said, each once."""
+        taken, self._notes = self._notes, []
+        return taken
 
     def _run(self) -> None:
         try:

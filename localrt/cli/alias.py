@@ -1,0 +1,75 @@
+"""``localrt alias [NAME [MODEL]]``: names of one's own for models, kept in ``config.toml``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from localrt.cli.help import Examples
+from localrt.errors import ModelNotFoundError, OptionError
+from localrt.formatting import table
+from localrt.hub import resolve
+from localrt.hub.aliases import read_aliases, remove_alias, write_alias
+from localrt.settings import Settings
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt alias", "the names that there are"),
+    ("localrt alias fast llama3.2:1b", "from now on, `localrt run fast` runs it"),
+    ("localrt alias fast --remove", "forget the name; the model stays"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a name like fast or work:small")
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="a short name, hub id, folder or .gguf file"
+    )
+    parser.add_argument("--remove", action="store_true", help="forget NAME; the model stays")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List, set or forget; returns the exit status."""
+    settings = Settings.from_environment()
+    if args.remove:
+        if args.name is None or args.model is not None:
+            raise OptionError("--remove takes one NAME")
+        remove_alias(args.name, settings)
+        return _say(args, f"{args.name} is forgotten", settings)
+    if args.name is None:
+        return _say(args, None, settings)
+    if args.model is None:
+        model = read_aliases(settings).get(args.name)
+        if model is None:
+            raise ModelNotFoundError(
+                f"{args.name} is no name of yours: set it with `localrt alias {args.name} MODEL`"
+            )
+        return _say(args, f"{args.name} is {model}", settings)
+    write_alias(args.name, args.model, settings)
+    missing = "" if _is_here(args.name, settings) else " (not on this machine yet)"
+    return _say(args, f"{args.name} is {args.model}{missing}", settings)
+
+
+def _is_here(name: str, settings: Settings) -> bool:
+    try:
+        resolve(name, settings=settings, download=False)
+    except ModelNotFoundError:
+        return False
+    return True
+
+
+def _say(args: argparse.Namespace, line: str | None, settings: Settings) -> int:
+    """The line, or all names without one."""
+    names = read_aliases(settings)
+    if args.json:
+        print(json.dumps({"models": names}, indent=2))
+    elif line is not None:
+        print(line)
+    elif names:
+        print(table(sorted(names.items()), ("NAME", "MODEL")))
+    else:
+        print("No names of your own yet. Set one: localrt alias NAME MODEL")
+    return 0
