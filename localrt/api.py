@@ -471,6 +471,13 @@ class Model(Closing):
         """Bytes of the RAM budget that a streamed model does not take yet; 0 of any other."""
         return self._core.engine.residency.memory.spare
 
+    @property
+    def weights_in_ram(self) -> int:
+        """Bytes of RAM that the weights take now."""
+        memory = self._core.engine.residency.memory
+        on_card = self.info.device.startswith("cuda") and not memory.streams
+        return memory.ram_nbytes if memory.streams else 0 if on_card else self.info.weight_bytes
+
     def leave_ram(self, nbytes: int) -> int:
         """Leave ``nbytes`` of RAM to something else in this process, or as much as can be; below
         zero: take them back. The bytes that were left.
