@@ -25,8 +25,10 @@ from starlette.routing import Route
 
 from localrt.api import Model
 from localrt.errors import LocalrtError
-from localrt.serve.bodies import prepare_checks, read_fields
+from localrt.serve.anthropic import routes as anthropic
+from localrt.serve.bodies import prepare_checks
 from localrt.serve.calls import Call, chat_call, completion_call, prompts_of
+from localrt.serve.endpoints import fields_of, service_of
 from localrt.serve.errors import ApiError, JsonResponse, failure, invalid
 from localrt.serve.generating import answer, until_gone
 from localrt.serve.guard import Guard, LogLine
@@ -35,27 +37,15 @@ from localrt.serve.openapi import describe
 from localrt.serve.options import ServeOptions
 from localrt.serve.payloads import ChatShape, Completion, TextShape
 from localrt.serve.replies import Reply
+from localrt.serve.responses import routes as responses
 from localrt.serve.served import ServedModel
 from localrt.serve.service import Service
 
 __all__ = ["create_app"]
 
 _WORKERS = 4
+_ANTHROPIC = "anthropic-version"  # a header of Anthropic's clients
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
-
-
-def _service(request: Request) -> Service:
-    service = request.app.state.service
-    assert isinstance(service, Service), "the app was made by create_app"
-    return service
-
-
-async def _fields(request: Request, kind: str) -> dict[str, Any]:
-    """The checked body of a request for a model that there is."""
-    service = _service(request)
-    fields = await read_fields(request, kind, service.options, service.bodies)
-    service.models.find(fields.get("model"))
-    return fields
 
 
 # -- answers -------------------------------------------------------------------------------------
@@ -63,14 +53,14 @@ async def _fields(request: Request, kind: str) -> dict[str, Any]:
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions"""
-    fields = await _fields(request, "CHAT")
-    return await answer(request, _service(request), chat_call(fields), _chat_reply)
+    fields = await fields_of(request, "CHAT")
+    return await answer(request, service_of(request), chat_call(fields), _chat_reply)
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions"""
-    fields = await _fields(request, "COMPLETION")
-    return await answer(request, _service(request), completion_call(fields), _completion_reply)
+    fields = await fields_of(request, "COMPLETION")
+    return await answer(request, service_of(request), completion_call(fields), _completion_reply)
 
 
 def _chat_reply(served: ServedModel, call: Call, name: str) -> Reply:
@@ -86,8 +76,8 @@ def _completion_reply(served: ServedModel, call: Call, name: str) -> Reply:
 
 async def embeddings(request: Request) -> Response:
     """POST /v1/embeddings"""
-    service = _service(request)
-    fields = await _fields(request, "EMBEDDINGS")
+    service = service_of(request)
+    fields = await fields_of(request, "EMBEDDINGS")
     if service.models.find(fields.get("model")).base is not None:
         raise invalid("embeddings are the base model's alone, without an adapter", "model")
     if fields.get("dimensions") is not None:
@@ -132,43 +122,43 @@ def _model_object(service: Service, model: Offered) -> dict[str, Any]:
         "owned_by": "localrt",
         **({} if model.ctx is None else {"max_model_len": model.ctx}),
         **({} if model.base is None else {"parent": model.base}),
-        "status": {
-            "value": model.state,
-            "ram": model.ram,
-            **({} if model.unload_s is None else {"unload_s": round(model.unload_s, 1)}),
-        },
+        "status": {"value": model.state},
     }
 
 
 async def models(request: Request) -> Response:
     """GET /v1/models"""
-    service = _service(request)
+    if _ANTHROPIC in request.headers:
+        return await anthropic.models(request)
+    service = service_of(request)
     data = [_model_object(service, model) for model in service.models.offered()]
     return JsonResponse({"object": "list", "data": data})
 
 
 async def model(request: Request) -> Response:
     """GET /v1/models/NAME"""
-    service = _service(request)
+    if _ANTHROPIC in request.headers:
+        return await anthropic.model(request)
+    service = service_of(request)
     found = service.models.find(request.path_params["name"])
     return JsonResponse(_model_object(service, found))
 
 
 async def health(request: Request) -> Response:
     """GET /health"""
-    service = _service(request)
+    service = service_of(request)
     status = "stopping" if service.stopping else "ok"
     return JsonResponse({"status": status}, status_code=503 if service.stopping else 200)
 
 
 async def metrics(request: Request) -> Response:
     """GET /metrics"""
-    return PlainTextResponse(_service(request).metrics_text(), media_type=_TEXT_FORMAT)
+    return PlainTextResponse(service_of(request).metrics_text(), media_type=_TEXT_FORMAT)
 
 
 async def openapi(request: Request) -> Response:
     """GET /openapi.json"""
-    return JsonResponse(describe(keyed=_service(request).options.api_key is not None))
+    return JsonResponse(describe(keyed=service_of(request).options.api_key is not None))
 
 
 _ROUTES = (
@@ -180,6 +170,8 @@ _ROUTES = (
     ("/health", "GET", health),
     ("/metrics", "GET", metrics),
     ("/openapi.json", "GET", openapi),
+    *responses.ROUTES,
+    *anthropic.ROUTES,
 )
 
 # -- the application -----------------------------------------------------------------------------
@@ -224,12 +216,14 @@ def create_app(
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(options.origins),
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
             )
         )
     app = Starlette(
-        routes=[Route(path, function, methods=[method]) for path, method, function in _ROUTES],
+        routes=[
+            Route(path, function, methods=methods.split()) for path, methods, function in _ROUTES
+        ],
         middleware=middleware,
         # The guard answers what else may go wrong.
         exception_handlers=dict.fromkeys((ApiError, LocalrtError, HTTPException), _failed),
@@ -245,5 +239,5 @@ async def _sample(service: Service) -> None:
         await asyncio.sleep(1)
 
 
-async def _failed(_: Request, error: Exception) -> Response:
-    return failure(error).response()
+async def _failed(request: Request, error: Exception) -> Response:
+    return failure(error).response(request.url.path)

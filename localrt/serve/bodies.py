@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -17,12 +17,23 @@ from starlette.requests import ClientDisconnect, Request
 
 from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.serve import schemas
+from localrt.serve.anthropic import schemas as anthropic
 from localrt.serve.errors import ApiError, invalid
 from localrt.serve.options import ServeOptions
+from localrt.serve.responses import schemas as responses
+from localrt.serve.schema_parts import Schema
 
-__all__ = ["KINDS", "BodyRoom", "check_fields", "parse_json", "prepare_checks", "read_fields"]
+__all__ = ["REQUESTS", "BodyRoom", "check_fields", "parse_json", "prepare_checks", "read_fields"]
 
-KINDS = ("CHAT", "COMPLETION", "EMBEDDINGS")
+REQUESTS: Mapping[str, Schema] = {
+    "CHAT": schemas.CHAT,
+    "COMPLETION": schemas.COMPLETION,
+    "EMBEDDINGS": schemas.EMBEDDINGS,
+    "MESSAGES": anthropic.MESSAGES,
+    "COUNT_TOKENS": anthropic.COUNT_TOKENS,
+    "RESPONSES": responses.RESPONSES,
+    "INPUT_TOKENS": responses.INPUT_TOKENS,
+}
 """Schemas of requests."""
 
 _SMALL = 64 << 10
@@ -34,7 +45,7 @@ def prepare_checks() -> None:
     """Compile the schemas' checks, before requests come: each of several at once would compile its
     own, and leave megabytes of freed memory behind.
     """
-    for kind in KINDS:
+    for kind in REQUESTS:
         _validator(kind)
     return_free_memory()
 
@@ -65,7 +76,7 @@ class BodyRoom:
 async def read_fields(
     request: Request, kind: str, options: ServeOptions, room: BodyRoom
 ) -> dict[str, Any]:
-    """The body of ``request`` as fields of the schema ``kind``, one of ``KINDS``.
+    """The body of ``request`` as fields of the schema ``kind``, one of ``REQUESTS``.
 
     Raises:
         ApiError: 400, 408, 413 or 503, with the field that it is about.
@@ -160,12 +171,12 @@ def check_fields(kind: str, value: Any) -> dict[str, Any]:
 
 @cache
 def _validator(kind: str) -> Any:
-    return fastjsonschema.compile(getattr(schemas, kind), use_default=False, use_formats=False)
+    return fastjsonschema.compile(REQUESTS[kind], use_default=False, use_formats=False)
 
 
 @cache
 def _integers(kind: str) -> frozenset[str]:
-    properties = getattr(schemas, kind)["properties"]
+    properties = REQUESTS[kind]["properties"]
     return frozenset(name for name, one in properties.items() if "integer" in one.get("type", ()))
 
 

@@ -16,7 +16,7 @@ from localrt.serve.schemas import EFFORTS, THINKING_LIMITS
 from localrt.text.content import check_text_only
 from localrt.text.thinking import THOUGHT_FIELDS
 
-__all__ = ["Call", "chat_call", "completion_call", "prompts_of", "thought"]
+__all__ = ["Call", "chat_call", "chosen_tool", "completion_call", "prompts_of", "thought"]
 
 Fields = Mapping[str, Any]
 
@@ -34,7 +34,8 @@ class Call:
     """A checked request. ``prompts`` are keyword arguments of ``LiveModel.submit``, one each.
 
     Every prompt gets ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` are
-    the texts to show before the answers. ``model`` is what the request names, if anything.
+    the texts to show before the answers. Without ``parallel_tools`` an answer calls one at most.
+    ``model`` is what the request names, if anything.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -44,6 +45,7 @@ class Call:
     include_usage: bool = False
     logprobs: bool = False
     echo: Sequence[str] | None = None
+    parallel_tools: bool = True
     model: str | None = None
 
     def submissions(self) -> list[dict[str, Any]]:
@@ -77,7 +79,9 @@ def chat_call(fields: Fields) -> Call:
         options["json_schema"] = {"type": "object"}
     elif wanted.get("type") == "json_schema":
         options["json_schema"] = wanted["json_schema"]["schema"]
-    choice = _tool_choice(fields.get("tool_choice"), tools)
+    given = fields.get("tool_choice") or "auto"
+    named = None if isinstance(given, str) else given["function"]["name"]
+    choice = chosen_tool(given if named is None else None, named, tools)
     if choice not in ("auto", "none") and "json_schema" in options:
         raise invalid("response_format and a tool that must be called exclude one another")
     if choice != "auto":
@@ -93,6 +97,7 @@ def chat_call(fields: Fields) -> Call:
         choices=fields.get("n") or 1,
         model=fields.get("model"),
         logprobs=bool(fields.get("logprobs")),
+        parallel_tools=fields.get("parallel_tool_calls") is not False,
         **_streaming(fields),
     )
 
@@ -176,15 +181,17 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     return options
 
 
-def _tool_choice(choice: Any, tools: list[dict[str, Any]]) -> str:
-    """``choice`` in the library's words."""
-    if choice in (None, "auto", "none"):
-        return choice or "auto"
-    if choice == "required":
-        if not tools:
-            raise invalid("tool_choice is 'required' and there are no tools", "tool_choice")
-        return "required"
-    name: str = choice["function"]["name"]
+def chosen_tool(choice: str | None, name: str | None, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Whether a tool is called, in the library's words: ``choice``, or the one of this ``name``.
+
+    Raises:
+        ApiError: 400, there is no such tool, or none at all.
+    """
+    if choice is not None:
+        if choice == "required" and not tools:
+            raise invalid("a tool must be called (tool_choice), and there are none", "tool_choice")
+        return choice
+    assert name is not None, "the schema asks for one of the two"
     if name not in (tool["function"]["name"] for tool in tools):
         raise invalid(f"tool_choice names {name[:200]!r}, which is not in tools", "tool_choice")
     return name

@@ -1,4 +1,4 @@
-"""What went wrong, as OpenAI's clients expect it: a status and ``{"error": {...}}``."""
+"""What went wrong, as the clients of each dialect expect it: a status, and a JSON object."""
 
 from __future__ import annotations
 
@@ -22,7 +22,17 @@ from localrt.errors import (
     UnsupportedModelError,
 )
 
-__all__ = ["ApiError", "JsonResponse", "api_error", "error_body", "failure", "invalid", "to_json"]
+__all__ = [
+    "ApiError",
+    "JsonResponse",
+    "anthropic_error",
+    "api_error",
+    "error_body",
+    "failure",
+    "invalid",
+    "ollama_error",
+    "to_json",
+]
 
 _TYPES = {
     400: "invalid_request_error",
@@ -36,6 +46,14 @@ _TYPES = {
     429: "rate_limit_error",
     501: "not_implemented_error",
     503: "unavailable_error",
+}
+_ANTHROPIC_TYPES = {
+    **_TYPES,
+    408: "timeout_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    501: "api_error",
+    503: "overloaded_error",
 }
 
 # Options that requests have under another name.
@@ -75,9 +93,13 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def response(self) -> Response:
-        """As a whole HTTP response."""
-        return JsonResponse(error_body(self), status_code=self.status, headers=self.headers)
+    def response(self, path: str) -> Response:
+        """As a whole HTTP response to a request of ``path``, in the words of its dialect."""
+        dialects = {"/v1/messages": anthropic_error, "/api/": ollama_error}
+        found = (make for start, make in dialects.items() if path.startswith(start))
+        return JsonResponse(
+            next(found, error_body)(self), status_code=self.status, headers=self.headers
+        )
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -86,7 +108,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error."""
+    """The JSON of an error, in OpenAI's words."""
     return {
         "error": {
             "message": str(error),
@@ -95,6 +117,17 @@ def error_body(error: ApiError) -> dict[str, Any]:
             "code": error.code,
         }
     }
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error, in Anthropic's words."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error, in Ollama's words."""
+    return {"error": str(error)}
 
 
 def api_error(error: LocalrtError) -> ApiError:

@@ -17,6 +17,8 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -33,7 +35,7 @@ from localrt.serve.replies import Reply
 from localrt.serve.served import ServedModel
 from localrt.serve.service import Service
 
-__all__ = ["answer", "until_gone"]
+__all__ = ["answer", "prompt_tokens", "until_gone"]
 
 T = TypeVar("T")
 
@@ -76,12 +78,30 @@ async def answer(
             if service.stopping:  # while it was on its way
                 answers[-1].cancel()
         if not call.stream:
-            chunks = await until_gone(request, _gathered(service, answers, began))
+            chunks = await until_gone(request, _gathered(service, call, answers, began))
             return JsonResponse(reply.whole(chunks))
-        events = _events(service, answers, reply, began)
+        events = _events(service, call, answers, reply, began)
         stack.push_async_callback(events.aclose)
         # What was entered here is left when the response has been sent.
         return _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
+
+
+async def prompt_tokens(request: Request, service: Service, call: Call) -> int:
+    """Tokens that the one prompt of ``call``, a conversation, has with its tools and options.
+
+    Raises:
+        ApiError, LocalrtError: it could not be answered either.
+        ClientDisconnect: nobody waits for it.
+    """
+    (given,) = call.prompts
+
+    async def work() -> int:
+        async with service.using(call.model) as served:
+            count = partial(served.model.count, tools=given["tools"], **call.options)
+            return await asyncio.to_thread(count, given["prompt"])
+
+    with service.admitted():
+        return await until_gone(request, work())
 
 
 def _addressed(served: ServedModel, name: str | None) -> tuple[str, dict[str, str]]:
@@ -131,17 +151,19 @@ def _client(request: Request) -> Hashable:
 # -- whole answers ---------------------------------------------------------------------------------
 
 
-async def _gathered(service: Service, answers: Sequence[AsyncAnswer], began: float) -> list[Chunk]:
+async def _gathered(
+    service: Service, call: Call, answers: Sequence[AsyncAnswer], began: float
+) -> list[Chunk]:
     """Every answer as one chunk."""
     parts: list[list[Chunk]] = [[] for _ in answers]
-    async with aclosing(_merged(service, answers, began)) as merged:
+    async with aclosing(_merged(service, call, answers, began)) as merged:
         async for index, chunk in merged:
             parts[index].append(chunk)
     return [joined(chunks) for chunks in parts]
 
 
 async def _merged(
-    service: Service, answers: Sequence[AsyncAnswer], began: float
+    service: Service, call: Call, answers: Sequence[AsyncAnswer], began: float
 ) -> AsyncGenerator[tuple[int, Chunk], None]:
     """The chunks of all, with the answer's number, as they come.
 
@@ -167,6 +189,8 @@ async def _merged(
                     first = False
                     elapsed = time.monotonic() - began
                     service.metrics.observe("localrt_time_to_first_token_seconds", elapsed)
+                if not call.parallel_tools:
+                    chunk = replace(chunk, tool_calls=chunk.tool_calls[:1])
                 yield index, chunk
                 if chunk.finish_reason is None:
                     waiting[asyncio.ensure_future(anext(one, None))] = index, one
@@ -179,13 +203,13 @@ async def _merged(
 
 
 async def _events(
-    service: Service, answers: Sequence[AsyncAnswer], reply: Reply, began: float
+    service: Service, call: Call, answers: Sequence[AsyncAnswer], reply: Reply, began: float
 ) -> AsyncGenerator[bytes, None]:
     held: dict[int, list[Chunk]] = {index: [] for index in range(len(answers))}
     try:
         for event in reply.begin():
             yield event
-        async with aclosing(_merged(service, answers, began)) as merged:
+        async with aclosing(_merged(service, call, answers, began)) as merged:
             async for index, chunk in merged:
                 held[index].append(chunk)
                 if chunk.finish_reason is None and not chunk.text:

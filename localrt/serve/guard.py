@@ -79,7 +79,7 @@ class Guard:
         except BaseException as error:  # a native library's panic too
             # An answer that has begun gets nothing more: the connection is closed.
             if status == _GONE:
-                await failure(error).response()(scope, receive, watched)
+                await failure(error).response(scope["path"])(scope, receive, watched)
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:
@@ -125,12 +125,12 @@ def _check(scope: Scope, options: ServeOptions) -> None:
         _check_page(headers, options)
     preflight = scope["method"] == "OPTIONS" and "origin" in headers
     if options.api_key is not None and scope["path"] not in _OPEN and not preflight:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(key.strip().encode(), options.api_key.strip().encode())
-        if scheme.lower() != "bearer" or not right:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.strip().encode(), options.api_key.strip().encode()):
             raise ApiError(
                 401,
-                "the API key is missing or wrong: send Authorization: Bearer KEY",
+                "the API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

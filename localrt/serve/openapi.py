@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from localrt.serve import schemas
+from localrt.serve.anthropic import schemas as anthropic
+from localrt.serve.responses import schemas as responses
 from localrt.version import __version__
 
 __all__ = ["describe"]
+
+_NO_SCHEMAS = ("EFFORTS", "THINKING_LIMITS")
 
 _ERRORS = {
     "400": "a field is not what it should be",
@@ -24,6 +28,9 @@ _ERRORS = {
 }
 
 
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+
+
 def describe(*, keyed: bool = False) -> dict[str, Any]:
     """The whole document; ``keyed`` says that requests need a key."""
     document: dict[str, Any] = {
@@ -31,50 +38,99 @@ def describe(*, keyed: bool = False) -> dict[str, Any]:
         "info": {
             "title": "localrt",
             "version": __version__,
-            "description": "A local model behind OpenAI's protocol. Unknown fields are ignored.",
+            "description": "Local models behind the protocols of OpenAI and Anthropic. Unknown "
+            "fields are ignored.",
         },
-        "paths": {
-            "/v1/chat/completions": _post(
-                "Answer a conversation", "CHAT", "CHAT_RESPONSE", streams=True
-            ),
-            "/v1/completions": _post(
-                "Write on from a text", "COMPLETION", "COMPLETION_RESPONSE", streams=True
-            ),
-            "/v1/embeddings": _post("Vectors of texts", "EMBEDDINGS", "EMBEDDINGS_RESPONSE"),
-            "/v1/models": {"get": _operation("The model that runs", _json("MODELS"))},
-            "/v1/models/{name}": {
-                "get": _operation("One model", _json("MODEL")),
-                "parameters": [
-                    {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-                ],
-            },
-            "/health": {
-                "get": _operation("Whether the server is up", {"application/json": {}}, security=[])
-            },
-            "/metrics": {"get": _operation("Counts for Prometheus", {"text/plain": {}})},
-        },
+        "paths": {**_openai(), **_anthropic(), **_about()},
         "components": {
-            "schemas": {name: getattr(schemas, name) for name in schemas.__all__ if name.isupper()},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": {
+                name: getattr(module, name)
+                for module in (schemas, responses, anthropic)
+                for name in module.__all__
+                if name not in _NO_SCHEMAS
+            },
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
     if keyed:
-        document["security"] = [{"key": []}]
+        document["security"] = [{"key": []}, {"x-api-key": []}]
     return document
+
+
+def _openai() -> dict[str, Any]:
+    return {
+        "/v1/chat/completions": _post(
+            "Answer a conversation", "CHAT", "CHAT_RESPONSE", streams=True
+        ),
+        "/v1/completions": _post(
+            "Write on from a text", "COMPLETION", "COMPLETION_RESPONSE", streams=True
+        ),
+        "/v1/responses": _post(
+            "Answer items, or follow on an earlier response", "RESPONSES", "RESPONSE", streams=True
+        ),
+        "/v1/responses/input_tokens": _post(
+            "Count the tokens of items", "INPUT_TOKENS", "INPUT_TOKENS_COUNT"
+        ),
+        "/v1/responses/{id}": {
+            "get": _operation("A response of the last hour", _json("RESPONSE")),
+            "delete": _operation("Forget a response", _json("RESPONSE_DELETED")),
+            "parameters": [_ID],
+        },
+        "/v1/embeddings": _post("Vectors of texts", "EMBEDDINGS", "EMBEDDINGS_RESPONSE"),
+        "/v1/models": {"get": _operation("The models that there are", _json("MODELS"))},
+        "/v1/models/{name}": {
+            "get": _operation("One model", _json("MODEL")),
+            "parameters": [{**_ID, "name": "name"}],
+        },
+    }
+
+
+def _anthropic() -> dict[str, Any]:
+    return {
+        "/v1/messages": _post(
+            "Answer a conversation (Anthropic)",
+            "MESSAGES",
+            "MESSAGE",
+            streams=True,
+            error="ANTHROPIC_ERROR",
+        ),
+        "/v1/messages/count_tokens": _post(
+            "Count the tokens of a conversation (Anthropic)",
+            "COUNT_TOKENS",
+            "COUNTED_TOKENS",
+            error="ANTHROPIC_ERROR",
+        ),
+    }
+
+
+def _about() -> dict[str, Any]:
+    return {
+        "/health": {
+            "get": _operation("Whether the server is up", {"application/json": {}}, security=[])
+        },
+        "/metrics": {"get": _operation("Counts for Prometheus", {"text/plain": {}})},
+    }
 
 
 def _json(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
-def _operation(summary: str, content: dict[str, Any], **more: Any) -> dict[str, Any]:
-    responses = {"200": {"description": "as asked for", "content": content}}
+def _operation(
+    summary: str, content: dict[str, Any], *, error: str = "ERROR", **more: Any
+) -> dict[str, Any]:
+    found = {"200": {"description": "as asked for", "content": content}}
     for status, description in _ERRORS.items():
-        responses[status] = {"description": description, "content": _json("ERROR")}
-    return {"summary": summary, "responses": responses, **more}
+        found[status] = {"description": description, "content": _json(error)}
+    return {"summary": summary, "responses": found, **more}
 
 
-def _post(summary: str, body: str, response: str, *, streams: bool = False) -> dict[str, Any]:
+def _post(
+    summary: str, body: str, response: str, *, streams: bool = False, error: str = "ERROR"
+) -> dict[str, Any]:
     content = {**_json(response), **({"text/event-stream": {}} if streams else {})}
     request = {"required": True, "content": _json(body)}
-    return {"post": _operation(summary, content, requestBody=request)}
+    return {"post": _operation(summary, content, error=error, requestBody=request)}

@@ -6,7 +6,22 @@ Fields that are not listed are ignored, as OpenAI-compatible servers do. It know
 
 from __future__ import annotations
 
-from typing import Any
+from localrt.serve.schema_parts import (
+    COUNT,
+    FILLED,
+    FLAG,
+    IDS,
+    MOST_ID,
+    STRING,
+    TEXT,
+    Schema,
+    integer,
+    list_of,
+    nullable,
+    number,
+    object_of,
+    whole,
+)
 
 __all__ = [
     "CHAT",
@@ -22,112 +37,74 @@ __all__ = [
     "THINKING_LIMITS",
 ]
 
-Schema = dict[str, Any]
-
-# No more than any tokenizer needs a number for.
-_MOST_ID = (1 << 31) - 1
-
-
-def _object(*required: str, **properties: Schema) -> Schema:
-    """An object with these fields, of which the ``required`` ones must be there."""
-    return {"type": "object", "required": list(required), "properties": properties}
-
-
-def _whole(**properties: Schema) -> Schema:
-    """An object with all of these fields."""
-    return _object(*properties, **properties)
-
-
-def _list(items: Schema, **more: Any) -> Schema:
-    return {"type": "array", "items": items, **more}
-
-
-def _number(low: float, high: float) -> Schema:
-    return {"type": ["number", "null"], "minimum": low, "maximum": high}
-
-
-def _integer(low: int, high: int) -> Schema:
-    return {"type": ["integer", "null"], "minimum": low, "maximum": high}
-
-
-def _nullable(schema: Schema) -> Schema:
-    return {**schema, "type": [schema["type"], "null"]}
-
-
-_STRING: Schema = {"type": "string"}
-_FILLED: Schema = {"type": "string", "minLength": 1}
-_COUNT: Schema = {"type": "integer"}
-_TEXT = _nullable(_STRING)
-_FLAG: Schema = {"type": ["boolean", "null"]}
-_IDS = _list({"type": "integer", "minimum": 0, "maximum": _MOST_ID}, minItems=1)
 _PROMPTS = "a text, a list of texts, token ids, or a list of lists of token ids"
 _BIAS: Schema = {"type": "number", "minimum": -100, "maximum": 100}
 
 # -- requests --------------------------------------------------------------------------------------
 
 _SAMPLING: dict[str, Schema] = {
-    "model": _TEXT,
-    "max_tokens": _integer(1, _MOST_ID),
-    "temperature": _number(0, 100),
-    "top_p": _number(0, 1),
-    "n": _integer(1, 1024),
-    "stop": {**_FILLED, "type": ["string", "array", "null"], "maxItems": 16, "items": _FILLED},
-    "seed": _integer(-(1 << 63), (1 << 63) - 1),
-    "presence_penalty": _number(-2, 2),
-    "frequency_penalty": _number(-2, 2),
+    "model": TEXT,
+    "max_tokens": integer(1, MOST_ID),
+    "temperature": number(0, 100),
+    "top_p": number(0, 1),
+    "n": integer(1, 1024),
+    "stop": {**FILLED, "type": ["string", "array", "null"], "maxItems": 16, "items": FILLED},
+    "seed": integer(-(1 << 63), (1 << 63) - 1),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
     "logit_bias": {
         "type": ["object", "null"],
         "patternProperties": {"^[0-9]{1,9}$": _BIAS},
         "additionalProperties": False,
     },
-    "stream": _FLAG,
-    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
-    "top_k": _integer(-1, _MOST_ID),
-    "min_p": _number(0, 1),
-    "typical_p": _number(0, 1),
-    "dry_multiplier": _number(0, 100),
-    "dry_base": _number(1, 100),
-    "dry_allowed_length": _integer(1, _MOST_ID),
-    "dry_penalty_last_n": _integer(-1, _MOST_ID),
-    "dry_sequence_breakers": _nullable(_list({**_FILLED, "maxLength": 40}, maxItems=64)),
-    "xtc_probability": _number(0, 1),
-    "xtc_threshold": _number(0, 1),
-    "repetition_penalty": _number(0.01, 100),
-    "ignore_eos": _FLAG,
+    "stream": FLAG,
+    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": FLAG}},
+    "top_k": integer(-1, MOST_ID),
+    "min_p": number(0, 1),
+    "typical_p": number(0, 1),
+    "dry_multiplier": number(0, 100),
+    "dry_base": number(1, 100),
+    "dry_allowed_length": integer(1, MOST_ID),
+    "dry_penalty_last_n": integer(-1, MOST_ID),
+    "dry_sequence_breakers": nullable(list_of({**FILLED, "maxLength": 40}, maxItems=64)),
+    "xtc_probability": number(0, 1),
+    "xtc_threshold": number(0, 1),
+    "repetition_penalty": number(0.01, 100),
+    "ignore_eos": FLAG,
 }
 
-_FUNCTION = _object(
+_FUNCTION = object_of(
     "name",
     name={"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
-    description=_TEXT,
-    parameters=_nullable({"type": "object"}),
-    strict=_FLAG,
+    description=TEXT,
+    parameters=nullable({"type": "object"}),
+    strict=FLAG,
 )
 
-_CALL = _object(
+_CALL = object_of(
     "function",
-    id=_TEXT,
+    id=TEXT,
     type={"enum": ["function", None]},
-    function=_whole(name=_STRING, arguments=_STRING),
+    function=whole(name=STRING, arguments=STRING),
 )
 
-_MESSAGE = _object(
+_MESSAGE = object_of(
     "role",
     role={"enum": ["system", "developer", "user", "assistant", "tool"]},
     content={
         "type": ["string", "array", "null"],
         "items": {
-            **_whole(type=_STRING),
+            **whole(type=STRING),
             "if": {"properties": {"type": {"const": "text"}}},
-            "then": _whole(text=_STRING),
+            "then": whole(text=STRING),
         },
     },
-    name=_TEXT,
-    tool_call_id=_TEXT,
-    tool_calls=_nullable(_list(_CALL)),
-    reasoning_content=_TEXT,
-    reasoning=_TEXT,
-    prefix=_FLAG,
+    name=TEXT,
+    tool_call_id=TEXT,
+    tool_calls=nullable(list_of(_CALL)),
+    reasoning_content=TEXT,
+    reasoning=TEXT,
+    prefix=FLAG,
 )
 
 # Of OpenAI and others, and what they are here.
@@ -144,12 +121,12 @@ EFFORTS: dict[str, bool | str] = {
 THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 
 _RESPONSE_FORMAT: Schema = {
-    **_nullable(
-        _object(
+    **nullable(
+        object_of(
             "type",
             type={"enum": ["text", "json_object", "json_schema"]},
-            json_schema=_object(
-                "schema", name=_TEXT, description=_TEXT, schema={"type": "object"}, strict=_FLAG
+            json_schema=object_of(
+                "schema", name=TEXT, description=TEXT, schema={"type": "object"}, strict=FLAG
             ),
         )
     ),
@@ -161,91 +138,92 @@ _TOOL_CHOICE: Schema = {
     "description": '"none", "auto", "required", or an object that names a function',
     "anyOf": [
         {"enum": ["none", "auto", "required", None]},
-        _whole(type={"enum": ["function"]}, function=_whole(name=_STRING)),
+        whole(type={"enum": ["function"]}, function=whole(name=STRING)),
     ],
 }
 
-CHAT = _object(
+CHAT = object_of(
     "messages",
     **_SAMPLING,
-    messages=_list(_MESSAGE, minItems=1),
-    max_completion_tokens=_integer(1, _MOST_ID),
-    logprobs=_FLAG,
-    top_logprobs=_integer(0, 20),
-    tools=_nullable(_list(_whole(type={"enum": ["function"]}, function=_FUNCTION))),
+    messages=list_of(_MESSAGE, minItems=1),
+    max_completion_tokens=integer(1, MOST_ID),
+    logprobs=FLAG,
+    top_logprobs=integer(0, 20),
+    tools=nullable(list_of(whole(type={"enum": ["function"]}, function=_FUNCTION))),
     tool_choice=_TOOL_CHOICE,
+    parallel_tool_calls=FLAG,
     response_format=_RESPONSE_FORMAT,
     reasoning_effort={"enum": [*EFFORTS, None]},
-    chat_template_kwargs=_nullable(
-        _object(enable_thinking=_FLAG, thinking=_FLAG, reasoning_effort={"enum": [*EFFORTS, None]})
+    chat_template_kwargs=nullable(
+        object_of(enable_thinking=FLAG, thinking=FLAG, reasoning_effort={"enum": [*EFFORTS, None]})
     ),
-    **dict.fromkeys(THINKING_LIMITS, _integer(-1, _MOST_ID)),
+    **dict.fromkeys(THINKING_LIMITS, integer(-1, MOST_ID)),
 )
 
 
 def _prompts(text: Schema) -> Schema:
-    kinds = [text, _list(text, minItems=1), _IDS, _list(_IDS, minItems=1)]
+    kinds = [text, list_of(text, minItems=1), IDS, list_of(IDS, minItems=1)]
     return {"description": _PROMPTS, "anyOf": kinds}
 
 
-COMPLETION = _object(
+COMPLETION = object_of(
     "prompt",
     **_SAMPLING,
-    prompt=_prompts(_STRING),
-    logprobs=_integer(0, 20),
-    echo=_FLAG,
-    suffix=_TEXT,
-    best_of=_integer(1, 1024),
+    prompt=_prompts(STRING),
+    logprobs=integer(0, 20),
+    echo=FLAG,
+    suffix=TEXT,
+    best_of=integer(1, 1024),
 )
 
-EMBEDDINGS = _object(
+EMBEDDINGS = object_of(
     "input",
-    model=_TEXT,
-    input=_prompts(_FILLED),
+    model=TEXT,
+    input=_prompts(FILLED),
     encoding_format={"enum": ["float", "base64", None]},
-    dimensions=_integer(1, _MOST_ID),
+    dimensions=integer(1, MOST_ID),
 )
 
 # -- responses -------------------------------------------------------------------------------------
 
-_USAGE = _object(
+_USAGE = object_of(
     "prompt_tokens",
     "total_tokens",
-    prompt_tokens=_COUNT,
-    completion_tokens=_COUNT,
-    total_tokens=_COUNT,
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
 )
 _REASON: Schema = {"enum": ["stop", "length", "tool_calls"]}
 _LOGPROBS: Schema = {"type": ["object", "null"]}
 
 
 def _response(kind: str, **choice: Schema) -> Schema:
-    return _whole(
-        id=_STRING,
+    return whole(
+        id=STRING,
         object={"const": kind},
-        created=_COUNT,
-        model=_STRING,
-        choices=_list(_whole(index=_COUNT, **choice, finish_reason=_REASON, logprobs=_LOGPROBS)),
+        created=COUNT,
+        model=STRING,
+        choices=list_of(whole(index=COUNT, **choice, finish_reason=_REASON, logprobs=_LOGPROBS)),
         usage=_USAGE,
     )
 
 
 CHAT_RESPONSE = _response(
-    "chat.completion", message=_whole(role={"const": "assistant"}, content=_TEXT)
+    "chat.completion", message=whole(role={"const": "assistant"}, content=TEXT)
 )
-COMPLETION_RESPONSE = _response("text_completion", text=_STRING)
+COMPLETION_RESPONSE = _response("text_completion", text=STRING)
 
-_VECTOR = _whole(
+_VECTOR = whole(
     object={"const": "embedding"},
-    index=_COUNT,
+    index=COUNT,
     embedding={"type": ["array", "string"], "items": {"type": "number"}},
 )
-EMBEDDINGS_RESPONSE = _whole(
-    object={"const": "list"}, data=_list(_VECTOR), model=_STRING, usage=_USAGE
+EMBEDDINGS_RESPONSE = whole(
+    object={"const": "list"}, data=list_of(_VECTOR), model=STRING, usage=_USAGE
 )
 
-MODEL = _whole(
-    id=_STRING, object={"const": "model"}, created=_COUNT, owned_by=_STRING
+MODEL = whole(
+    id=STRING, object={"const": "model"}, created=COUNT, owned_by=STRING
 )  # an adapter has its base as ``parent``, too
-MODELS = _whole(object={"const": "list"}, data=_list(MODEL))
-ERROR = _whole(error=_whole(message=_STRING, type=_STRING, param=_TEXT, code=_TEXT))
+MODELS = whole(object={"const": "list"}, data=list_of(MODEL))
+ERROR = whole(error=whole(message=STRING, type=STRING, param=TEXT, code=TEXT))

@@ -25,7 +25,6 @@ from localrt.api import Model
 from localrt.errors import LocalrtError
 from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
-from localrt.serve.models import Models
 from localrt.serve.options import ServeOptions
 from localrt.serve.protocol import HttpProtocol
 
@@ -69,14 +68,14 @@ def open_socket(options: ServeOptions) -> socket.socket:
 
 
 def serve(
-    model: Model | Models,
+    model: Model,
     options: ServeOptions,
     *,
     bound: socket.socket | None = None,
     log: Callable[[LogLine], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve ``model``, or several, until SIGINT or SIGTERM; ``on_ready`` gets the server's URL.
+    """Serve ``model`` until SIGINT or SIGTERM; ``on_ready`` gets the server's URL.
 
     Answers on their way may finish for ``options.drain_s``; a second SIGINT ends them at once.
 

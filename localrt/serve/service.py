@@ -16,6 +16,7 @@ from localrt.serve.errors import ApiError
 from localrt.serve.metrics import Labels, Metrics, render
 from localrt.serve.models import Models
 from localrt.serve.options import ServeOptions
+from localrt.serve.responses.store import ResponseStore
 from localrt.serve.served import ServedModel
 
 __all__ = ["Service"]
@@ -40,6 +41,7 @@ class Service:
         self.options = options
         self.metrics = Metrics()
         self.bodies = BodyRoom(_BODIES * options.max_body)
+        self.responses = ResponseStore()
         self.connections = Connections(most_connections(options.max_connections))
         self.started = int(time.time())
         self.stopping = False
@@ -89,8 +91,7 @@ class Service:
             self._inside -= count
 
     def sample(self) -> None:
-        """Take note of the tokens so far, and look after the models; called once a second."""
-        self.models.tend()
+        """Take note of the tokens so far; called once a second."""
         for served in self.models.at_work():
             served.sample()
 

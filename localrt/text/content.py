@@ -7,7 +7,7 @@ from typing import Any
 
 from localrt.errors import OptionError
 
-__all__ = ["check_text_only"]
+__all__ = ["check_text_only", "other_than_text"]
 
 _OTHERS = {
     "image": "a picture",
@@ -28,15 +28,15 @@ def check_text_only(messages: Sequence[Any]) -> None:
     for number, message in enumerate(messages, 1):
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list | tuple) else ():
-            other = _other(part) if isinstance(part, Mapping) else None
+            other = other_than_text(part) if isinstance(part, Mapping) else None
             if other is not None:
                 raise OptionError(
                     f"message {number} has {other}, and the model reads text only: leave it out"
                 )
 
 
-def _other(part: Mapping[str, Any]) -> str | None:
-    """What a part is if it is no text."""
+def other_than_text(part: Mapping[str, Any]) -> str | None:
+    """What a part of a content is, in words; None if it is text."""
     kind = str(part.get("type", ""))
     if kind in _THOUGHTS:
         return None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from localrt.models.tokenizers.base import Tokenizer, Watch, behind, ignore_count
 from localrt.models.tokenizers.pieces import Pieces
@@ -25,8 +25,7 @@ class Vocabulary:
     """Pieces by id, ids by piece, and the ids with a meaning.
 
     ``prefix`` and ``suffix`` go around a text with ``add_special``; ``eos`` ends a generation;
-    ``special`` are the control tokens; ``strip_space`` drops one leading space in decoding;
-    ``infill`` are the ``Tokenizer.infill_ids``.
+    ``special`` are the control tokens; ``strip_space`` drops one leading space in decoding.
     """
 
     pieces: Pieces
@@ -37,7 +36,6 @@ class Vocabulary:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     strip_space: bool = False
-    infill: Mapping[str, int] = field(default_factory=dict)
 
 
 class VocabularyTokenizer(Tokenizer):
@@ -51,7 +49,6 @@ class VocabularyTokenizer(Tokenizer):
         self.eos_ids = vocabulary.eos
         self.special_ids = vocabulary.special
         self.strip_space = vocabulary.strip_space
-        self.infill_ids = vocabulary.infill
 
     @abstractmethod
     def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:

@@ -18,10 +18,11 @@ from localrt.live import LiveModel
 from localrt.quant.ops.native.abi import find_library
 from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
-from localrt.serve.models import Models
 from localrt.serve.options import ServeOptions
 from localrt.serve.server import Server, open_socket
 from localrt.serve.service import Service
+from tests.api.test_thinking import TEMPLATE
+from tests.conftest import write_tiny_model
 from tests.inside import engine_of
 from tests.waits import wait_for
 
@@ -43,6 +44,11 @@ class Running:
         """The running batch of the one model."""
         (served,) = self.service.models.at_work()
         return served.live
+
+    @property
+    def name(self) -> str:
+        """The name that clients know the one model by."""
+        return self.service.models.find(None).name
 
     @property
     def url(self) -> str:
@@ -75,7 +81,7 @@ class Running:
 
 
 @contextmanager
-def serving(model: localrt.Model | Models, **options: Any) -> Iterator[Running]:
+def serving(model: localrt.Model, **options: Any) -> Iterator[Running]:
     """A server for ``model`` as long as the block runs."""
     checked = ServeOptions(port=0, **{"drain_s": 1.0, **options})
     bound = open_socket(checked)
@@ -108,6 +114,16 @@ def model(tiny_folder: Path) -> Iterator[localrt.Model]:
 def server(model: localrt.Model) -> Iterator[Running]:
     with serving(model, name="tiny") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server for a model that thinks, and never ends it by itself."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("thinker"), template=TEMPLATE)
+    with localrt.load(folder) as model:
+        model.defaults.update(temperature=0.0, max_tokens=40, ignore_eos=True)
+        with serving(model, name="thinker") as running:
+            yield running
 
 
 @pytest.fixture

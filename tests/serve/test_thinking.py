@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-import localrt
 from localrt.remote.model import connect
 from localrt.serve.bodies import check_fields
 from localrt.serve.calls import chat_call
-from tests.api.test_thinking import TEMPLATE
-from tests.conftest import write_tiny_model
 from tests.fake_endpoint import DONE, HEAD, delta, event, saying
-from tests.serve.conftest import Running, serving
+from tests.serve.conftest import Running
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -47,15 +43,6 @@ HI = [{"role": "user", "content": "hi"}]
 def test_fields_become_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
     call = chat_call(check_fields("CHAT", {"messages": HI, **fields}))
     assert call.options == options
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = write_tiny_model(tmp_path_factory.mktemp("thinker"), template=TEMPLATE)
-    with localrt.load(folder) as model:
-        model.defaults.update(temperature=0.0, max_tokens=40, ignore_eos=True)
-        with serving(model) as running:
-            yield running
 
 
 def test_answers_think_as_long_as_they_are_told(thinker: Running) -> None:

@@ -1,0 +1,217 @@
+"""From chunks to OpenAI's response: its items of reasoning, text and calls, whole or as events.
+
+It does not know HTTP, or where chunks come from.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from localrt.engine.types import Chunk, Metrics
+from localrt.models.tokenizers import Tokenizer
+from localrt.serve.calls import Call, thought
+from localrt.serve.errors import ApiError
+from localrt.serve.payloads import token_payloads
+from localrt.serve.replies import EVENT_STREAM, Payload, event
+from localrt.text.thought_stream import ThoughtStream
+from localrt.text.tools import as_message_calls
+
+__all__ = ["ResponseReply"]
+
+# What clients send, and find again in the response.
+_SHOWN: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+}
+_EVENTS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
+
+
+class ResponseReply:
+    """The response to a ``call`` of the model that is called ``model``. See ``Reply``.
+
+    ``fields`` are the request's. ``keep`` gets the finished response, and the assistant's message
+    that continues the conversation.
+    """
+
+    media_type = EVENT_STREAM
+
+    def __init__(
+        self,
+        call: Call,
+        model: str,
+        tokenizer: Tokenizer,
+        fields: Mapping[str, Any],
+        keep: Callable[[Payload, dict[str, Any]], None],
+    ) -> None:
+        self._call, self._tokenizer, self._keep = call, tokenizer, keep
+        given = {name: fields[name] for name in _SHOWN if fields.get(name) is not None}
+        self._response: Payload = {
+            "id": _new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            "usage": None,
+            **_SHOWN,
+            **given,
+        }
+        self._message: dict[str, Any] = {"role": "assistant", "content": ""}
+        self._thoughts = ThoughtStream()
+        self._item: Payload | None = None  # the one that is being written
+        self._sent = 0  # events so far
+
+    def whole(self, chunks: Sequence[Chunk]) -> Payload:
+        """The response."""
+        (chunk,) = chunks
+        for _ in self.delta(0, chunk):
+            pass
+        for _ in self.end():
+            pass
+        return self._response
+
+    def begin(self) -> Iterator[bytes]:
+        """That it has begun."""
+        yield self._event("response.created", response=self._response)
+        yield self._event("response.in_progress", response=self._response)
+
+    def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+        """Events of items that begin, grow and end."""
+        ends = chunk.finish_reason is not None
+        thinking, text = self._thoughts.push(chunk.text, last=ends)
+        if thinking:
+            yield from self._grow("reasoning", thinking)
+        if text:
+            shown = token_payloads(self._tokenizer, chunk) if self._call.logprobs else []
+            yield from self._grow("message", text, shown)
+        if not ends:
+            return
+        cut = chunk.finish_reason == "length"
+        yield from self._close("incomplete" if cut else "completed")
+        for call in chunk.tool_calls:
+            yield from self._called(call.id, call.name, call.arguments)
+        if chunk.tool_calls:
+            self._message["tool_calls"] = as_message_calls(chunk.tool_calls)
+        self._response |= {
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": _usage(chunk.metrics),
+        }
+
+    def end(self) -> Iterator[bytes]:
+        """The whole response, which is kept."""
+        self._keep(self._response, self._message)
+        yield self._event(f"response.{self._response['status']}", response=self._response)
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """The response so far, and what went wrong."""
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        self._response |= {"status": "failed", "error": {"code": code, "message": str(error)}}
+        yield self._event("response.failed", response=self._response)
+
+    # -- items ---------------------------------------------------------------------------------
+
+    def _grow(self, kind: str, text: str, logprobs: Sequence[Payload] = ()) -> Iterator[bytes]:
+        """``text`` of the open item, which is of this kind."""
+        if self._item is not None and self._item["type"] != kind:
+            yield from self._close("completed")
+        if self._item is None:
+            yield from self._open(kind)
+        assert self._item is not None
+        part = self._item["content"][0]
+        part["text"] += text
+        more: Payload = {}
+        if kind == "message":
+            part["logprobs"] += logprobs
+            more = {"logprobs": list(logprobs)}
+        yield self._event(f"{_EVENTS[kind]}.delta", **self._place(), delta=text, **more)
+
+    def _open(self, kind: str) -> Iterator[bytes]:
+        item: Payload = {"id": _new_id("rs" if kind == "reasoning" else "msg"), "type": kind}
+        if kind == "reasoning":
+            item |= {"summary": [], "status": "in_progress", "content": []}
+            part: Payload = {"type": "reasoning_text", "text": ""}
+        else:
+            item |= {"role": "assistant", "status": "in_progress", "content": []}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._item = item
+        yield self._event("response.output_item.added", output_index=self._at, item=item)
+        yield self._event("response.content_part.added", **self._place(), part=part)
+        item["content"].append(part)
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        """The end of the open item, if there is one."""
+        item = self._item
+        if item is None:
+            return
+        kind, part, place = item["type"], item["content"][0], self._place()
+        more = {"logprobs": part["logprobs"]} if kind == "message" else {}
+        yield self._event(f"{_EVENTS[kind]}.done", **place, text=part["text"], **more)
+        yield self._event("response.content_part.done", **place, part=part)
+        item["status"] = status
+        yield self._event("response.output_item.done", output_index=self._at, item=item)
+        self._response["output"].append(item)
+        self._item = None
+        self._message |= {"content": part["text"]} if kind == "message" else thought(part["text"])
+
+    def _called(self, call_id: str, name: str, arguments: str) -> Iterator[bytes]:
+        item: Payload = {
+            "id": _new_id("fc"),
+            "type": "function_call",
+            "call_id": call_id,
+            "name": name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        place = {"item_id": item["id"], "output_index": self._at}
+        yield self._event("response.output_item.added", output_index=self._at, item=item)
+        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
+        done = "response.function_call_arguments.done"
+        yield self._event(done, **place, name=name, arguments=arguments)
+        item |= {"arguments": arguments, "status": "completed"}
+        yield self._event("response.output_item.done", output_index=self._at, item=item)
+        self._response["output"].append(item)
+
+    @property
+    def _at(self) -> int:
+        """The index of the item that is being written."""
+        return len(self._response["output"])
+
+    def _place(self) -> Payload:
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": self._at, "content_index": 0}
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        self._sent += 1
+        return event({"type": name, "sequence_number": self._sent - 1, **fields}, name)
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _usage(metrics: Metrics) -> Payload:
+    read, written = metrics.prompt_tokens, metrics.completion_tokens
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": metrics.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": metrics.thinking_tokens},
+        "total_tokens": read + written,
+    }

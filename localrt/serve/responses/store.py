@@ -1,0 +1,73 @@
+"""Responses of the last hour, in memory, so that a next one can follow on them by their id."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localrt.serve.errors import to_json
+
+__all__ = ["ResponseStore", "Stored"]
+
+_MOST = 1000
+_MOST_BYTES = 64 << 20
+_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A ``response`` as its client got it, and the conversation to its end, without instructions.
+
+    ``nbytes`` is about what it takes, ``since`` when it was put away.
+    """
+
+    response: dict[str, Any]
+    messages: Sequence[dict[str, Any]]
+    nbytes: int
+    since: float
+
+
+class ResponseStore:
+    """Bounded in number, bytes and seconds: the oldest go first. For one event loop."""
+
+    def __init__(
+        self,
+        *,
+        most: int = _MOST,
+        most_bytes: int = _MOST_BYTES,
+        seconds: float = _SECONDS,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most, self._most_bytes, self._seconds = most, most_bytes, seconds
+        self._now = now
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._nbytes = 0
+
+    def put(self, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
+        """Keep a response under its ``id``."""
+        nbytes = len(to_json([response, messages]))
+        self._kept[response["id"]] = Stored(response, messages, nbytes, self._now())
+        self._nbytes += nbytes
+        self._make_room()
+
+    def get(self, name: str) -> Stored | None:
+        """The response of this id, if it is still there."""
+        self._make_room()
+        return self._kept.get(name)
+
+    def remove(self, name: str) -> bool:
+        """Forget it; whether it was there."""
+        stored = self._kept.pop(name, None)
+        self._nbytes -= 0 if stored is None else stored.nbytes
+        return stored is not None
+
+    def _make_room(self) -> None:
+        while self._kept:
+            oldest = next(iter(self._kept))
+            full = len(self._kept) > self._most or self._nbytes > self._most_bytes
+            if not full and self._now() - self._kept[oldest].since <= self._seconds:
+                break
+            self.remove(oldest)

@@ -1,0 +1,71 @@
+"""The parts that the schemas of all dialects are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "COUNT",
+    "FILLED",
+    "FLAG",
+    "IDS",
+    "MOST_ID",
+    "STRING",
+    "TEXT",
+    "Schema",
+    "integer",
+    "list_of",
+    "nullable",
+    "number",
+    "object_of",
+    "where",
+    "whole",
+]
+
+Schema = dict[str, Any]
+
+# No more than any tokenizer needs a number for.
+MOST_ID = (1 << 31) - 1
+
+
+def object_of(*required: str, **properties: Schema) -> Schema:
+    """An object with these fields, of which the ``required`` ones must be there."""
+    return {"type": "object", "required": list(required), "properties": properties}
+
+
+def whole(**properties: Schema) -> Schema:
+    """An object with all of these fields."""
+    return object_of(*properties, **properties)
+
+
+def list_of(items: Schema, **more: Any) -> Schema:
+    """A list of ``items``; ``more`` are further keywords of it."""
+    return {"type": "array", "items": items, **more}
+
+
+def number(low: float, high: float) -> Schema:
+    """A number within bounds, or null."""
+    return {"type": ["number", "null"], "minimum": low, "maximum": high}
+
+
+def integer(low: int, high: int) -> Schema:
+    """A whole number within bounds, or null."""
+    return {"type": ["integer", "null"], "minimum": low, "maximum": high}
+
+
+def nullable(schema: Schema) -> Schema:
+    """``schema``, or null."""
+    return {**schema, "type": [schema["type"], "null"]}
+
+
+def where(field: str, value: str, then: Schema) -> Schema:
+    """An object follows ``then`` where its ``field`` has this ``value``."""
+    return {"if": {"properties": {field: {"const": value}}, "required": [field]}, "then": then}
+
+
+STRING: Schema = {"type": "string"}
+FILLED: Schema = {"type": "string", "minLength": 1}
+COUNT: Schema = {"type": "integer"}
+TEXT = nullable(STRING)
+FLAG: Schema = {"type": ["boolean", "null"]}
+IDS = list_of({"type": "integer", "minimum": 0, "maximum": MOST_ID}, minItems=1)
