@@ -151,6 +151,8 @@ class Model(Closing):
         *,
         token_ids: Sequence[int] | None = None,
         raw: bool = False,
+        suffix: str | None = None,
+        files: Sequence[tuple[str, str]] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
         cancel: threading.Event | None = None,
         on_progress: ProgressCallback | None = None,
@@ -163,6 +165,10 @@ class Model(Closing):
                 conversation.
             token_ids: the prompt's ids as they are, instead of ``prompt``.
             raw: take the string as it is, without the template.
+            suffix: what stands behind the text to write, as ``prompt`` before it, both as they are:
+                a model that has learnt to fill in the middle writes what is between.
+            files: with ``suffix``, names and texts of the same project, the most important one
+                last; ``overflow="drop_oldest"`` leaves out what does not fit.
             tools: functions that the model may ask to be called, in OpenAI's form; what it asks
                 for is in the last chunk's ``tool_calls``.
             cancel: set it from another thread to stop within one layer's time, with finish reason
@@ -174,7 +180,8 @@ class Model(Closing):
                 its value in ``defaults``, or its own.
 
         Raises:
-            OptionError: an unknown option or an impossible value, or no prompt.
+            OptionError: an unknown option or an impossible value, no prompt, or a suffix for a
+                model that fills in nothing.
             ContextOverflowError: the prompt leaves no room for one token.
             TokenizerError: the model has no tokenizer, and not only ``token_ids`` are given.
             LocalrtError: what else goes wrong, when it does.
@@ -184,6 +191,8 @@ class Model(Closing):
             options,
             token_ids=token_ids,
             raw=raw,
+            suffix=suffix,
+            files=files,
             tools=tools,
             cancel=cancel,
             on_progress=on_progress,
@@ -461,6 +470,13 @@ class Model(Closing):
     def spare_ram(self) -> int:
         """Bytes of the RAM budget that a streamed model does not take yet; 0 of any other."""
         return self._core.engine.residency.memory.spare
+
+    @property
+    def weights_in_ram(self) -> int:
+        """Bytes of RAM that the weights take now."""
+        memory = self._core.engine.residency.memory
+        on_card = self.info.device.startswith("cuda") and not memory.streams
+        return memory.ram_nbytes if memory.streams else 0 if on_card else self.info.weight_bytes
 
     def leave_ram(self, nbytes: int) -> int:
         """Leave ``nbytes`` of RAM to something else in this process, or as much as can be; below

@@ -13,6 +13,7 @@ __all__ = [
     "format_rate",
     "format_seconds",
     "one_line",
+    "parse_duration",
     "parse_size",
     "table",
 ]
@@ -40,6 +41,18 @@ def parse_size(size: str | int) -> int:
     if value <= 0:
         raise OptionError(f"a size must be above zero, not {size!r}")
     return value
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``"30s"``, ``"5m"``, ``"2h"`` or ``"300"``; a negative number means for ever.
+
+    Raises:
+        OptionError: not a duration.
+    """
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
+    if match is None:
+        raise OptionError(f"{text!r} is not a duration: write it like 30s, 5m or 2h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def format_bytes(count: float) -> str:

@@ -31,7 +31,7 @@ __all__ = ["AsyncAnswer", "LiveModel"]
 
 T = TypeVar("T")
 
-_READ = ("tools", "json_schema", "regex")  # options that are read with a prompt
+_READ = ("tools", "json_schema", "regex", "suffix", "files")  # options that are read with a prompt
 _LONG_PROMPT = 1 << 15  # characters, with theirs
 _SWITCH_S = 1e-4
 
@@ -57,6 +57,8 @@ class LiveModel(Closing):
         *,
         token_ids: Sequence[int] | None = None,
         raw: bool = False,
+        suffix: str | None = None,
+        files: Sequence[tuple[str, str]] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
         client: Hashable = None,
         cancel: threading.Event | None = None,
@@ -72,7 +74,14 @@ class LiveModel(Closing):
             LocalrtError: the prompt or an option cannot be used, or the batch is closed.
         """
         request = self._core.requests.make(
-            prompt, options, token_ids=token_ids, raw=raw, tools=tools, cancel=cancel
+            prompt,
+            options,
+            token_ids=token_ids,
+            raw=raw,
+            suffix=suffix,
+            files=files,
+            tools=tools,
+            cancel=cancel,
         )
         request = replace(request, restore=self._core.parking.restore)
         return self._live.submit(request, client=client, notify=notify)

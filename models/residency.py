@@ -32,6 +32,11 @@ class WeightMemory:
     streams = False
 
     @property
+    def ram_nbytes(self) -> int:
+        """Bytes of RAM that weights take, where it is kept count of them."""
+        return 0
+
+    @property
     def spare(self) -> int:
         """Bytes of the budget that weights and caches do not take."""
         return 0

@@ -220,6 +220,8 @@ class Core:
     def leave_ram(self, nbytes: int) -> int:
         """See ``Model.leave_ram``."""
         memory = self.engine.residency.memory
+        if not memory.streams:
+            return 0
         most = memory.spare + memory.reclaimable
         left = min(nbytes, most)
         while True:

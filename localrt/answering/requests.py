@@ -31,6 +31,7 @@ from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.text.content import check_text_only
+from localrt.text.infill import Infill
 from localrt.text.known_syntaxes import TURN_ENDS
 from localrt.text.structured import Grammars
 from localrt.text.template_syntax import TemplateSyntax
@@ -78,7 +79,6 @@ class RequestBuilder:
         self._tokenizer = parts.tokenizer
         self._template = parts.template
         self._grammars: Grammars | None = None
-        self._chat_ends: frozenset[int] | None = None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -110,6 +110,8 @@ class RequestBuilder:
         *,
         token_ids: Sequence[int] | None = None,
         raw: bool = False,
+        suffix: str | None = None,
+        files: Sequence[tuple[str, str]] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
         cancel: threading.Event | None = None,
         on_progress: ProgressCallback | None = None,
@@ -122,8 +124,17 @@ class RequestBuilder:
         chosen = read_options(self._defaults, options)
         tools = None if chosen.tool_choice == "none" else tools
         cancel = cancel or threading.Event()
-        ids = self._prompt_ids(prompt, token_ids, raw, tools, chosen, self._watch(cancel))
+        ends = self._parts.eos_ids
+        if suffix is not None or files:
+            if not isinstance(prompt, str) or token_ids is not None:
+                raise OptionError("suffix needs what stands before it as a string, in prompt")
+            ids = self._gap_ids(prompt, suffix, files, chosen, cancel)
+            raw, ends = True, ends | self._infill.ends
+        else:
+            ids = self._prompt_ids(prompt, token_ids, raw, tools, chosen, self._watch(cancel))
         chat = not raw and token_ids is None
+        if chat:
+            ends = self._chat_ends
         # A plain chat format ends an answer by what begins the next turn.
         stops = (*chosen.stop, *self._template.stop_strings) if chat else chosen.stop
         if stops and self._tokenizer is None:
@@ -135,7 +146,8 @@ class RequestBuilder:
             sampling=chosen.sampling,
             max_tokens=chosen.max_tokens,
             stop=stops,
-            eos_ids=frozenset() if chosen.ignore_eos else self._ends(chat),
+            eos_ids=frozenset() if chosen.ignore_eos else ends,
+            fills_gap=suffix is not None and not chosen.ignore_eos,
             logprobs=chosen.logprobs,
             exactness=self._engine.info.exactness,
             speculation=None if self._drafts is None else self._drafts.speculation(chosen),
@@ -199,13 +211,14 @@ class RequestBuilder:
         """What the chat template shows of answers; found when it is first needed."""
         return TemplateSyntax.of(self._template, self._tokenizer)
 
-    def _watch(self, cancel: threading.Event) -> Watch:
-        """What ends the reading of a prompt that is cancelled, or much too long."""
+    def _watch(self, cancel: threading.Event, *, bounded: bool = True) -> Watch:
+        """What ends the reading of a prompt that is cancelled, or, if ``bounded``, too long."""
 
         def watch(count: int) -> None:
             if cancel.is_set():
                 raise CancelledError("the request was cancelled")
-            self._check_length(count, 2 * self._parts.ctx + _TOLD)
+            if bounded:
+                self._check_length(count, 2 * self._parts.ctx + _TOLD)
 
         return watch
 
@@ -227,15 +240,38 @@ class RequestBuilder:
             if isinstance(text, str)
         )
 
-    def _ends(self, chat: bool) -> frozenset[int]:
-        """The ids that end an answer; those that hand over to a tool are not always declared."""
+    @cached_property
+    def _chat_ends(self) -> frozenset[int]:
+        """The ids that end a turn; those that hand over to a tool are not always declared."""
         tokenizer = self._tokenizer
-        if not chat or tokenizer is None or not self._template.tool_source:
+        if tokenizer is None or not self._template.tool_source:
             return self._parts.eos_ids
-        if self._chat_ends is None:
-            found = {tokenizer.token_id(name) for name in TURN_ENDS}
-            self._chat_ends = self._parts.eos_ids | (tokenizer.special_ids & found)
-        return self._chat_ends
+        found = {tokenizer.token_id(name) for name in TURN_ENDS}
+        return self._parts.eos_ids | (tokenizer.special_ids & found)
+
+    @cached_property
+    def _infill(self) -> Infill:
+        return Infill(self.tokenizer)
+
+    def _gap_ids(
+        self,
+        before: str,
+        behind: str | None,
+        files: Sequence[tuple[str, str]],
+        options: Options,
+        cancel: threading.Event,
+    ) -> list[int]:
+        """The prompt for what is between two texts, cut where the options ask for it."""
+        if not isinstance(behind, str):
+            raise OptionError(f"suffix must be a string, is {behind!r:.80}")
+        if not all(isinstance(part, str) for file in files for part in file):
+            raise OptionError("files are pairs of a name and a text")
+        if options.overflow == "drop_oldest":
+            most, watch = self._room(options), self._watch(cancel, bounded=False)
+            return self._infill.prompt(before, behind, files, most=most, watch=watch)
+        texts = (before, behind, *(text for _, text in files))
+        self._check_length(sum(map(self.tokenizer.least_tokens, texts)), self._parts.ctx)
+        return self._infill.prompt(before, behind, files, watch=self._watch(cancel))
 
     def _constraint(
         self, options: Options, tools: Sequence[Mapping[str, Any]] | None
@@ -302,6 +338,11 @@ class RequestBuilder:
         self._check_length(sum(map(self._least_tokens, messages)), self._parts.ctx)
         return self.render(messages, tools, watch, options)
 
+    def _room(self, options: Options) -> int:
+        """The tokens that a prompt may have where the oldest are dropped."""
+        ctx = self._parts.ctx
+        return ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
+
     def _fitted(
         self,
         messages: Sequence[Message],
@@ -312,8 +353,7 @@ class RequestBuilder:
         """The conversation's ids; oldest turns dropped where the options ask for it."""
         if options.overflow == "error":
             return self._short_enough(messages, tools, watch, options)
-        ctx = self._parts.ctx
-        room = ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
+        ctx, room = self._parts.ctx, self._room(options)
         head = 1 if messages[0]["role"] == "system" else 0
         start, shown = head, messages
         while True:

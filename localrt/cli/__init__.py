@@ -23,7 +23,8 @@ __all__ = ["COMMANDS", "build_parser", "main"]
 COMMANDS = {
     "chat": "chat in the terminal",
     "run": "answer a prompt, or a file of prompts, on stdout",
-    "serve": "serve a model to other programs, over OpenAI's HTTP protocol",
+    "serve": "serve models to other programs, over HTTP",
+    "ps": "list the models that servers have loaded",
     "pull": "download a model",
     "list": "list the models on this machine",
     "alias": "give models names of your own",

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         from localrt.tui import run_chat as chat
 
         more = {"load_options": load_options(args)}
-        if args.endpoint is None:
+        if args.endpoint is None or args.note:
             more["load_by_name"] = load_by_name
     return chat(
         load,

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import localrt
 from localrt.chat import ChatModel
 from localrt.cli.options import load_options
 from localrt.cli.progress import ProgressLine
-from localrt.errors import OptionError
-from localrt.hub import DEMO_NAME, ResolvedModel, resolve
+from localrt.errors import LocalrtError, OptionError
+from localrt.hub import DEMO_NAME, ResolvedModel, list_models, resolve
+from localrt.hub.client_names import client_names
 from localrt.option_names import on_command_line, spelled
 from localrt.planning.chooser import chooser
 from localrt.progress import ProgressCallback, note_to
@@ -79,15 +82,19 @@ def resolve_model(
 
 
 def choose_model(args: argparse.Namespace) -> None:
-    """Check ``--endpoint`` against the other flags; without a server, MODEL has a default.
+    """Check ``--endpoint`` against the other flags; without it, MODEL has a default, and a server
+    of this user that has it is used.
 
     Raises:
         OptionError: they do not go together.
     """
+    args.note = ""
     if args.endpoint is None:
         if args.api_key is not None:
             raise OptionError("--api-key needs --endpoint URL")
         args.model = DEMO_NAME if args.model is None else args.model
+        if not args.no_server and _is_plain(args):
+            _use_running_server(args)
         return
     from localrt.remote.address import read_address
 
@@ -98,13 +105,46 @@ def choose_model(args: argparse.Namespace) -> None:
         raise OptionError(f"{flag} is for models on this machine: leave it out with --endpoint")
 
 
+def _is_plain(args: argparse.Namespace) -> bool:
+    """Whether a server's model will do: nothing was said of how to load one, or to run it here."""
+    here = ("draft", "tree_budget", "overflow", "regex", "raw", "batch", "resume", "load")
+    given = {**load_options(args), **{name: getattr(args, name, None) for name in here}}
+    return all(value in (None, "auto", False) for value in given.values())
+
+
+def _use_running_server(args: argparse.Namespace) -> None:
+    """Where a server of this user has MODEL, use that one, and say so."""
+    from localrt.remote.local_servers import local_servers
+
+    settings = Settings.from_environment()
+    servers = local_servers(settings)
+    if not servers:
+        return
+    try:
+        path = resolve(args.model, settings=settings, download=False).path
+    except LocalrtError:
+        return
+    for server in servers:
+        paths = server.models
+        if paths is None:
+            named = client_names(list_models(settings))
+            paths = {name: str(model.path) for name, model in named.items()}
+        name = next((name for name, at in paths.items() if Path(at) == path), None)
+        if name is not None:
+            args.endpoint, args.model, args.api_key = server.url, name, server.key or ""
+            args.note = f"using {name} of the server at {server.url} (--no-server loads it here)"
+            return
+
+
 def connect_endpoint(
     args: argparse.Namespace, progress: ProgressCallback | None = None
 ) -> ChatModel:
     """The server's model."""
     from localrt.remote.model import connect
 
-    return connect(args.endpoint, args.model or None, api_key=_key(args), progress=progress)
+    model = connect(args.endpoint, args.model or None, api_key=_key(args), progress=progress)
+    model.info = replace(model.info, notes=(*filter(None, [args.note]), *model.info.notes))
+    return model
 
 
 def model_title(args: argparse.Namespace) -> str:

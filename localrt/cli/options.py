@@ -57,6 +57,7 @@ _ENDPOINT_HELP = (
 _ENDPOINT: tuple[Flag, ...] = (
     ("--endpoint", str, "URL", _ENDPOINT_HELP),
     ("--api-key", str, "KEY", f"key for the server (default: ${ENDPOINT_KEY}); '' sends none"),
+    ("--no-server", bool, None, "load MODEL here, even if a running localrt serve has it"),
 )
 
 RAM_HELP = "most RAM to use, like 4GB (default: what is free, less some for other programs)"

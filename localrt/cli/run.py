@@ -41,6 +41,7 @@ EXAMPLES: Examples = (
     ('localrt run smollm2 -c "And three more"', "go on with the last run"),
     ('git diff | localrt run model.gguf "Write a commit message:"', "text from a pipe"),
     ("localrt run model.gguf --batch questions.txt", "an answer for every line"),
+    ('localrt run coder.gguf --raw "def f(" --suffix "):"', "what stands between"),
     ('localrt run model.gguf "A person" --json-schema person.json', "an answer of this form"),
 )
 
@@ -48,10 +49,12 @@ EXAMPLES: Examples = (
 _BATCH_HELP = (
     "answer every line of FILE (-: stdin): all text, or all JSON objects with prompt or messages"
 )
+_SUFFIX_HELP = "write what stands between the prompt and TEXT (models that fill in the middle)"
 _FLAGS: tuple[Flag, ...] = (
     ("--batch", str, "FILE", _BATCH_HELP),
     ("--batch-size", int, "N", "prompts at a time (default: as many as memory holds)"),
     ("--raw", bool, None, "complete the text, without a chat template"),
+    ("--suffix", str, "TEXT", _SUFFIX_HELP),
     ("--json", bool, None, "print text and metrics as JSON"),
     ("--stats", bool, None, "print timings on stderr"),
 )
@@ -76,15 +79,21 @@ def run(args: argparse.Namespace) -> int:
     """Load, answer, remember the conversation for ``-c``."""
     choose_model(args)
     constraint_options(args)  # what is wrong with them is said before a model is loaded
+    completes = "--raw" if args.suffix is None else "--suffix"
+    args.raw = args.raw or args.suffix is not None
     if args.raw and (args.resume or args.system):
-        raise OptionError("--raw completes a text: leave out --continue and --system")
+        raise OptionError(f"{completes} completes a text: leave out --continue and --system")
     if args.endpoint is not None and (args.raw or args.batch is not None):
-        raise OptionError("--raw and --batch need a model on this machine: leave out --endpoint")
+        raise OptionError(
+            f"{completes} and --batch need a model on this machine: leave out --endpoint"
+        )
     if args.batch is not None:
+        if args.suffix is not None:
+            raise OptionError("--suffix fills in one text: leave out --batch")
         return run_batch(args)
     if args.batch_size is not None:
         raise OptionError("--batch-size needs --batch FILE")
-    return answer(args, read_prompt(args.prompt), last_run_path())
+    return answer(args, read_prompt(args.prompt, whole=args.suffix is not None), last_run_path())
 
 
 def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
@@ -92,7 +101,8 @@ def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
     options = {**sampling_options(args), **constraint_options(args)}
     if getattr(args, "raw", False):
         with load_model(args) as model:
-            return _print(args, model.name, model.stream(prompt, raw=True, **options))
+            stream = model.stream(prompt, raw=True, suffix=args.suffix, **options)
+            return _print(args, model.name, stream)
     with closing(load_chat_model(args)) as chatting:
         resume = getattr(args, "resume", False)
         if resume and (remember is None or not remember.is_file()):
@@ -166,15 +176,21 @@ def _stats(m: Metrics) -> str:
     return "\n".join(lines)
 
 
-def read_prompt(prompt: str | None) -> str:
+def read_prompt(prompt: str | None, *, whole: bool = False) -> str:
     """The prompt from the command line, from stdin when that is not a terminal, or both.
+
+    ``whole`` takes one of them as it is, and be it empty.
 
     Raises:
         OptionError: neither is there, or stdin is not UTF-8.
     """
     piped = ""
+    if whole and prompt is not None:
+        return prompt
     if sys.stdin is not None and not sys.stdin.isatty():
         piped = read_stdin()
+    if whole:
+        return piped
     parts = [text for text in (prompt, piped.strip("\n")) if text]
     if not parts:
         raise OptionError("the prompt is empty: give it as an argument or on stdin")

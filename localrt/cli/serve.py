@@ -1,4 +1,4 @@
-"""``localrt serve [MODEL]``: the model behind OpenAI's HTTP protocol, until Ctrl+C.
+"""``localrt serve [MODEL]``: one model, or all of this machine, behind HTTP, until Ctrl+C.
 
 The port is taken before the model is loaded, so that one in use is known at once. The log goes to
 stderr, one line for each request; with ``--json`` lines are JSON, on stdout.
@@ -8,35 +8,44 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from socket import socket
+from typing import TYPE_CHECKING, Any
 
+import localrt
 from localrt.cli.help import Examples
 from localrt.cli.loading import load_model
 from localrt.cli.options import (
     Flag,
     add_flags,
     add_load_arguments,
-    add_model_argument,
     add_sampling_arguments,
+    load_options,
     sampling_options,
 )
 from localrt.engine.options import read_options
-from localrt.errors import MissingExtraError
-from localrt.formatting import parse_size
+from localrt.errors import MissingExtraError, OptionError
+from localrt.formatting import parse_duration, parse_size
+from localrt.hub import list_models
+from localrt.hub.client_names import client_names
+from localrt.remote.local_servers import LocalServer, announced
 from localrt.serve.options import ServeOptions, is_loopback
 from localrt.settings import SERVE_KEY, Settings
 
 if TYPE_CHECKING:  # the extra may be missing
     from localrt.serve.guard import LogLine
+    from localrt.serve.models import Models
+    from localrt.serve.pool import ModelPool
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Examples = (
-    ("localrt serve model.gguf", "http://127.0.0.1:8080/v1, for this machine"),
+    ("localrt serve", "all models of this machine, at http://127.0.0.1:8080/v1"),
+    ("localrt serve model.gguf", "one model"),
     ("LOCALRT_API_KEY=secret localrt serve model.gguf --host 0.0.0.0", "for the network"),
 )
 
@@ -50,10 +59,16 @@ _CONNECTIONS_HELP = (
     "most open connections (default: 1000, or fewer where the system allows few open files); "
     "for more the longest idle are closed"
 )
+_KEEP_HELP = (
+    "without MODEL: how long a model keeps its memory after its last answer, like 30s, 10m or 2h "
+    "(default: 5m); 0 gives it back at once, -1 never"
+)
+_ALONE = ("name", "adapter", "chat_template", "revision")  # say something of one model
 _FLAGS: tuple[Flag, ...] = (
     ("--host", str, None, _HOST_HELP),
     ("--port", int, None, "port (default: 8080); 0 takes a free one"),
-    ("--name", str, None, "the model's name in requests (default: its own name)"),
+    ("--name", str, None, "what requests call MODEL (default: its own name)"),
+    ("--keep-alive", str, "TIME", _KEEP_HELP),
     ("--api-key", str, "KEY", f"key that requests must send; better set it in ${SERVE_KEY}"),
     ("--cors", list, "ORIGIN", _CORS_HELP),
     ("--max-running", int, "N", "most answers at a time; they share passes (default: 16)"),
@@ -68,12 +83,14 @@ _FLAGS: tuple[Flag, ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    add_model_argument(parser)
+    every = "hub id, folder or .gguf file (default: all models of this machine)"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=every)
     group = parser.add_argument_group("server")
     unset = ServeOptions()
     names = ("host", "port", "max_running", "max_queued", "max_connections")
     kept = {name: getattr(unset, name) for name in names}
-    add_flags(group, _FLAGS, **kept, cors=[], max_body="8MiB", drain=unset.drain_s)
+    shown = {"max_body": "8MiB", "drain": unset.drain_s, "keep_alive": "5m"}
+    add_flags(group, _FLAGS, **kept, **shown, cors=[])
     add_load_arguments(parser)
     add_sampling_arguments(parser)
 
@@ -81,32 +98,99 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Listen, load, serve, and let answers finish."""
     _check_extra()
-    from localrt.serve.server import open_socket, serve  # once the extra is known to be there
+    from localrt.serve.server import open_socket  # once the extra is known to be there
 
     options = _options(args)
     defaults = sampling_options(args)
     read_options(defaults)
+    if args.model is None:
+        _check_all(args)
     with closing(open_socket(options)) as bound:
         if not is_loopback(options.host) and options.api_key is None:
             print(
-                f"localrt: anyone who can reach {options.host} may use the model: "
+                f"localrt: anyone who can reach {options.host} may use the models: "
                 f"set a key in ${SERVE_KEY}",
                 file=sys.stderr,
             )
+        if args.model is None:
+            _serve(args, options, bound, _pool(args, options, defaults), None)
+            return 0
+        from localrt.serve.models import OneModel
+
         with load_model(args) as model:
-            model.chat().set(**defaults)  # what it cannot do is refused here, not in each answer
-            model.defaults.update(defaults)
-            name = options.name or model.name
-
-            def ready(url: str) -> None:
-                if args.json:
-                    _print_json(event="ready", model=name, url=f"{url}/v1")
-                else:
-                    print(f"{name} at {url}/v1 (Ctrl+C stops)", file=sys.stderr, flush=True)
-
-            log = None if args.quiet else _log_json if args.json else _log
-            serve(model, options, bound=bound, log=log, on_ready=ready)
+            _set_defaults(model, defaults)
+            served = OneModel(model, options)
+            _serve(args, options, bound, served, {served.name: str(model.info.path)})
     return 0
+
+
+def _serve(
+    args: argparse.Namespace,
+    options: ServeOptions,
+    bound: socket,
+    models: Models,
+    paths: dict[str, str] | None,
+) -> None:
+    """Serve ``models``; other commands find the server by its ``paths`` while it runs."""
+    from localrt.serve.server import serve
+
+    with ExitStack() as stack:
+
+        def ready(url: str) -> None:
+            server = LocalServer(f"{url}/v1", os.getpid(), options.api_key, paths)
+            stack.enter_context(announced(server, Settings.from_environment()))
+            names = [model.name for model in models.offered()]
+            if args.json:
+                _print_json(event="ready", models=names, url=f"{url}/v1")
+            else:
+                shown = names[0] if paths else f"{len(names)} models"
+                print(f"{shown} at {url}/v1 (Ctrl+C stops)", file=sys.stderr, flush=True)
+
+        log = None if args.quiet else _log_json if args.json else _log
+        serve(models, options, bound=bound, log=log, on_ready=ready)
+
+
+def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, Any]) -> ModelPool:
+    """All models of this machine."""
+    from localrt.serve.pool import LocalFile, ModelPool
+
+    settings = Settings.from_environment()
+    given = load_options(args) | {"offline": True}
+
+    def load(name: str, shrinkable: bool) -> localrt.Model:
+        model = localrt.load(name, shrinkable=shrinkable, **given)
+        _set_defaults(model, defaults)
+        return model
+
+    def files() -> list[LocalFile]:
+        named = client_names(list_models(settings))
+        return [LocalFile(name, model.name, model.bytes) for name, model in named.items()]
+
+    def say(text: str) -> None:
+        if args.json:
+            _print_json(event="models", time=round(time.time(), 3), text=text)
+        elif not args.quiet:
+            print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+    ram = None if args.ram is None else parse_size(args.ram)
+    return ModelPool(load, files, options, ram=ram, on_change=say)
+
+
+def _set_defaults(model: localrt.Model, defaults: dict[str, Any]) -> None:
+    model.chat().set(**defaults)  # what it cannot do is refused here, not in each answer
+    model.defaults.update(defaults)
+
+
+def _check_all(args: argparse.Namespace) -> None:
+    """Whether the flags make sense for all models.
+
+    Raises:
+        OptionError: one of them is of a single model.
+    """
+    for name in _ALONE:
+        if getattr(args, name):
+            flag = "--" + name.replace("_", "-")
+            raise OptionError(f"{flag} is for one model: give MODEL, or leave it out")
 
 
 def _check_extra() -> None:
@@ -132,6 +216,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         max_connections=args.max_connections,
         max_body=parse_size(args.max_body),
         drain_s=args.drain,
+        keep_alive_s=parse_duration(args.keep_alive),
     )
 
 

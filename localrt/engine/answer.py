@@ -20,6 +20,7 @@ from localrt.engine.sampling import (
     constrained,
     distribution,
     draw,
+    ends_middle,
     log_probabilities,
 )
 from localrt.engine.speculation import Guessing
@@ -68,12 +69,15 @@ class Answer:
         Raises:
             LocalrtError: these are no numbers, or none of them goes on within the constraint.
         """
+        request = self._request
         if not np.isfinite(logits.max()):
             raise LocalrtError("the model computes no numbers: its files may be damaged")
         bound = None if self._thinking.free else self._constraint
         forced = self._thinking.take()
+        if request.fills_gap and bound is None and ends_middle(logits, request.eos_ids):
+            return None
         token, logprob = self._choose(logits, bound, forced)
-        if token in self._request.eos_ids and forced is None:
+        if token in request.eos_ids and forced is None:
             return None
         self.generated.append(token)
         if self._dry is not None:

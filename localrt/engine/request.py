@@ -91,6 +91,7 @@ class Request:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     eos_ids: frozenset[int] = frozenset()
+    fills_gap: bool = False  # it ends as ``ends_middle`` says
     logprobs: int | None = None  # alternatives per token; None records nothing
     exactness: str | None = None
     speculation: Speculation | None = None

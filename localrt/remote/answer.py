@@ -209,10 +209,17 @@ def _count(value: Any, otherwise: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ListedModel:
-    """A model that a server has, and its context in tokens; 0 where that is not told."""
+    """A model that a server has, and its context in tokens; 0 where that is not told.
+
+    ``state``, ``ram`` in bytes and ``unload_s`` are what localrt's server says: see
+    ``localrt.serve.models.Offered``.
+    """
 
     name: str
     ctx: int
+    state: str = ""
+    ram: int = 0
+    unload_s: float | None = None
 
 
 def listed_models(body: bytes, address: Address) -> list[ListedModel]:
@@ -225,7 +232,19 @@ def listed_models(body: bytes, address: Address) -> list[ListedModel]:
     if not isinstance(data, list):
         raise LocalrtError(f"{address.origin} {_NO_PROTOCOL}")
     entries = [entry for entry in map(_mapping, data) if _string(entry, "id")]
-    return [ListedModel(_string(entry, "id"), _context(entry)) for entry in entries]
+    return [_listed(entry) for entry in entries]
+
+
+def _listed(entry: Mapping[str, Any]) -> ListedModel:
+    status = _mapping(entry.get("status"))
+    unload_s = status.get("unload_s")
+    return ListedModel(
+        _string(entry, "id"),
+        _context(entry),
+        _string(status, "value"),
+        _count(status.get("ram"), 0),
+        float(unload_s) if isinstance(unload_s, int | float) else None,
+    )
 
 
 def _context(entry: Mapping[str, Any]) -> int:

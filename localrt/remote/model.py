@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from localrt.remote.answer import ListedModel, Reader, events, listed_models, re
 from localrt.remote.http import Exchange
 from localrt.text.thinking import split_thinking
 
-__all__ = ["RemoteModel", "connect"]
+__all__ = ["RemoteModel", "connect", "list_remote"]
 
 _LONGEST_LIST = 8 << 20
 _LONGEST_REFUSAL = 64 << 10
@@ -75,16 +75,28 @@ def connect(
         if progress is not None:
             progress(Progress(f"connecting to {address.place}", 0, None, ""))
 
+    listed = _ask(address, look, required=model is None)
+    return RemoteModel(address, *_chosen(address, model, listed))
+
+
+def list_remote(address: Address, *, look: Callable[[], None] = lambda: None) -> list[ListedModel]:
+    """The models of a server; ``look`` may raise to stop waiting.
+
+    Raises:
+        LocalrtError: it cannot be reached, refuses, or is none of OpenAI's protocol.
+    """
+    return _ask(address, look, required=True)
+
+
+def _ask(address: Address, look: Callable[[], None], *, required: bool) -> list[ListedModel]:
     with Exchange(address, "GET", address.base + "/models", look=look) as exchange:
         head = exchange.head()
         body = exchange.read(_LONGEST_LIST if head.status_code == 200 else _LONGEST_REFUSAL)
     if head.status_code == 200:
-        listed = listed_models(body, address)
-    elif head.status_code in (404, 405) and model is not None:
-        listed = []  # not every server tells
-    else:
-        raise refusal(address, head.status_code, head.headers, body)
-    return RemoteModel(address, *_chosen(address, model, listed))
+        return listed_models(body, address)
+    if head.status_code in (404, 405) and not required:
+        return []  # not every server tells
+    raise refusal(address, head.status_code, head.headers, body)
 
 
 def _chosen(

@@ -122,7 +122,11 @@ def _model_object(service: Service, model: Offered) -> dict[str, Any]:
         "owned_by": "localrt",
         **({} if model.ctx is None else {"max_model_len": model.ctx}),
         **({} if model.base is None else {"parent": model.base}),
-        "status": {"value": model.state},
+        "status": {
+            "value": model.state,
+            "ram": model.ram,
+            **({} if model.unload_s is None else {"unload_s": round(model.unload_s, 1)}),
+        },
     }
 
 

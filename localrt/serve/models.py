@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from localrt.api import Model
+from localrt.hub.client_names import client_name
 from localrt.serve.errors import ApiError
 from localrt.serve.options import ServeOptions
 from localrt.serve.served import ServedModel
@@ -23,15 +24,18 @@ class Offered:
     """A model that clients may ask for.
 
     ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, its weights given back.
-    ``ram`` are the bytes of weights and caches in memory, ``ctx`` the context in tokens where that
-    is known. ``base`` is the model that an adapter belongs to.
+    ``nbytes`` are those of its files, where they are known; ``ram`` those of weights and caches in
+    memory. ``ctx`` is the context in tokens, ``base`` the model that an adapter belongs to.
+    ``unload_s`` are the seconds until it is unloaded, if nobody asks for it before; None: it stays.
     """
 
     name: str
     state: str = "loaded"
     ctx: int | None = None
     base: str | None = None
+    nbytes: int | None = None
     ram: int = 0
+    unload_s: float | None = None
 
 
 class Models(ABC):
@@ -62,9 +66,14 @@ class Models(ABC):
     def at_work(self) -> Sequence[ServedModel]:
         """Those that are loaded now."""
 
-    @abstractmethod
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027  nothing to do
         """The server starts."""
+
+    def keep(self, name: str, seconds: float) -> None:  # noqa: B027  it stays in any case
+        """Have a model stay loaded for so long after its last use; below zero: for ever."""
+
+    def tend(self) -> None:  # noqa: B027  nothing to do
+        """Called once a second."""
 
     @abstractmethod
     def close(self) -> None:
@@ -78,7 +87,7 @@ class OneModel(Models):
         self._model = model
         self._options = options
         self._served: ServedModel | None = None
-        self.name = options.name or model.name
+        self.name = options.name or client_name(model.name)
 
     @property
     def served(self) -> ServedModel:
@@ -95,7 +104,12 @@ class OneModel(Models):
         """See ``Models``."""
         served, ctx = self.served, self._model.info.ctx
         return [
-            Offered(name=name, ctx=ctx, base=None if adapter is None else served.name)
+            Offered(
+                name=name,
+                ctx=ctx,
+                base=None if adapter is None else served.name,
+                ram=self._model.weights_in_ram + served.live.stats().kv_bytes,
+            )
             for name, adapter in served.names.items()
         ]
 

@@ -25,6 +25,7 @@ from localrt.api import Model
 from localrt.errors import LocalrtError
 from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
+from localrt.serve.models import Models
 from localrt.serve.options import ServeOptions
 from localrt.serve.protocol import HttpProtocol
 
@@ -68,14 +69,14 @@ def open_socket(options: ServeOptions) -> socket.socket:
 
 
 def serve(
-    model: Model,
+    model: Model | Models,
     options: ServeOptions,
     *,
     bound: socket.socket | None = None,
     log: Callable[[LogLine], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve ``model`` until SIGINT or SIGTERM; ``on_ready`` gets the server's URL.
+    """Serve ``model``, or several, until SIGINT or SIGTERM; ``on_ready`` gets the server's URL.
 
     Answers on their way may finish for ``options.drain_s``; a second SIGINT ends them at once.
 

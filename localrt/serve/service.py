@@ -91,7 +91,8 @@ class Service:
             self._inside -= count
 
     def sample(self) -> None:
-        """Take note of the tokens so far; called once a second."""
+        """Take note of the tokens so far, and look after the models; called once a second."""
+        self.models.tend()
         for served in self.models.at_work():
             served.sample()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 __all__ = ["Detokenizer", "Tokenizer", "Watch", "behind", "ignore_count"]
@@ -67,7 +68,9 @@ class Tokenizer(ABC):
 
     It knows ``vocab_size`` ids; a model's head may have more rows. ``eos_ids`` end a generation
     (end of sequence, end of turn), ``special_ids`` are the control tokens. With ``strip_space``,
-    decoding drops the space that encoding puts in front of a text.
+    decoding drops the space that encoding puts in front of a text. ``infill_ids`` are the tokens to
+    fill in the middle with, where the model's files declare them: ``pre``, ``suf``, ``mid``,
+    ``pad``, ``rep`` and ``sep``, as in GGUF.
     """
 
     vocab_size: int
@@ -75,6 +78,7 @@ class Tokenizer(ABC):
     eos_ids: frozenset[int]
     special_ids: frozenset[int]
     strip_space: bool
+    infill_ids: Mapping[str, int] = MappingProxyType({})
 
     @abstractmethod
     def encode(

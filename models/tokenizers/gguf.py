@@ -64,6 +64,11 @@ _END_CONTROL_NAMES = (
     "<|tool_response>",  # Gemma 4: a tool's result comes next
 )
 _END_KEYS = ("eos", "eot", "eom")
+# Of ``Tokenizer.infill_ids``: first the keys that files had for them at first.
+_INFILL_KEYS = (
+    *(("pre", "prefix"), ("suf", "suffix"), ("mid", "middle")),
+    *((part, f"fim_{part}") for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
+)
 
 
 class _Type(IntEnum):
@@ -255,6 +260,7 @@ def _vocabulary(
     special = frozenset(tokens.of_type(_Type.CONTROL, _Type.UNKNOWN).values()) | ends
     if bos_id is not None:
         special |= {bos_id}
+    infill = {part: token for part, key in _INFILL_KEYS if (token := special_id(key)) is not None}
     prefix = metadata.get(f"{_PREFIX}add_bos_token", add_bos)
     suffix = metadata.get(f"{_PREFIX}add_eos_token", False)
     return Vocabulary(
@@ -266,6 +272,7 @@ def _vocabulary(
         prefix=(bos_id,) if prefix and bos_id is not None else (),
         suffix=(eos_id,) if suffix and eos_id is not None else (),
         strip_space=strip_space,
+        infill=infill,
     )
 
 

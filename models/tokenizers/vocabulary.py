@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from localrt.models.tokenizers.base import Tokenizer, Watch, behind, ignore_count
 from localrt.models.tokenizers.pieces import Pieces
@@ -25,7 +25,8 @@ class Vocabulary:
     """Pieces by id, ids by piece, and the ids with a meaning.
 
     ``prefix`` and ``suffix`` go around a text with ``add_special``; ``eos`` ends a generation;
-    ``special`` are the control tokens; ``strip_space`` drops one leading space in decoding.
+    ``special`` are the control tokens; ``strip_space`` drops one leading space in decoding;
+    ``infill`` are the ``Tokenizer.infill_ids``.
     """
 
     pieces: Pieces
@@ -36,6 +37,7 @@ class Vocabulary:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     strip_space: bool = False
+    infill: Mapping[str, int] = field(default_factory=dict)
 
 
 class VocabularyTokenizer(Tokenizer):
@@ -49,6 +51,7 @@ class VocabularyTokenizer(Tokenizer):
         self.eos_ids = vocabulary.eos
         self.special_ids = vocabulary.special
         self.strip_space = vocabulary.strip_space
+        self.infill_ids = vocabulary.infill
 
     @abstractmethod
     def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:

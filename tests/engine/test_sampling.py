@@ -15,6 +15,7 @@ from localrt.engine.sampling import (
     adjust_logits,
     distribution,
     draw,
+    ends_middle,
     log_probabilities,
     sampling_defaults,
 )
@@ -168,6 +169,21 @@ def test_xtc_leaves_out_the_top_choices_but_one(
     assert found.probs.sum() == pytest.approx(1)
     untouched = distribution(logits, Sampling(**{**on, "xtc_probability": 0.0}))
     assert distribution(logits, Sampling(**on), 0.5).tokens.tolist() == untouched.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("probs", "ends"),
+    [
+        ((0.9, 0.1), [0]),
+        ((0.6, 0.15, 0.25), [1]),  # one of three likely ones
+        ((0.25, 0.25, 0.25, 0.25), [3]),
+        ((0.989, 0.009, 0.002), []),  # another goes on far more likely
+    ],
+)
+def test_a_middle_ends_where_an_end_is_likely_enough(
+    probs: tuple[float, ...], ends: list[int]
+) -> None:
+    assert ends_middle(logits_of(*probs), ends or [1]) == bool(ends)
 
 
 def test_log_probabilities_ignore_settings() -> None:

@@ -18,6 +18,7 @@ from localrt.live import LiveModel
 from localrt.quant.ops.native.abi import find_library
 from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
+from localrt.serve.models import Models
 from localrt.serve.options import ServeOptions
 from localrt.serve.server import Server, open_socket
 from localrt.serve.service import Service
@@ -81,7 +82,7 @@ class Running:
 
 
 @contextmanager
-def serving(model: localrt.Model, **options: Any) -> Iterator[Running]:
+def serving(model: localrt.Model | Models, **options: Any) -> Iterator[Running]:
     """A server for ``model`` as long as the block runs."""
     checked = ServeOptions(port=0, **{"drain_s": 1.0, **options})
     bound = open_socket(checked)
