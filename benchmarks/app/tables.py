@@ -80,10 +80,27 @@ def _leaks(record: dict[str, Any]) -> Iterator[Row]:
         yield f"memory that {record[name]} {what} leave behind", format_bytes(max(0, grown))
 
 
+def _turns(record: dict[str, Any]) -> Iterator[Row]:
+    models = " and ".join(name.removesuffix(".gguf") for name in record["models"])
+    for row in record["results"]:
+        ways = {way: row[way] for way in ("shrinking", "reloading", "llama.cpp")}
+        for name, seconds in ways["shrinking"].items():
+            others = ", ".join(
+                f"{way} {ways[way][name]:.2f} s ({ways[way][name] / seconds:.1f}x)"
+                for way in ("reloading", "llama.cpp")
+            )
+            yield (
+                f"{models} by turns within {record['limit']}, conversations of {row['tokens']:,} "
+                f"tokens: first token of {name}",
+                f"{seconds:.2f} s; {others}",
+            )
+
+
 _FILES: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
     "chat_start": _start,
     "app": _app,
     "resume": _resume,
     "serve": _serve,
+    "turns": _turns,
     "leaks": _leaks,
 }
