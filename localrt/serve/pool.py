@@ -28,6 +28,7 @@ from localrt.serve.served import ServedModel
 __all__ = ["LocalFile", "ModelPool"]
 
 _BESIDE_WEIGHTS = 128 << 20  # of a model: its tokenizer, a conversation, a pass
+_LIST_AGE_S = 1.0
 _RESERVE = 64 << 20  # that the answers of a loaded model may grow by
 
 
@@ -82,6 +83,7 @@ class ModelPool(Models):
         on_change: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._load, self._files, self._options = load, files, options
+        self._list: tuple[float, Sequence[LocalFile]] = (float("-inf"), ())
         self._ram = ram
         self._say = on_change
         self._slots: dict[str, _Slot] = {}
@@ -93,7 +95,7 @@ class ModelPool(Models):
 
     def offered(self) -> Sequence[Offered]:
         """See ``Models``: the one used last is first, then by name."""
-        files = sorted(self._files(), key=lambda file: (-self._used(file), file.name))
+        files = sorted(self._listed(), key=lambda file: (-self._used(file), file.name))
         return [self._describe(file) for file in files]
 
     def find(self, name: str | None) -> Offered:
@@ -107,6 +109,14 @@ class ModelPool(Models):
     def keep(self, name: str, seconds: float) -> None:
         """See ``Models``."""
         self._slot(name).keep_s = seconds
+
+    def _listed(self) -> Sequence[LocalFile]:
+        """The models of this machine; requests that come close together look once."""
+        looked, files = self._list
+        if time.monotonic() - looked >= _LIST_AGE_S:
+            files = self._files()
+            self._list = time.monotonic(), files
+        return files
 
     def _describe(self, file: LocalFile) -> Offered:
         slot = self._slots.get(file.name)
@@ -135,7 +145,7 @@ class ModelPool(Models):
         return 0.0 if slot is None else slot.used
 
     def _file(self, name: str | None) -> LocalFile:
-        files = self._files()
+        files = self._listed()
         if not files:
             raise ApiError(
                 404, "there is no model on this machine: download one with `localrt pull`"
