@@ -143,7 +143,8 @@ def _serve(
             if args.json:
                 _print_json(event="ready", models=names, url=f"{url}/v1")
             else:
-                shown = names[0] if paths else f"{len(names)} models"
+                count = f"{len(names)} model{'s' * (len(names) != 1)} of this machine"
+                shown = names[0] if paths else count
                 print(f"{shown} at {url}/v1 (Ctrl+C stops)", file=sys.stderr, flush=True)
 
         log = None if args.quiet else _log_json if args.json else _log

@@ -283,6 +283,7 @@ class ModelPool(Models):
         """See ``Models``: models that nobody has used for long shrink, and are unloaded."""
         if self._tending is None or self._tending.done():
             self._tending = asyncio.ensure_future(self._tend())
+            self._tending.add_done_callback(_look)
 
     async def _tend(self) -> None:
         for slot in list(self._slots.values()):
@@ -328,7 +329,7 @@ def _withdraw(slot: _Slot) -> None:
         model.leave_ram(max(0, model.spare_ram - (_RESERVE if slot.users else 0)))
 
 
-def _look(coming: asyncio.Task[None]) -> None:
+def _look(task: asyncio.Task[None]) -> None:
     """Whoever waits for it hears of what went wrong; nobody may be left who does."""
-    if not coming.cancelled():
-        coming.exception()
+    if not task.cancelled():
+        task.exception()
