@@ -105,10 +105,15 @@ def choose_model(args: argparse.Namespace) -> None:
         raise OptionError(f"{flag} is for models on this machine: leave it out with --endpoint")
 
 
+_HERE = (
+    *("draft", "tree_budget", "overflow", "regex", "grammar"),
+    *("raw", "suffix", "batch", "resume", "load"),
+)
+
+
 def _is_plain(args: argparse.Namespace) -> bool:
     """Whether a server's model will do: nothing was said of how to load one, or to run it here."""
-    here = ("draft", "tree_budget", "overflow", "regex", "raw", "batch", "resume", "load")
-    given = {**load_options(args), **{name: getattr(args, name, None) for name in here}}
+    given = {**load_options(args), **{name: getattr(args, name, None) for name in _HERE}}
     return all(value in (None, "auto", False) for value in given.values())
 
 
