@@ -31,7 +31,14 @@ __all__ = ["AsyncAnswer", "LiveModel"]
 
 T = TypeVar("T")
 
-_READ = ("tools", "json_schema", "regex", "suffix", "files")  # options that are read with a prompt
+_READ = (
+    "tools",
+    "json_schema",
+    "regex",
+    "grammar",
+    "suffix",
+    "files",
+)  # options that are read with a prompt
 _LONG_PROMPT = 1 << 15  # characters, with theirs
 _SWITCH_S = 1e-4
 

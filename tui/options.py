@@ -32,6 +32,7 @@ OPTIONS = {
     "tree_depth": "How far ahead guesses may be, 1 to 64; unset lets it be tuned.",
     "json_schema": 'Answers are JSON of this schema: {"type": "object"}; true is any JSON.',
     "regex": "Answers match this regular expression as a whole.",
+    "grammar": 'Answers follow this GBNF grammar, such as root ::= "yes" | "no".',
     "thinking": "on, off, or how much: low, medium, high; unset is as the model does.",
     "thinking_tokens": "The longest thinking, in tokens; the answer then begins. 0 is off.",
     "adapter": 'One of the model\'s adapters, or several: {"a": 0.7, "b": 0.3}; see /adapter.',

@@ -127,7 +127,9 @@ class RequestBuilder:
         ends = self._parts.eos_ids
         if suffix is not None or files:
             if not isinstance(prompt, str) or token_ids is not None:
-                raise OptionError("suffix needs what stands before it as a string, in prompt")
+                raise OptionError(
+                    f"{option('suffix')} needs what stands before it as a string, in prompt"
+                )
             ids = self._gap_ids(prompt, suffix, files, chosen, cancel)
             raw, ends = True, ends | self._infill.ends
         else:
@@ -263,7 +265,7 @@ class RequestBuilder:
     ) -> list[int]:
         """The prompt for what is between two texts, cut where the options ask for it."""
         if not isinstance(behind, str):
-            raise OptionError(f"suffix must be a string, is {behind!r:.80}")
+            raise OptionError(f"{option('suffix')} must be a string, is {behind!r:.80}")
         if not all(isinstance(part, str) for file in files for part in file):
             raise OptionError("files are pairs of a name and a text")
         if options.overflow == "drop_oldest":

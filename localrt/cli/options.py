@@ -14,7 +14,9 @@ from localrt.cli.help import advanced
 from localrt.engine.options import read_options
 from localrt.errors import OptionError
 from localrt.hub import DEMO_NAME
+from localrt.option_names import option
 from localrt.settings import ENDPOINT_KEY
+from localrt.text.gbnf import gbnf_to_lark
 
 __all__ = [
     "BARE_MODEL_HELP",
@@ -185,6 +187,8 @@ _SAMPLING_ADVANCED: tuple[Flag, ...] = (
 _CONSTRAINTS: tuple[Flag, ...] = (
     ("--json-schema", str, "FILE|TEXT", "JSON that follows this schema; true: any JSON"),
     ("--regex", str, "R", "text that matches this whole regular expression"),
+    ("--grammar", str, "FILE|TEXT", "text that follows this grammar in GBNF, as of llama.cpp"),
+    ("--grammar-file", str, "FILE", "the same, from a file"),
 )
 
 
@@ -287,25 +291,35 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def constraint_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options that bind the answer, as they were given; a schema's file is read.
+    """Options that bind the answer, as they were given; the file of a schema or grammar is read.
 
     Raises:
-        OptionError: the file cannot be read, or what it holds is no schema.
+        OptionError: the file cannot be read, or what it holds is no schema or grammar.
     """
     options: dict[str, Any] = {}
     schema = getattr(args, "json_schema", None)
     if schema is not None:
         text = schema.strip()
-        options["json_schema"] = text if text == "true" or text[:1] == "{" else _file_text(schema)
+        is_text = text == "true" or text[:1] == "{"
+        options["json_schema"] = text if is_text else _file_text("schema", schema)
     if getattr(args, "regex", None) is not None:
         options["regex"] = args.regex
+    grammar, file = getattr(args, "grammar", None), getattr(args, "grammar_file", None)
+    if file is None and grammar is not None and "::=" not in grammar:
+        file = grammar
+    if file is not None or grammar is not None:
+        options["grammar"] = grammar if file is None else _file_text("grammar", file)
+        try:
+            gbnf_to_lark(options["grammar"], lambda _: 0)
+        except ValueError as error:
+            raise OptionError(f"{option('grammar')} cannot be used: {error}") from error
     read_options(options)
     return options
 
 
-def _file_text(path: str) -> str:
+def _file_text(what: str, path: str) -> str:
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise OptionError(f"the schema file {path[:80]!r} cannot be read: {reason}") from error
+        raise OptionError(f"the {what} file {path[:80]!r} cannot be read: {reason}") from error

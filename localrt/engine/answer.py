@@ -261,7 +261,7 @@ def _allowed_ids(
     allowed &= logits > -np.inf
     ids = np.flatnonzero(allowed)
     if not len(ids):
-        raise LocalrtError("no token of the model can go on within json_schema or regex")
+        raise LocalrtError("no token of the model can go on within json_schema, regex or grammar")
     return ids
 
 

@@ -27,6 +27,7 @@ _BOUNDS = (
     ("tree_budget", 1, 2048),
     ("tree_depth", 1, 64),
 )
+_BINDING = ("json_schema", "regex", "grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,9 @@ class Options:
     ``"ngram"``, ``"head"`` or a model to draft with, which ``+ngram`` may follow; ``tree_budget``
     is the number of guesses in a pass (1 to 2048), ``tree_depth`` how far ahead they may be (1 to
     64).
-    ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON) or ``regex`` bind the answer: it
-    follows them as a whole, unless ``max_tokens`` or a stop string cuts it short.
+    ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
+    llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a
+    stop string cuts it short.
     ``tool_choice`` says whether the model calls a tool: ``"auto"``, ``"none"``, ``"required"``, or
     the name of the one that it has to call. Answers that are bound need the extra ``structured``.
     ``thinking`` switches a model's thinking on (``True``, ``"on"``) or off; ``"low"``,
@@ -62,6 +64,7 @@ class Options:
     tree_depth: int | None = None
     json_schema: str | None = None
     regex: str | None = None
+    grammar: str | None = None
     thinking: bool | Effort | None = None
     thinking_tokens: int | None = None
     tool_choice: str = "auto"
@@ -84,13 +87,13 @@ class Options:
             raise OptionError(
                 f"{option('ignore_eos')} must be true or false, is {self.ignore_eos!r}"
             )
-        if self.regex is not None and not (isinstance(self.regex, str) and self.regex):
-            raise OptionError(f"{option('regex')} must be a non-empty string, is {self.regex!r}")
-        if self.regex is not None and self.json_schema is not None:
-            raise OptionError(
-                f"{option('json_schema')} and {option('regex')} exclude one another: "
-                "give one of them"
-            )
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and text):
+                raise OptionError(f"{option(name)} must be a non-empty string, is {text!r:.80}")
+        binding = [option(name) for name in _BINDING if getattr(self, name) is not None]
+        if len(binding) > 1:
+            raise OptionError(f"{' and '.join(binding)} exclude one another: give one of them")
         if not isinstance(self.tool_choice, str) or not self.tool_choice:
             raise OptionError(
                 f"{option('tool_choice')} must be auto, none, required or the name of a tool, is "
@@ -100,11 +103,8 @@ class Options:
             raise OptionError(
                 f"{option('adapter')} must be a name, or numbers by names, is {self.adapter!r:.80}"
             )
-        if self.forces_a_call and (self.regex is not None or self.json_schema is not None):
-            raise OptionError(
-                f"a tool that must be called excludes {option('json_schema')} and "
-                f"{option('regex')}: give one of them"
-            )
+        if self.forces_a_call and binding:
+            raise OptionError(f"a tool that must be called excludes {binding[0]}: give one of them")
         switched = self.thinking is None or isinstance(self.thinking, bool)
         if not switched and self.thinking not in get_args(Effort):
             raise OptionError(
@@ -120,8 +120,14 @@ class Options:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the answer has to follow a schema or an expression, or to be a call."""
-        return self.json_schema is not None or self.regex is not None or self.forces_a_call
+        """Whether the answer has to follow a schema or a grammar, or to be a call."""
+        return self.bound_by is not None or self.forces_a_call
+
+    @property
+    def bound_by(self) -> tuple[str, str] | None:
+        """The option that the answer has to follow, and its text."""
+        given = ((name, getattr(self, name)) for name in _BINDING)
+        return next((each for each in given if each[1] is not None), None)
 
     @property
     def forces_a_call(self) -> bool:

@@ -35,7 +35,7 @@ _BYTES_A_TOKEN = 4  # an estimate; a template's marks take about as many tokens 
 # beyond them.
 _SENT = (
     *("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
-    *("max_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos"),
+    *("max_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos", "grammar"),
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
 )

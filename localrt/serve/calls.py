@@ -158,6 +158,8 @@ def _options(fields: Fields) -> dict[str, Any]:
         options["seed"] = fields["seed"] % _SEEDS
     if fields.get("top_k") is not None:
         options["top_k"] = max(0, fields["top_k"])  # elsewhere -1 switches it off
+    if fields.get("grammar"):  # in llama.cpp "" is none
+        options["grammar"] = fields["grammar"]
     if fields.get("logit_bias"):
         options["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
     return options

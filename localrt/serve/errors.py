@@ -58,6 +58,7 @@ _ANTHROPIC_TYPES = {
 
 # Options that requests have under another name.
 _FIELDS = {"json_schema": "response_format", "token_ids": "prompt"}
+_FIELDS |= {"grammar": "grammar", "suffix": "suffix"}  # known without an underscore
 
 
 def to_json(value: Any) -> bytes:
@@ -137,7 +138,8 @@ def api_error(error: LocalrtError) -> ApiError:
         return invalid(message, code="context_length_exceeded")
     if isinstance(error, OptionError | TemplateError | TokenizerError):
         word = message.split(" ", 1)[0]
-        param = _FIELDS.get(word, word) if "_" in word and word.isidentifier() else None
+        is_field = word in _FIELDS or ("_" in word and word.isidentifier())
+        param = _FIELDS.get(word, word) if is_field else None
         return invalid(message, param)
     if isinstance(error, MissingExtraError | UnsupportedModelError):
         return ApiError(501, message)

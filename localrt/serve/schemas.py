@@ -71,6 +71,7 @@ _SAMPLING: dict[str, Schema] = {
     "xtc_threshold": number(0, 1),
     "repetition_penalty": number(0.01, 100),
     "ignore_eos": FLAG,
+    "grammar": TEXT,
 }
 
 _FUNCTION = object_of(

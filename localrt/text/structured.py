@@ -20,7 +20,9 @@ from localrt.engine.request import MakeConstraint
 from localrt.errors import LocalrtError, MissingExtraError, OptionError
 from localrt.offload.account import constraint_nbytes
 from localrt.offload.memory.process import current_rss
+from localrt.option_names import option
 from localrt.text.call_grammar import call_grammar
+from localrt.text.gbnf import gbnf_to_lark
 from localrt.text.marked_text import MARK
 from localrt.text.parser import CallSyntax
 
@@ -55,20 +57,24 @@ class Grammars:
         """What makes the constraint of an answer; None where the options ask for none.
 
         Raises:
-            OptionError: the schema or the expression is malformed, or uses what is not supported.
+            OptionError: the schema, expression or grammar is malformed, or uses what is not
+                supported.
             MissingExtraError: llguidance is not installed.
             MemoryBudgetError: there is no room for it within the budget.
         """
-        if options.json_schema is None and options.regex is None:
+        bound = options.bound_by
+        if bound is None:
             return None
-        name = "json_schema" if options.json_schema is not None else "regex"
-        text = options.json_schema or options.regex or ""
+        name, text = bound
 
         def grammar() -> str:
             from llguidance import LLMatcher
 
             if name == "regex":
                 return LLMatcher.grammar_from_regex(text)
+            if name == "grammar":
+                lark = gbnf_to_lark(text, self._tokenizer.token_id)
+                return LLMatcher.grammar_from_lark(lark)
             return LLMatcher.grammar_from_json_schema(
                 _readable(text), overrides={"whitespace_pattern": SPACES}
             )
@@ -108,7 +114,7 @@ class Grammars:
     def _made(self, name: str, text: str, grammar: Callable[[], str]) -> MakeConstraint:
         if len(text) > _LONGEST:
             raise OptionError(
-                f"{name} is too large: {len(text)} characters, and {_LONGEST} are the most"
+                f"{option(name)} is too large: {len(text)} characters, and {_LONGEST} are the most"
             )
         key = f"{name} {text}"
         with self._lock:
@@ -120,14 +126,15 @@ class Grammars:
             while len(self._matchers) > _KEPT:
                 self._matchers.popitem(last=False)
         vocab = self._tokenizer.vocab_size
-        return lambda: _GrammarConstraint(matcher.deep_copy(), vocab)
+        return lambda: _GrammarConstraint(name, matcher.deep_copy(), vocab)
 
     def _compiled(self, name: str, make: Callable[[], str]) -> LLMatcher:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise MissingExtraError(
-                f"{name} needs llguidance: install it with pip install 'localrt[structured]'"
+                f"{option(name)} needs llguidance: install it with "
+                "pip install 'localrt[structured]'"
             ) from error
         try:
             grammar = make()
@@ -138,7 +145,7 @@ class Grammars:
         limits = LLParserLimits(
             initial_lexer_fuel=200_000,  # a second for the largest expression, not ten
             max_items_in_row=20_000,  # thousands of optional properties
-            step_max_items=200_000,
+            step_max_items=500_000,  # a quarter of a second
         )
         matcher = LLMatcher(self._prepared, grammar, log_level=0, limits=limits)
         if matcher.is_error():
@@ -146,7 +153,7 @@ class Grammars:
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error() or (first.is_stopped() and not first.is_accepting()):
-            raise OptionError(f"{name} allows no answer that this model could write")
+            raise OptionError(f"{option(name)} allows no answer that this model could write")
         return matcher
 
     def _prepare(self) -> LLTokenizer:
@@ -164,20 +171,21 @@ class Grammars:
 class _GrammarConstraint:
     """See ``Constraint``."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, name: str, matcher: LLMatcher, vocab_size: int) -> None:
+        self._name = name
         self._matcher = matcher
         self._vocab_size = vocab_size
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise _failed(self._matcher)
+            raise _failed(self._name, self._matcher)
         bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little")
         return bits.astype(np.bool_)
 
     def accept(self, token: int) -> None:
         if not self._matcher.consume_token(token):
-            raise _failed(self._matcher)
+            raise _failed(self._name, self._matcher)
 
     @property
     def may_end(self) -> bool:
@@ -229,11 +237,18 @@ def _refused(name: str, reason: str) -> OptionError:
     # Of a long report the line that says what it is.
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return OptionError(f"{name} cannot be used: {(errors or lines or ['it is malformed'])[0]}")
+    return OptionError(
+        f"{option(name)} cannot be used: {(errors or lines or ['it is malformed'])[0]}"
+    )
 
 
-def _failed(matcher: LLMatcher) -> LocalrtError:
+def _failed(name: str, matcher: LLMatcher) -> LocalrtError:
     reason = " ".join(matcher.get_error().partition("<state>")[0].split())
     if "satisfy the grammar" in reason:  # a token that was not allowed
         return LocalrtError(f"the answer cannot be kept within its grammar: {reason}")
-    return OptionError(f"json_schema or regex is too complex: {reason}")
+    if name == "grammar" and "Too many items" in reason:
+        return OptionError(
+            f"{option('grammar')} can be read in too many ways: repeat a rule in one place, not "
+            "both within it and around it"
+        )
+    return OptionError(f"{option(name)} is too complex: {reason}")

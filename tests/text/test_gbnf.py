@@ -1,0 +1,189 @@
+"""Grammars in llama.cpp's notation: what they allow, and what is said of those that are wrong."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import localrt
+from localrt.cli import main
+from localrt.errors import OptionError
+from localrt.text.gbnf import gbnf_to_lark
+
+llguidance = pytest.importorskip("llguidance")
+
+SUM = r"""
+# sums of numbers, one a line
+root ::= (sum "=" ws num "\n")+
+sum  ::= num ([-+] ws num)*
+num  ::= [0-9]+ ws | "(" ws sum ")" ws   # a line's end is white space, too
+ws   ::= [ \t\n]*
+"""
+JSON = r"""
+root   ::= value
+value  ::= (object | list | string | "true" | "null") ws
+object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? "}"
+list   ::= "[" ws (
+    value ("," ws value)*
+  )? "]"
+string ::= "\"" ([^"\\\x7F\x00-\x1F] | "\\" (["\\nt] | "u" [0-9a-fA-F]{4}))* "\"" ws
+ws     ::= | " " | "\n" [ \t]{0,20}
+"""
+TOKENS = {"<think>": ord("T"), "</think>": ord("E")}
+
+
+class Bytes:
+    """A vocabulary of single bytes."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = [bytes([value]) for value in range(256)] + [b"<end>"]
+    special_token_ids = [256]  # noqa: RUF012
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@cache
+def matcher(grammar: str) -> Any:
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=257, slices=[])
+    lark = gbnf_to_lark(grammar, TOKENS.get)
+    made = llguidance.LLMatcher(
+        tokenizer, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
+    )
+    assert not made.is_error(), made.get_error()
+    return made
+
+
+def follows(grammar: str, text: str) -> bool:
+    own, data = matcher(grammar).deep_copy(), list(text.encode())
+    return own.try_consume_tokens(data) == len(data) and own.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "yes", "no"),
+    [
+        (SUM, ["1=1\n", "1 + (2 -3)\n=0 \n\n4=4\n"], ["1=1", "=1\n", "1=\n"]),
+        (JSON, ['{"a": [true,\n  null]}', '"\\u00e9"', "[]"], ["[1]", '{"a"}', '"\n"']),
+        ('root ::= "x" [a-z]* "end"', ["xend", "xenend"], ["xen"]),
+        ('root ::= a b\na ::= "x"+\nb ::= "xy"', ["xxy", "xxxy"], ["xy"]),
+        ('root ::= ("ab" "c"?){1,2}', ["ab", "abcab"], ["", "ababab"]),
+        ('root ::= "a"{2} "b"{1,} "c"{0,1}', ["aab", "aabbbc"], ["ab", "aaabcc"]),
+        ('root ::= "a" | ', ["a", ""], ["b"]),
+        ('root ::= "a"\n  | "b" |\n  # a comment\n  "c"', ["a", "b", "c"], ["d"]),
+        ("root ::= .", ["a", "\n", "é", "𝄞"], ["", "ab"]),
+        (r'root ::= "é" [\u00e8-\u00ea\U0001D11E] "\x85"', ["éê\x85", "é𝄞\x85"], ["ée\x85"]),
+        (r"root ::= [^a-c\n] [a-] [+/\]#]", ["x-]", "-a/"], ["a-]", "\n-]"]),
+        ('root ::= fooBar foo-bar start\nfooBar ::= "a"\nfoo-bar ::= "b"\nstart ::= "c"',
+         ["abc"], ["ab"]),
+        ('root ::= root "+" "1" | "1"', ["1", "1+1+1"], ["+1"]),  # llama.cpp refuses it
+        ("root ::= ws [x] ws\nws ::= ([ \\t\\n] ws)?", ["x", " \n x\n"], ["xx"]),
+        ("root ::= <think> !</think>* <[69]>", ["TabcE", "TE"], ["TEE", "aE"]),
+    ],
+)  # fmt: skip
+def test_a_grammar_allows_what_it_says(grammar: str, yes: list[str], no: list[str]) -> None:
+    assert [text for text in yes if not follows(grammar, text)] == []
+    assert [text for text in no if follows(grammar, text)] == []
+
+
+@given(st.text("ab=\n ", max_size=8))
+def test_a_regular_grammar_is_its_expression(text: str) -> None:
+    grammar = 'root ::= (word " "* "=" ws)+ "\\n"?\nword ::= [ab]+ | "b" "a"?\nws ::= [ \\n]*'
+    expected = re.fullmatch(r"(([ab]+|ba?) *=[ \n]*)+\n?", text) is not None
+    assert follows(grammar, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ('root ::= "a" b', "line 1, rule 'root': there is no rule 'b'"),
+        ('item ::= "a"', "there is no rule 'root'"),
+        ("", "there is no rule 'root'"),
+        ('root ::= "a"\nb := "c"', "line 2, rule 'b': '::=' must follow"),
+        ('root ::= "a"\n\nb ::= (\n"c"', "line 3, rule 'b': the parenthesis is not closed"),
+        ('root ::= "a', "line 1, rule 'root': what begins here is not closed"),
+        ("root ::= [a", "line 1, rule 'root': what begins here is not closed"),
+        ('root ::= "a" ) "b"', "line 1, rule 'root': '\\)' is not expected here"),
+        (r'root ::= "\q"', "line 1, rule 'root': a backslash must not be followed by 'q'"),
+        (r'root ::= "\u12"', "needs 4 hexadecimal digits"),
+        (r'root ::= "\ud800"', "is no character"),
+        ("root ::= [b-a]", "the range 'b' to 'a' is empty"),
+        ("root ::= []", "nothing between the brackets"),
+        ('root ::= "a"{3,1}', "from 3 to 1 repetitions are none"),
+        ('root ::= "a"{x}', "a repetition must be"),
+        ('root ::= "a"{9999}', "more than 2000 repetitions"),
+        ("root ::= " + "(" * 300, "more than 200 parentheses"),
+        ("root ::= <nothing>", "the model has no token <nothing>"),
+        ('{"type": "object"}', "line 1: a rule must begin with its name"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(grammar: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gbnf_to_lark(grammar, TOKENS.get)
+
+
+@given(st.text('ro:=t "[]()|*{},1\\\n#<>!.-', max_size=30))
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    said = ""
+    try:
+        gbnf_to_lark("root ::= " + text, TOKENS.get)
+    except ValueError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+def test_answers_follow_a_grammar(tiny: localrt.Model) -> None:
+    grammar = 'root ::= item{2,3}\nitem ::= "- " [a-z]{1,8} "\\n"'
+    for seed in range(3):
+        answer = tiny.generate("hi", grammar=grammar, seed=seed, temperature=1.5, top_k=0)
+        assert re.fullmatch(r"(- [a-z]{1,8}\n){2,3}", answer.text)
+        assert answer.finish_reason == "stop"
+    plain = tiny.generate("hi", grammar=grammar, seed=1, draft="off")
+    guessed = tiny.generate("hi", grammar=grammar, seed=1, draft="ngram", tree_budget=8)
+    assert guessed.token_ids == plain.token_ids
+    batch = tiny.generate_batch(["hi", "ho"], grammar=grammar, seed=1)
+    assert batch[0].text == plain.text
+    assert re.fullmatch(r"(- [a-z]{1,8}\n){2,3}", batch[1].text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grammar": 'root ::= "a" b'}, "grammar cannot be used: line 1, rule 'root'"),
+        ({"grammar": ""}, "grammar must be a non-empty string"),
+        ({"grammar": 'root ::= "a"', "regex": "a"}, "regex and grammar exclude one another"),
+    ],
+)
+def test_what_cannot_be_followed_is_one_line(
+    tiny: localrt.Model, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        tiny.generate("hi", temperature=1.0, max_tokens=600, ignore_eos=True, **options)
+
+
+def test_command_line(
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    file = tmp_path / "answer.gbnf"
+    file.write_text('root ::= "yes" | "no"')
+    run = ["run", str(tiny_folder), "hi"]
+    for flags in (["--grammar", str(file)], ["--grammar-file", str(file)],
+                  ["--grammar", file.read_text()]):  # fmt: skip
+        assert main([*run, *flags]) == 0
+        assert capsys.readouterr().out.strip() in ("yes", "no")
+    for flags in (["--grammar", "nowhere.gbnf"], ["--grammar", "root ::= a"]):
+        assert main([*run, *flags]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "grammar" in error
