@@ -75,6 +75,7 @@ _FLAGS: tuple[Flag, ...] = (
     ("--max-queued", int, "N", "most answers that wait for their turn (default: 64)"),
     ("--max-connections", int, "N", _CONNECTIONS_HELP),
     ("--max-body", str, "SIZE", "largest request (default: 8MiB)"),
+    ("--allow-pull", bool, None, "let clients download models of the hub (Ollama's /api/pull)"),
     ("--drain", float, "S", "when stopping, seconds for answers to finish (default: 20)"),
     ("--json", bool, None, "log to stdout as JSON"),
     ("--quiet", bool, None, "do not log requests"),
@@ -165,7 +166,9 @@ def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, A
 
     def files() -> list[LocalFile]:
         named = client_names(list_models(settings))
-        return [LocalFile(name, model.name, model.bytes) for name, model in named.items()]
+        return [
+            LocalFile(name, model.name, model.bytes, model.path) for name, model in named.items()
+        ]
 
     def say(text: str) -> None:
         if args.json:
@@ -218,6 +221,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         max_body=parse_size(args.max_body),
         drain_s=args.drain,
         keep_alive_s=parse_duration(args.keep_alive),
+        allow_pull=args.allow_pull,
     )
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -28,11 +26,13 @@ from localrt.errors import LocalrtError
 from localrt.serve.anthropic import routes as anthropic
 from localrt.serve.bodies import prepare_checks
 from localrt.serve.calls import Call, chat_call, completion_call, prompts_of
+from localrt.serve.embedding import embedded
 from localrt.serve.endpoints import fields_of, service_of
 from localrt.serve.errors import ApiError, JsonResponse, failure, invalid
-from localrt.serve.generating import answer, until_gone
+from localrt.serve.generating import answer
 from localrt.serve.guard import Guard, LogLine
 from localrt.serve.models import Models, Offered, OneModel
+from localrt.serve.ollama import routes as ollama
 from localrt.serve.openapi import describe
 from localrt.serve.options import ServeOptions
 from localrt.serve.payloads import ChatShape, Completion, TextShape
@@ -76,30 +76,11 @@ def _completion_reply(served: ServedModel, call: Call, name: str) -> Reply:
 
 async def embeddings(request: Request) -> Response:
     """POST /v1/embeddings"""
-    service = service_of(request)
     fields = await fields_of(request, "EMBEDDINGS")
-    if service.models.find(fields.get("model")).base is not None:
-        raise invalid("embeddings are the base model's alone, without an adapter", "model")
     if fields.get("dimensions") is not None:
         raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
-    texts, cancel = prompts_of(fields["input"]), threading.Event()
-
-    def compute(model: Model) -> tuple[Any, int]:
-        vectors = model.embed(texts, cancel=cancel)
-        ids = (len(model.tokenize(text)) if isinstance(text, str) else len(text) for text in texts)
-        return np.ascontiguousarray(vectors, "<f4"), sum(ids)
-
-    async def work() -> tuple[str, Any, int]:
-        async with service.using(fields.get("model")) as served, served.embedding:
-            return served.name, *await asyncio.to_thread(compute, served.model)
-
-    with service.admitted():
-        try:
-            name, vectors, read = await until_gone(request, work())
-        finally:
-            cancel.set()
-    if not np.isfinite(vectors).all():
-        raise ApiError(500, "the model computes no numbers for this input")
+    texts = prompts_of(fields["input"])
+    name, vectors, read = await embedded(request, service_of(request), fields.get("model"), texts)
     if fields.get("encoding_format") == "base64":
         rows: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in vectors]
     else:
@@ -176,6 +157,7 @@ _ROUTES = (
     ("/openapi.json", "GET", openapi),
     *responses.ROUTES,
     *anthropic.ROUTES,
+    *ollama.ROUTES,
 )
 
 # -- the application -----------------------------------------------------------------------------

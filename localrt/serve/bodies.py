@@ -19,6 +19,7 @@ from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.serve import schemas
 from localrt.serve.anthropic import schemas as anthropic
 from localrt.serve.errors import ApiError, invalid
+from localrt.serve.ollama import schemas as ollama
 from localrt.serve.options import ServeOptions
 from localrt.serve.responses import schemas as responses
 from localrt.serve.schema_parts import Schema
@@ -33,6 +34,12 @@ REQUESTS: Mapping[str, Schema] = {
     "COUNT_TOKENS": anthropic.COUNT_TOKENS,
     "RESPONSES": responses.RESPONSES,
     "INPUT_TOKENS": responses.INPUT_TOKENS,
+    "OLLAMA_CHAT": ollama.OLLAMA_CHAT,
+    "OLLAMA_GENERATE": ollama.OLLAMA_GENERATE,
+    "OLLAMA_EMBED": ollama.OLLAMA_EMBED,
+    "OLLAMA_EMBEDDINGS": ollama.OLLAMA_EMBEDDINGS,
+    "OLLAMA_SHOW": ollama.OLLAMA_SHOW,
+    "OLLAMA_PULL": ollama.OLLAMA_PULL,
 }
 """Schemas of requests."""
 

@@ -16,11 +16,11 @@ from localrt.serve.schemas import EFFORTS, THINKING_LIMITS
 from localrt.text.content import check_text_only
 from localrt.text.thinking import THOUGHT_FIELDS
 
-__all__ = ["Call", "chat_call", "chosen_tool", "completion_call", "prompts_of", "thought"]
+__all__ = ["SEEDS", "Call", "chat_call", "chosen_tool", "completion_call", "prompts_of", "thought"]
 
 Fields = Mapping[str, Any]
 
-_SEEDS = 1 << 64
+SEEDS = 1 << 64
 _AS_THEY_ARE = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "stop", "ignore_eos", "max_tokens"),
@@ -54,7 +54,7 @@ class Call:
         found = []
         for prompt in self.prompts:
             for choice in range(self.choices):
-                own = {} if seed is None else {"seed": (seed + choice) % _SEEDS}
+                own = {} if seed is None else {"seed": (seed + choice) % SEEDS}
                 found.append({**prompt, **self.options, **own})
         return found
 
@@ -155,7 +155,7 @@ def _streaming(fields: Fields) -> dict[str, Any]:
 def _options(fields: Fields) -> dict[str, Any]:
     options = {name: fields[name] for name in _AS_THEY_ARE if fields.get(name) is not None}
     if fields.get("seed") is not None:
-        options["seed"] = fields["seed"] % _SEEDS
+        options["seed"] = fields["seed"] % SEEDS
     if fields.get("top_k") is not None:
         options["top_k"] = max(0, fields["top_k"])  # elsewhere -1 switches it off
     if fields.get("grammar"):  # in llama.cpp "" is none

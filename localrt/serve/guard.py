@@ -105,7 +105,7 @@ class Guard:
         known = path if path in self._paths else "other"
         metrics = self._service.metrics
         metrics.count("localrt_http_requests_total", path=known, status=str(status))
-        if known.startswith("/v1/") and scope["method"] == "POST":
+        if known.startswith(("/v1/", "/api/")) and scope["method"] == "POST":
             metrics.observe("localrt_http_request_seconds", seconds)
         if self._log is not None:
             client = scope["client"][0] if scope.get("client") else "-"

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from localrt.api import Model
 from localrt.hub.client_names import client_name
@@ -27,6 +28,7 @@ class Offered:
     ``nbytes`` are those of its files, where they are known; ``ram`` those of weights and caches in
     memory. ``ctx`` is the context in tokens, ``base`` the model that an adapter belongs to.
     ``unload_s`` are the seconds until it is unloaded, if nobody asks for it before; None: it stays.
+    ``path`` is where its files are, which clients are not told.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Offered:
     nbytes: int | None = None
     ram: int = 0
     unload_s: float | None = None
+    path: Path | None = None
 
 
 class Models(ABC):
@@ -109,6 +112,7 @@ class OneModel(Models):
                 ctx=ctx,
                 base=None if adapter is None else served.name,
                 ram=self._model.weights_in_ram + served.live.stats().kv_bytes,
+                path=self._model.info.path,
             )
             for name, adapter in served.names.items()
         ]

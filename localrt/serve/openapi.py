@@ -6,11 +6,13 @@ from typing import Any
 
 from localrt.serve import schemas
 from localrt.serve.anthropic import schemas as anthropic
+from localrt.serve.ollama import schemas as ollama
 from localrt.serve.responses import schemas as responses
 from localrt.version import __version__
 
 __all__ = ["describe"]
 
+_EVENTS = "text/event-stream"
 _NO_SCHEMAS = ("EFFORTS", "THINKING_LIMITS")
 
 _ERRORS = {
@@ -38,14 +40,14 @@ def describe(*, keyed: bool = False) -> dict[str, Any]:
         "info": {
             "title": "localrt",
             "version": __version__,
-            "description": "Local models behind the protocols of OpenAI and Anthropic. Unknown "
-            "fields are ignored.",
+            "description": "Local models behind the protocols of OpenAI, Anthropic and Ollama. "
+            "Unknown fields are ignored.",
         },
-        "paths": {**_openai(), **_anthropic(), **_about()},
+        "paths": {**_openai(), **_anthropic(), **_ollama(), **_about()},
         "components": {
             "schemas": {
                 name: getattr(module, name)
-                for module in (schemas, responses, anthropic)
+                for module in (schemas, responses, anthropic, ollama)
                 for name in module.__all__
                 if name not in _NO_SCHEMAS
             },
@@ -63,13 +65,16 @@ def describe(*, keyed: bool = False) -> dict[str, Any]:
 def _openai() -> dict[str, Any]:
     return {
         "/v1/chat/completions": _post(
-            "Answer a conversation", "CHAT", "CHAT_RESPONSE", streams=True
+            "Answer a conversation", "CHAT", "CHAT_RESPONSE", stream=_EVENTS
         ),
         "/v1/completions": _post(
-            "Write on from a text", "COMPLETION", "COMPLETION_RESPONSE", streams=True
+            "Write on from a text", "COMPLETION", "COMPLETION_RESPONSE", stream=_EVENTS
         ),
         "/v1/responses": _post(
-            "Answer items, or follow on an earlier response", "RESPONSES", "RESPONSE", streams=True
+            "Answer items, or follow on an earlier response",
+            "RESPONSES",
+            "RESPONSE",
+            stream=_EVENTS,
         ),
         "/v1/responses/input_tokens": _post(
             "Count the tokens of items", "INPUT_TOKENS", "INPUT_TOKENS_COUNT"
@@ -94,7 +99,7 @@ def _anthropic() -> dict[str, Any]:
             "Answer a conversation (Anthropic)",
             "MESSAGES",
             "MESSAGE",
-            streams=True,
+            stream=_EVENTS,
             error="ANTHROPIC_ERROR",
         ),
         "/v1/messages/count_tokens": _post(
@@ -103,6 +108,31 @@ def _anthropic() -> dict[str, Any]:
             "COUNTED_TOKENS",
             error="ANTHROPIC_ERROR",
         ),
+    }
+
+
+def _ollama() -> dict[str, Any]:
+    def asked(summary: str, body: str, response: str, *, streams: bool = True) -> dict[str, Any]:
+        stream = "application/x-ndjson" if streams else None
+        return _post(f"{summary} (Ollama)", body, response, stream=stream, error="OLLAMA_ERROR")
+
+    def told(summary: str, response: str) -> dict[str, Any]:
+        return {"get": _operation(f"{summary} (Ollama)", _json(response), error="OLLAMA_ERROR")}
+
+    return {
+        "/api/chat": asked("Answer a conversation", "OLLAMA_CHAT", "OLLAMA_CHAT_RESPONSE"),
+        "/api/generate": asked("Answer a prompt", "OLLAMA_GENERATE", "OLLAMA_GENERATE_RESPONSE"),
+        "/api/embed": asked(
+            "Vectors of texts", "OLLAMA_EMBED", "OLLAMA_EMBED_RESPONSE", streams=False
+        ),
+        "/api/embeddings": asked(
+            "The vector of a text", "OLLAMA_EMBEDDINGS", "OLLAMA_EMBEDDING", streams=False
+        ),
+        "/api/show": asked("What a model is", "OLLAMA_SHOW", "OLLAMA_SHOWN", streams=False),
+        "/api/pull": asked("Download a model of the hub", "OLLAMA_PULL", "OLLAMA_STATUS"),
+        "/api/tags": told("The models that there are", "OLLAMA_TAGS"),
+        "/api/ps": told("The models that are loaded", "OLLAMA_PS"),
+        "/api/version": told("The protocol's version", "OLLAMA_VERSION"),
     }
 
 
@@ -129,8 +159,8 @@ def _operation(
 
 
 def _post(
-    summary: str, body: str, response: str, *, streams: bool = False, error: str = "ERROR"
+    summary: str, body: str, response: str, *, stream: str | None = None, error: str = "ERROR"
 ) -> dict[str, Any]:
-    content = {**_json(response), **({"text/event-stream": {}} if streams else {})}
+    content = {**_json(response), **({} if stream is None else {stream: {}})}
     request = {"required": True, "content": _json(body)}
     return {"post": _operation(summary, content, error=error, requestBody=request)}

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from localrt.api import Model
 from localrt.errors import MemoryBudgetError
@@ -34,11 +35,14 @@ _RESERVE = 64 << 20  # that the answers of a loaded model may grow by
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A model of this machine: what clients call it, what loads it, and the bytes of its files."""
+    """A model of this machine: what clients call it, what loads it, and the bytes of its files,
+    which are at ``path``.
+    """
 
     name: str
     model: str
     nbytes: int
+    path: Path | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +125,7 @@ class ModelPool(Models):
     def _describe(self, file: LocalFile) -> Offered:
         slot = self._slots.get(file.name)
         if slot is None or slot.served is None:
-            return Offered(name=file.name, state="unloaded", nbytes=file.nbytes)
+            return Offered(name=file.name, state="unloaded", nbytes=file.nbytes, path=file.path)
         model = slot.served.model
         return Offered(
             name=file.name,
@@ -130,6 +134,7 @@ class ModelPool(Models):
             nbytes=file.nbytes,
             ram=model.weights_in_ram + slot.served.live.stats().kv_bytes,
             unload_s=self._left_s(slot),
+            path=file.path,
         )
 
     def _left_s(self, slot: _Slot) -> float | None:

@@ -12,7 +12,7 @@ from localrt.errors import OptionError
 from localrt.option_names import option
 from localrt.text.call_syntax import Call
 
-__all__ = ["as_message_calls", "for_template", "functions_to_call", "make_call"]
+__all__ = ["arguments_of", "as_message_calls", "for_template", "functions_to_call", "make_call"]
 
 
 def make_call(call: Call) -> ToolCall:
@@ -38,6 +38,15 @@ def functions_to_call(choice: str, tools: Sequence[Mapping[str, Any]]) -> list[M
             f"{option('tool_choice')} is {choice[:200]!r}, and there is no such tool in tools"
         )
     return found
+
+
+def arguments_of(call: ToolCall) -> dict[str, Any]:
+    """The arguments of ``call`` as values; where a model wrote no object, one that holds them."""
+    try:
+        value = json.loads(call.arguments or "{}")
+    except ValueError:
+        value = call.arguments
+    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def as_message_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from localrt.serve.calls import Call
 from localrt.serve.errors import ApiError, anthropic_error
 from localrt.serve.replies import EVENT_STREAM, Payload, event
 from localrt.text.thought_stream import ThoughtStream, parted
+from localrt.text.tools import arguments_of
 
 __all__ = ["MessageReply"]
 
@@ -48,7 +49,7 @@ class MessageReply:
             content.append({"type": "thinking", "thinking": thinking, "signature": _SIGNATURE})
         if text:
             content.append({"type": "text", "text": text})
-        content += [_call_block(call, _input(call)) for call in chunk.tool_calls]
+        content += [_call_block(call, arguments_of(call)) for call in chunk.tool_calls]
         return {
             **self._head,
             "content": content,
@@ -84,7 +85,7 @@ class MessageReply:
             )
         for call in chunk.tool_calls:
             yield from self._close()
-            pieces = {"type": "input_json_delta", "partial_json": json.dumps(_input(call))}
+            pieces = {"type": "input_json_delta", "partial_json": json.dumps(arguments_of(call))}
             yield from self._grow(_call_block(call, {}), pieces)
         if ends:
             yield from self._close()
@@ -136,15 +137,6 @@ def _event(name: str, **fields: Any) -> bytes:
 
 def _call_block(call: ToolCall, given: Any) -> Payload:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
-
-
-def _input(call: ToolCall) -> Any:
-    """The arguments of ``call``; where a model wrote no object, one that holds them."""
-    try:
-        value = json.loads(call.arguments or "{}")
-    except ValueError:
-        value = {"arguments": call.arguments}
-    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _read(metrics: Metrics) -> Payload:

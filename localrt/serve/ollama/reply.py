@@ -1,0 +1,131 @@
+"""From chunks to Ollama's answers: one object, or one a line; the last has counts and times.
+
+It does not know HTTP, or where chunks come from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+from localrt.engine.types import Chunk, ToolCall
+from localrt.models.tokenizers import Tokenizer
+from localrt.serve.calls import Call
+from localrt.serve.errors import ApiError, ollama_error, to_json
+from localrt.serve.payloads import token_payloads
+from localrt.serve.replies import Payload
+from localrt.text.thought_stream import ThoughtStream
+from localrt.text.tools import arguments_of
+
+__all__ = ["LINES", "OllamaReply", "line", "now", "ready"]
+
+LINES = "application/x-ndjson"
+
+
+class OllamaReply:
+    """The response to a ``call`` of the model that is called ``model``. See ``Reply``.
+
+    ``chat`` says whether it is a message, or a text. ``began`` is when the request came, on
+    ``time.monotonic``'s clock: until now the model was loaded.
+    """
+
+    media_type = LINES
+
+    def __init__(
+        self, call: Call, model: str, tokenizer: Tokenizer, *, chat: bool, began: float
+    ) -> None:
+        self._call, self._model, self._tokenizer = call, model, tokenizer
+        self._chat, self._began = chat, began
+        self._load_s = time.monotonic() - began
+        self._thoughts = ThoughtStream()
+
+    def whole(self, chunks: Sequence[Chunk]) -> Payload:
+        """The answer."""
+        (chunk,) = chunks
+        thinking, text = self._thoughts.push(chunk.text, last=True)
+        return {**self._piece(thinking, text, chunk, chunk.tool_calls), **self._end(chunk)}
+
+    def begin(self) -> Iterator[bytes]:
+        """Nothing."""
+        yield from ()
+
+    def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+        """A line for what there is to show, and one for the end."""
+        ends = chunk.finish_reason is not None
+        thinking, text = self._thoughts.push(chunk.text, last=ends)
+        if thinking or text or chunk.tool_calls or (self._call.logprobs and chunk.logprobs):
+            piece = self._piece(thinking, text, chunk, chunk.tool_calls)
+            yield line({**piece, "done": False})
+        if ends:
+            yield line({**self._head(), **self._content("", ""), **self._end(chunk)})
+
+    def end(self) -> Iterator[bytes]:
+        """Nothing: the last line has said it."""
+        yield from ()
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """An error in place of a line."""
+        yield line(ollama_error(error))
+
+    def _head(self) -> Payload:
+        return {"model": self._model, "created_at": now()}
+
+    def _piece(self, thinking: str, text: str, chunk: Chunk, calls: Sequence[ToolCall]) -> Payload:
+        shown = token_payloads(self._tokenizer, chunk) if self._call.logprobs else []
+        more = {"logprobs": shown} if shown else {}
+        return {**self._head(), **self._content(thinking, text, calls), **more}
+
+    def _content(self, thinking: str, text: str, calls: Sequence[ToolCall] = ()) -> Payload:
+        thought = {"thinking": thinking} if thinking else {}
+        if not self._chat:
+            return {"response": text, **thought}
+        message: Payload = {"role": "assistant", "content": text, **thought}
+        if calls:
+            message["tool_calls"] = [
+                {"function": {"index": index, "name": call.name, "arguments": arguments_of(call)}}
+                for index, call in enumerate(calls)
+            ]
+        return {"message": message}
+
+    def _end(self, chunk: Chunk) -> Payload:
+        metrics = chunk.metrics
+        written = metrics.completion_tokens
+        read_s = metrics.ttft_s or 0.0
+        return {
+            "done": True,
+            "done_reason": "length" if chunk.finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(time.monotonic() - self._began),
+            "load_duration": _nanoseconds(self._load_s),
+            "prompt_eval_count": metrics.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(read_s),
+            "eval_count": written,
+            "eval_duration": _nanoseconds((metrics.tpot_s or 0.0) * max(0, written - 1)),
+        }
+
+
+def ready(model: str, *, chat: bool, keep_s: float | None, seconds: float) -> Payload:
+    """The answer to a request that only has a model loaded, or unloaded."""
+    said: Payload = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    return {
+        "model": model,
+        "created_at": now(),
+        **said,
+        "done": True,
+        "done_reason": "unload" if keep_s == 0 else "load",
+        "load_duration": _nanoseconds(seconds),
+    }
+
+
+def line(payload: Payload) -> bytes:
+    """One line of a stream."""
+    return to_json(payload) + b"\n"
+
+
+def now() -> str:
+    """The time, as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1e9))  # clients divide by it

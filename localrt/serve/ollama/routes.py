@@ -1,0 +1,110 @@
+"""The endpoints of Ollama's ``/api`` that answer: chat, generate, embed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localrt.serve.calls import Call, prompts_of
+from localrt.serve.embedding import embedded
+from localrt.serve.endpoints import fields_of, service_of
+from localrt.serve.errors import JsonResponse, invalid
+from localrt.serve.generating import answer, until_gone
+from localrt.serve.ollama import models, pulling
+from localrt.serve.ollama.calls import chat_call, generate_call, keep_alive_s
+from localrt.serve.ollama.reply import OllamaReply, ready
+from localrt.serve.replies import Reply
+from localrt.serve.served import ServedModel
+
+__all__ = ["ROUTES"]
+
+
+async def chat(request: Request) -> Response:
+    """POST /api/chat"""
+    return await _answered(request, "OLLAMA_CHAT", chat_call, chat=True)
+
+
+async def generate(request: Request) -> Response:
+    """POST /api/generate"""
+    return await _answered(request, "OLLAMA_GENERATE", generate_call, chat=False)
+
+
+async def _answered(
+    request: Request, kind: str, read: Callable[[dict[str, Any]], Call | None], *, chat: bool
+) -> Response:
+    began = time.monotonic()
+    fields, service = await fields_of(request, kind), service_of(request)
+    call = read(fields)
+    keep_s = _keep(request, fields)
+
+    def reply(served: ServedModel, call: Call, name: str) -> Reply:
+        return OllamaReply(call, name, served.model.tokenizer, chat=chat, began=began)
+
+    if call is not None:
+        return await answer(request, service, call, reply)
+
+    async def load() -> None:
+        async with service.using(fields["model"]):
+            pass
+
+    if keep_s != 0:
+        with service.admitted():
+            await until_gone(request, load())
+    seconds = time.monotonic() - began
+    return JsonResponse(ready(fields["model"], chat=chat, keep_s=keep_s, seconds=seconds))
+
+
+async def embed(request: Request) -> Response:
+    """POST /api/embed"""
+    began = time.monotonic()
+    fields = await fields_of(request, "OLLAMA_EMBED")
+    if fields.get("dimensions") is not None:
+        raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
+    _keep(request, fields)
+    name, vectors, read = await embedded(
+        request,
+        service_of(request),
+        fields["model"],
+        prompts_of(fields["input"]),
+        truncate=fields.get("truncate") is not False,
+    )
+    return JsonResponse(
+        {
+            "model": name,
+            "embeddings": vectors.tolist(),
+            "total_duration": round((time.monotonic() - began) * 1e9),
+            "prompt_eval_count": read,
+        }
+    )
+
+
+async def embeddings(request: Request) -> Response:
+    """POST /api/embeddings, the older form"""
+    fields = await fields_of(request, "OLLAMA_EMBEDDINGS")
+    _keep(request, fields)
+    found = await embedded(
+        request, service_of(request), fields["model"], [fields["prompt"]], truncate=True
+    )
+    return JsonResponse({"embedding": found.vectors[0].tolist()})
+
+
+def _keep(request: Request, fields: dict[str, Any]) -> float | None:
+    """How long the model is to stay loaded, of which the server is told."""
+    seconds = keep_alive_s(fields.get("keep_alive"))
+    if seconds is not None:
+        service_of(request).models.keep(fields["model"], seconds)
+    return seconds
+
+
+ROUTES = (
+    ("/api/chat", "POST", chat),
+    ("/api/generate", "POST", generate),
+    ("/api/embed", "POST", embed),
+    ("/api/embeddings", "POST", embeddings),
+    *models.ROUTES,
+    *pulling.ROUTES,
+)
