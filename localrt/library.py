@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 
 from localrt import hub
-from localrt.hub import LocalModel, ResolvedModel, listing, searching
+from localrt.hub import LocalModel, ResolvedModel, searching
 from localrt.hub.searching import FoundModel, Variant
+from localrt.hub.uses import last_used
 from localrt.planning.chooser import chooser
 from localrt.progress import ProgressCallback, note_to
 from localrt.settings import Settings
@@ -57,7 +58,7 @@ def pull(
 
 def uses() -> dict[str, float]:
     """When each model was last loaded, in seconds since the epoch, by name."""
-    return listing.last_used(Settings.from_environment())
+    return last_used(Settings.from_environment())
 
 
 def search_models(words: str, *, limit: int = 20) -> list[FoundModel]:
@@ -83,10 +84,7 @@ def remove_model(name: str) -> int:
 
     Raises:
         ModelNotFoundError: there is none of this name.
-        OptionError: they are a user's own files, or an installed package's.
+        OptionError: they are the user's own files, another program's, or an installed package's.
         StorageError: a file cannot be deleted.
     """
-    settings = Settings.from_environment()
-    freed = hub.remove_model(name, settings)
-    listing.forget_use(name, settings)
-    return freed
+    return hub.remove_model(name, Settings.from_environment())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -29,9 +30,10 @@ from localrt.engine.pool import SessionPool
 from localrt.engine.protocol import EngineSession
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message
-from localrt.errors import LocalrtError, MemoryBudgetError
+from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.hub import resolve, resolve_adapter
-from localrt.hub.listing import note_use
+from localrt.hub.extras import Extras
+from localrt.hub.uses import note_use
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Core", "open_core"]
 
+_SHORT = 16  # characters of a blob's name
 _PATIENCE_S = 2.0  # for an answer that nobody reads any more
 
 
@@ -77,37 +80,59 @@ def open_core(
         progress=progress,
         cancel=cancel,
     )
+    extras = found.extras or Extras()
+    if options.ctx is None and extras.ctx is not None:
+        options = replace(options, ctx=extras.ctx)
     parts, drafts = load_with_draft(
         found.path,
         draft,
         options,
         settings,
         lambda own: load_parts(
-            found.path, own, settings=settings, progress=progress, cancel=cancel
+            found.path,
+            own,
+            settings=settings,
+            go_template=extras.go_template,
+            system=extras.system,
+            progress=progress,
+            cancel=cancel,
         ),
         offline=offline,
         progress=progress,
         cancel=cancel,
     )
-    note_use(found.name, settings)
+    note_use(found.listed_name, settings)
     core = Core(
         found.name,
         parts,
-        {"draft": draft},
+        {**_known_options(extras), "draft": draft},
         ram=options.ram,
         gpu_memory=options.gpu_memory,
         drafts=drafts,
         prompts=prompt_cache(parts, settings),
     )
     try:
-        for name, adapter in (adapters or {}).items():
+        own = {path.name[:_SHORT]: str(path) for path in extras.adapters}
+        for name, adapter in {**own, **(adapters or {})}.items():
             core.add_adapter(
                 name, adapter, settings, offline=offline, progress=progress, cancel=cancel
             )
+        if own:
+            core.defaults.setdefault("adapter", next(iter(own)))
     except BaseException:
         core.close()
         raise
     return core
+
+
+def _known_options(extras: Extras) -> dict[str, Any]:
+    """Those of its options that can be used; a store may say anything."""
+    found = {}
+    for name, value in extras.options.items():
+        with suppress(OptionError):
+            read_options({name: value})
+            found[name] = value
+    return found
 
 
 class Core:

@@ -46,6 +46,17 @@ _ANSWER_SHARE = 4
 _TOLD = 8192
 
 
+def _with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
+    """The model's own system prompt comes first where a conversation has none."""
+    if system is None or any(_role(message) == "system" for message in messages):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _role(message: object) -> object:
+    return message.get("role") if isinstance(message, Mapping) else None
+
+
 def whole_ids(ids: Sequence[int], what: str) -> list[int]:
     """Token ids as plain integers; numpy's are as good.
 
@@ -179,7 +190,7 @@ class RequestBuilder:
         """
         template = self._template
         options = options or Options()
-        messages, begun = _beginning(messages)
+        messages, begun = _beginning(_with_system(messages, self._parts.system))
         if begun:
             if options.is_bound:
                 raise OptionError(

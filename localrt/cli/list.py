@@ -4,43 +4,63 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import asdict
 
 from localrt.cli.help import Examples
 from localrt.formatting import format_bytes, table
-from localrt.hub import DEMO_NAME, list_models
+from localrt.hub import DEMO_NAME, LocalModel, list_models
+from localrt.hub.aliases import read_aliases
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
-EXAMPLES: Examples = (("localrt list", "names, sizes, and where they come from"),)
+EXAMPLES: Examples = (
+    ("localrt list", "names, sizes, and where they are"),
+    ("localrt list qwen", "those with this in their names"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only names that have these words")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the models; returns the exit status."""
-    models = list_models(Settings.from_environment())
+    settings = Settings.from_environment()
+    words = [word.lower() for word in args.words]
+    models = [m for m in list_models(settings) if all(word in m.name.lower() for word in words)]
     if args.json:
-        records = [{**asdict(model), "path": str(model.path)} for model in models]
-        print(json.dumps({"models": records}, indent=2))
-    elif not models:
-        print(f"No models yet. Get one: localrt pull {DEMO_NAME}  (or localrt pull org/name)")
+        print(json.dumps({"models": [_record(model) for model in models]}, indent=2))
+    elif models:
+        rows = [_row(model, settings) for model in models]
+        print(table(rows, ("NAME", "SIZE", "FORMAT", "WHERE"), "lr"))
+    elif words:
+        print(f"No models with {' and '.join(words)} in their names")
     else:
-        rows = []
-        for model in models:
-            size, age = format_bytes(model.bytes), _age(time.time() - model.modified)
-            rows.append((model.name, size, model.kind, model.quantization or "-", age))
-        print(table(rows, ("NAME", "SIZE", "KIND", "QUANTIZATION", "CHANGED"), "lr"))
+        print(f"No models yet. Get one: localrt pull {DEMO_NAME}  (or localrt pull llama3.2)")
     return 0
 
 
-def _age(seconds: float) -> str:
-    for unit, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
-        if count := int(seconds // size):
-            return f"{count} {unit}{'s' if count > 1 else ''} ago"
-    return "just now"
+def _row(model: LocalModel, settings: Settings) -> tuple[str, ...]:
+    own = sorted(name for name, target in read_aliases(settings).items() if target == model.name)
+    name = f"{model.name} ({', '.join(own)})" if own else model.name
+    where = _where(model)
+    if model.packed:
+        where += f", packed copy of {format_bytes(model.packed_bytes)}"
+    return name, format_bytes(model.bytes), model.quantization or model.kind, where
+
+
+def _where(model: LocalModel) -> str:
+    """Whose the files are; the name of a file of the user's says where it is."""
+    if model.place == "yours":
+        return "your file" if model.path.is_file() else "your folder"
+    if model.place == "localrt" and model.kind == "store" and "/" in model.name:
+        return "packed copy of a model that is gone"
+    return model.place
+
+
+def _record(model: LocalModel) -> dict[str, object]:
+    packed = [str(path) for path in model.packed]
+    return {**asdict(model), "path": str(model.path), "packed": packed}

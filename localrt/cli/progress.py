@@ -8,6 +8,7 @@ from typing import TextIO
 
 from localrt.closing import Closing
 from localrt.formatting import format_bytes, format_count, format_seconds
+from localrt.option_names import on_command_line, spelled
 from localrt.progress import NOTE, Progress
 
 __all__ = ["ProgressLine", "StatusLine", "describe"]
@@ -62,7 +63,8 @@ class ProgressLine(StatusLine):
         """Show one step. What an earlier run had done does not count for the rate."""
         if progress.stage == NOTE:
             self.show("")
-            print(f"localrt: {progress.detail}", file=self.stream, flush=True)
+            line = spelled(progress.detail, on_command_line)
+            print(f"localrt: {line}", file=self.stream, flush=True)
             return
         now = time.monotonic()
         if progress.stage != self._stage:

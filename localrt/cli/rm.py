@@ -9,11 +9,15 @@ import sys
 from localrt.cli.help import Examples
 from localrt.formatting import format_bytes
 from localrt.hub import remove_model
+from localrt.hub.removing import Removal, plan_removal
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
-EXAMPLES: Examples = (("localrt rm org/name", "asks, then deletes"),)
+EXAMPLES: Examples = (
+    ("localrt rm llama3.2:3b", "says what goes, asks, then deletes"),
+    ("localrt rm org/name-GGUF:Q4_K_M", "one of the files of a repository"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,17 +30,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, delete, say what was freed; returns the exit status: 2 when nobody can be asked."""
+    """Say what goes, ask, delete; returns the exit status: 2 when nobody can be asked."""
+    settings = Settings.from_environment()
     names = list(dict.fromkeys(args.models))
+    removals = [plan_removal(name, settings) for name in names]
     if not args.yes:
         if not sys.stdin.isatty():
             print("localrt: rm asks before it deletes: pass --yes", file=sys.stderr)
             return 2
-        print(f"Delete {', '.join(names)}? [y/N] ", end="", file=sys.stderr, flush=True)
+        print("\n".join(map(_described, removals)), file=sys.stderr)
+        print("Delete? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("Nothing was deleted.", file=sys.stderr)
             return 1
-    settings = Settings.from_environment()
     freed = {}
     for name in names:
         freed[name] = remove_model(name, settings)
@@ -46,3 +52,13 @@ def run(args: argparse.Namespace) -> int:
         removed = [{"name": name, "bytes": count} for name, count in freed.items()]
         print(json.dumps({"removed": removed, "freed_bytes": sum(freed.values())}, indent=2))
     return 0
+
+
+def _described(removal: Removal) -> str:
+    """``org/name:Q4_K_M  2.0 GB, and its packed copy, 2.1 GB (in the hub cache, ...)``."""
+    what = ", ".join(removal.models) or removal.name
+    text = f"{what}  {format_bytes(removal.bytes)}"
+    if removal.packed:
+        text += f", and the packed copy, {format_bytes(removal.packed_bytes)}"
+    shared = removal.place == "hub cache"
+    return f"{text} (in the hub cache, which other tools share)" if shared else text

@@ -7,8 +7,9 @@ hub, when they do.
 """
 
 from localrt.hub.demo import DEMO_NAME
-from localrt.hub.listing import LocalModel, list_models, remove_model
+from localrt.hub.listing import LocalModel, list_models
 from localrt.hub.names import HubRef
+from localrt.hub.removing import remove_model
 from localrt.hub.resolving import ResolvedModel, resolve, resolve_adapter
 
 __all__ = [

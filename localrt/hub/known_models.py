@@ -223,7 +223,7 @@ def close_names(name: str, others: Iterable[str] = ()) -> list[str]:
     known = dict.fromkeys([*others, *(each.name for each in KNOWN_MODELS)])
     families = dict.fromkeys(each.family for each in KNOWN_MODELS)
     by_lower = {each.lower(): each for each in (*families, *known)}
-    close = difflib.get_close_matches(name.strip().lower(), by_lower, n=3, cutoff=0.7)
+    close = difflib.get_close_matches(name.strip().lower(), by_lower, n=3, cutoff=0.6)
     return [by_lower[each] for each in close]
 
 

@@ -1,53 +1,36 @@
-"""What is on this machine, and making room: the list of models, their last use, removing one.
+"""What is on this machine: localrt's own models, the hub's cache, other programs' and your files.
 
-Walks the folders with ``os.scandir``: the answer is there in milliseconds, without huggingface_hub.
-Knows files, not what is in them, but for the format that a store's manifest names.
+Walks the folders: the answer is there in milliseconds, without huggingface_hub. Knows files, not
+what is in them, but for the manifests of stores.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import quote, unquote
 
-from localrt.errors import ModelNotFoundError, OptionError, StorageError
-from localrt.files import private_folder
 from localrt.hub.cache import CachedRepo
-from localrt.hub.demo import DEMO_NAME, DEMO_PACKAGE, demo_cache_file, demo_in_package
-from localrt.hub.files import (
-    choose_variant,
-    gguf_variants,
-    quantization_label,
-    variant_name,
-)
-from localrt.hub.names import HubRef, parse_hub_ref
+from localrt.hub.demo import DEMO_NAME, demo_cache_file, demo_in_package
+from localrt.hub.files import gguf_variants, quantization_label, variant_name
+from localrt.hub.names import shown_path
+from localrt.hub.other_programs import other_models
+from localrt.hub.own_stores import OwnStore, own_stores, read_store
+from localrt.hub.uses import last_used
 from localrt.settings import Settings
 
-__all__ = [
-    "LocalModel",
-    "forget_use",
-    "last_used",
-    "list_models",
-    "note_use",
-    "remove_model",
-]
-
-# As models/checkpoints/store_manifest.py has them: importing it would take numpy, and time.
-_MANIFEST = "manifest.json"
-_PARTIAL_MANIFEST = "manifest.partial.json"
+__all__ = ["LocalModel", "list_models", "models_of_repo"]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
     """A model that ``resolve(name)`` finds without the network.
 
-    ``bytes`` counts its files, ``kind`` is ``"gguf"``, ``"safetensors"`` or ``"store"``,
-    ``modified`` is in POSIX seconds. A store's name is its path.
+    ``bytes`` counts its files, ``kind`` is ``"gguf"``, ``"safetensors"`` or ``"store"`` (packed by
+    localrt), ``modified`` is in POSIX seconds. ``place`` says whose the files are: ``"localrt"``,
+    ``"hub cache"``, ``"Ollama"``, ``"LM Studio"``, ``"llama.cpp"``, ``"package"`` or ``"yours"``.
+    ``packed`` are folders with copies of it that localrt made to stream from, of ``packed_bytes``.
     """
 
     name: str
@@ -56,52 +39,32 @@ class LocalModel:
     kind: str
     quantization: str | None
     modified: float
+    place: str = "localrt"
+    packed: tuple[Path, ...] = ()
+    packed_bytes: int = 0
 
 
 def list_models(settings: Settings) -> list[LocalModel]:
-    """Every model in the package, in localrt's folders and in the hub's cache, by name."""
+    """Every model on this machine that localrt knows of, by name; the demo comes first."""
     models = []
-    demo = demo_in_package() or demo_cache_file(settings)
+    demo = demo_in_package()
+    place = "package" if demo else "localrt"
+    demo = demo or demo_cache_file(settings)
     if demo.is_file():
-        models.append(_local(DEMO_NAME, demo, [demo], "gguf", quantization_label(demo.stem)))
+        label = quantization_label(demo.stem)
+        models.append(_local(DEMO_NAME, demo, [demo], "gguf", label, place))
     for repo in CachedRepo.all_in(settings.hub_cache):
-        models += _models_of(repo)
-    models += _stores(settings)
+        models += models_of_repo(repo)
+    models += _of_other_programs(settings)
+    stores = list(own_stores(settings))
+    models += [_of_store(store, store.path.name) for store in stores if store.quantized]
+    models += _used_files(settings, {model.path for model in models})
+    models = _with_packed(models, [store for store in stores if not store.quantized])
     return sorted(models, key=lambda model: (model.name != DEMO_NAME, model.name.lower()))
 
 
-def remove_model(name: str, settings: Settings) -> int:
-    """Delete a model's files; returns the bytes this freed.
-
-    ``org/name`` removes the repository with all its revisions, ``org/name:LABEL`` one GGUF
-    variant, ``org/name@revision`` one revision, a path one of localrt's own stores, finished or
-    not. Bytes that another model shares stay.
-
-    Raises:
-        ModelNotFoundError: it is not in a cache of this machine.
-        OptionError: it is a file of the user's own, or the installed demo package.
-        StorageError: a file cannot be deleted.
-    """
-    try:
-        if name == DEMO_NAME:
-            return _remove_demo(settings)
-        if (store := _own_store(name, settings)) is not None:
-            return _remove_folder(store)
-        ref = parse_hub_ref(name)
-        if ref is None:
-            raise OptionError(f"{name} is not a downloaded model: delete such files yourself")
-        repo = CachedRepo(settings.hub_cache, ref.repo)
-        if not repo.folder.is_dir():
-            raise ModelNotFoundError(f"{name} is not on this machine (see `localrt list`)")
-        if ref.revision is None and ref.variant is None:
-            return _remove_repo(repo)
-        return _remove_part(repo, ref)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise StorageError(f"cannot delete {error.filename or name}: {reason}") from error
-
-
-def _models_of(repo: CachedRepo) -> Iterator[LocalModel]:
+def models_of_repo(repo: CachedRepo) -> Iterator[LocalModel]:
+    """What the hub's cache has all of."""
     refs = repo.refs()
     for commit in repo.commits():
         files = repo.files(commit)
@@ -109,52 +72,70 @@ def _models_of(repo: CachedRepo) -> Iterator[LocalModel]:
         name = f"{repo.repo}{_revision_suffix(refs, commit)}"
         if repo.has_safetensors(commit, files):
             others = [snapshot / file for file in files if not file.lower().endswith(".gguf")]
-            yield _local(name, snapshot, others, "safetensors", None)
+            yield _local(name, snapshot, others, "safetensors", None, "hub cache")
         variants = [variant for variant in gguf_variants(files) if variant.complete]
         for variant in variants:
             paths = [snapshot / file for file in variant.files]
             full_name = f"{name}:{variant_name(variant, variants)}"
             label = variant.label if variant.is_labelled else None
-            yield _local(full_name, paths[0], paths, "gguf", label)
+            yield _local(full_name, paths[0], paths, "gguf", label, "hub cache")
 
 
-def _stores(settings: Settings) -> Iterator[LocalModel]:
-    """What ``localrt quantize`` wrote without ``--out``."""
-    for folder in _entries(settings.data_dir / "stores"):
-        try:
-            manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            yield _local(_shown(folder), folder, files, "store", str(manifest["format"]))
-        except (OSError, ValueError, LookupError, TypeError):
-            continue  # unfinished, or not a store
+def _of_other_programs(settings: Settings) -> Iterator[LocalModel]:
+    for model in other_models(settings):
+        with suppress(OSError):  # taken away meanwhile
+            modified = model.path.stat().st_mtime
+            yield LocalModel(
+                model.name,
+                model.path,
+                model.bytes,
+                model.kind,
+                model.quantization,
+                modified,
+                model.title,
+            )
 
 
-def _own_store(name: str, settings: Settings) -> Path | None:
-    """The folder that ``name`` is the path of, if it is one of localrt's own stores."""
-    path = Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
-    manifests = (_MANIFEST, _PARTIAL_MANIFEST)
-    if path.parent != settings.data_dir / "stores" or not any(
-        (path / m).is_file() for m in manifests
-    ):
-        return None
-    return path
+def _used_files(settings: Settings, known: set[Path]) -> Iterator[LocalModel]:
+    """Files and folders of the user's own that were run before."""
+    for name in last_used(settings):
+        path = Path(name).expanduser()
+        if not path.is_absolute() or path in known:
+            continue
+        with suppress(OSError, ValueError):
+            if path.is_file():
+                variants = gguf_variants(each.name for each in path.parent.iterdir())
+                own = [v.files for v in variants if path.name == v.files[0]] or [(path.name,)]
+                files = [path.parent / each for each in own[0]]
+                yield _local(name, path, files, "gguf", quantization_label(path.stem), "yours")
+            elif (store := read_store(path)) is not None:
+                yield replace(_of_store(store, name), place="yours")
+            elif path.is_dir():
+                files = [each for each in path.iterdir() if each.is_file()]
+                yield _local(name, path, files, "safetensors", None, "yours")
 
 
-def _shown(path: Path) -> str:
-    """``path`` below ``~`` where it lies there: ``resolve`` takes both."""
-    home = Path.home()
-    return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) else str(path)
+def _of_store(store: OwnStore, name: str) -> LocalModel:
+    return _local(name, store.path, store.files, "store", store.format, "localrt")
 
 
-def _remove_folder(folder: Path) -> int:
-    freed = _own_bytes(folder.rglob("*"))
-    shutil.rmtree(folder)
-    return freed
+def _with_packed(models: list[LocalModel], copies: list[OwnStore]) -> list[LocalModel]:
+    """Each copy with the first model that it may be of; one of none is listed by itself."""
+    for store in copies:
+        names = [_packed_name(model) for model in models]
+        if store.source in names:
+            place = names.index(store.source)
+            model = models[place]
+            packed, total = (*model.packed, store.path), model.packed_bytes + store.bytes
+            models[place] = replace(model, packed=packed, packed_bytes=total)
+        else:
+            models.append(_of_store(store, shown_path(store.path)))
+    return models
 
 
-def _own_bytes(paths: Iterable[Path]) -> int:
-    """Bytes of the files among ``paths``; those of a link are another's."""
-    return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
+def _packed_name(model: LocalModel) -> str:
+    """What a store calls the model that it was packed from."""
+    return model.path.name
 
 
 def _revision_suffix(refs: dict[str, str], commit: str) -> str:
@@ -165,111 +146,8 @@ def _revision_suffix(refs: dict[str, str], commit: str) -> str:
 
 
 def _local(
-    name: str, path: Path, files: Iterable[Path], kind: str, quantization: str | None
+    name: str, path: Path, files: Iterable[Path], kind: str, quantization: str | None, place: str
 ) -> LocalModel:
     stats = [file.stat() for file in files]
     size, modified = sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)
-    return LocalModel(name, path, size, kind, quantization, modified)
-
-
-def _remove_demo(settings: Settings) -> int:
-    cached = demo_cache_file(settings)
-    if cached.is_file():
-        freed = cached.stat().st_size
-        cached.unlink()
-        return freed
-    if demo_in_package() is not None:
-        raise OptionError(
-            f"{DEMO_NAME} belongs to an installed package: `pip uninstall {DEMO_PACKAGE}`"
-        )
-    raise ModelNotFoundError(f"{DEMO_NAME} is not on this machine (see `localrt list`)")
-
-
-def _remove_repo(repo: CachedRepo) -> int:
-    freed = sum(_remove_blob(repo, blob) for blob in _entries(repo.folder / "blobs"))
-    # Where links cannot be made, a snapshot holds the bytes themselves.
-    freed += _own_bytes(repo.paths())
-    shutil.rmtree(repo.folder)
-    shutil.rmtree(repo.lock("").parent, ignore_errors=True)
-    return freed
-
-
-def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
-    commits = repo.commits() if ref.revision is None else [repo.commit_of(ref.revision)]
-    pointers: list[Path] = []
-    for commit in filter(None, commits):
-        files: Sequence[str] = repo.files(commit)
-        if ref.variant is not None:
-            try:
-                files = choose_variant(gguf_variants(files), ref.variant, ref.repo).files
-            except ModelNotFoundError:
-                continue
-        pointers += [repo.snapshot(commit) / file for file in files]
-    if not pointers:
-        raise ModelNotFoundError(f"{ref} is not on this machine (see `localrt list`)")
-    freed = _own_bytes(pointers)
-    blobs = {repo.blob(pointer.readlink().name) for pointer in pointers if pointer.is_symlink()}
-    for pointer in pointers:
-        pointer.unlink()
-    for commit in repo.commits():
-        if not repo.files(commit):
-            shutil.rmtree(repo.snapshot(commit))
-    used = {path.resolve() for path in repo.paths()}
-    freed += sum(_remove_blob(repo, blob) for blob in blobs if blob.resolve() not in used)
-    return freed if any(_models_of(repo)) else freed + _remove_repo(repo)
-
-
-def _remove_blob(repo: CachedRepo, blob: Path) -> int:
-    """Delete a blob; returns the bytes freed: none while other repositories share them.
-
-    Since version 2 huggingface_hub may keep bytes once for all repositories, a blob being a link.
-    """
-    target = blob.resolve()
-    freed = target.stat().st_size if target.exists() else 0
-    shared = blob.is_symlink()
-    blob.unlink()
-    if not shared:
-        return freed
-    for other in CachedRepo.all_in(repo.cache):
-        if any(entry.resolve() == target for entry in _entries(other.folder / "blobs")):
-            return 0
-    target.unlink(missing_ok=True)
-    target.with_name(f"{target.name}.refs").unlink(missing_ok=True)
-    return freed
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
-
-
-# -- use -----------------------------------------------------------------------------------------
-
-# When each model was last loaded: the time of an empty file for each name, so that no two processes
-# meet. A folder that cannot be written keeps nothing, silently.
-
-
-def note_use(name: str, settings: Settings) -> None:
-    """A model of this name is used now."""
-    with suppress(OSError):
-        file = _use_file(name, settings)
-        private_folder(file.parent)
-        file.touch(mode=0o600)
-
-
-def forget_use(name: str, settings: Settings) -> None:
-    """There is no such model any more."""
-    with suppress(OSError):
-        _use_file(name, settings).unlink(missing_ok=True)
-
-
-def last_used(settings: Settings) -> dict[str, float]:
-    """Seconds since the epoch, by name."""
-    try:
-        files = (settings.data_dir / "used").iterdir()
-        return {unquote(file.name): file.stat().st_mtime for file in files}
-    except OSError:
-        return {}
-
-
-def _use_file(name: str, settings: Settings) -> Path:
-    return settings.data_dir / "used" / quote(name, safe="")[:250]
+    return LocalModel(name, path, size, kind, quantization, modified, place)

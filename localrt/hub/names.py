@@ -16,7 +16,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HubRef", "close_files", "is_revision", "looks_like_path", "parse_hub_ref"]
+__all__ = [
+    "HubRef",
+    "close_files",
+    "is_revision",
+    "looks_like_path",
+    "parse_hub_ref",
+    "shown_path",
+]
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _HUB_REF = re.compile(
@@ -77,3 +84,9 @@ def close_files(path: Path) -> list[str]:
     by_lower = {name.lower(): name for name in names}
     close = difflib.get_close_matches(path.name.lower(), by_lower, n=3, cutoff=0.6)
     return [str(path.parent / by_lower[name]) for name in close]
+
+
+def shown_path(path: Path) -> str:
+    """``path`` below ``~`` where it lies there: ``resolve`` takes both."""
+    home = Path.home()
+    return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) else str(path)

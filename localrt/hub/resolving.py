@@ -30,8 +30,16 @@ from localrt.hub.files import (
     variant_name,
 )
 from localrt.hub.known_models import close_names, find_known, known_repo
-from localrt.hub.names import HubRef, close_files, is_revision, looks_like_path, parse_hub_ref
+from localrt.hub.names import (
+    HubRef,
+    close_files,
+    is_revision,
+    looks_like_path,
+    parse_hub_ref,
+    shown_path,
+)
 from localrt.hub.other_programs import OtherModel, find_other_model, other_models
+from localrt.hub.own_stores import find_quantized
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
@@ -58,6 +66,13 @@ class ResolvedModel:
     revision: str | None
     source: Literal["local", "hub", "package", "ollama", "lmstudio", "llamacpp"]
     extras: Extras | None = field(default=None, repr=False)
+
+    @property
+    def listed_name(self) -> str:
+        """What ``list_models`` calls it: a path is absolute there."""
+        if self.source != "local" or self.name == self.path.name:
+            return self.name
+        return shown_path(self.path.absolute())
 
 
 def resolve(
@@ -101,6 +116,9 @@ def resolve(
     if os.path.exists(path):  # noqa: PTH110  False for a name too long for the file system
         _refuse_revision(model, revision)
         return ResolvedModel(model, path, None, "local")
+    if (quantized := find_quantized(model, settings)) is not None:
+        _refuse_revision(model, revision)
+        return ResolvedModel(model, quantized, None, "local")
     found = _place_of(model, settings)
     if isinstance(found, OtherModel):
         _refuse_revision(model, revision)
@@ -138,7 +156,10 @@ def _place_of(model: str, settings: Settings) -> OtherModel | HubRef | None:
     ref = None if known is None else HubRef(known.repo)
     if ref is not None and _variants_here(settings.hub_cache, ref):
         return ref
-    return find_other_model(model, settings) or ref
+    other = find_other_model(model, settings)
+    if other is None and known is not None:  # a family's name means its first model there too
+        other = find_other_model(known.name, settings)
+    return other or ref
 
 
 def resolve_adapter(

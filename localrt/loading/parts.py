@@ -18,6 +18,7 @@ from localrt.engine.sampling import sampling_defaults
 from localrt.errors import (
     MissingExtraError,
     OptionError,
+    TemplateError,
     TokenizerError,
     UnsupportedModelError,
 )
@@ -25,7 +26,12 @@ from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
 from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
-from localrt.models.templates.chat_template import MessageTemplate, PlainTemplate, load_template
+from localrt.models.templates.chat_template import (
+    ChatTemplate,
+    MessageTemplate,
+    PlainTemplate,
+    load_template,
+)
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
 from localrt.option_names import option
 from localrt.progress import ProgressCallback
@@ -48,6 +54,7 @@ class LoadedModel:
     notes: tuple[str, ...]
     tokenizer_problem: str = ""
     pooling: str = ""  # what the model was made to be embedded by; empty where it does not say
+    system: str | None = None  # of conversations that have no system prompt
 
 
 def load_parts(
@@ -55,10 +62,16 @@ def load_parts(
     options: LoadOptions,
     *,
     settings: Settings | None = None,
+    go_template: str | None = None,
+    system: str | None = None,
     progress: ProgressCallback | None = None,
     cancel: threading.Event | None = None,
 ) -> LoadedModel:
-    """Open, check, and load the model at ``path``. ``settings`` say where packed forms are kept."""
+    """Open, check, and load the model at ``path``. ``settings`` say where packed forms are kept.
+
+    ``go_template``, in Ollama's language, is used where the model brings no template, ``system``
+    in conversations that have none.
+    """
     checkpoint = open_checkpoint(path)
     try:
         notes = list(checkpoint.notes)
@@ -67,6 +80,8 @@ def load_parts(
         # what the template's language takes is counted.
         tokenizer, problem = _load_tokenizer(checkpoint)
         template: MessageTemplate | None = load_template(checkpoint, options.chat_template)
+        if template is None and go_template is not None:
+            template = _translated(go_template, notes)
         if name == "native":
             engine, ctx = load_native(
                 checkpoint,
@@ -98,9 +113,21 @@ def load_parts(
             notes=tuple(notes),
             tokenizer_problem=problem,
             pooling=_pooling(checkpoint),
+            system=system,
         )
     finally:
         checkpoint.close()
+
+
+def _translated(go_template: str, notes: list[str]) -> MessageTemplate | None:
+    """The chat template that Ollama has of the model, where it can be used."""
+    from localrt.models.templates.go_template import to_jinja  # for those who have one
+
+    try:
+        return ChatTemplate(to_jinja(go_template), name="Ollama's chat template")
+    except TemplateError as error:
+        notes.append(f"Ollama's chat template of the model cannot be used: {error}")
+        return None
 
 
 def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str]) -> str:

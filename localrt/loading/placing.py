@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +19,15 @@ from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
 from localrt.errors import StorageError
 from localrt.files import private_folder
 from localrt.formatting import format_bytes
+from localrt.hub.names import shown_path
 from localrt.loading.cards import open_card
 from localrt.loading.choice import ContextChoice, choose_context, first_plan
 from localrt.loading.kernels import compiled_meanwhile, share_of_card
 from localrt.loading.options import LoadOptions, byte_counter
 from localrt.machine.measuring import machine_profile
 from localrt.models.checkpoints import Checkpoint
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store_manifest import MANIFEST_NAME, StoredUnit
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
@@ -44,16 +47,17 @@ from localrt.offload.pipeline.opening import open_pipeline
 from localrt.offload.pipeline.setup import Devices
 from localrt.offload.pipeline.streamed import Streamed
 from localrt.offload.placement import Where
-from localrt.offload.planner import Budgets, Plan, shape_from_checkpoint
+from localrt.offload.planner import Budgets, ModelShape, Plan, shape_from_checkpoint
 from localrt.offload.planner.costs import expert_costs
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.ram_forecast import placed_forecast
 from localrt.offload.reading.loading import Reading
 from localrt.offload.shapes import KvFormat, parse_kv_format
-from localrt.offload.store.cached import cached_store
+from localrt.offload.store.cached import cached_store, store_folder
 from localrt.offload.store.mending import mend_unit
-from localrt.progress import Progress, ProgressCallback
+from localrt.option_names import option
+from localrt.progress import Progress, ProgressCallback, note_to
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, Ops
 from localrt.settings import Settings
@@ -117,6 +121,7 @@ def load_placed(
     )
     config = read_config(checkpoint, context=choice.ctx)
     stores = settings.data_dir / "stores"
+    _announce(checkpoint, shape, stores, progress)
     store = cached_store(checkpoint, stores, progress=packed, cancel=cancel)
     shape = shape_from_checkpoint(store)
     # What measures and solves runs beside this process, within the same budget.
@@ -194,6 +199,22 @@ def _with_ring(plan: Plan) -> Plan:
     ring = ring_for_all_nbytes(plan.request.shape)
     memory = Account((*plan.memory.parts, MemoryPart("ram", "ring for reads", ring)))
     return replace(plan, placement=replace(placement, ram_ring=ring), memory=memory)
+
+
+def _announce(
+    checkpoint: Checkpoint, shape: ModelShape, stores: Path, progress: ProgressCallback | None
+) -> None:
+    """Say what will be written to the disk, and how not to, before it is."""
+    if isinstance(checkpoint, StoreCheckpoint):
+        return
+    folder = store_folder(checkpoint, stores)
+    if (folder / MANIFEST_NAME).is_file():
+        return
+    note_to(progress)(
+        f"does not fit in memory: a packed copy of {format_bytes(shape.nbytes)} is written once, "
+        f"to {shown_path(folder)} (`localrt rm {folder.name}` deletes it); "
+        f"with more {option('ram')}, or a smaller file of the model, none is needed"
+    )
 
 
 def _kv_tier(

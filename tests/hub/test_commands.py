@@ -27,7 +27,8 @@ def environment(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(settings.data_dir.parent))
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "LOCALRT_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
+    for module in ("listing", "removing"):
+        monkeypatch.setattr(f"localrt.hub.{module}.demo_in_package", lambda: None)
 
 
 def call(command: ModuleType, *argv: str) -> int:
@@ -108,9 +109,9 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert call(list_command) == 0
     header, quantized, tiny = capsys.readouterr().out.splitlines()
-    assert header.split() == ["NAME", "SIZE", "KIND", "QUANTIZATION", "CHANGED"]
-    assert quantized.split()[:5] == ["org/quants:Q8_0", "4", "kB", "gguf", "Q8_0"]
-    assert tiny.split()[:5] == ["org/tiny", "1.4", "MB", "safetensors", "-"]
+    assert header.split() == ["NAME", "SIZE", "FORMAT", "WHERE"]
+    assert quantized.split() == ["org/quants:Q8_0", "4", "kB", "Q8_0", "hub", "cache"]
+    assert tiny.split() == ["org/tiny", "1.4", "MB", "safetensors", "hub", "cache"]
     assert call(list_command, "--json") == 0
     models = json.loads(capsys.readouterr().out)["models"]
     assert [model["name"] for model in models] == ["org/quants:Q8_0", "org/tiny"]
@@ -137,7 +138,9 @@ def test_rm_asks_on_a_terminal(
     call(pull_command, "org/tiny")
     monkeypatch.setattr("sys.stdin", Terminal(answer))
     assert call(rm_command, "org/tiny") == status
-    assert "Delete org/tiny? [y/N]" in capsys.readouterr().err
+    asked = capsys.readouterr().err
+    assert "org/tiny  1.4 MB (in the hub cache, which other tools share)" in asked
+    assert "Delete? [y/N]" in asked
     call(list_command, "--json")
     assert bool(json.loads(capsys.readouterr().out)["models"]) is (status == 1)
 

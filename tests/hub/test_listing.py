@@ -16,7 +16,8 @@ from tests.hub.server import OLD_COMMIT, FakeHub
 
 @pytest.fixture(autouse=True)
 def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
+    for module in ("listing", "removing"):
+        monkeypatch.setattr(f"localrt.hub.{module}.demo_in_package", lambda: None)
 
 
 def names(settings: Settings) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import localrt
-from localrt.hub.listing import forget_use, last_used, note_use
+from localrt.hub.uses import forget_use, last_used, note_use
 from localrt.offload.planner import measure
 from localrt.planning.preview import Preview, preview, preview_size
 from localrt.settings import Settings

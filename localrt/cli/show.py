@@ -1,0 +1,102 @@
+"""``localrt show MODEL``: what a model is, where it lies, and how it wants to be run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from localrt.cli.help import Examples
+from localrt.errors import ModelNotFoundError
+from localrt.formatting import format_bytes, format_count, one_line
+from localrt.hub import list_models, resolve
+from localrt.hub.known_models import KNOWN_MODELS, KnownModel
+from localrt.hub.names import shown_path
+from localrt.hub.resolving import expand_name
+from localrt.loading.describing import ModelDescription, describe_model
+from localrt.settings import Settings
+
+__all__ = ["EXAMPLES", "add_arguments", "run"]
+
+EXAMPLES: Examples = (
+    ("localrt show llama3.2:3b", "size, context, template, parameters, licence"),
+    ("localrt show model.gguf --json", "the same for programs"),
+)
+_PLACES = {"yours": "your files", "package": "an installed package"}
+_SYSTEM = 300  # characters of a system prompt
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("model", metavar="MODEL", help="a name as `localrt list` prints it, or any")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is known; returns the exit status. Nothing is downloaded."""
+    settings = Settings.from_environment()
+    try:
+        found = resolve(args.model, settings=settings, download=False)
+    except ModelNotFoundError:
+        name = expand_name(args.model, settings)
+        known = next((each for each in KNOWN_MODELS if each.repo == name), None)
+        if known is None:
+            raise
+        return _print(args, _known_record(known), _known_lines(known))
+    listed = next((m for m in list_models(settings) if m.name == found.listed_name), None)
+    model = describe_model(found, listed)
+    return _print(args, model.to_dict(), _lines(model))
+
+
+def _print(args: argparse.Namespace, record: dict[str, Any], lines: list[tuple[str, str]]) -> int:
+    if args.json:
+        print(json.dumps(record, indent=2))
+        return 0
+    width = max(len(label) for label, _ in lines)
+    for label, text in lines:
+        print(f"{label.ljust(width)}  {text}")
+    return 0
+
+
+def _lines(model: ModelDescription) -> list[tuple[str, str]]:
+    abilities = f", knows {' and '.join(model.abilities)}" if model.abilities else ""
+    parameters = ", ".join(f"{name} {_value(value)}" for name, value in model.parameters.items())
+    packed = [f"{shown_path(path)}" for path in model.packed]
+    size = f"{format_bytes(model.bytes)}, {model.quantization}".rstrip(", ")
+    lines = [
+        ("name", model.name),
+        ("title", model.title),
+        ("family", f"{model.architecture}, {format_count(model.weights)} parameters"),
+        ("size", size),
+        ("where", f"{_PLACES.get(model.place, model.place)}: {shown_path(model.path)}"),
+        ("context", f"{model.context} tokens" if model.context else ""),
+        ("template", f"{model.template}{abilities}"),
+        ("system", one_line(model.system or "", _SYSTEM)),
+        ("parameters", parameters),
+        ("adapters", ", ".join(shown_path(path) for path in model.adapters)),
+        ("licence", one_line(model.license, 100)),
+        (
+            "packed copy",
+            f"{format_bytes(model.packed_bytes)}: {', '.join(packed)}" if packed else "",
+        ),
+    ]
+    return [(label, text) for label, text in lines if text]
+
+
+def _value(value: object) -> str:
+    return " ".join(map(repr, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _known_record(known: KnownModel) -> dict[str, Any]:
+    here = {"name": known.name, "repo": known.repo, "page": known.page, "here": False}
+    return {**here, "parameters": known.parameters, "config": dict(known.config())}
+
+
+def _known_lines(known: KnownModel) -> list[tuple[str, str]]:
+    return [
+        ("name", known.name),
+        ("family", f"{known.config()['model_type']}, {known.parameters:g} B parameters"),
+        ("where", f"not on this machine: `localrt pull {known.name}` downloads {known.repo}"),
+        ("context", f"{known.config()['max_position_embeddings']} tokens"),
+        ("source", known.page),
+    ]

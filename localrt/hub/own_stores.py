@@ -1,0 +1,76 @@
+"""localrt's own folders of packed weights: copies that streaming reads, and quantized models.
+
+A packed copy belongs to the model that it was made from, by that one's file name; it is made again
+when it is missing. A quantized model is one of its own, whose name is its folder's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from localrt.settings import Settings
+
+__all__ = ["OwnStore", "find_quantized", "is_own_store", "own_stores", "read_store"]
+
+# As models/checkpoints/store_manifest.py has them: importing it would take numpy, and time.
+_MANIFEST, _PARTIAL = "manifest.json", "manifest.partial.json"
+
+
+@dataclass(frozen=True, slots=True)
+class OwnStore:
+    """``source`` is the file or folder name of what was packed; ``quantized``: a model of its own,
+    no mere copy.
+    """
+
+    path: Path
+    format: str
+    source: str
+    quantized: bool
+
+    @property
+    def files(self) -> list[Path]:
+        """What it is made of."""
+        return [path for path in self.path.rglob("*") if path.is_file()]
+
+    @property
+    def bytes(self) -> int:
+        """On the disk."""
+        return sum(path.stat().st_size for path in self.files)
+
+
+def own_stores(settings: Settings) -> Iterator[OwnStore]:
+    """The finished ones in the data folder."""
+    folder = settings.data_dir / "stores"
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        store = read_store(path)
+        if store is not None:
+            yield store
+
+
+def read_store(path: Path) -> OwnStore | None:
+    """What the manifest in this folder says; None where there is no whole one."""
+    try:
+        values = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        source, quantization = str(values["source"]["name"]), values.get("quantization")
+        return OwnStore(path, str(values["format"]), source, quantization is not None)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def find_quantized(name: str, settings: Settings) -> Path | None:
+    """The quantized model whose folder is called so."""
+    folder = settings.data_dir / "stores" / name
+    inside = "/" not in name and "\\" not in name and name not in ("", ".", "..")
+    # os.path's is False for a name too long for the file system
+    return folder if inside and os.path.isfile(folder / _MANIFEST) else None  # noqa: PTH113
+
+
+def is_own_store(path: Path, settings: Settings) -> bool:
+    """Whether this is a folder of localrt's data folder with a store, finished or not."""
+    return path.parent == settings.data_dir / "stores" and any(
+        (path / name).is_file() for name in (_MANIFEST, _PARTIAL)
+    )

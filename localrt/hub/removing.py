@@ -1,0 +1,214 @@
+"""Making room: whose files a name is, and deleting those that are localrt's to delete.
+
+The hub's cache counts as localrt's, although other tools share it. Files of other programs and of
+the user are never deleted: who asks for that is told what to do instead.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from localrt.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.hub.cache import CachedRepo
+from localrt.hub.demo import DEMO_NAME, DEMO_PACKAGE, demo_cache_file, demo_in_package
+from localrt.hub.files import choose_variant, gguf_variants
+from localrt.hub.listing import LocalModel, list_models, models_of_repo
+from localrt.hub.names import HubRef, parse_hub_ref, shown_path
+from localrt.hub.other_programs import find_other_model
+from localrt.hub.own_stores import find_quantized, is_own_store
+from localrt.hub.resolving import expand_name
+from localrt.hub.uses import forget_use
+from localrt.settings import Settings
+
+__all__ = ["Removal", "plan_removal", "remove_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What deleting ``name`` means: models with ``bytes``, and copies of them in ``packed``, of
+    ``packed_bytes``. ``place`` is that of ``LocalModel``.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    bytes: int
+    packed: tuple[Path, ...]
+    packed_bytes: int
+    place: str
+
+
+def plan_removal(name: str, settings: Settings) -> Removal:
+    """What ``remove_model`` would delete.
+
+    Raises:
+        ModelNotFoundError: it is not in a cache of this machine.
+        OptionError: the files are another program's, the user's, or an installed package's.
+    """
+    models = [model for model in list_models(settings) if _is_meant(model, name, settings)]
+    _refuse_what_is_not_ours(name, models, settings)
+    packed = tuple(path for model in models for path in model.packed)
+    return Removal(
+        name,
+        tuple(model.name for model in models),
+        sum(model.bytes for model in models),
+        packed,
+        sum(model.packed_bytes for model in models),
+        models[0].place if models else "localrt",
+    )
+
+
+def remove_model(name: str, settings: Settings) -> int:
+    """Delete a model's files and packed copies of it; returns the bytes this freed.
+
+    ``org/name`` removes the repository with all its revisions, ``org/name:LABEL`` one GGUF
+    variant, ``org/name@revision`` one revision, a path one of localrt's own stores, finished or
+    not. Bytes that another model shares stay.
+
+    Raises:
+        ModelNotFoundError: it is not in a cache of this machine.
+        OptionError: the files are another program's, the user's, or an installed package's.
+        StorageError: a file cannot be deleted.
+    """
+    removal = plan_removal(name, settings)
+    try:
+        freed = _remove(expand_name(name, settings), settings)
+        freed += sum(_remove_folder(path) for path in removal.packed if path.is_dir())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StorageError(f"cannot delete {error.filename or name}: {reason}") from error
+    for each in {name, *removal.models}:
+        forget_use(each, settings)
+    return freed
+
+
+def _remove(name: str, settings: Settings) -> int:
+    if name == DEMO_NAME:
+        return _remove_demo(settings)
+    if (store := _store(name, settings)) is not None:
+        return _remove_folder(store)
+    ref = parse_hub_ref(name)
+    repo = None if ref is None else CachedRepo(settings.hub_cache, ref.repo)
+    if ref is None or repo is None or not repo.folder.is_dir():
+        raise ModelNotFoundError(f"{name} is not on this machine (see `localrt list`)")
+    if ref.revision is None and ref.variant is None:
+        return _remove_repo(repo)
+    return _remove_part(repo, ref)
+
+
+def _is_meant(model: LocalModel, name: str, settings: Settings) -> bool:
+    full = expand_name(name, settings)
+    ref = parse_hub_ref(full)
+    if ref is not None and ref.variant is None and ref.revision is None:
+        return model.place == "hub cache" and model.name.partition(":")[0].partition("@")[0] == full
+    store = _store(full, settings)
+    if store is not None:
+        return model.path == store
+    return model.name.lower() == full.lower() or model.path == _expanded(full)
+
+
+def _store(name: str, settings: Settings) -> Path | None:
+    path = _expanded(name)
+    return path if is_own_store(path, settings) else find_quantized(name, settings)
+
+
+def _expanded(name: str) -> Path:
+    return Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
+
+
+def _refuse_what_is_not_ours(name: str, models: Sequence[LocalModel], settings: Settings) -> None:
+    full = expand_name(name, settings)
+    other = find_other_model(full, settings)
+    copies = [f"`localrt rm {shown_path(path)}`" for model in models for path in model.packed]
+    copy = f"; localrt's packed copy of it goes with {copies[0]}" if copies else ""
+    if other is not None:
+        raise OptionError(f"{other.name} belongs to {other.title}: {other.how_to_delete}{copy}")
+    if full == DEMO_NAME or _store(full, settings) is not None:
+        return
+    listed = any(model.place == "yours" for model in models)
+    if listed or (parse_hub_ref(full) is None and os.path.exists(_expanded(full))):  # noqa: PTH110
+        raise OptionError(f"{full} is yours: delete it yourself{copy}")
+
+
+def _remove_folder(folder: Path) -> int:
+    freed = _own_bytes(folder.rglob("*"))
+    shutil.rmtree(folder)
+    return freed
+
+
+def _own_bytes(paths: Iterable[Path]) -> int:
+    """Bytes of the files among ``paths``; those of a link are another's."""
+    return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
+
+
+def _remove_demo(settings: Settings) -> int:
+    cached = demo_cache_file(settings)
+    if cached.is_file():
+        freed = cached.stat().st_size
+        cached.unlink()
+        return freed
+    if demo_in_package() is not None:
+        raise OptionError(
+            f"{DEMO_NAME} belongs to an installed package: `pip uninstall {DEMO_PACKAGE}`"
+        )
+    raise ModelNotFoundError(f"{DEMO_NAME} is not on this machine (see `localrt list`)")
+
+
+def _remove_repo(repo: CachedRepo) -> int:
+    freed = sum(_remove_blob(repo, blob) for blob in _entries(repo.folder / "blobs"))
+    # Where links cannot be made, a snapshot holds the bytes themselves.
+    freed += _own_bytes(repo.paths())
+    shutil.rmtree(repo.folder)
+    shutil.rmtree(repo.lock("").parent, ignore_errors=True)
+    return freed
+
+
+def _remove_part(repo: CachedRepo, ref: HubRef) -> int:
+    commits = repo.commits() if ref.revision is None else [repo.commit_of(ref.revision)]
+    pointers: list[Path] = []
+    for commit in filter(None, commits):
+        files: Sequence[str] = repo.files(commit)
+        if ref.variant is not None:
+            try:
+                files = choose_variant(gguf_variants(files), ref.variant, ref.repo).files
+            except ModelNotFoundError:
+                continue
+        pointers += [repo.snapshot(commit) / file for file in files]
+    if not pointers:
+        raise ModelNotFoundError(f"{ref} is not on this machine (see `localrt list`)")
+    freed = _own_bytes(pointers)
+    blobs = {repo.blob(pointer.readlink().name) for pointer in pointers if pointer.is_symlink()}
+    for pointer in pointers:
+        pointer.unlink()
+    for commit in repo.commits():
+        if not repo.files(commit):
+            shutil.rmtree(repo.snapshot(commit))
+    used = {path.resolve() for path in repo.paths()}
+    freed += sum(_remove_blob(repo, blob) for blob in blobs if blob.resolve() not in used)
+    return freed if any(models_of_repo(repo)) else freed + _remove_repo(repo)
+
+
+def _remove_blob(repo: CachedRepo, blob: Path) -> int:
+    """Delete a blob; returns the bytes freed: none while other repositories share them.
+
+    Since version 2 huggingface_hub may keep bytes once for all repositories, a blob being a link.
+    """
+    target = blob.resolve()
+    freed = target.stat().st_size if target.exists() else 0
+    shared = blob.is_symlink()
+    blob.unlink()
+    if not shared:
+        return freed
+    for other in CachedRepo.all_in(repo.cache):
+        if any(entry.resolve() == target for entry in _entries(other.folder / "blobs")):
+            return 0
+    target.unlink(missing_ok=True)
+    target.with_name(f"{target.name}.refs").unlink(missing_ok=True)
+    return freed
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []

@@ -1,0 +1,62 @@
+"""A model of Ollama's store keeps its template, system prompt, parameters and context."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import localrt
+from localrt.hub.extras import Extras
+from localrt.hub.resolving import ResolvedModel
+
+EXTRAS = Extras(
+    go_template="{{ range .Messages }}[{{ .Role }}] {{ .Content }}{{ end }}[assistant]",
+    system="You are a pirate.",
+    params={"temperature": 0, "top_k": 3, "stop": ["zz"], "num_ctx": 64, "min_p": "odd"},
+)
+
+
+@pytest.fixture
+def model(
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[localrt.Model]:
+    """Of a folder without a chat template, as Ollama would have it."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    found = ResolvedModel("ollama:pirate:latest", folder, None, "ollama", EXTRAS)
+    monkeypatch.setattr("localrt.answering.core.resolve", lambda *_, **__: found)
+    with localrt.load("pirate", **getattr(request, "param", {})) as loaded:
+        yield loaded
+
+
+def test_what_the_store_says_are_the_defaults(model: localrt.Model) -> None:
+    assert model.info.ctx == 64
+    assert model.info.has_chat_template
+    kept = {name: model.defaults.get(name) for name in ("temperature", "top_k", "stop", "min_p")}
+    assert (kept["temperature"], kept["top_k"], kept["stop"]) == (0, 3, ["zz"])
+    assert kept["min_p"] != "odd"  # what cannot be used is left out
+
+
+def test_the_system_prompt_is_that_of_conversations_without_one(model: localrt.Model) -> None:
+    def shown(*messages: dict[str, str]) -> str:
+        assert model.tokenizer is not None
+        return model.tokenizer.decode(model._core.requests.render(messages))
+
+    hi = {"role": "user", "content": "Hi"}
+    assert shown(hi) == "[system] You are a pirate.[user] Hi[assistant]"
+    assert shown({"role": "system", "content": ""}, hi) == "[system] [user] Hi[assistant]"
+
+
+@pytest.mark.parametrize("model", [{"ctx": 128}], indirect=True)
+def test_a_context_that_is_given_counts(model: localrt.Model) -> None:
+    assert model.info.ctx == 128
