@@ -146,7 +146,7 @@ def test_unknown_fields_and_nulls_are_ignored(server: Running) -> None:
 
 
 def test_paths_and_methods(server: Running) -> None:
-    refused(server.request("GET", "/"), 404)
+    refused(server.request("GET", "/nothing"), 404)
     refused(server.request("GET", "/v1/nothing"), 404)
     status, body, headers = server.request("GET", "/v1/chat/completions")
     refused((status, body, headers), 405)
