@@ -126,15 +126,16 @@ def _use_running_server(args: argparse.Namespace) -> None:
     if not servers:
         return
     try:
-        path = resolve(args.model, settings=settings, download=False).path
+        path: Path | None = resolve(args.model, settings=settings, download=False).path
     except LocalrtError:
-        return
+        path = None  # it may be the server's own name for one
     for server in servers:
         paths = server.models
         if paths is None:
             named = client_names(list_models(settings))
             paths = {name: str(model.path) for name, model in named.items()}
-        name = next((name for name, at in paths.items() if Path(at) == path), None)
+        same = (name for name, at in paths.items() if Path(at) == path or name == args.model)
+        name = next(same, None)
         if name is not None:
             args.endpoint, args.model, args.api_key = server.url, name, server.key or ""
             args.note = f"using {name} of the server at {server.url} (--no-server loads it here)"

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from localrt.hub.listing import LocalModel
-from localrt.hub.names import looks_like_path, parse_hub_ref
+from localrt.hub.names import client_name
 
-__all__ = ["client_name", "client_names"]
-
-_PART_OF_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
-
-
-def client_name(model: str) -> str:
-    """``model`` as clients know it: a name stays, a file or folder is called after itself."""
-    path = Path(model)
-    if not looks_like_path(model) and (parse_hub_ref(model) or not path.is_absolute()):
-        return model
-    name = path.name[:-5] if path.name.lower().endswith(".gguf") else path.name
-    return _PART_OF_SPLIT.sub("", name) or "model"
+__all__ = ["client_names"]
 
 
 def client_names(models: Iterable[LocalModel]) -> dict[str, LocalModel]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 __all__ = [
     "HubRef",
+    "client_name",
     "close_files",
     "is_revision",
     "looks_like_path",
@@ -29,6 +30,8 @@ _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _HUB_REF = re.compile(
     rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^:@\s]+))?(?::(?P<variant>[^:@\s]+))?"
 )
+_PROGRAM = re.compile(r"^(?:ollama|lmstudio|llamacpp):")
+_PART_OF_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 _WEB_PREFIXES = ("https://huggingface.co/", "huggingface.co/", "https://hf.co/", "hf.co/", "hf://")
 
 
@@ -72,6 +75,17 @@ def looks_like_path(model: str) -> bool:
         return True
     ref = parse_hub_ref(model)
     return model.lower().endswith(".gguf") and (ref is None or ref.variant is None)
+
+
+def client_name(model: str) -> str:
+    """``model`` as a server's clients know it: a file or folder by its own name, without where it
+    lies; other names without the program that keeps it.
+    """
+    name = _PROGRAM.sub("", model)
+    is_file = name.lower().endswith(".gguf")
+    if is_file or looks_like_path(name):
+        name = re.split(r"[/\\:]", name.rstrip("/\\"))[-1]
+    return _PART_OF_SPLIT.sub("", name[:-5] if is_file else name) or "model"
 
 
 def close_files(path: Path) -> list[str]:

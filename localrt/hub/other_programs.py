@@ -14,6 +14,7 @@ from typing import Literal
 
 from localrt.hub.extras import Extras
 from localrt.hub.gguf_folders import FolderModel, llama_cpp_models, lm_studio_models
+from localrt.hub.names import client_name
 from localrt.hub.ollama_store import OllamaModel, find_ollama_model, ollama_models
 from localrt.settings import Settings
 
@@ -71,13 +72,18 @@ def other_models(settings: Settings) -> Iterator[OtherModel]:
 
 
 def find_other_model(name: str, settings: Settings) -> OtherModel | None:
-    """The model of this name, in any case, with its prefix or, for Ollama's, without."""
+    """The model of this name, in any case, with its prefix or without: then as Ollama calls it, or
+    as clients of a server do, where that leaves no choice.
+    """
     program, _, inside = name.partition(":")
     if program.lower() in ("lmstudio", "llamacpp"):
         wanted = f"{program.lower()}:{inside}".lower()
         return next((m for m in other_models(settings) if m.name.lower() == wanted), None)
     model = find_ollama_model(inside if program.lower() == "ollama" else name, settings.ollama_dirs)
-    return None if model is None else _of_ollama(model)
+    if model is not None:
+        return _of_ollama(model)
+    named = [m for m in other_models(settings) if client_name(m.name).lower() == name.lower()]
+    return named[0] if len(named) == 1 else None
 
 
 def _of_ollama(model: OllamaModel) -> OtherModel:

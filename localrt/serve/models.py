@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localrt.api import Model
-from localrt.hub.client_names import client_name
+from localrt.hub.names import client_name
 from localrt.serve.errors import ApiError
 from localrt.serve.options import ServeOptions
 from localrt.serve.served import ServedModel

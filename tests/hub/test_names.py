@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from localrt.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.hub import HubRef, resolve
 from localrt.hub.files import gguf_variants, quantization_label, safetensors_model_files
-from localrt.hub.names import parse_hub_ref
+from localrt.hub.names import client_name, parse_hub_ref
 from localrt.settings import Settings
 from tests.hub.conftest import settings_at
 
@@ -171,3 +171,20 @@ def test_a_single_file_is_preferred_to_other_copies() -> None:
     names = ["config.json", "model.safetensors", "model.fp16.safetensors", "a/model.safetensors"]
     assert safetensors_model_files(names) == ["config.json", "model.safetensors"]
     assert safetensors_model_files(["config.json", "pytorch_model.bin"]) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/home/me/models/qwen2.5-coder-q4_k_m.gguf", "qwen2.5-coder-q4_k_m"),
+        ("./model-00001-of-00003.gguf", "model"),
+        ("~/stores/tiny/", "tiny"),
+        ("org/name:Q4_K_M", "org/name:Q4_K_M"),
+        ("org/name:name-q8_0.gguf", "name-q8_0"),
+        ("ollama:llama3.2:3b", "llama3.2:3b"),
+        ("lmstudio:publisher/model:Q4_K_M", "publisher/model:Q4_K_M"),
+        ("smollm2", "smollm2"),
+    ],
+)
+def test_clients_know_no_paths(model: str, name: str) -> None:
+    assert client_name(model) == name
