@@ -63,5 +63,8 @@ def flag_value(value: object) -> str:
 # Flags that are called otherwise than their options in Python, and options without a flag.
 _FLAGS = {"adapters": "adapter"}
 _NO_FLAGS = frozenset(
-    ("ignore_eos", "kv_on_ssd", "logit_bias", "logprobs", "token_ids", "tool_choice", "tree_depth")
+    {
+        *("ignore_eos", "kv_on_ssd", "line_seconds", "logit_bias", "logprobs", "min_indent"),
+        *("token_ids", "tool_choice", "tree_depth"),
+    }
 )

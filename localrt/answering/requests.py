@@ -150,7 +150,7 @@ class RequestBuilder:
             ends = self._chat_ends
         # A plain chat format ends an answer by what begins the next turn.
         stops = (*chosen.stop, *self._template.stop_strings) if chat else chosen.stop
-        if stops and self._tokenizer is None:
+        if (stops or chosen.lines is not None) and self._tokenizer is None:
             raise TokenizerError("stop strings need a tokenizer, and the model has none")
         if chosen.forces_a_call and not chat:
             raise OptionError(f"{option('tool_choice')} needs messages: a raw prompt has no tools")
@@ -160,6 +160,7 @@ class RequestBuilder:
             max_tokens=chosen.max_tokens,
             stop=stops,
             eos_ids=frozenset() if chosen.ignore_eos else ends,
+            lines=chosen.lines,
             fills_gap=suffix is not None and not chosen.ignore_eos,
             logprobs=chosen.logprobs,
             exactness=self._engine.info.exactness,

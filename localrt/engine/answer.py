@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.engine.dry import Dry
+from localrt.engine.lines import LineMatcher
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import AnswerParser, Constraint, Request
 from localrt.engine.sampling import (
@@ -53,7 +54,7 @@ class Answer:
         self._tokenizer = tokenizer
         parser = None if request.parser is None or tokenizer is None else request.parser()
         self._parser = parser
-        self._text = _Text(tokenizer, request.stop, parser)
+        self._text = _Text(tokenizer, request, parser)
         self._thinking = Thinking(request.thinking_limit, inside=self._inside)
         self._rng = np.random.default_rng(request.sampling.seed)
         dry = request.sampling.avoids_repetition
@@ -163,9 +164,10 @@ class _Text:
     """Tokens to text that may be shown."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stops: Sequence[str], parser: AnswerParser | None
+        self, tokenizer: Tokenizer | None, request: Request, parser: AnswerParser | None
     ) -> None:
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(request.stop)
+        self._lines = None if request.lines is None else LineMatcher(request.lines)
         self._parser = parser
         self._hidden: frozenset[int] = frozenset()
         if tokenizer is None:
@@ -179,7 +181,7 @@ class _Text:
 
     @property
     def stopped(self) -> bool:
-        return self._matcher.stopped
+        return self._matcher.stopped or (self._lines is not None and self._lines.stopped)
 
     @property
     def matched(self) -> str | None:
@@ -189,7 +191,11 @@ class _Text:
         if self._detokenizer is None or token in self._hidden:
             return ""
         piece = self._detokenizer.push(token)
-        return self._matcher.push(piece if self._parser is None else self._parser.push(piece))
+        piece = self._matcher.push(piece if self._parser is None else self._parser.push(piece))
+        if self._lines is None:
+            return piece
+        shown = self._lines.push(piece)
+        return shown + self._lines.flush() if self._matcher.stopped else shown
 
     def flush(self) -> str:
         if self._detokenizer is None:
@@ -197,7 +203,8 @@ class _Text:
         rest = self._detokenizer.flush()
         if self._parser is not None:
             rest = self._parser.push(rest) + self._parser.flush()
-        return self._matcher.push(rest) + self._matcher.flush()
+        rest = self._matcher.push(rest) + self._matcher.flush()
+        return rest if self._lines is None else self._lines.push(rest) + self._lines.flush()
 
 
 class StopMatcher:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from localrt.engine.sampling import Sampling, check_integer
+from localrt.engine.lines import LineLimit
+from localrt.engine.sampling import Sampling, check_integer, check_number
 from localrt.errors import OptionError
 from localrt.option_names import option
 
@@ -24,6 +25,7 @@ _BOUNDS = (
     ("max_tokens", 1, 1 << 31),
     ("thinking_tokens", 0, 1 << 31),
     ("logprobs", 0, 100),
+    ("min_indent", 0, 1 << 31),
     ("tree_budget", 1, 2048),
     ("tree_depth", 1, 64),
 )
@@ -34,9 +36,11 @@ _BINDING = ("json_schema", "regex", "grammar")
 class Options:
     """What a caller may ask of a generation, beside the prompt.
 
-    ``stop`` is one string or several. ``logprobs`` asks for the log-probability of every token with
-    that many alternatives (0 to 100). ``overflow="drop_oldest"`` keeps the system prompt and drops
-    the oldest turns when a conversation outgrows the context. ``draft`` is ``"auto"``, ``"off"``,
+    ``stop`` is one string or several. An answer also ends before a line, but the first, that begins
+    with fewer than ``min_indent`` spaces and tabs, and after ``line_seconds`` with its line.
+    ``logprobs`` asks for the log-probability of every token with that many alternatives (0 to 100).
+    ``overflow="drop_oldest"`` keeps the system prompt and drops the oldest turns when a
+    conversation outgrows the context. ``draft`` is ``"auto"``, ``"off"``,
     ``"ngram"``, ``"head"`` or a model to draft with, which ``+ngram`` may follow; ``tree_budget``
     is the number of guesses in a pass (1 to 2048), ``tree_depth`` how far ahead they may be (1 to
     64).
@@ -57,6 +61,8 @@ class Options:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_indent: int | None = None
+    line_seconds: float | None = None
     logprobs: int | None = None
     overflow: Overflow = "error"
     draft: str = "auto"
@@ -83,6 +89,8 @@ class Options:
                 f"{option('draft')} must be auto, off, ngram or the name of a model, "
                 f"is {self.draft!r}"
             )
+        if self.line_seconds is not None:
+            check_number("line_seconds", self.line_seconds, 0.0, 1e9)
         if not isinstance(self.ignore_eos, bool):
             raise OptionError(
                 f"{option('ignore_eos')} must be true or false, is {self.ignore_eos!r}"
@@ -110,6 +118,13 @@ class Options:
             raise OptionError(
                 f"{option('thinking')} must be on, off, low, medium or high, is {self.thinking!r}"
             )
+
+    @property
+    def lines(self) -> LineLimit | None:
+        """``min_indent`` and ``line_seconds``."""
+        if self.min_indent is None and self.line_seconds is None:
+            return None
+        return LineLimit(self.min_indent or 0, self.line_seconds)
 
     @property
     def thinks(self) -> bool | Effort | None:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from localrt.engine.lines import LineLimit
 from localrt.engine.protocol import EngineSession, check_ids
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
@@ -91,6 +92,7 @@ class Request:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     eos_ids: frozenset[int] = frozenset()
+    lines: LineLimit | None = None
     fills_gap: bool = False  # it ends as ``ends_middle`` says
     logprobs: int | None = None  # alternatives per token; None records nothing
     exactness: str | None = None

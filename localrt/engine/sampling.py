@@ -24,6 +24,7 @@ __all__ = [
     "Sampling",
     "adjust_logits",
     "check_integer",
+    "check_number",
     "constrained",
     "distribution",
     "draw",
@@ -79,23 +80,23 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, 0.0, 100.0)
+        check_number("temperature", self.temperature, 0.0, 100.0)
         if self.temperature < _GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
         check_integer("top_k", self.top_k, 0, 1 << 31)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("typical_p", self.typical_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _check_number("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
-        _check_number("dry_base", self.dry_base, 1.0, 100.0)
+        check_number("top_p", self.top_p, 0.0, 1.0)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("typical_p", self.typical_p, 0.0, 1.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        check_number("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
+        check_number("dry_base", self.dry_base, 1.0, 100.0)
         check_integer("dry_allowed_length", self.dry_allowed_length, 1, 1 << 31)
         check_integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, 1 << 31)
         object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
-        _check_number("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        _check_number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        check_number("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        check_number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
         if self.seed is not None:
             check_integer("seed", self.seed, 0, (1 << 64) - 1)
         if not isinstance(self.logit_bias, Mapping):
@@ -143,7 +144,8 @@ def _breakers(given: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _check_number(name: str, value: Any, low: float, high: float) -> None:
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise ``OptionError`` where ``value`` is not a number within these bounds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise OptionError(f"{option(name)} must be a number from {low:g} to {high:g}, is {value!r}")
 

@@ -31,6 +31,7 @@ from localrt.serve.endpoints import fields_of, service_of
 from localrt.serve.errors import ApiError, JsonResponse, failure, invalid
 from localrt.serve.generating import answer
 from localrt.serve.guard import Guard, LogLine
+from localrt.serve.infill import routes as infill
 from localrt.serve.models import Models, Offered, OneModel
 from localrt.serve.ollama import routes as ollama
 from localrt.serve.openapi import describe
@@ -156,6 +157,7 @@ _ROUTES = (
     ("/metrics", "GET", metrics),
     ("/openapi.json", "GET", openapi),
     *responses.ROUTES,
+    *infill.ROUTES,
     *anthropic.ROUTES,
     *ollama.ROUTES,
 )

@@ -19,6 +19,7 @@ from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.serve import schemas
 from localrt.serve.anthropic import schemas as anthropic
 from localrt.serve.errors import ApiError, invalid
+from localrt.serve.infill import schemas as infill
 from localrt.serve.ollama import schemas as ollama
 from localrt.serve.options import ServeOptions
 from localrt.serve.responses import schemas as responses
@@ -30,6 +31,8 @@ REQUESTS: Mapping[str, Schema] = {
     "CHAT": schemas.CHAT,
     "COMPLETION": schemas.COMPLETION,
     "EMBEDDINGS": schemas.EMBEDDINGS,
+    "FIM": infill.FIM,
+    "INFILL": infill.INFILL,
     "MESSAGES": anthropic.MESSAGES,
     "COUNT_TOKENS": anthropic.COUNT_TOKENS,
     "RESPONSES": responses.RESPONSES,

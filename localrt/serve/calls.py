@@ -109,8 +109,6 @@ def completion_call(fields: Fields) -> Call:
         ApiError: 400, fields that do not go together or are not supported.
     """
     choices = fields.get("n") or 1
-    if fields.get("suffix"):
-        raise invalid("suffix is not supported: the model writes on from a text", "suffix")
     if (fields.get("best_of") or choices) != choices:
         raise invalid("best_of is not supported: ask for n answers and choose", "best_of")
     options = _options(fields)
@@ -124,9 +122,13 @@ def completion_call(fields: Fields) -> Call:
         if not all(isinstance(text, str) for text in texts):
             raise invalid("echo needs prompts that are texts", "echo")
         echo = [str(text) for text in texts for _ in range(choices)]
+    suffix = fields.get("suffix") or None
+    if suffix is not None and not all(isinstance(text, str) for text in texts):
+        raise invalid("suffix needs prompts that are texts", "suffix")
+    own = {"raw": True} if suffix is None else {"suffix": suffix}
     return Call(
         prompts=[
-            {"prompt": text, "raw": True} if isinstance(text, str) else {"token_ids": text}
+            {"prompt": text, **own} if isinstance(text, str) else {"token_ids": text}
             for text in texts
         ],
         options=options,

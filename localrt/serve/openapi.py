@@ -6,6 +6,7 @@ from typing import Any
 
 from localrt.serve import schemas
 from localrt.serve.anthropic import schemas as anthropic
+from localrt.serve.infill import schemas as infill
 from localrt.serve.ollama import schemas as ollama
 from localrt.serve.responses import schemas as responses
 from localrt.version import __version__
@@ -47,7 +48,7 @@ def describe(*, keyed: bool = False) -> dict[str, Any]:
         "components": {
             "schemas": {
                 name: getattr(module, name)
-                for module in (schemas, responses, anthropic, ollama)
+                for module in (schemas, responses, infill, anthropic, ollama)
                 for name in module.__all__
                 if name not in _NO_SCHEMAS
             },
@@ -84,6 +85,12 @@ def _openai() -> dict[str, Any]:
             "delete": _operation("Forget a response", _json("RESPONSE_DELETED")),
             "parameters": [_ID],
         },
+        "/v1/fim/completions": _post(
+            "Fill in the middle (Mistral)", "FIM", "CHAT_RESPONSE", stream=_EVENTS
+        ),
+        "/infill": _post(
+            "Fill in the middle (llama.cpp)", "INFILL", "INFILL_RESPONSE", stream=_EVENTS
+        ),
         "/v1/embeddings": _post("Vectors of texts", "EMBEDDINGS", "EMBEDDINGS_RESPONSE"),
         "/v1/models": {"get": _operation("The models that there are", _json("MODELS"))},
         "/v1/models/{name}": {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from localrt.errors import OptionError
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
+from localrt.option_names import option
 
 __all__ = ["Infill"]
 
@@ -62,8 +63,8 @@ class Infill:
         ids = _find(tokenizer)
         if ids is None:
             raise OptionError(
-                "this model has not learnt to fill in the middle: it has no tokens such as "
-                "<|fim_prefix|>; leave out the suffix, or take a model such as Qwen2.5-Coder"
+                f"{option('suffix')} cannot be used: this model has no tokens to fill in the "
+                "middle with, such as <|fim_prefix|>; take one that has, such as Qwen2.5-Coder"
             )
         self._tokenizer, self._ids = tokenizer, ids
         found = (*map(tokenizer.token_id, _ENDS), tokenizer.infill_ids.get("pad"))

@@ -75,7 +75,7 @@ def test_a_model_that_cannot_says_so(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(OptionError, match="not learnt to fill in the middle"):
+    with pytest.raises(OptionError, match="no tokens to fill in the middle"):
         tiny.generate("a", suffix="b")
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", str(tiny_folder), "def f(", "--suffix", "):"]) == 2

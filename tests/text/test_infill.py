@@ -86,7 +86,7 @@ def test_files_may_declare_the_marks() -> None:
 
 @pytest.mark.parametrize("marks", [(), ("<PRE>",), QWEN[:2], ("[PREFIX]",)])
 def test_a_model_without_marks_says_so(marks: tuple[str, ...]) -> None:
-    with pytest.raises(OptionError, match="not learnt to fill in the middle"):
+    with pytest.raises(OptionError, match="no tokens to fill in the middle"):
         Infill(CharacterTokenizer(*marks))
 
 

@@ -65,7 +65,8 @@ def test_completion() -> None:
 
 
 def test_every_option_that_a_chat_can_use_is_listed() -> None:
-    assert set(OPTIONS) == set(OPTION_NAMES) - {"logprobs", "tool_choice"}
+    not_in_the_app = {"logprobs", "tool_choice", "min_indent", "line_seconds"}
+    assert set(OPTIONS) == set(OPTION_NAMES) - not_in_the_app
 
 
 def test_help_names_everything() -> None:

@@ -1,0 +1,1 @@
+"""Filling in the middle for editors: llama.cpp's ``/infill`` and Mistral's completions."""
