@@ -61,7 +61,7 @@ def flag_value(value: object) -> str:
 
 
 # Flags that are called otherwise than their options in Python, and options without a flag.
-_FLAGS = {"adapters": "adapter"}
+_FLAGS = {"adapters": "adapter", "dry_sequence_breakers": "dry_sequence_breaker"}
 _NO_FLAGS = frozenset(
     {
         *("ignore_eos", "kv_on_ssd", "line_seconds", "logit_bias", "logprobs", "min_indent"),

@@ -167,7 +167,7 @@ _SAMPLING_ADVANCED: tuple[Flag, ...] = (
     ("--dry-base", float, "X", _DRY_BASE_HELP),
     ("--dry-allowed-length", int, "N", "DRY: so many repeated tokens are free (default: 2)"),
     ("--dry-penalty-last-n", int, "N", _DRY_LAST_HELP),
-    ("--dry-sequence-breakers", list, "TEXT", _BREAKERS_HELP),
+    ("--dry-sequence-breaker", list, "TEXT", _BREAKERS_HELP),
     (
         "--xtc-probability",
         float,
@@ -284,8 +284,9 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Generation options that were given."""
     given = flag_values(args, (*_SAMPLING, *_SAMPLING_ADVANCED))
     options = {name: value for name, value in given.items() if value is not None}
-    if options.get("dry_sequence_breakers") == ["none"]:
-        options["dry_sequence_breakers"] = []
+    breakers = options.pop("dry_sequence_breaker", None)
+    if breakers is not None:
+        options["dry_sequence_breakers"] = [] if breakers == ["none"] else breakers
     adapters = adapters_by_name(getattr(args, "adapter", None) or ())
     return options | ({"adapter": next(iter(adapters))} if adapters else {})
 

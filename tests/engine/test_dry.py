@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localrt.cli.options import add_sampling_arguments, sampling_options
 from localrt.engine.dry import Dry, grown, repeat_lengths
 from localrt.engine.options import read_options
 from localrt.engine.sampling import Sampling
@@ -143,3 +145,19 @@ def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> 
 def test_one_breaker_may_stand_alone() -> None:
     sampling = read_options({"dry_sequence_breakers": ";"}).sampling
     assert sampling.dry_sequence_breakers == (";",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], {}),
+        (["--dry-sequence-breaker", ";"], {"dry_sequence_breakers": [";"]}),
+        (["--dry-sequence-breaker", "none"], {"dry_sequence_breakers": []}),
+    ],
+)
+def test_the_command_line_takes_one_breaker_at_a_time(
+    flags: list[str], expected: dict[str, object]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_sampling_arguments(parser)
+    assert sampling_options(parser.parse_args(flags)) == expected
