@@ -31,6 +31,7 @@ from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.text.content import check_text_only
+from localrt.text.gbnf import gbnf_to_lark
 from localrt.text.infill import Infill
 from localrt.text.known_syntaxes import TURN_ENDS
 from localrt.text.structured import Grammars
@@ -106,13 +107,16 @@ class RequestBuilder:
         """Whether a conversation can have these options.
 
         Raises:
-            OptionError: an unknown name, an impossible value, or thinking of a model that has none.
+            OptionError: an unknown name, an impossible value, a malformed grammar, or thinking of a
+                model that has none.
         """
         chosen = read_options(self._defaults, options)
         if self._adapters is not None:
             self._adapters.mix(chosen.adapter)
         if self._tokenizer is not None:
             self._thinking.variables(chosen)
+            if chosen.grammar is not None:
+                gbnf_to_lark(chosen.grammar, self._tokenizer.token_id)
 
     def make(
         self,

@@ -14,7 +14,6 @@ from localrt.cli.help import advanced
 from localrt.engine.options import read_options
 from localrt.errors import OptionError
 from localrt.hub import DEMO_NAME
-from localrt.option_names import option
 from localrt.settings import ENDPOINT_KEY
 from localrt.text.gbnf import gbnf_to_lark
 
@@ -310,10 +309,7 @@ def constraint_options(args: argparse.Namespace) -> dict[str, Any]:
         file = grammar
     if file is not None or grammar is not None:
         options["grammar"] = grammar if file is None else _file_text("grammar", file)
-        try:
-            gbnf_to_lark(options["grammar"], lambda _: 0)
-        except ValueError as error:
-            raise OptionError(f"{option('grammar')} cannot be used: {error}") from error
+        gbnf_to_lark(options["grammar"], lambda _: 0)
     read_options(options)
     return options
 

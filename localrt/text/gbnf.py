@@ -10,6 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from localrt.errors import OptionError
+from localrt.option_names import option
+
 __all__ = ["gbnf_to_lark"]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -30,9 +33,12 @@ def gbnf_to_lark(text: str, token_id: Callable[[str], int | None]) -> str:
     """The grammar ``text`` for llguidance; ``token_id`` finds tokens that it names.
 
     Raises:
-        ValueError: what is wrong, in which line and rule.
+        OptionError: what is wrong, in which line and rule.
     """
-    return _Translation(text, token_id).result()
+    try:
+        return _Translation(text, token_id).result()
+    except ValueError as error:
+        raise OptionError(f"{option('grammar')} cannot be used: {error}") from error
 
 
 class _Translation:
@@ -48,7 +54,7 @@ class _Translation:
         self._used: dict[str, str] = {}  # names, and where they occur first
 
     def result(self) -> str:
-        """See ``gbnf_to_lark``."""
+        """See ``gbnf_to_lark``; what is wrong is a ``ValueError``."""
         self._skip(_SPACE_AND_LINES)
         while self._at < len(self._text):
             self._read_rule()

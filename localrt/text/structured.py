@@ -138,6 +138,8 @@ class Grammars:
             ) from error
         try:
             grammar = make()
+        except OptionError:
+            raise
         except ValueError as error:
             raise _refused(name, str(error)) from error
         if self._prepared is None:

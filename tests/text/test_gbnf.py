@@ -168,6 +168,13 @@ def test_what_cannot_be_followed_is_one_line(
         tiny.generate("hi", temperature=1.0, max_tokens=600, ignore_eos=True, **options)
 
 
+def test_a_chat_refuses_a_malformed_grammar_at_once(tiny: localrt.Model) -> None:
+    chat = tiny.chat()
+    with pytest.raises(OptionError, match="there is no rule 'b'"):
+        chat.set(grammar="root ::= b")
+    assert chat.options == {}
+
+
 def test_command_line(
     tiny_folder: Path,
     tmp_path: Path,
