@@ -267,7 +267,7 @@ def card_here() -> tuple[Card, int] | None:
     here = hardware.gpus()
     if not here:
         return None
-    card = find_card(here[0].name) or parse_card(DEFAULT_CARD)
+    card = find_card(here[0].name, here[0].memory_bytes) or parse_card(DEFAULT_CARD)
     free = here[0].free_bytes or here[0].memory_bytes or card.vram_bytes
     return replace(card, name=here[0].name, vram_bytes=here[0].memory_bytes or free), free
 

@@ -1,11 +1,15 @@
 """Graphics cards: one that was measured, and those that may not be here, for what-if plans.
 
-A small table of real cards with their makers' figures; the link is what pinned copies reach of it,
-about four fifths of the wire. A made-up one is written ``virtual:8GB@12GB/s,256GB/s,20TFLOPS``.
+A table of cards that people have, with their maker's figures: the memory's size and rate, and the
+cores and boost clocks that arithmetic follows from, as NVIDIA's architecture papers (Turing, GA102,
+Ada, Blackwell) and its comparison of cards and of laptops (nvidia.com/geforce) have them. A laptop
+may hold its card to a lower clock. A link is PCIe by generation and lanes, of which pinned copies
+reach four fifths. A made-up card is written ``virtual:8GB@12GB/s,256GB/s,20TFLOPS``.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,9 +38,6 @@ _REACHED = 0.85
 # A dense layer's step is ten, and the layer two units.
 _UNIT_LAUNCHES = 5
 
-_PCIE3_X16 = _PCIE4_X8 = 12.5e9
-_PCIE4_X16 = _PCIE5_X8 = 25e9
-
 
 @dataclass(frozen=True, slots=True)
 class Card:
@@ -64,26 +65,85 @@ class Card:
         )
 
 
-def _card(name: str, gib: int, link: float, gb_s: float, tflops: float) -> Card:
-    return Card(name, gib << 30, link, gb_s * 1e9, tflops * 1e12)
+# GB/s that pinned copies reach, by PCIe generation and lanes.
+_LINKS = {"3x16": 12.5, "4x4": 6.2, "4x8": 12.5, "4x16": 25.0, "5x8": 25.0, "5x16": 50.0}
 
+# GiB of memory, PCIe, GB/s of the memory, TFLOPS: of cards of one name the usual one comes first.
+_ROWS: tuple[tuple[str, int, str, float, float], ...] = (
+    ("GTX 1660 6GB", 6, "3x16", 192, 5),
+    ("GTX 1660 Super 6GB", 6, "3x16", 336, 5),
+    ("GTX 1660 Ti 6GB", 6, "3x16", 288, 5.4),
+    ("GTX 1660 Ti Laptop 6GB", 6, "3x16", 288, 4.9),
+    ("RTX 2060 6GB", 6, "3x16", 336, 26),
+    ("RTX 2060 12GB", 12, "3x16", 336, 29),
+    ("RTX 2060 Super 8GB", 8, "3x16", 448, 29),
+    ("RTX 2060 Laptop 6GB", 6, "3x16", 336, 18),
+    ("RTX 2070 8GB", 8, "3x16", 448, 30),
+    ("RTX 2070 Super 8GB", 8, "3x16", 448, 36),
+    ("RTX 2070 Laptop 8GB", 8, "3x16", 448, 27),
+    ("RTX 2080 8GB", 8, "3x16", 448, 40),
+    ("RTX 2080 Super 8GB", 8, "3x16", 496, 45),
+    ("RTX 2080 Ti 11GB", 11, "3x16", 616, 54),
+    ("RTX 3050 8GB", 8, "4x8", 224, 18),
+    ("RTX 3050 6GB", 6, "4x8", 168, 13.5),
+    ("RTX 3050 Laptop 4GB", 4, "4x8", 192, 14),
+    ("RTX 3050 Laptop 6GB", 6, "4x8", 168, 15),
+    ("RTX 3050 Ti Laptop 4GB", 4, "4x8", 192, 17),
+    ("RTX 3060 12GB", 12, "4x16", 360, 25),
+    ("RTX 3060 8GB", 8, "4x16", 240, 25),
+    ("RTX 3060 Laptop 6GB", 6, "4x8", 336, 26),
+    ("RTX 3060 Ti 8GB", 8, "4x16", 448, 32),
+    ("RTX 3070 8GB", 8, "4x16", 448, 41),
+    ("RTX 3070 Ti 8GB", 8, "4x16", 608, 43),
+    ("RTX 3070 Laptop 8GB", 8, "4x8", 448, 33),
+    ("RTX 3070 Ti Laptop 8GB", 8, "4x8", 448, 35),
+    ("RTX 3080 10GB", 10, "4x16", 760, 60),
+    ("RTX 3080 12GB", 12, "4x16", 912, 61),
+    ("RTX 3080 Ti 12GB", 12, "4x16", 912, 68),
+    ("RTX 3080 Laptop 8GB", 8, "4x8", 448, 42),
+    ("RTX 3080 Laptop 16GB", 16, "4x8", 448, 42),
+    ("RTX 3080 Ti Laptop 16GB", 16, "4x8", 512, 47),
+    ("RTX 3090 24GB", 24, "4x16", 936, 71),
+    ("RTX 3090 Ti 24GB", 24, "4x16", 1008, 80),
+    ("RTX 4050 Laptop 6GB", 6, "4x8", 192, 24),
+    ("RTX 4060 8GB", 8, "4x8", 272, 30),
+    ("RTX 4060 Ti 8GB", 8, "4x8", 288, 44),
+    ("RTX 4060 Ti 16GB", 16, "4x8", 288, 44),
+    ("RTX 4060 Laptop 8GB", 8, "4x8", 256, 29),
+    ("RTX 4070 12GB", 12, "4x16", 504, 58),
+    ("RTX 4070 Super 12GB", 12, "4x16", 504, 71),
+    ("RTX 4070 Ti 12GB", 12, "4x16", 504, 80),
+    ("RTX 4070 Ti Super 16GB", 16, "4x16", 672, 88),
+    ("RTX 4070 Laptop 8GB", 8, "4x8", 256, 40),
+    ("RTX 4080 16GB", 16, "4x16", 717, 97),
+    ("RTX 4080 Super 16GB", 16, "4x16", 736, 104),
+    ("RTX 4080 Laptop 12GB", 12, "4x16", 432, 68),
+    ("RTX 4090 24GB", 24, "4x16", 1008, 165),
+    ("RTX 4090 Laptop 16GB", 16, "4x16", 576, 79),
+    ("RTX 5050 8GB", 8, "5x8", 320, 26),
+    ("RTX 5050 Laptop 8GB", 8, "5x8", 384, 26),
+    ("RTX 5060 8GB", 8, "5x8", 448, 38),
+    ("RTX 5060 Ti 16GB", 16, "5x8", 448, 47),
+    ("RTX 5060 Ti 8GB", 8, "5x8", 448, 47),
+    ("RTX 5060 Laptop 8GB", 8, "5x8", 384, 33),
+    ("RTX 5070 12GB", 12, "5x16", 672, 62),
+    ("RTX 5070 Ti 16GB", 16, "5x16", 896, 88),
+    ("RTX 5070 Laptop 8GB", 8, "5x8", 384, 42),
+    ("RTX 5070 Ti Laptop 12GB", 12, "5x8", 672, 52),
+    ("RTX 5080 16GB", 16, "5x16", 960, 113),
+    ("RTX 5080 Laptop 16GB", 16, "5x16", 896, 70),
+    ("RTX 5090 32GB", 32, "5x16", 1792, 210),
+    ("RTX 5090 Laptop 24GB", 24, "5x16", 896, 91),
+    ("RTX A2000 6GB", 6, "4x16", 288, 32),
+    ("RTX A2000 12GB", 12, "4x16", 288, 32),
+    ("T4 16GB", 16, "3x16", 320, 65),
+    ("Arc A750 8GB", 8, "4x16", 512, 110),
+)
 
 CARDS: Mapping[str, Card] = MappingProxyType(
     {
-        card.name: card
-        for card in (
-            _card("RTX 3050 8GB", 8, _PCIE4_X8, 224, 18),
-            _card("RTX 3060 12GB", 12, _PCIE4_X16, 360, 25),
-            _card("RTX 3060 Laptop 6GB", 6, _PCIE4_X8, 336, 21),
-            _card("RTX 3070 8GB", 8, _PCIE4_X16, 448, 40),
-            _card("RTX 4060 8GB", 8, _PCIE4_X8, 272, 30),
-            _card("RTX 4060 Laptop 8GB", 8, _PCIE4_X8, 256, 29),
-            _card("RTX 4070 12GB", 12, _PCIE4_X16, 504, 58),
-            _card("RTX 5060 8GB", 8, _PCIE5_X8, 448, 38),
-            _card("RTX A2000 6GB", 6, _PCIE4_X16, 288, 32),
-            _card("T4 16GB", 16, _PCIE3_X16, 320, 65),
-            _card("Arc A750 8GB", 8, _PCIE4_X16, 512, 110),
-        )
+        name: Card(name, gib << 30, _LINKS[pcie] * 1e9, gb_s * 1e9, tflops * 1e12)
+        for name, gib, pcie, gb_s, tflops in _ROWS
     }
 )
 """Cards by name."""
@@ -105,18 +165,23 @@ def measured_profile(name: str, vram_bytes: int, rates: CardRates) -> GpuProfile
     )
 
 
-def find_card(name: str) -> Card | None:
-    """The card that a name means, however a driver or a person writes it: None if none is close."""
+def find_card(name: str, vram_bytes: int | None = None) -> Card | None:
+    """The card that a name means, however a driver or a person writes it: None if none is close.
+
+    Of cards of one name the one that comes closest to ``vram_bytes``, else the usual one.
+    """
     wanted = _words(name)
-    best: tuple[int, Card] | None = None
+    sizes = [word for word in wanted if re.fullmatch(r"\d+gb", word)]
+    found: list[tuple[int, Card]] = []
     for card in CARDS.values():
-        model = [word for word in _words(card.name) if not word.endswith("gb")]
-        if all(word in wanted for word in model):
-            sizes = [word for word in wanted if re.fullmatch(r"\d+gb", word)]
-            fits = not sizes or sizes[0] in _words(card.name)
-            if fits and (best is None or len(model) > best[0]):
-                best = len(model), card
-    return None if best is None else best[1]
+        *model, size = _words(card.name)
+        if all(word in wanted for word in model) and (not sizes or sizes[0] == size):
+            found.append((len(model), card))
+    most = max((words for words, _ in found), default=0)
+    cards = [card for words, card in found if words == most]
+    if vram_bytes is not None:
+        cards.sort(key=lambda card: abs(card.vram_bytes - vram_bytes))
+    return cards[0] if cards else None
 
 
 def parse_card(text: str) -> Card:
@@ -143,9 +208,12 @@ def parse_card(text: str) -> Card:
         )
     card = find_card(text.removeprefix("virtual:"))
     if card is None:
+        close = difflib.get_close_matches(text.upper(), CARDS, n=3, cutoff=0.7)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
         raise OptionError(
-            f"no card {text!r} in the table: one of {', '.join(CARDS)}, "
-            "or virtual:8GB@12GB/s,256GB/s,20TFLOPS"
+            f'no card {text!r} in the table: {meant}Write it like "RTX 4060", "RTX 4060 Ti 16GB" '
+            'or "RTX 4060 Laptop" (from GTX 1660 to RTX 5090), '
+            "or make one up: virtual:8GB@12GB/s,256GB/s,20TFLOPS"
         )
     return card
 
@@ -175,14 +243,12 @@ def _parse_flops(text: str) -> float:
 
 
 def _words(name: str) -> list[str]:
-    """Lower-case words, numbers joined to their unit: "RTX 4060 Ti" never means "RTX 4060"."""
+    """Lower-case words, joined to what makes them another card: "RTX 4060 Ti" is no "RTX 4060"."""
     text = re.sub(r"(\d)\s+gb\b", r"\1gb", name.lower())
-    words = re.findall(r"[a-z0-9]+", text)
-    skipped = {"nvidia", "geforce", "gpu", "intel", "tesla", "graphics"}
-    words = [word for word in words if word not in skipped]
-    # "ti" and "super" make another card.
-    return [
-        word + words[at + 1] if at + 1 < len(words) and words[at + 1] in ("ti", "super") else word
-        for at, word in enumerate(words)
-        if word not in ("ti", "super")
-    ]
+    text = re.sub(r"\b(mobile|max-q|notebook)\b", "laptop", text)
+    text = re.sub(r"\b(\d{4}(?:\s*ti)?)m\b", r"\1 laptop", text)
+    text = re.sub(r"(\d)\s*ti\b", r"\1ti", text)
+    text = re.sub(r"(\d(?:ti)?)\s*super\b", r"\1super", text)
+    text = re.sub(r"\b([gr]tx)(?=\d)", "", text)
+    skipped = {"nvidia", "geforce", "gpu", "intel", "tesla", "graphics", "rtx", "gtx", "with"}
+    return [word for word in re.findall(r"[a-z0-9]+", text) if word not in skipped]

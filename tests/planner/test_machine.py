@@ -64,8 +64,16 @@ def test_cards_are_found_by_what_drivers_call_them() -> None:
     assert find_card("NVIDIA GeForce RTX 4060 Laptop GPU") == CARDS["RTX 4060 Laptop 8GB"]
     assert find_card("rtx 3060 12GB") == CARDS["RTX 3060 12GB"]
     assert find_card("Tesla T4") == CARDS["T4 16GB"]
-    for other in ("NVIDIA GeForce RTX 4060 Ti", "RTX 4070 SUPER", "RTX 9999", "H200", ""):
+    assert find_card("3060") == CARDS["RTX 3060 12GB"]
+    assert find_card("RTX 4060 Ti 16 GB") == CARDS["RTX 4060 Ti 16GB"]
+    assert find_card("rtx4070ti super") == CARDS["RTX 4070 Ti Super 16GB"]
+    assert find_card("4070M") == find_card("RTX 4070 Mobile") == CARDS["RTX 4070 Laptop 8GB"]
+    # A driver says the memory beside the name.
+    assert find_card("NVIDIA GeForce RTX 5060 Ti", 8 << 30) == CARDS["RTX 5060 Ti 8GB"]
+    assert find_card("NVIDIA GeForce RTX 5060 Ti") == CARDS["RTX 5060 Ti 16GB"]
+    for other in ("NVIDIA GeForce RTX 4090 Ti", "RTX 4050 SUPER", "RTX 9999", "H200", ""):
         assert find_card(other) is None
+    assert find_card("RTX 4060 16GB") is None
     for name, card in CARDS.items():
         assert find_card(name) == card
 
@@ -80,8 +88,10 @@ def test_a_card_can_be_made_up() -> None:
     for bad in ("virtual:8GB", "virtual:8GB@12GB,1GB/s,1TFLOPS", "virtual:1GB@1GB/s,1GB/s,fast"):
         with pytest.raises(OptionError):
             parse_card(bad)
-    with pytest.raises(OptionError, match="RTX 4060 8GB"):
+    with pytest.raises(OptionError, match="from GTX 1660 to RTX 5090"):
         parse_card("Voodoo 2")
+    with pytest.raises(OptionError, match=r"did you mean .*RTX 4060"):
+        parse_card("RTX 4065")
 
 
 def test_bandwidths() -> None:
