@@ -6,12 +6,12 @@ Text for people, in lines; the same facts for programs are ``Plan.to_dict``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import expm1
 
 from localrt.formatting import format_bytes, format_rate
 from localrt.offload.account import Tier
-from localrt.offload.placement import Where
+from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.planner.plan import Plan, PlannedSize, PlanRequest
 from localrt.offload.planner.simulate import Resource
 from localrt.offload.shapes import ModelShape
@@ -28,7 +28,14 @@ _PLACES = {
 _SIZE_PLACES = {"streamed": "streamed", "memory": "all in memory", "card": "all in GPU memory"}
 _RESOURCES: dict[Resource, str] = {"ssd": "disk", "link": "link", "cpu": "CPU", "gpu": "GPU"}
 _TABLES = {"inputs": "inputs of each layer", "ngrams": "table of hashed n-grams"}
-_KINDS = ("embedding", "attention", "mlp", "expert", "head")
+_KINDS = {
+    "embedding": "embedding",
+    "attention": "attention",
+    "mlp": "MLPs",
+    "expert": "experts",
+    "head": "output head",
+}
+_KV_PLACES = {"ram": "in RAM", "vram": "in GPU memory", "ssd": "on the SSD"}
 
 
 def one_line(plan: Plan) -> str:
@@ -125,40 +132,53 @@ def _machine(request: PlanRequest) -> Iterator[str]:
 
 
 def _placement(plan: Plan) -> Iterator[str]:
-    counts: dict[Where, Counter[str]] = {}
-    sizes: Counter[Where] = Counter()
+    units: dict[Where, list[PlacedUnit]] = {}
     for unit in plan.request.shape.units:
         where = plan.placement.where[unit.name]
         if unit.kind == "embedding" and where.read:
             table = _TABLES.get(unit.name, "embedding")
             yield f"  {format_bytes(unit.nbytes):>7}  on the SSD, read row by row  (the {table})"
             continue
-        if unit.kind != "norm":
-            counts.setdefault(where, Counter())[unit.kind] += 1
-        sizes[where] += unit.nbytes
+        units.setdefault(where, []).append(unit)
     for where in Where:
-        if where in counts:
-            units = ", ".join(
-                f"{counts[where][kind]} {kind}" for kind in _KINDS if counts[where][kind]
-            )
-            yield f"  {format_bytes(sizes[where]):>7}  {_PLACES[where]}  ({units})"
+        here = units.get(where, [])
+        if any(unit.kind != "norm" for unit in here):
+            size = format_bytes(sum(unit.nbytes for unit in here))
+            what = ", ".join(_parts(plan.request.shape, here))
+            yield f"  {size:>7}  {_PLACES[where]}  ({what})"
     places = zip(plan.request.shape.kv, plan.placement.kv, strict=True)
     kv = Counter(place for layer, place in places if layer.width or layer.states)
     if set(kv) - {"ram"}:
         yield "  keys and values: " + ", ".join(
-            f"{count} layers in {place}" for place, count in kv.items()
+            f"{count} layers {_KV_PLACES[place]}" for place, count in kv.items()
         )
+
+
+def _parts(shape: ModelShape, units: Sequence[PlacedUnit]) -> Iterator[str]:
+    """``"attention of 12 of 28 layers"``, ``"experts: 31 %"``: what ``units`` are of the model."""
+    for kind, name in _KINDS.items():
+        here = [unit for unit in units if unit.kind == kind]
+        if not here:
+            continue
+        all_of_it = [unit for unit in shape.units if unit.kind == kind]
+        if len(here) == len(all_of_it):
+            yield name
+        elif kind in ("attention", "mlp"):
+            layers, whole = (len({u.layer for u in each}) for each in (here, all_of_it))
+            yield f"{name} of {layers} of {whole} layers"
+        else:
+            share = sum(u.nbytes for u in here) / sum(u.nbytes for u in all_of_it)
+            yield f"{name}: {100 * share:.0f} %"
 
 
 def _prediction(plan: Plan) -> Iterator[str]:
     prediction, request = plan.prediction, plan.request
     yield one_line(plan)
     seconds = request.sequences / prediction.tok_s
+    shares = {name: plan.busy_share(name) for name in prediction.busy}
     busy = ", ".join(
-        f"{_RESOURCES[name]} {100 * value / seconds:.0f} %"
-        for name, value in prediction.busy.items()
-        if value > 0.0005 * seconds
-    )
+        f"{_RESOURCES[name]} {share:.0%}" for name, share in shares.items() if share > 0.0005
+    ).replace("%", " %")
     yield f"busy in the {_milliseconds(seconds)} of a pass: {busy}"
     ways = {"ssd": "read from the SSD", "link": "copied to the GPU"}
     ways |= {"ram": "computed by the CPU", "vram": "computed by the GPU"}
@@ -218,8 +238,8 @@ def _long_passes(plan: Plan) -> Iterator[str]:
     if moved:
         size = format_bytes(sum(unit.nbytes for unit in moved))
         yield (
-            f"from {placement.card_rows} tokens a pass on, {len(moved)} {what} of the CPU's "
-            f"({size}) are copied to the GPU and computed there"
+            f"from {placement.card_rows} tokens a pass on, the CPU's {what} ({size}) are copied "
+            "to the GPU and computed there"
         )
 
 

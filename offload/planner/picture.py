@@ -67,7 +67,7 @@ def to_svg(plan: Plan) -> str:
     parts += _passes(tasks, begin, scale, bottom)
     for number, name in enumerate(rows):
         y = _TOP + number * (_ROW + _GAP)
-        share = _share(tasks, name, begin, end)
+        share = plan.busy_share(name)
         width = _WIDTH - _LEFT - _RIGHT
         parts.append(f'<rect class="lane" x="{_LEFT}" y="{y}" width="{width}" height="{_ROW}"/>')
         parts.append(f'<text class="label" x="{_LEFT - 10}" y="{y + 20}">{_LABELS[name]}</text>')
@@ -181,13 +181,6 @@ def _rect(bar: _Bar, begin: float, scale: float, y: int) -> str:
 
 def _line(kind: str, x: float, top: float, bottom: float) -> str:
     return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
-
-
-def _share(tasks: Sequence[SimulatedTask], name: Resource, begin: float, end: float) -> float:
-    busy = sum(
-        max(0.0, task.end - max(task.start, begin)) for task in tasks if task.resource == name
-    )
-    return min(1.0, busy / max(end - begin, 1e-9))
 
 
 def _legend(kinds: set[str], y: int) -> Iterator[str]:

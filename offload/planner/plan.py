@@ -36,7 +36,7 @@ class Prediction:
     """What the plan will do; rates in tokens per second, bytes per pass.
 
     ``ceiling_tok_s`` is what this placement allows with perfect overlap, ``bottleneck`` the
-    resource behind it. ``tok_s`` holds for ``held`` tokens in the cache, ``full_context_tok_s``
+    busiest resource. ``tok_s`` holds for ``held`` tokens in the cache, ``full_context_tok_s``
     for all. ``waits`` is the time of a pass that computing stood still, by what it waited for.
     """
 
@@ -242,6 +242,11 @@ class Plan:
     def bottleneck(self) -> Resource:
         """``"ssd"``, ``"link"``, ``"cpu"`` or ``"gpu"``."""
         return self.prediction.bottleneck
+
+    def busy_share(self, resource: Resource) -> float:
+        """The share of a pass that a resource works, from 0 to 1."""
+        seconds = self.request.sequences / self.prediction.tok_s
+        return min(1.0, self.prediction.busy.get(resource, 0.0) / seconds)
 
     @property
     def weight_bytes(self) -> int:

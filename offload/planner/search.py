@@ -18,7 +18,7 @@ from localrt.offload.account import (
 from localrt.offload.placement import Placement
 from localrt.offload.planner.candidates import Candidate, Rooms, best_candidate, can_place
 from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
-from localrt.offload.planner.simulate import Resource, simulate
+from localrt.offload.planner.simulate import RESOURCES, simulate
 
 __all__ = ["find_plan", "fits", "predicted_rate"]
 
@@ -173,13 +173,10 @@ def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
     )
     tokens = request.sequences
     busy = steady.busy
-    slowest: Resource = "gpu" if busy["gpu"] > busy["cpu"] else "cpu"
-    if max(busy["ssd"], busy["link"]) > steady.chain:
-        slowest = "ssd" if busy["ssd"] >= busy["link"] else "link"
     prediction = Prediction(
         tok_s=tokens / steady.seconds,
         ceiling_tok_s=tokens / steady.bound,
-        bottleneck=slowest,
+        bottleneck=max(RESOURCES, key=lambda name: busy[name]),
         efficiency=steady.efficiency,
         prefill_tok_s=placement.prefill_rows / prompt.seconds,
         held=request.held_tokens,

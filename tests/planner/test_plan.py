@@ -257,6 +257,9 @@ def test_a_plan_as_json_and_as_text() -> None:
     for word in ("RAM: ", "Prediction", "What would help most", "read for each token", "disk"):
         assert word in text
     assert one_line(plan) in text
+    # Units are the planner's own matter: people read of layers, and of shares.
+    assert re.search(r"\(.*MLPs of \d+ of 28 layers", text)
+    assert not re.search(r"\d+ (head|mlp|attention|expert|embedding)\b", text)
 
 
 def test_the_picture_is_well_formed_and_shows_every_resource() -> None:
@@ -330,3 +333,13 @@ def test_a_context_fits_a_hybrid_that_does_not_fit_a_transformer_of_its_size() -
     assert hybrid.ctx == ctx
     with pytest.raises(MemoryBudgetError, match=r"131072 tokens 4\.3 GB"):
         planned(published("llama-3.2-1b"), machine(), budgets, exact=False, ctx=ctx)
+
+
+@pytest.mark.parametrize(("ram", "vram"), [(32_000, 8_000), (900, 300), (600, 0), (2_000, 2_000)])
+def test_the_bottleneck_is_the_busiest_resource(ram: int, vram: int) -> None:
+    model = published("llama-3-70b") if ram > 10_000 else CODER
+    profile = machine(gpu=vram > 0, ssd=3.5e9)
+    plan = planned(model, profile, Budgets(ram=ram * MB, vram=vram * MB), ctx=512, exact=False)
+    shares = {name: plan.busy_share(name) for name in plan.prediction.busy}
+    assert shares[plan.bottleneck] == max(shares.values())
+    assert plan.prediction.efficiency == pytest.approx(shares[plan.bottleneck])
