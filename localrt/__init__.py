@@ -5,15 +5,27 @@
     for chunk in model.stream("Why is the sky blue?", max_tokens=64):
         print(chunk.text, end="")
 
-Names below are imported on first use (PEP 562), so that ``import localrt`` stays cheap.
+The names to begin with; ``help(localrt.load)`` and so on say more:
+
+- ``load``, ``load_in_background``: a model, downloaded first if need be
+- ``Model``: ``stream``, ``generate``, ``chat``, ``live``, ``embed``, each for asyncio too
+- ``ChatSession``: a conversation; ``History`` keeps conversations on disk
+- ``Chunk``, ``Metrics``, ``Status``: what comes back, how fast, what it takes
+- ``plan``, ``preview``: how fast a model would be, before it is downloaded
+- ``list_models``, ``search_models``, ``pull``, ``remove_model``: the models on this machine
+- ``LocalrtError``: the root of all errors
+
+Names are imported on first use, so that ``import localrt`` stays cheap.
 
 .. include:: ../docs/embedding.md
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+import sys as _sys
+from importlib import import_module as _import_module
 from pathlib import Path as _Path
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING, Any
 
 from localrt.version import __version__
@@ -120,13 +132,16 @@ if (_root / "pyproject.toml").is_file() and (_root / "models" / "__init__.py").i
     __path__.append(str(_root))
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-    raise AttributeError(f"module 'localrt' has no attribute {name!r}")
+class _Name:
+    """A public name, in the module's class: ``help(localrt)`` would print each one in full."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, package: object, owner: type | None = None) -> Any:
+        return getattr(_import_module(_HOME[self.name]), self.name)
 
 
-def __dir__() -> list[str]:
-    return __all__
+_sys.modules[__name__].__class__ = type(
+    "_Package", (_ModuleType,), {name: _Name(name) for name in _HOME}
+)

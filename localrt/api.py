@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from localrt.answering.arguments import check_call, check_model, check_path
 from localrt.answering.batching import Errors, Prompts, gathered, stream_batch
 from localrt.answering.core import Core, open_core
 from localrt.answering.embedding import embed
+from localrt.answering.requests import whole_ids
 from localrt.answering.status import ModelInfo, Status
 from localrt.answering.streams import in_thread, joined
 from localrt.chat import ChatSession
@@ -22,11 +24,12 @@ from localrt.engine.batch.live import LiveLimits
 from localrt.engine.options import read_options
 from localrt.engine.protocol import Logits, check_ids
 from localrt.engine.types import Chunk, Message
-from localrt.errors import ContextOverflowError
-from localrt.formatting import parse_size
+from localrt.errors import ContextOverflowError, OptionError
+from localrt.formatting import format_bytes, parse_size
 from localrt.live import LiveModel
 from localrt.loading.options import LoadOptions
 from localrt.models.tokenizers.base import Tokenizer
+from localrt.option_names import option
 from localrt.progress import ProgressCallback
 
 if TYPE_CHECKING:  # it brings the planner
@@ -98,6 +101,10 @@ def load(
     Raises:
         LocalrtError: with one line that says what is wrong and what to do.
     """
+    check_model(model, adapters)
+    check_call(cancel=cancel, on_progress=progress, name="progress")
+    if chat_template is not None:
+        check_path(option("chat_template"), chat_template)
     options = LoadOptions(
         engine=engine,
         format=format,
@@ -134,14 +141,19 @@ class Model(Closing):
     def __init__(self, core: Core) -> None:
         self._core = core
         self._batches: list[LiveModel] = []
+        self._closed = False
         self.name = core.name
         self.info = core.info
         self.defaults = core.defaults
 
     def __repr__(self) -> str:
         """What it is, and where it runs."""
+        if self._closed:
+            return f"<localrt.Model {self.name!r}: closed>"
         info = self.info
-        return f"<localrt.Model {self.name!r}: {info.format} on {info.device} ({info.engine})>"
+        size = f"{format_bytes(info.weight_bytes)}{', streamed' if info.streamed else ''}"
+        where = f"on {info.device} ({info.engine})"
+        return f"<localrt.Model {self.name!r}: {info.format}, {size}, ctx {info.ctx}, {where}>"
 
     # -- text ------------------------------------------------------------------------------------
 
@@ -231,6 +243,7 @@ class Model(Closing):
 
     def load_chat(self, path: str | Path) -> ChatSession:
         """A conversation saved with ``ChatSession.save``."""
+        check_path("path", path)
         return ChatSession.load(self._core, path)
 
     # -- many at a time --------------------------------------------------------------------------
@@ -331,6 +344,8 @@ class Model(Closing):
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of plain text."""
+        if not isinstance(text, str):
+            raise OptionError(f"text must be a string, is {text!r:.80}")
         return self.tokenizer.encode(text, add_special=add_special)
 
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
@@ -369,7 +384,7 @@ class Model(Closing):
             ContextOverflowError: more tokens than the context holds.
             OptionError: an id outside the vocabulary.
         """
-        core, ids = self._core, [int(token) for token in token_ids]
+        core, ids = self._core, whole_ids(token_ids, "token_ids")
         if len(ids) > core.ctx:
             raise ContextOverflowError(f"{len(ids)} tokens do not fit a context of {core.ctx}")
         check_ids(ids, self.info.vocab_size)
@@ -502,6 +517,7 @@ class Model(Closing):
         self._core.close()
 
     def _end_batches(self) -> None:
+        self._closed = True
         batches, self._batches = self._batches, []
         for live in batches:
             live.close()

@@ -131,6 +131,8 @@ class ChatSession:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> None:
+        if system is not None and not isinstance(system, str):
+            raise OptionError(f"system must be a string, is {system!r:.80}")
         self._host = host
         self._cache = host.open_chat()
         self._cancel = threading.Event()
@@ -140,6 +142,10 @@ class ChatSession:
         self.options: dict[str, Any] = {}
         self.set(**options)
         self.system = system
+
+    def __repr__(self) -> str:
+        """Whom it is with, and how long it is."""
+        return f"<localrt.ChatSession with {self._host.name!r}: {len(self.messages)} messages>"
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -231,6 +237,8 @@ class ChatSession:
             raise OptionError("calls wait for their results: give them with add_tool_result")
         if text is None and (not self.messages or self.messages[-1]["role"] not in _ASKING):
             raise OptionError("there is nothing to answer: give a text")
+        if text is not None and not isinstance(text, str):
+            raise OptionError(f"a message must be a string, is {text!r:.80}")
         if text is not None and not text:
             raise OptionError("the message is empty: write something to answer")
         chosen = {name: value for name, value in options.items() if value is not None}

@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
+from localrt.answering.arguments import check_call, check_list
 from localrt.answering.core import Core
 from localrt.answering.streams import joined
 from localrt.engine.batch.batch import generate_batch
@@ -27,6 +28,7 @@ Prompts: TypeAlias = Sequence[str | Sequence[Message]]
 # What gives one prompt's ids: its text or messages, or the ids themselves.
 _Prompt: TypeAlias = tuple[str | Sequence[Message] | None, Sequence[int] | None]
 _SEEDS = 1 << 64
+_SINGLE = "prompts is a list of prompts: for a single one, use generate"
 
 
 def stream_batch(
@@ -45,6 +47,7 @@ def stream_batch(
     """See ``Model.stream_batch``."""
     if errors not in ("raise", "return"):
         raise OptionError(f"errors must be 'raise' or 'return', is {errors!r}")
+    check_call(cancel=cancel, on_progress=on_progress)
     room = core.budgets.kv_room()
     core.check(options)
     stop = options.get("stop", core.defaults.get("stop"))
@@ -96,12 +99,16 @@ def _prompts(
     if (prompts is None) == (token_ids is None):
         raise OptionError("give either prompts or token_ids")
     if token_ids is not None:
+        check_list("token_ids", token_ids, "lists of token ids")
         if any(isinstance(ids, int) for ids in token_ids):
             raise OptionError("token_ids is a list with the ids of each prompt: [[1, 2], [3]]")
         return [(None, ids) for ids in token_ids]
     assert prompts is not None
-    if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
-        raise OptionError("prompts is a list of prompts: for a single one, use generate")
+    if isinstance(prompts, str):
+        raise OptionError(_SINGLE)
+    check_list("prompts", prompts, "prompts")
+    if any(isinstance(prompt, Mapping) for prompt in prompts):
+        raise OptionError(_SINGLE)
     return [(prompt, None) for prompt in prompts]
 
 

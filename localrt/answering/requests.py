@@ -13,6 +13,7 @@ from operator import index
 from typing import Any
 
 from localrt.answering.adapters import Adapters
+from localrt.answering.arguments import check_call, check_list
 from localrt.answering.thinking import ThinkingControl
 from localrt.drafts.choice import Drafts
 from localrt.engine.options import Options, read_options
@@ -45,6 +46,7 @@ __all__ = ["RequestBuilder", "whole_ids"]
 _ANSWER_SHARE = 4
 # Tokens beyond the context until a prompt is given up: up to here its length can be told exactly.
 _TOLD = 8192
+_TOOLS = "functions in OpenAI's form, each a mapping"
 
 
 def _with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
@@ -137,6 +139,7 @@ class RequestBuilder:
             LocalrtError: the prompt or an option cannot be used.
         """
         chosen = read_options(self._defaults, options)
+        check_call(cancel=cancel, on_progress=on_progress)
         tools = None if chosen.tool_choice == "none" else tools
         cancel = cancel or threading.Event()
         ends = self._parts.eos_ids
@@ -204,8 +207,10 @@ class RequestBuilder:
                 )
             options = replace(options, thinking=False)
         told = self._thinking.variables(options)
-        if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
-            raise OptionError("tools is a list of functions in OpenAI's form, each a mapping")
+        if tools is not None:
+            check_list("tools", tools, _TOOLS)
+            if not all(isinstance(tool, Mapping) for tool in tools):
+                raise OptionError(f"tools must be a list of {_TOOLS}")
         given = messages if self._thinking.reads_thoughts else thoughts_apart(messages)
         as_text = _have_calls(messages) and self._syntax.calls.as_text
         shaped = for_template(given, arguments_as_text=as_text)
@@ -282,8 +287,9 @@ class RequestBuilder:
         """The prompt for what is between two texts, cut where the options ask for it."""
         if not isinstance(behind, str):
             raise OptionError(f"{option('suffix')} must be a string, is {behind!r:.80}")
-        if not all(isinstance(part, str) for file in files for part in file):
-            raise OptionError("files are pairs of a name and a text")
+        check_list("files", files, "pairs of a name and a text")
+        if not all(_is_pair(file) for file in files):
+            raise OptionError("files must be a list of pairs of a name and a text")
         if options.overflow == "drop_oldest":
             most, watch = self._room(options), self._watch(cancel, bounded=False)
             return self._infill.prompt(before, behind, files, most=most, watch=watch)
@@ -336,7 +342,7 @@ class RequestBuilder:
             assert prompt is not None
             if raw:
                 raise OptionError("raw takes a string, not a list of messages")
-            if not hasattr(prompt, "__len__"):
+            if isinstance(prompt, Mapping) or not hasattr(prompt, "__len__"):
                 raise OptionError(f"a prompt is a string or a list of messages, is {prompt!r:.80}")
             if not prompt:
                 raise OptionError("the list of messages is empty")
@@ -409,6 +415,10 @@ def _beginning(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
     if len(messages) == 1:
         raise OptionError("the beginning of an answer (prefix) must follow another message")
     return messages[:-1], last["content"]
+
+
+def _is_pair(file: object) -> bool:
+    return isinstance(file, list | tuple) and list(map(type, file)) == [str, str]
 
 
 def _have_calls(messages: Sequence[Message]) -> bool:

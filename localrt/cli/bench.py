@@ -89,7 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--gpu-memory", str, "SIZE", GPU_MEMORY_HELP),
         ("--device", str, None, DEVICE_HELP),
         ("--kv-format", str, "F", KV_HELP),
-        ("--trace", Path, "FILE", "write the pipeline's tasks to FILE, for Perfetto"),
+        (
+            "--trace",
+            Path,
+            "FILE",
+            "write the pipeline's tasks to FILE, for Perfetto (default: none)",
+        ),
     ]
     add_flags(parser.add_argument_group("the native engine"), native)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -42,13 +42,14 @@ EXAMPLES: Examples = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_model_argument(parser, default=None)
+    prompt = "answer this prompt on stdout and exit (default: open a conversation)"
     plain = "plain text without a screen, for screen readers and simple terminals"
     add = parser.add_argument
     add("-s", "--system", metavar="TEXT", help="system prompt (default: none)")
-    add("-p", "--prompt", metavar="TEXT", help="answer this prompt on stdout and exit")
+    add("-p", "--prompt", metavar="TEXT", help=prompt)
     resume = "continue the last conversation"
     add("-c", "--continue", dest="resume", action="store_true", help=resume)
-    add("--load", metavar="PATH", type=Path, help="continue a saved chat")
+    add("--load", metavar="PATH", type=Path, help="continue a saved chat (default: a new one)")
     add("--plain", action="store_true", help=plain)
     parser.set_defaults(json=False, stats=False)
     add_endpoint_arguments(parser)

@@ -53,7 +53,7 @@ HUB_FLAGS: tuple[Flag, ...] = (
 )
 _ENDPOINT_HELP = (
     "use a model of this server (localrt serve, vLLM, or any with OpenAI's protocol); MODEL is its "
-    "name there (default: the first one that the server lists)"
+    "name there, or left out the first one that it lists (default: none)"
 )
 _ENDPOINT: tuple[Flag, ...] = (
     ("--endpoint", str, "URL", _ENDPOINT_HELP),
@@ -74,7 +74,10 @@ KV_HELP = (
 FORMAT_HELP = "unpack weights to this format (default: as they are in the file)"
 THREADS_HELP = "CPU threads (default: one for each core)"
 _ENGINE_HELP = "what runs the model; auto takes llamacpp where native cannot (default: auto)"
-_ADAPTER_HELP = "LoRA adapter, a folder, .gguf file or hub id; may be repeated, the first is used"
+_ADAPTER_HELP = (
+    "LoRA adapter, a folder, .gguf file or hub id; may be repeated, the first is used "
+    "(default: none)"
+)
 _ACTIVATIONS_HELP = (
     "what the kernels of a GPU multiply with: int8 is faster, bf16 exacter (default: int8)"
 )
@@ -122,7 +125,7 @@ _SAMPLING: tuple[Flag, ...] = (
         "0 always takes the likeliest token (default: the model's, or 0.8)",
     ),
     ("--seed", int, "N", "the same seed gives the same text (default: another every time)"),
-    ("--stop", list, "TEXT", "end the answer at this text; may be repeated"),
+    ("--stop", list, "TEXT", "end the answer at this text; may be repeated (default: none)"),
     ("--thinking", ("on", "off", "low", "medium", "high"), None, _THINKING_HELP),
     ("--draft", str, "MODEL|DIR|head|ngram|auto|off", _DRAFT_HELP),
 )
@@ -184,10 +187,20 @@ _SAMPLING_ADVANCED: tuple[Flag, ...] = (
     ),
 )
 _CONSTRAINTS: tuple[Flag, ...] = (
-    ("--json-schema", str, "FILE|TEXT", "JSON that follows this schema; true: any JSON"),
-    ("--regex", str, "R", "text that matches this whole regular expression"),
-    ("--grammar", str, "FILE|TEXT", "text that follows this grammar in GBNF, as of llama.cpp"),
-    ("--grammar-file", str, "FILE", "the same, from a file"),
+    (
+        "--json-schema",
+        str,
+        "FILE|TEXT",
+        "JSON that follows this schema; true: any JSON (default: any text)",
+    ),
+    ("--regex", str, "R", "text that matches this whole regular expression (default: any text)"),
+    (
+        "--grammar",
+        str,
+        "FILE|TEXT",
+        "text that follows this grammar in GBNF, llama.cpp's notation (default: any text)",
+    ),
+    ("--grammar-file", str, "FILE", "the same, from a file (default: none)"),
 )
 
 

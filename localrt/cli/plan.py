@@ -84,9 +84,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("hardware", "what you leave out is this machine's"), _HARDWARE
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a timeline as SVG to FILE")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page with the timeline to FILE"
+        "--svg", type=Path, metavar="FILE", help="write a timeline as SVG to FILE (default: none)"
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page with the timeline to FILE (default: none)",
     )
     add_hub_arguments(parser)
 

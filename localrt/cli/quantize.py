@@ -65,7 +65,12 @@ _FLAGS: tuple[Flag, ...] = (
     ("--method", str, "M", "rtn, gptq or mr-gptq (default: the best for the format)"),
     ("--calibration", Path, "PATH", _CALIBRATION_HELP),
     ("--calibration-tokens", int, "N", "tokens of it to use (default: 16384)"),
-    ("--adapter", str, "PATH", "merge this LoRA adapter: a folder, .gguf file or hub id"),
+    (
+        "--adapter",
+        str,
+        "PATH",
+        "merge this LoRA adapter: a folder, .gguf file or hub id (default: none)",
+    ),
     ("--head-format", str, "F", "format of embedding and head (default: as published; see below)"),
     ("--out", Path, "DIR", "folder for the result (default: in localrt's data folder)"),
     ("--seed", int, "N", "chooses the parts of the text (default: 0)"),

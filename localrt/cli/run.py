@@ -41,15 +41,19 @@ EXAMPLES: Examples = (
     ('localrt run smollm2 -c "And three more"', "go on with the last run"),
     ('git diff | localrt run model.gguf "Write a commit message:"', "text from a pipe"),
     ("localrt run model.gguf --batch questions.txt", "an answer for every line"),
-    ('localrt run coder.gguf --raw "def f(" --suffix "):"', "what stands between"),
+    ('localrt run coder.gguf "def add(a, b):" --suffix "return c"', "what stands between"),
     ('localrt run model.gguf "A person" --json-schema person.json', "an answer of this form"),
 )
 
 
 _BATCH_HELP = (
-    "answer every line of FILE (-: stdin): all text, or all JSON objects with prompt or messages"
+    "answer every line of FILE (-: stdin): all text, or all JSON objects with prompt or messages "
+    "(default: none)"
 )
-_SUFFIX_HELP = "write what stands between the prompt and TEXT (models that fill in the middle)"
+_SUFFIX_HELP = (
+    "write what stands between the prompt and TEXT, with a model that fills in the middle "
+    "(default: none)"
+)
 _FLAGS: tuple[Flag, ...] = (
     ("--batch", str, "FILE", _BATCH_HELP),
     ("--batch-size", int, "N", "prompts at a time (default: as many as memory holds)"),

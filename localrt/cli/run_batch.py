@@ -57,24 +57,38 @@ def run_batch(args: argparse.Namespace) -> int:
 def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
     """The prompts in ``text``; empty lines are left out.
 
-    The lines are JSON where the first is an object with ``prompt`` or ``messages``, or where
-    ``name`` ends in ``.jsonl``; an ``id`` comes back with the answer.
+    They are JSON where all are objects with ``prompt`` or ``messages``, or where ``name`` ends in
+    ``.jsonl``; an ``id`` comes back with the answer.
 
     Raises:
-        OptionError: no prompts, or a line of JSON that is none.
+        OptionError: no prompts, text among JSON objects, or an object that is none.
     """
     # Not splitlines: a prompt may hold the other line ends that Unicode has.
     lines = [(i, line.removesuffix("\r")) for i, line in enumerate(text.split("\n"), 1)]
     lines = [(number, line) for number, line in lines if line.strip()]
     if not lines:
         raise OptionError(f"{name} has no prompts: write one on each line")
-    first = None
-    with suppress(ValueError):
-        first = json.loads(lines[0][1])
-    has_prompt = isinstance(first, dict) and ("prompt" in first or "messages" in first)
-    if not name.endswith(".jsonl") and not has_prompt:
-        return [BatchPrompt(number, line) for number, line in lines]
+    asking = [_has_prompt(line) for _, line in lines]
+    if not name.endswith(".jsonl"):
+        if not any(asking):
+            return [BatchPrompt(number, line) for number, line in lines]
+        if not all(asking):
+            plain, json_object = (lines[asking.index(each)][0] for each in (False, True))
+            raise OptionError(
+                f"{name} mixes text (line {plain}) with JSON objects (line {json_object}): make "
+                'every line an object with "prompt" or "messages", or every line text'
+            )
     return [_parse_json(line, number, f"line {number} of {name}") for number, line in lines]
+
+
+def _has_prompt(line: str) -> bool:
+    """Whether a line is a JSON object that asks something, right or wrong."""
+    if not line.lstrip().startswith("{"):
+        return False
+    with suppress(ValueError, RecursionError):
+        value = json.loads(line)
+        return isinstance(value, dict) and ("prompt" in value or "messages" in value)
+    return False
 
 
 def _parse_json(line: str, number: int, where: str) -> BatchPrompt:

@@ -53,7 +53,10 @@ EXAMPLES: Examples = (
 _HOST_HELP = "address to listen on (default: 127.0.0.1); 0.0.0.0 lets other machines in"
 _CORS_HELP = (
     "let web pages of this origin send requests, like https://example.org, or all (*); "
-    "may be repeated"
+    "may be repeated (default: none)"
+)
+_KEY_HELP = (
+    f"key that requests must send (default: ${SERVE_KEY}, a better place for it; unset: no key)"
 )
 _CONNECTIONS_HELP = (
     "most open connections (default: 1000, or fewer where the system allows few open files); "
@@ -69,7 +72,7 @@ _FLAGS: tuple[Flag, ...] = (
     ("--port", int, None, "port (default: 8080); 0 takes a free one"),
     ("--name", str, None, "what requests call MODEL (default: its own name)"),
     ("--keep-alive", str, "TIME", _KEEP_HELP),
-    ("--api-key", str, "KEY", f"key that requests must send; better set it in ${SERVE_KEY}"),
+    ("--api-key", str, "KEY", _KEY_HELP),
     ("--cors", list, "ORIGIN", _CORS_HELP),
     ("--max-running", int, "N", "most answers at a time; they share passes (default: 16)"),
     ("--max-queued", int, "N", "most answers that wait for their turn (default: 64)"),

@@ -60,7 +60,7 @@ class LoadOptions:
             raise OptionError(
                 f"{option('activations')} must be int8 or bf16 (or unset), is {self.activations!r}"
             )
-        if self.device not in ("auto", "cpu", "cuda") and not self.device.startswith(
+        if self.device not in ("auto", "cpu", "cuda") and not str(self.device).startswith(
             ("cuda:", "virtual:")
         ):
             raise OptionError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import pydoc
+import rlcompleter
 import subprocess
 import sys
 import threading
@@ -22,13 +24,21 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 def test_public_names_are_there_and_lazy() -> None:
     for name in localrt.__all__:
         assert getattr(localrt, name) is not None
-    assert dir(localrt) == sorted(localrt.__all__)
+    completer = rlcompleter.Completer({"localrt": localrt})
+    completed = {completer.complete("localrt.", i) or "" for i in range(200)}
+    assert {"__version__", *(text[8:].rstrip("()") for text in completed)} > set(localrt.__all__)
     code = (
         "import sys, localrt\n"
         "heavy = {'torch', 'numpy', 'textual', 'huggingface_hub', 'tokenizers'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_of_the_package_is_an_overview() -> None:
+    text = pydoc.plain(pydoc.render_doc(localrt))
+    assert len(text.splitlines()) < 100
+    assert "load_in_background" in text
 
 
 def test_stream_equals_generate(tiny: localrt.Model) -> None:
@@ -237,6 +247,11 @@ def test_context_and_memory_are_checked_before_loading(tiny_folder: Path) -> Non
         ({"ram": "lots"}, "lots"),
         ({"draft": ""}, "draft"),
         ({"engine": "llamacpp"}, "GGUF"),
+        ({"device": 5}, "device must be"),
+        ({"adapters": ["a"]}, "adapters must be paths by names"),
+        ({"chat_template": 5}, "chat_template must be a path"),
+        ({"cancel": 5}, "cancel must be a threading.Event"),
+        ({"progress": 5}, "progress must be a function"),
     ],
 )
 def test_bad_load_options(tiny_folder: Path, options: dict[str, object], message: str) -> None:
@@ -261,6 +276,7 @@ def test_a_closed_model_says_so(tiny_folder: Path) -> None:
     model.close()
     with pytest.raises(localrt.LocalrtError, match="closed"):
         model.generate("hi")
+    assert repr(model) == f"<localrt.Model {model.name!r}: closed>"
 
 
 def test_what_is_no_prompt_is_said_in_one_line(tiny: localrt.Model) -> None:
@@ -269,9 +285,30 @@ def test_what_is_no_prompt_is_said_in_one_line(tiny: localrt.Model) -> None:
         (None, {"token_ids": [1.5]}, r"token_ids must be a list of integers, is \[1\.5\]"),
         (None, {"token_ids": 7}, "token_ids must be a list of integers, is 7"),
         ("hi", {"logit_bias": {1: math.inf}}, "logit_bias of token 1 must be a finite number"),
+        ({"role": "user"}, {}, "a prompt is a string or a list of messages"),
+        ("hi", {"tools": 5}, "tools must be a list of functions"),
+        ("hi", {"suffix": "a", "files": [("a", 1)]}, "files must be a list of pairs"),
+        ("hi", {"cancel": 5}, "cancel must be a threading.Event"),
+        ("hi", {"on_progress": 5}, "on_progress must be a function"),
     ):
         with pytest.raises(localrt.OptionError, match=says):
             tiny.generate(prompt, max_tokens=2, **options)  # type: ignore[arg-type]
     assert tiny.generate(token_ids=np.array([5, 6]), max_tokens=2).text is not None  # type: ignore[arg-type]
-    assert repr(tiny).startswith(f"<localrt.Model {tiny.name!r}: ")
-    assert repr(tiny).endswith(" on cpu (native)>")
+    for work, says in (
+        (lambda: tiny.generate_batch(5), "prompts must be a list of prompts"),  # type: ignore[arg-type]
+        (lambda: tiny.generate_batch(token_ids=5), "token_ids must be a list of lists"),
+        (lambda: list(tiny.logits([1.5])), "token_ids must be a list of integers"),  # type: ignore[list-item]
+        (lambda: tiny.live(patience_s="x"), "patience_s must be a number"),  # type: ignore[arg-type]
+        (lambda: tiny.load_chat(5), "path must be a path"),  # type: ignore[arg-type]
+        (lambda: tiny.chat().send(5), "a message must be a string"),  # type: ignore[arg-type]
+        (lambda: tiny.chat(system=5), "system must be a string"),  # type: ignore[arg-type]
+        (lambda: tiny.tokenize(5), "text must be a string"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(localrt.OptionError, match=says):
+            work()
+
+
+def test_a_model_says_what_it_is(tiny: localrt.Model) -> None:
+    assert repr(tiny).startswith(f"<localrt.Model {tiny.name!r}: f32, ")
+    assert repr(tiny).endswith(", ctx 512, on cpu (native)>")
+    assert repr(tiny.chat()) == f"<localrt.ChatSession with {tiny.name!r}: 0 messages>"

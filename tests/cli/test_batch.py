@@ -42,7 +42,9 @@ def test_lines_of_json() -> None:
     ("text", "name", "message"),
     [
         ("\n \n", "f", "f has no prompts"),
-        ('{"prompt": "a"}\nb', "f", "line 2 of f is not JSON"),
+        ('{"prompt": "a"}\nb', "f", r"f mixes text \(line 2\) with JSON objects \(line 1\)"),
+        ('b\n{"prompt": "a"}', "stdin", r"text \(line 1\) with JSON objects \(line 2\)"),
+        ('{"prompt": "a"}\nb', "f.jsonl", "line 2 of f.jsonl is not JSON"),
         ("plain", "f.jsonl", "line 1 of f.jsonl is not JSON"),
         ("[1]", "f.jsonl", "line 1"),
         ('{"prompt": "a", "messages": []}', "f", "either"),
@@ -114,7 +116,7 @@ def test_bad_usage(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> N
     assert_one_line(run("--batch", file, "-c"), 2, "--continue")
     assert_one_line(run("--batch", file, "--raw"), 2, "--raw")
     assert_one_line(run("hi", "--batch-size", "2"), 2, "--batch FILE")
-    assert_one_line(run("--batch", file, "--batch-size", "0"), 2, "batch_size")
+    assert_one_line(run("--batch", file, "--batch-size", "0"), 2, "--batch-size")
     assert_one_line(run("--batch", tmp_path / "none"), 1, "none")
     file.write_bytes(b"\xff")
     assert_one_line(run("--batch", file), 2, "UTF-8")

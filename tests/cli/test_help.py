@@ -11,23 +11,6 @@ import pytest
 from localrt.cli import COMMANDS, build_parser
 from localrt.cli.help import HelpfulParser
 
-# Left out, these simply do not happen.
-_OPTIONAL = {
-    "--adapter",
-    "--api-key",
-    "--batch",
-    "--cors",
-    "--endpoint",
-    "--html",
-    "--json-schema",
-    "--load",
-    "--prompt",
-    "--regex",
-    "--stop",
-    "--svg",
-    "--trace",
-}
-
 
 def _commands() -> dict[str, HelpfulParser]:
     parser = build_parser(complete=True)
@@ -42,7 +25,7 @@ def test_examples_come_first_and_are_commands_that_exist(name: str) -> None:
     assert command.examples
     assert text.index("examples:") < text.index("positional" if "positional" in text else "options")
     for line, _ in command.examples:
-        words = re.search(r"localrt .*?(?=\)|$)", line)
+        words = re.search(r"localrt .*?(?=\)$|$)", line)
         assert words is not None
         build_parser().parse_args(shlex.split(words[0])[1:])
 
@@ -55,7 +38,7 @@ def test_every_option_is_explained_with_its_default(name: str) -> None:
         flag = action.option_strings[-1] if action.option_strings else ""
         assert action.help, f"{name} {flag} says nothing"
         takes_a_value = flag and action.nargs != 0 and not (action.required or action in either)
-        if takes_a_value and flag not in _OPTIONAL and "default" not in action.help:
+        if takes_a_value and "default" not in action.help:
             pytest.fail(f"{name} {flag} does not say what it is when left out")
 
 

@@ -290,7 +290,7 @@ def test_a_stream_says_what_to_call(model: localrt.Model) -> None:
 
 @pytest.mark.parametrize("tools", [["weather"], "weather", [WEATHER, None]])
 def test_tools_that_are_none(model: localrt.Model, tools: Any) -> None:
-    with pytest.raises(localrt.OptionError, match="tools is a list"):
+    with pytest.raises(localrt.OptionError, match="tools must be a list"):
         model.stream("?", tools=tools)
 
 

@@ -58,8 +58,8 @@ class LiveLimits:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise OptionError(f"{name} must be an integer of at least 1, is {value!r}")
-        if not self.patience_s > 0:
-            raise OptionError(f"patience_s must be more than 0, is {self.patience_s!r}")
+        if not isinstance(self.patience_s, int | float) or not self.patience_s > 0:
+            raise OptionError(f"patience_s must be a number above 0, is {self.patience_s!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,43 @@
+"""Arguments of the wrong kind are named in one line, before any work is begun with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from localrt.errors import OptionError
+from localrt.option_names import option
+
+__all__ = ["check_call", "check_list", "check_model", "check_path"]
+
+
+def check_call(*, cancel: Any = None, on_progress: Any = None, name: str = "on_progress") -> None:
+    """Raise ``OptionError`` unless the first is an event or None, the other a function or None."""
+    if cancel is not None and not hasattr(cancel, "is_set"):
+        raise OptionError(f"cancel must be a threading.Event, is {cancel!r:.80}")
+    if on_progress is not None and not callable(on_progress):
+        raise OptionError(f"{name} must be a function, is {on_progress!r:.80}")
+
+
+def check_list(name: str, value: Any, of: str) -> None:
+    """Raise ``OptionError`` unless the value is a list of something; a string or mapping is not."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
+        raise OptionError(f"{name} must be a list of {of}, is {value!r:.80}")
+
+
+def check_model(model: Any, adapters: Any) -> None:
+    """Raise ``OptionError`` unless these are a model's name or path, and adapters by names."""
+    if not isinstance(model, str | Path):
+        raise OptionError(f"a model is a name or a path, is {model!r:.80}")
+    if adapters is not None and not isinstance(adapters, Mapping):
+        raise OptionError(
+            f"{option('adapters')} must be paths by names, such as "
+            f'{{"name": "./lora"}}, is {adapters!r:.80}'
+        )
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raise ``OptionError`` unless the value is a path or its text."""
+    if not isinstance(value, str | Path):
+        raise OptionError(f"{name} must be a path, is {value!r:.80}")
