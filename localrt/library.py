@@ -79,12 +79,14 @@ def list_variants(repo: str) -> list[Variant]:
     return searching.list_variants(repo, settings=Settings.from_environment())
 
 
-def remove_model(name: str) -> int:
+def remove_model(name: str, *, packed_only: bool = False) -> int:
     """Delete a model's files, by the name that ``list_models`` gives; returns the bytes freed.
 
+    Packed copies that localrt made of it go too; ``packed_only`` deletes nothing else.
+
     Raises:
-        ModelNotFoundError: there is none of this name.
+        ModelNotFoundError: there is none of this name, or no packed copy of it.
         OptionError: they are the user's own files, another program's, or an installed package's.
         StorageError: a file cannot be deleted.
     """
-    return hub.remove_model(name, Settings.from_environment())
+    return hub.remove_model(name, Settings.from_environment(), packed_only=packed_only)

@@ -65,7 +65,7 @@ def _say(args: argparse.Namespace, line: str | None, settings: Settings) -> int:
     """The line, or all names without one."""
     names = read_aliases(settings)
     if args.json:
-        print(json.dumps({"models": names}, indent=2))
+        print(json.dumps({"models": names}))
     elif line is not None:
         print(line)
     elif names:

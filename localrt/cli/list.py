@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     words = [word.lower() for word in args.words]
     models = [m for m in list_models(settings) if all(word in m.name.lower() for word in words)]
     if args.json:
-        print(json.dumps({"models": [_record(model) for model in models]}, indent=2))
+        print(json.dumps({"models": [_record(model) for model in models]}))
     elif models:
         rows = [_row(model, settings) for model in models]
         print(table(rows, ("NAME", "SIZE", "FORMAT", "WHERE"), "lr"))
@@ -46,19 +46,10 @@ def run(args: argparse.Namespace) -> int:
 def _row(model: LocalModel, settings: Settings) -> tuple[str, ...]:
     own = sorted(name for name, target in read_aliases(settings).items() if target == model.name)
     name = f"{model.name} ({', '.join(own)})" if own else model.name
-    where = _where(model)
+    where = model.where
     if model.packed:
         where += f", packed copy of {format_bytes(model.packed_bytes)}"
     return name, format_bytes(model.bytes), model.quantization or model.kind, where
-
-
-def _where(model: LocalModel) -> str:
-    """Whose the files are; the name of a file of the user's says where it is."""
-    if model.place == "yours":
-        return "your file" if model.path.is_file() else "your folder"
-    if model.place == "localrt" and model.kind == "store" and "/" in model.name:
-        return "packed copy of a model that is gone"
-    return model.place
 
 
 def _record(model: LocalModel) -> dict[str, object]:

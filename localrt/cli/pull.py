@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             "source": found.source,
             "downloaded_bytes": line.downloaded,
         }
-        print(json.dumps(result, indent=2))
+        print(json.dumps(result))
     else:
         done = "is here" if line.downloaded else "is up to date"
         print(f"{found.name} {done}: {found.path}")

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(args: argparse.Namespace, record: dict[str, Any], lines: list[tuple[str, str]]) -> int:
     if args.json:
-        print(json.dumps(record, indent=2))
+        print(json.dumps(record))
         return 0
     width = max(len(label) for label, _ in lines)
     for label, text in lines:

@@ -8,13 +8,14 @@ names of their own in ``config.toml`` (``aliases.py``).
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from localrt.hub.names import close_to
 
 __all__ = ["KNOWN_MODELS", "KnownModel", "close_names", "find_known", "known_repo"]
 
@@ -219,12 +220,9 @@ def known_repo(repo: str) -> Mapping[str, Any] | None:
 
 
 def close_names(name: str, others: Iterable[str] = ()) -> list[str]:
-    """Up to three short names, or some of ``others``, that are spelt much like ``name``."""
-    known = dict.fromkeys([*others, *(each.name for each in KNOWN_MODELS)])
-    families = dict.fromkeys(each.family for each in KNOWN_MODELS)
-    by_lower = {each.lower(): each for each in (*families, *known)}
-    close = difflib.get_close_matches(name.strip().lower(), by_lower, n=3, cutoff=0.6)
-    return [by_lower[each] for each in close]
+    """Up to three short names, or some of ``others``, that ``name`` may have been meant for."""
+    known = [each for model in KNOWN_MODELS for each in (model.family, model.name)]
+    return close_to(name, [*others, *known])
 
 
 @cache

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localrt.hub.cache import CachedRepo
-from localrt.hub.demo import DEMO_NAME, demo_cache_file, demo_in_package
+from localrt.hub.demo import DEMO_NAME, DEMO_PACKAGE, demo_cache_file, demo_in_package
 from localrt.hub.files import gguf_variants, quantization_label, variant_name
 from localrt.hub.names import shown_path
 from localrt.hub.other_programs import other_models
@@ -30,7 +30,8 @@ class LocalModel:
     ``bytes`` counts its files, ``kind`` is ``"gguf"``, ``"safetensors"`` or ``"store"`` (packed by
     localrt), ``modified`` is in POSIX seconds. ``place`` says whose the files are: ``"localrt"``,
     ``"hub cache"``, ``"Ollama"``, ``"LM Studio"``, ``"llama.cpp"``, ``"package"`` or ``"yours"``.
-    ``packed`` are folders with copies of it that localrt made to stream from, of ``packed_bytes``.
+    ``packed`` are folders with copies of it that localrt made to stream from, of ``packed_bytes``
+    on the disk, finished or not.
     """
 
     name: str
@@ -42,6 +43,28 @@ class LocalModel:
     place: str = "localrt"
     packed: tuple[Path, ...] = ()
     packed_bytes: int = 0
+
+    @property
+    def how_to_delete(self) -> str:
+        """How to delete files that localrt leaves alone; empty where it deletes them."""
+        return {
+            "Ollama": f"run `ollama rm {self.name.removeprefix('ollama:')}`",
+            "LM Studio": "delete it in LM Studio, under My Models",
+            "llama.cpp": f"delete {shown_path(self.path)}",
+            "package": f"run `pip uninstall {DEMO_PACKAGE}`",
+            "yours": "delete it yourself",
+        }.get(self.place, "")
+
+    @property
+    def where(self) -> str:
+        """Whose the files are, in words; the name of a file of the user's says where it is."""
+        if self.place == "yours":
+            return "your file" if self.path.is_file() else "your folder"
+        if self.place == "package":
+            return "installed package"
+        if self.place == "localrt" and self.kind == "store" and "/" in self.name:
+            return "packed copy of a model that is gone"
+        return self.place
 
 
 def list_models(settings: Settings) -> list[LocalModel]:
@@ -57,7 +80,8 @@ def list_models(settings: Settings) -> list[LocalModel]:
         models += models_of_repo(repo)
     models += _of_other_programs(settings)
     stores = list(own_stores(settings))
-    models += [_of_store(store, store.path.name) for store in stores if store.quantized]
+    quantized = [store for store in stores if store.quantized and store.finished]
+    models += [_of_store(store, store.path.name) for store in quantized]
     models += _used_files(settings, {model.path for model in models})
     models = _with_packed(models, [store for store in stores if not store.quantized])
     return sorted(models, key=lambda model: (model.name != DEMO_NAME, model.name.lower()))
@@ -120,22 +144,27 @@ def _of_store(store: OwnStore, name: str) -> LocalModel:
 
 
 def _with_packed(models: list[LocalModel], copies: list[OwnStore]) -> list[LocalModel]:
-    """Each copy with the first model that it may be of; one of none is listed by itself."""
+    """Each copy with its model; a finished one of none is listed by itself."""
+    gone = []
     for store in copies:
-        names = [_packed_name(model) for model in models]
-        if store.source in names:
-            place = names.index(store.source)
+        place = _place_of_source(store, models)
+        if place is not None:
             model = models[place]
             packed, total = (*model.packed, store.path), model.packed_bytes + store.bytes
             models[place] = replace(model, packed=packed, packed_bytes=total)
-        else:
-            models.append(_of_store(store, shown_path(store.path)))
-    return models
+        elif store.finished:
+            gone.append(_of_store(store, shown_path(store.path)))
+    return [*models, *gone]
 
 
-def _packed_name(model: LocalModel) -> str:
-    """What a store calls the model that it was packed from."""
-    return model.path.name
+def _place_of_source(store: OwnStore, models: list[LocalModel]) -> int | None:
+    """The model that was packed; where it has moved, or the store does not say where it lay, the
+    first one with its file name.
+    """
+    paths = [model.path for model in models]
+    if store.origin in paths:
+        return paths.index(store.origin)
+    return next((i for i, path in enumerate(paths) if path.name == store.source), None)
 
 
 def _revision_suffix(refs: dict[str, str], commit: str) -> str:

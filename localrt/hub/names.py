@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ __all__ = [
     "HubRef",
     "client_name",
     "close_files",
+    "close_to",
     "is_revision",
     "looks_like_path",
     "parse_hub_ref",
@@ -86,6 +88,23 @@ def client_name(model: str) -> str:
     if is_file or looks_like_path(name):
         name = re.split(r"[/\\:]", name.rstrip("/\\"))[-1]
     return _PART_OF_SPLIT.sub("", name[:-5] if is_file else name) or "model"
+
+
+def close_to(name: str, names: Iterable[str]) -> list[str]:
+    """Up to three of ``names`` that have ``name`` as a part, or are spelt much like it, with or
+    without the program or publisher before them.
+    """
+    name = name.strip().lower()
+    having: list[str] = []
+    spelt: dict[str, str] = {}
+    for each in names:
+        plain = _PROGRAM.sub("", each).lower()
+        if name in re.split("[/:@]", plain):
+            having.append(each)
+        for form in (plain.rpartition("/")[2], plain, each.lower()):
+            spelt.setdefault(form, each)
+    close = [spelt[form] for form in difflib.get_close_matches(name, spelt, n=6, cutoff=0.6)]
+    return list(dict.fromkeys([*having, *close]))[:3]
 
 
 def close_files(path: Path) -> list[str]:

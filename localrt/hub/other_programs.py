@@ -47,15 +47,6 @@ class OtherModel:
         """The program as its makers write it."""
         return _TITLES[self.program]
 
-    @property
-    def how_to_delete(self) -> str:
-        """What a person does to have it deleted."""
-        if self.program == "ollama":
-            return f"run `ollama rm {self.name.partition(':')[2]}`"
-        if self.program == "lmstudio":
-            return "delete it in LM Studio, under My Models"
-        return f"delete {self.path}"
-
     def extras(self) -> Extras | None:
         """What its store keeps beside the weights; None where only weights are kept."""
         return None if self.ollama is None else self.ollama.extras()

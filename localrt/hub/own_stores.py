@@ -1,7 +1,7 @@
 """localrt's own folders of packed weights: copies that streaming reads, and quantized models.
 
-A packed copy belongs to the model that it was made from, by that one's file name; it is made again
-when it is missing. A quantized model is one of its own, whose name is its folder's.
+A packed copy belongs to the model that it was made from; it is made again when it is missing. A
+quantized model is one of its own, whose name is its folder's.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ _MANIFEST, _PARTIAL = "manifest.json", "manifest.partial.json"
 
 @dataclass(frozen=True, slots=True)
 class OwnStore:
-    """``source`` is the file or folder name of what was packed; ``quantized``: a model of its own,
-    no mere copy.
+    """``source`` is the file or folder name of what was packed, ``origin`` where that lay, if the
+    store says it. ``quantized``: a model of its own, no mere copy. ``finished``: all of it is here.
     """
 
     path: Path
     format: str
     source: str
+    origin: Path | None
     quantized: bool
+    finished: bool
 
     @property
     def files(self) -> list[Path]:
@@ -43,20 +45,31 @@ class OwnStore:
 
 
 def own_stores(settings: Settings) -> Iterator[OwnStore]:
-    """The finished ones in the data folder."""
+    """Those in the data folder, finished or not."""
     folder = settings.data_dir / "stores"
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        store = read_store(path)
+        store = read_store(path) or _read(path, _PARTIAL)
         if store is not None:
             yield store
 
 
 def read_store(path: Path) -> OwnStore | None:
-    """What the manifest in this folder says; None where there is no whole one."""
+    """What the manifest in this folder says; None where there is no finished store."""
+    return _read(path, _MANIFEST)
+
+
+def _read(path: Path, manifest: str) -> OwnStore | None:
     try:
-        values = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        source, quantization = str(values["source"]["name"]), values.get("quantization")
-        return OwnStore(path, str(values["format"]), source, quantization is not None)
+        values = json.loads((path / manifest).read_text(encoding="utf-8"))
+        source, origin = values["source"], values["source"].get("path")
+        return OwnStore(
+            path,
+            str(values["format"]),
+            source=str(source["name"]),
+            origin=None if origin is None else Path(origin),
+            quantized=values.get("quantization") is not None,
+            finished=manifest == _MANIFEST,
+        )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 

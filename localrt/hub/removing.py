@@ -7,18 +7,19 @@ the user are never deleted: who asks for that is told what to do instead.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from localrt.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.formatting import format_bytes, one_line
 from localrt.hub.cache import CachedRepo
-from localrt.hub.demo import DEMO_NAME, DEMO_PACKAGE, demo_cache_file, demo_in_package
+from localrt.hub.demo import DEMO_HUB, DEMO_NAME, demo_cache_file
 from localrt.hub.files import choose_variant, gguf_variants
 from localrt.hub.listing import LocalModel, list_models, models_of_repo
-from localrt.hub.names import HubRef, parse_hub_ref, shown_path
-from localrt.hub.other_programs import find_other_model
+from localrt.hub.names import HubRef, close_to, parse_hub_ref
 from localrt.hub.own_stores import find_quantized, is_own_store
 from localrt.hub.resolving import expand_name
 from localrt.hub.uses import forget_use
@@ -29,8 +30,8 @@ __all__ = ["Removal", "plan_removal", "remove_model"]
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What deleting ``name`` means: models with ``bytes``, and copies of them in ``packed``, of
-    ``packed_bytes``. ``place`` is that of ``LocalModel``.
+    """What deleting ``name`` means: models with ``bytes``, none where only copies of one go, and
+    copies in ``packed``, of ``packed_bytes``. ``place`` is that of ``LocalModel``.
     """
 
     name: str
@@ -41,72 +42,93 @@ class Removal:
     place: str
 
 
-def plan_removal(name: str, settings: Settings) -> Removal:
+def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) -> Removal:
     """What ``remove_model`` would delete.
 
     Raises:
-        ModelNotFoundError: it is not in a cache of this machine.
+        ModelNotFoundError: it is not on this machine, or has no packed copy.
         OptionError: the files are another program's, the user's, or an installed package's.
     """
-    models = [model for model in list_models(settings) if _is_meant(model, name, settings)]
-    _refuse_what_is_not_ours(name, models, settings)
-    packed = tuple(path for model in models for path in model.packed)
+    full = expand_name(name, settings)
+    listed = list_models(settings)
+    models = [model for model in listed if _is_meant(model, full, settings)]
+    if not packed_only:
+        _refuse_what_is_not_ours(name, full, models, settings)
+    elif not any(model.packed for model in models):
+        if not models:
+            raise _not_here(name, listed)
+        raise ModelNotFoundError(f"{name} has no packed copy (`localrt list` shows which have one)")
+    gone = [] if packed_only else models
     return Removal(
         name,
-        tuple(model.name for model in models),
-        sum(model.bytes for model in models),
-        packed,
+        tuple(model.name for model in gone),
+        sum(model.bytes for model in gone),
+        tuple(path for model in models for path in model.packed),
         sum(model.packed_bytes for model in models),
         models[0].place if models else "localrt",
     )
 
 
-def remove_model(name: str, settings: Settings) -> int:
+def remove_model(name: str, settings: Settings, *, packed_only: bool = False) -> int:
     """Delete a model's files and packed copies of it; returns the bytes this freed.
 
     ``org/name`` removes the repository with all its revisions, ``org/name:LABEL`` one GGUF
     variant, ``org/name@revision`` one revision, a path one of localrt's own stores, finished or
-    not. Bytes that another model shares stay.
+    not. Bytes that another model shares stay. ``packed_only`` keeps the model itself, whoever it
+    belongs to.
 
     Raises:
-        ModelNotFoundError: it is not in a cache of this machine.
+        ModelNotFoundError: it is not on this machine, or has no packed copy.
         OptionError: the files are another program's, the user's, or an installed package's.
         StorageError: a file cannot be deleted.
     """
-    removal = plan_removal(name, settings)
+    removal = plan_removal(name, settings, packed_only=packed_only)
     try:
-        freed = _remove(expand_name(name, settings), settings)
+        freed = 0 if packed_only else _remove(name, removal, settings)
         freed += sum(_remove_folder(path) for path in removal.packed if path.is_dir())
     except OSError as error:
         reason = error.strerror or str(error)
         raise StorageError(f"cannot delete {error.filename or name}: {reason}") from error
-    for each in {name, *removal.models}:
-        forget_use(each, settings)
+    if not packed_only:
+        for each in {name, *removal.models}:
+            forget_use(each, settings)
     return freed
 
 
-def _remove(name: str, settings: Settings) -> int:
-    if name == DEMO_NAME:
-        return _remove_demo(settings)
-    if (store := _store(name, settings)) is not None:
+def _remove(name: str, removal: Removal, settings: Settings) -> int:
+    full = expand_name(name, settings)
+    if (store := _store(full, settings)) is not None:
         return _remove_folder(store)
-    ref = parse_hub_ref(name)
+    if full == DEMO_NAME:
+        cached = demo_cache_file(settings)
+        if cached.is_file():
+            return _remove_file(cached)
+        full = str(DEMO_HUB)
+    elif removal.place == "hub cache" and parse_hub_ref(full) is None:  # a file there, by its path
+        full = removal.models[0]
+    ref = parse_hub_ref(full)
     repo = None if ref is None else CachedRepo(settings.hub_cache, ref.repo)
     if ref is None or repo is None or not repo.folder.is_dir():
-        raise ModelNotFoundError(f"{name} is not on this machine (see `localrt list`)")
+        raise _not_here(name, list_models(settings))
     if ref.revision is None and ref.variant is None:
         return _remove_repo(repo)
     return _remove_part(repo, ref)
 
 
-def _is_meant(model: LocalModel, name: str, settings: Settings) -> bool:
-    full = expand_name(name, settings)
-    ref = parse_hub_ref(full)
-    if ref is not None and ref.variant is None and ref.revision is None:
-        return model.place == "hub cache" and model.name.partition(":")[0].partition("@")[0] == full
+def _not_here(name: str, listed: Iterable[LocalModel]) -> ModelNotFoundError:
+    close = " or ".join(close_to(name, [model.name for model in listed]))
+    hint = f": did you mean {close}?" if close else " (see `localrt list`)"
+    return ModelNotFoundError(f"{one_line(name)} is not on this machine{hint}")
+
+
+def _is_meant(model: LocalModel, full: str, settings: Settings) -> bool:
     store = _store(full, settings)
     if store is not None:
         return model.path == store
+    ref = parse_hub_ref(full)
+    if ref is not None and ref.variant is None and model.place == "hub cache":
+        name = model.name.partition(":")[0]
+        return (name if ref.revision else name.partition("@")[0]) == full
     return model.name.lower() == full.lower() or model.path == _expanded(full)
 
 
@@ -119,18 +141,23 @@ def _expanded(name: str) -> Path:
     return Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
 
 
-def _refuse_what_is_not_ours(name: str, models: Sequence[LocalModel], settings: Settings) -> None:
-    full = expand_name(name, settings)
-    other = find_other_model(full, settings)
-    copies = [f"`localrt rm {shown_path(path)}`" for model in models for path in model.packed]
-    copy = f"; localrt's packed copy of it goes with {copies[0]}" if copies else ""
-    if other is not None:
-        raise OptionError(f"{other.name} belongs to {other.title}: {other.how_to_delete}{copy}")
-    if full == DEMO_NAME or _store(full, settings) is not None:
-        return
-    listed = any(model.place == "yours" for model in models)
-    if listed or (parse_hub_ref(full) is None and os.path.exists(_expanded(full))):  # noqa: PTH110
-        raise OptionError(f"{full} is yours: delete it yourself{copy}")
+def _refuse_what_is_not_ours(
+    name: str, full: str, models: Sequence[LocalModel], settings: Settings
+) -> None:
+    others = [model for model in models if model.how_to_delete]
+    if others:
+        model = others[0]
+        owner = {"yours": "you", "package": "an installed package"}.get(model.place, model.place)
+        copy = (
+            f"; localrt's packed copy of it, {format_bytes(model.packed_bytes)}, goes with "
+            f"`localrt rm --packed {shlex.quote(name)}`"
+        )
+        raise OptionError(
+            f"{model.name} belongs to {owner}: {model.how_to_delete}{copy if model.packed else ''}"
+        )
+    listed = any(models) or full == DEMO_NAME or _store(full, settings) is not None
+    if not listed and parse_hub_ref(full) is None and os.path.exists(_expanded(full)):  # noqa: PTH110
+        raise OptionError(f"{full} belongs to you: delete it yourself")
 
 
 def _remove_folder(folder: Path) -> int:
@@ -144,17 +171,10 @@ def _own_bytes(paths: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file() and not path.is_symlink())
 
 
-def _remove_demo(settings: Settings) -> int:
-    cached = demo_cache_file(settings)
-    if cached.is_file():
-        freed = cached.stat().st_size
-        cached.unlink()
-        return freed
-    if demo_in_package() is not None:
-        raise OptionError(
-            f"{DEMO_NAME} belongs to an installed package: `pip uninstall {DEMO_PACKAGE}`"
-        )
-    raise ModelNotFoundError(f"{DEMO_NAME} is not on this machine (see `localrt list`)")
+def _remove_file(file: Path) -> int:
+    freed = file.stat().st_size
+    file.unlink()
+    return freed
 
 
 def _remove_repo(repo: CachedRepo) -> int:

@@ -30,6 +30,7 @@ from localrt.hub.files import (
     variant_name,
 )
 from localrt.hub.known_models import close_names, find_known, known_repo
+from localrt.hub.listing import list_models
 from localrt.hub.names import (
     HubRef,
     close_files,
@@ -38,7 +39,7 @@ from localrt.hub.names import (
     parse_hub_ref,
     shown_path,
 )
-from localrt.hub.other_programs import OtherModel, find_other_model, other_models
+from localrt.hub.other_programs import OtherModel, find_other_model
 from localrt.hub.own_stores import find_quantized
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
@@ -363,10 +364,8 @@ def _not_found(model: str, path: Path, settings: Settings) -> str:
             f"no model {model!r}: it was taken for a model's name, which comes before the prompt: "
             f"{DEMO_NAME} {json.dumps(model, ensure_ascii=False)}"
         )
-    others = [each.name for each in other_models(settings)]
-    names = [DEMO_NAME, *read_aliases(settings), *others]
-    names += [name.removeprefix("ollama:") for name in others]
-    if meant := close_names(model, names):
+    here = [each.name for each in list_models(settings)]
+    if meant := close_names(model, [DEMO_NAME, *read_aliases(settings), *here]):
         hint = f" (did you mean {' or '.join(meant)}?)"
     return (
         f"no model {model!r}{hint}: give a short name such as llama3.2, org/name of the hub, "

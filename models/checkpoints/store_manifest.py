@@ -95,11 +95,15 @@ class StoredUnit:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What was packed: ``fingerprint`` is a digest of its config, tensor table and first rows."""
+    """What was packed: ``fingerprint`` is a digest of its config, tensor table and first rows.
+
+    ``path`` says where a mere copy was made from; stores that may be passed on do not say it.
+    """
 
     name: str
     fingerprint: str
     revision: str | None = None
+    path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,8 @@ class Manifest:
 
     def _packing(self) -> str:
         quantization = self.quantization and replace(self.quantization, loss=None)
-        return replace(self, units=(), quantization=quantization).to_json()
+        source = replace(self.source, path=None)
+        return replace(self, units=(), source=source, quantization=quantization).to_json()
 
     def to_json(self) -> str:
         """The text of the file."""

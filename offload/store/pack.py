@@ -74,6 +74,8 @@ def pack_store(
     manifest = describe_source(
         source, name=None, revision=None, format=main_format(units, infos), exactness="exact"
     )
+    origin = replace(manifest.source, path=str(source.path.absolute()))
+    manifest = replace(manifest, source=origin)
     files = plan_files(units, infos)
     with StoreWriter(out, manifest, files, progress=progress, cancel=cancel) as writer:
         for text_name, data in text_files(source):

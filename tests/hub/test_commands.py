@@ -27,8 +27,7 @@ def environment(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(settings.data_dir.parent))
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "LOCALRT_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    for module in ("listing", "removing"):
-        monkeypatch.setattr(f"localrt.hub.{module}.demo_in_package", lambda: None)
+    monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
 
 
 def call(command: ModuleType, *argv: str) -> int:

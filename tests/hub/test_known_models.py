@@ -44,4 +44,5 @@ def test_near_misses_are_known() -> None:
     assert close_names("lama3.2")[0] == "llama3.2"
     assert close_names("qwen3.5:9")[0] == "qwen3.5:9b"
     assert close_names("my-chat", ["my-chats"]) == ["my-chats"]
+    assert close_names("chat", ["ollama:me/chat:latest"])[0] == "ollama:me/chat:latest"
     assert close_names("zzz") == []

@@ -16,8 +16,7 @@ from tests.hub.server import OLD_COMMIT, FakeHub
 
 @pytest.fixture(autouse=True)
 def no_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("listing", "removing"):
-        monkeypatch.setattr(f"localrt.hub.{module}.demo_in_package", lambda: None)
+    monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
 
 
 def names(settings: Settings) -> list[str]:
@@ -129,11 +128,19 @@ def test_an_unfinished_download_can_be_removed(hub: FakeHub, settings: Settings)
     assert remove_model("org/tiny", settings) == 1000
 
 
+def test_a_file_of_the_cache_is_removed_by_its_path_too(settings: Settings) -> None:
+    file = resolve("org/quants:Q8_0", settings=settings).path
+    assert remove_model(str(file), settings) == len(QUANTS["tiny-Q8_0.gguf"])
+    assert names(settings) == []
+
+
 @pytest.mark.parametrize("name", ["org/absent", "org/tiny:Q2_K", "org/tiny@v7", "smollm2"])
 def test_remove_what_is_not_there(name: str, settings: Settings) -> None:
     resolve("org/tiny", settings=settings)
-    with pytest.raises(ModelNotFoundError, match="localrt list"):
+    with pytest.raises(ModelNotFoundError, match="is not on this machine"):
         remove_model(name, settings)
+    with pytest.raises(ModelNotFoundError, match=r"did you mean org/tiny\?"):
+        remove_model("org/tinny", settings)
     assert names(settings) == ["org/tiny"]
 
 

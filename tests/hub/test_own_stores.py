@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.errors import OptionError
+from localrt.errors import ModelNotFoundError, OptionError
 from localrt.hub import list_models, remove_model, resolve
 from localrt.hub.removing import plan_removal
 from localrt.hub.uses import note_use
@@ -16,16 +16,24 @@ from localrt.settings import Settings
 
 @pytest.fixture(autouse=True)
 def no_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("listing", "removing"):
-        monkeypatch.setattr(f"localrt.hub.{module}.demo_in_package", lambda: None)
+    monkeypatch.setattr("localrt.hub.listing.demo_in_package", lambda: None)
 
 
-def add_store(settings: Settings, name: str, source: str, *, quantized: bool = False) -> Path:
+def add_store(
+    settings: Settings,
+    name: str,
+    source: str | Path,
+    *,
+    quantized: bool = False,
+    manifest: str = "manifest.json",
+) -> Path:
+    """``source`` is a file's name, or its path, which newer stores say too."""
     folder = settings.data_dir / "stores" / name
     folder.mkdir(parents=True)
+    packed = {"name": Path(source).name, "path": str(source) if Path(source).parts[1:] else None}
     quantization = {"method": "rtn"} if quantized else None
-    manifest = {"format": "q8_0", "source": {"name": source}, "quantization": quantization}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    values = {"format": "q8_0", "source": packed, "quantization": quantization}
+    (folder / manifest).write_text(json.dumps(values))
     (folder / "layer.safetensors").write_bytes(b"x" * 1000)
     return folder
 
@@ -40,6 +48,31 @@ def test_a_packed_copy_is_part_of_its_model_and_goes_with_it(settings: Settings)
     assert remove_model("org/quants:Q8_0", settings) == model.bytes + model.packed_bytes
     assert not folder.exists()
     assert list_models(settings) == []
+
+
+def test_a_copy_can_be_deleted_without_its_model(settings: Settings) -> None:
+    file = resolve("org/quants:Q8_0", settings=settings).path
+    with pytest.raises(ModelNotFoundError, match=r"org/quants:Q8_0 has no packed copy"):
+        remove_model("org/quants:Q8_0", settings, packed_only=True)
+    whole = add_store(settings, "tiny-Q8_0-abc", file.name)
+    begun = add_store(settings, "tiny-Q8_0-abd.partial", file, manifest="manifest.partial.json")
+    (model,) = list_models(settings)
+    assert model.packed == (whole, begun)
+    assert remove_model("org/quants:Q8_0", settings, packed_only=True) == model.packed_bytes
+    assert file.exists()
+    assert list_models(settings)[0].packed == ()
+
+
+def test_copies_of_files_that_are_called_the_same_are_told_apart(
+    settings: Settings, tmp_path: Path
+) -> None:
+    files = [tmp_path / maker / "model.gguf" for maker in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_bytes(b"GGUF")
+        note_use(str(file), settings)
+    folder = add_store(settings, "model-abc", files[1])
+    assert [model.packed for model in list_models(settings)] == [(), (folder,)]
 
 
 def test_a_copy_without_its_model_can_be_deleted(settings: Settings) -> None:
@@ -67,10 +100,10 @@ def test_files_that_were_run_are_listed_and_never_deleted(
     folder = add_store(settings, "my-Q4_0-abc", file.name)
     (model,) = list_models(settings)
     assert (model.path, model.place, model.quantization) == (file, "yours", "Q4_0")
-    with pytest.raises(OptionError, match=r"is yours: delete it yourself; .*my-Q4_0-abc"):
+    with pytest.raises(OptionError, match=r"you: delete it yourself; .* `localrt rm --packed "):
         remove_model(str(file), settings)
     assert file.exists()
-    assert remove_model("my-Q4_0-abc", settings) > 1000
+    assert remove_model(str(file), settings, packed_only=True) > 1000
     assert not folder.exists()
     file.unlink()
     assert list_models(settings) == []
