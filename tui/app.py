@@ -21,6 +21,8 @@ from textual.timer import Timer
 
 from localrt import History
 from localrt.errors import CancelledError, LocalrtError
+from localrt.tools.servers import ToolServers
+from localrt.tools.toolbox import Toolbox
 from localrt.tui.chat.answering import FRAME_SECONDS
 from localrt.tui.chat.footer import Phase
 from localrt.tui.chat.panel import LivePanel
@@ -52,9 +54,14 @@ def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) ->
         The process's exit status: 1 when the model could not be loaded (the reason is on stderr).
     """
     folder = config_folder()
-    app = ChatApp(load, type_ahead=_line_waiting(), history=History, config=folder, **arguments)
+    toolbox = Toolbox.open(folder)
+    arguments |= {"history": History, "config": folder, "toolbox": toolbox}
+    app = ChatApp(load, type_ahead=_line_waiting(), **arguments)
     spare_collector()
-    app.run()
+    try:
+        app.run()
+    finally:
+        toolbox.close()
     if app.failure is not None:
         print(f"localrt: {app.failure}", file=sys.stderr)
         return 1
@@ -92,6 +99,7 @@ class ChatApp(App[None]):
         load_by_name: loads another model; its second argument is like that of ``load``.
         load_options: what ``load`` was told of budgets and the like, to plan for other models.
         config: the folder of preferences; None keeps nothing.
+        toolbox: the tools of MCP servers that a model is offered.
     """
 
     TITLE = "localrt"
@@ -112,6 +120,7 @@ class ChatApp(App[None]):
         load_by_name: LoadByName | None = None,
         load_options: Mapping[str, Any] | None = None,
         config: Path | None = None,
+        toolbox: Toolbox | None = None,
     ) -> None:
         super().__init__()
         register(self)
@@ -144,6 +153,7 @@ class ChatApp(App[None]):
             self.state,
             self.presets,
             self.stop_loading,
+            toolbox or Toolbox(ToolServers(())),
             model=short_name(model_name),
             type_ahead=type_ahead,
         )
@@ -159,6 +169,7 @@ class ChatApp(App[None]):
         for note in (*self.state.notes, *self._apply_preferences()):
             self.chat.view.add_notice(note, "error")
         self._watch(self._loading)
+        self.chat.watch_tools()
 
     def _resume(self) -> None:
         try:

@@ -67,6 +67,7 @@ COMMANDS = (
     Entry("set", "[NAME VALUE]", "list or set options; none resets one"),
     Entry("preset", "[NAME]", "use a preset, or list them"),
     Entry("adapter", "[NAME]", "use one of the model's adapters (none: no one), or list them"),
+    Entry("tools", "[retry]", "MCP servers and their tools; start those that failed", idle=False),
     Entry("config", "", "options, presets, theme, keys", "app.settings", idle=False),
     Entry("models", "[WORDS]", "list, search, download and load models", idle=False),
     Entry("panel", "", "show or hide memory, disk, why not faster", "panel", idle=False),

@@ -21,6 +21,8 @@ from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import format_seconds
 from localrt.option_names import spelled
 from localrt.progress import NOTE, Progress
+from localrt.tools.servers import ToolServers
+from localrt.tools.toolbox import Toolbox
 from localrt.tui.commands import Command, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment
 from localrt.tui.conversation.export import Exporter
@@ -28,6 +30,7 @@ from localrt.tui.conversation.open_conversation import answer_note
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
 from localrt.tui.options import in_app
+from localrt.tui.preferences import config_folder
 from localrt.tui.text import clean, explained, human_when, one_line, short_name
 
 if TYPE_CHECKING:
@@ -45,8 +48,12 @@ def run_plain(
     **arguments: Any,
 ) -> int:
     """Chat on stdin and stdout until the end of input; arguments as of ``run_chat``."""
-    chat = PlainChat(sys.stdin, sys.stdout, history=History, **arguments)
-    return chat.run(load, chat_path=chat_path, resume=resume)
+    toolbox = Toolbox.open(config_folder())
+    try:
+        chat = PlainChat(sys.stdin, sys.stdout, history=History, toolbox=toolbox, **arguments)
+        return chat.run(load, chat_path=chat_path, resume=resume)
+    finally:
+        toolbox.close()
 
 
 class PlainChat:
@@ -61,6 +68,7 @@ class PlainChat:
         system: str | None,
         options: dict[str, Any],
         history: Callable[[], History] | None = None,
+        toolbox: Toolbox | None = None,
     ) -> None:
         self._source, self._out = source, out
         self._asking = source.isatty()
@@ -71,6 +79,7 @@ class PlainChat:
             options=options,
             on_problem=self.say,
         )
+        self._toolbox = toolbox or Toolbox(ToolServers(()))
         self._leaving = False
         self._exporter = Exporter()
         self._attachments = Attachments()
@@ -98,6 +107,12 @@ class PlainChat:
             ("attach", "PATH", "put a text file in front of the next message", self._attach),
             ("system", "[TEXT]", "show or set the system prompt; none removes it", self._system),
             ("set", "[NAME VALUE]", "list or set options; none resets one", self._set),
+            (
+                "tools",
+                "[retry]",
+                "MCP servers and their tools; start those that failed",
+                self._tools,
+            ),
             ("export", "[PATH]", "save as Markdown, or JSON for a .json", self._export),
             ("load", "PATH", "open an exported or saved chat (.json)", self._load),
             ("quit", "", "leave, as Ctrl+D", self._quit),
@@ -120,6 +135,7 @@ class PlainChat:
         try:
             self._begin(model, chat_path, resume)
             while not self._leaving:
+                self._tell_tools()
                 line = self._read()
                 if line is None:
                     break
@@ -254,6 +270,13 @@ class PlainChat:
 
     def _set(self, argument: str) -> None:
         self.say(self._session.set(argument))
+
+    def _tools(self, argument: str) -> None:
+        self.say(self._toolbox.command(argument, self.state.conversation.id))
+
+    def _tell_tools(self) -> None:
+        for line in self._toolbox.take_news():
+            self.say(line)
 
     def _quit(self, argument: str) -> None:
         self._leaving = True

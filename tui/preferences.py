@@ -15,6 +15,9 @@
     [models]
     fast = "llama3.2:1b"
 
+    [mcp.servers.files]
+    command = "npx"
+
 ``presets.toml`` has system prompts and options under names:
 
     ["Code review"]
@@ -39,7 +42,8 @@ from localrt.tui.text import one_line
 
 __all__ = ["Preferences", "PreferencesFile", "Preset", "PresetsFile", "config_folder"]
 
-_NAMES = ("generation", "keys", "models", "panel", "system", "theme")  # models: of hub/aliases.py
+# models: of hub/aliases.py; mcp: of localrt/tools.
+_NAMES = ("generation", "keys", "mcp", "models", "panel", "system", "theme")
 _FILE = "config.toml"
 _PRESETS_FILE = "presets.toml"
 _LONGEST_NAME = 60

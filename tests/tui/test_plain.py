@@ -169,3 +169,7 @@ def test_which_chat_is_opened(
     )
     assert main(["chat", *arguments]) == 0
     assert opened == ["plain" if plain else "app"]
+
+
+def test_tools_are_listed(model: FakeModel, chat: Callable[..., str]) -> None:
+    assert "[mcp.servers.NAME]" in chat("/tools")

@@ -19,6 +19,7 @@ from textual.timer import Timer
 from textual.widgets import TextArea
 
 from localrt.errors import LocalrtError, OptionError
+from localrt.tools.toolbox import Toolbox
 from localrt.tui.chat.answering import FRAME_SECONDS, MessageQueue
 from localrt.tui.chat.blocks import Kind
 from localrt.tui.chat.composer import Composer
@@ -43,6 +44,7 @@ from localrt.tui.text import one_line
 __all__ = ["ChatScreen"]
 
 _STARTING_SECONDS = 0.3  # in which keys may still come that were meant for the composer
+_TOOLS_SECONDS = 1.0  # between two looks at MCP servers
 _WAITS_FOR_MODEL = "Write now: it is sent when the model is ready"
 
 
@@ -59,6 +61,7 @@ class ChatScreen(Screen[None]):
         state: ChatState,
         presets: PresetsFile,
         stop_loading: Callable[[], bool],
+        toolbox: Toolbox,
         *,
         model: str,
         type_ahead: bool = False,
@@ -78,6 +81,7 @@ class ChatScreen(Screen[None]):
         self.footer.status = Status(model=model)
         self._presets = presets
         self._stop_loading = stop_loading
+        self._toolbox = toolbox
         self._exporter = Exporter()
         self._editing: int | None = None  # the user's turn that the composer holds
         self._ticker: Timer | None = None  # while an answer is generated
@@ -93,6 +97,7 @@ class ChatScreen(Screen[None]):
             "set": lambda text: self.say(self._session.set(text)),
             "preset": lambda name: self.say(self._session.preset(self._presets, name)),
             "adapter": self._adapter,
+            "tools": lambda argument: self.say(toolbox.command(argument, state.conversation.id)),
             "models": lambda words: self.run_action(f"app.models({words!r})"),
             "export": self.action_export,
             "load": self._load,
@@ -169,6 +174,17 @@ class ChatScreen(Screen[None]):
                     self.footer.change(used=used, rate=None)
 
         self.run_worker(count(), exclusive=True, group="tokens")
+
+    # -- tools -----------------------------------------------------------------------------------
+
+    def watch_tools(self) -> None:
+        """Begin to say which MCP servers cannot be used."""
+        self._tell_tools()
+        self.set_interval(_TOOLS_SECONDS, self._tell_tools)
+
+    def _tell_tools(self) -> None:
+        for line in self._toolbox.take_news():
+            self.say(line, "error")
 
     # -- answering -------------------------------------------------------------------------------
 
