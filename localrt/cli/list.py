@@ -9,7 +9,6 @@ from dataclasses import asdict
 from localrt.cli.help import Examples
 from localrt.formatting import format_bytes, table
 from localrt.hub import DEMO_NAME, LocalModel, list_models
-from localrt.hub.aliases import read_aliases
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
@@ -30,11 +29,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the models; returns the exit status."""
     settings = Settings.from_environment()
     words = [word.lower() for word in args.words]
-    models = [m for m in list_models(settings) if all(word in m.name.lower() for word in words)]
+    models = [model for model in list_models(settings) if _has(model, words)]
     if args.json:
         print(json.dumps({"models": [_record(model) for model in models]}))
     elif models:
-        rows = [_row(model, settings) for model in models]
+        rows = [_row(model) for model in models]
         print(table(rows, ("NAME", "SIZE", "FORMAT", "WHERE"), "lr"))
     elif words:
         print(f"No models with {' and '.join(words)} in their names")
@@ -43,9 +42,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(model: LocalModel, settings: Settings) -> tuple[str, ...]:
-    own = sorted(name for name, target in read_aliases(settings).items() if target == model.name)
-    name = f"{model.name} ({', '.join(own)})" if own else model.name
+def _has(model: LocalModel, words: list[str]) -> bool:
+    names = " ".join((model.name, *model.aliases)).lower()
+    return all(word in names for word in words)
+
+
+def _row(model: LocalModel) -> tuple[str, ...]:
+    name = f"{model.name} ({', '.join(model.aliases)})" if model.aliases else model.name
     where = model.where
     if model.packed:
         where += f", packed copy of {format_bytes(model.packed_bytes)}"

@@ -32,6 +32,7 @@ from localrt.engine.types import Chunk, Metrics
 from localrt.errors import LocalrtError, OptionError
 from localrt.files import keep_private, private_folder
 from localrt.formatting import format_bytes, format_rate, format_seconds
+from localrt.hub import resolve
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "answer", "read_prompt", "run"]
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
         return run_batch(args)
     if args.batch_size is not None:
         raise OptionError("--batch-size needs --batch FILE")
-    return answer(args, read_prompt(args.prompt, whole=args.suffix is not None), last_run_path())
+    return answer(args, _read_prompt(args), last_run_path())
 
 
 def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
@@ -178,6 +179,15 @@ def _stats(m: Metrics) -> str:
         shares = "".join(f", {share:.0%} of the tokens by {k}" for k, share in came_true.items())
         lines.append(m.speculation + shares)
     return "\n".join(lines)
+
+
+def _read_prompt(args: argparse.Namespace) -> str:
+    try:
+        return read_prompt(args.prompt, whole=args.suffix is not None)
+    except OptionError:
+        if " " in (args.model or ""):  # a prompt, most likely: what was made of it is said first
+            resolve(args.model, settings=Settings.from_environment(), download=False)
+        raise
 
 
 def read_prompt(prompt: str | None, *, whole: bool = False) -> str:

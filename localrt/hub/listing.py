@@ -6,21 +6,25 @@ what is in them, but for the manifests of stores.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from localrt.errors import LocalrtError
+from localrt.hub.aliases import read_aliases
 from localrt.hub.cache import CachedRepo
 from localrt.hub.demo import DEMO_NAME, DEMO_PACKAGE, demo_cache_file, demo_in_package
 from localrt.hub.files import gguf_variants, quantization_label, variant_name
-from localrt.hub.names import shown_path
+from localrt.hub.names import parse_hub_ref, shown_path
 from localrt.hub.other_programs import other_models
-from localrt.hub.own_stores import OwnStore, own_stores, read_store
+from localrt.hub.own_stores import OwnStore, find_quantized, is_own_store, own_stores, read_store
+from localrt.hub.resolving import expand_name
 from localrt.hub.uses import last_used
 from localrt.settings import Settings
 
-__all__ = ["LocalModel", "list_models", "models_of_repo"]
+__all__ = ["LocalModel", "list_models", "models_named", "models_of_repo", "own_store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class LocalModel:
     localrt), ``modified`` is in POSIX seconds. ``place`` says whose the files are: ``"localrt"``,
     ``"hub cache"``, ``"Ollama"``, ``"LM Studio"``, ``"llama.cpp"``, ``"package"`` or ``"yours"``.
     ``packed`` are folders with copies of it that localrt made to stream from, of ``packed_bytes``
-    on the disk, finished or not.
+    on the disk, finished or not. ``aliases`` are names that the user gave it (``config.toml``).
     """
 
     name: str
@@ -43,6 +47,7 @@ class LocalModel:
     place: str = "localrt"
     packed: tuple[Path, ...] = ()
     packed_bytes: int = 0
+    aliases: tuple[str, ...] = ()
 
     @property
     def how_to_delete(self) -> str:
@@ -84,7 +89,30 @@ def list_models(settings: Settings) -> list[LocalModel]:
     models += [_of_store(store, store.path.name) for store in quantized]
     models += _used_files(settings, {model.path for model in models})
     models = _with_packed(models, [store for store in stores if not store.quantized])
+    models = _with_aliases(models, settings)
     return sorted(models, key=lambda model: (model.name != DEMO_NAME, model.name.lower()))
+
+
+def models_named(
+    name: str, models: Iterable[LocalModel], settings: Settings
+) -> Iterator[LocalModel]:
+    """Those of ``models`` that an expanded name means: ``org/name`` may mean several."""
+    store = own_store(name, settings)
+    path = store or _expanded(name)
+    ref = None if store else parse_hub_ref(name)
+    for model in models:
+        if ref is not None and ref.variant is None and model.place == "hub cache":
+            own = model.name.partition(":")[0]
+            if (own if ref.revision else own.partition("@")[0]) == name:
+                yield model
+        elif model.path == path or (store is None and model.name.lower() == name.lower()):
+            yield model
+
+
+def own_store(name: str, settings: Settings) -> Path | None:
+    """The folder of localrt's own stores that this is the path or name of, finished or not."""
+    path = _expanded(name)
+    return path if is_own_store(path, settings) else find_quantized(name, settings)
 
 
 def models_of_repo(repo: CachedRepo) -> Iterator[LocalModel]:
@@ -165,6 +193,21 @@ def _place_of_source(store: OwnStore, models: list[LocalModel]) -> int | None:
     if store.origin in paths:
         return paths.index(store.origin)
     return next((i for i, path in enumerate(paths) if path.name == store.source), None)
+
+
+def _with_aliases(models: list[LocalModel], settings: Settings) -> list[LocalModel]:
+    """Each with the names that mean it alone. What is wrong with a name is said when it is used."""
+    found: dict[str, list[str]] = {}
+    with suppress(LocalrtError):
+        for alias in sorted(read_aliases(settings)):
+            named = list(models_named(expand_name(alias, settings), models, settings))
+            if len(named) == 1:
+                found.setdefault(named[0].name, []).append(alias)
+    return [replace(model, aliases=tuple(found.get(model.name, ()))) for model in models]
+
+
+def _expanded(name: str) -> Path:
+    return Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
 
 
 def _revision_suffix(refs: dict[str, str], commit: str) -> str:

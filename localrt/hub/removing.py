@@ -18,9 +18,8 @@ from localrt.formatting import format_bytes, one_line
 from localrt.hub.cache import CachedRepo
 from localrt.hub.demo import DEMO_HUB, DEMO_NAME, demo_cache_file
 from localrt.hub.files import choose_variant, gguf_variants
-from localrt.hub.listing import LocalModel, list_models, models_of_repo
+from localrt.hub.listing import LocalModel, list_models, models_named, models_of_repo, own_store
 from localrt.hub.names import HubRef, close_to, parse_hub_ref
-from localrt.hub.own_stores import find_quantized, is_own_store
 from localrt.hub.resolving import expand_name
 from localrt.hub.uses import forget_use
 from localrt.settings import Settings
@@ -51,12 +50,14 @@ def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) ->
     """
     full = expand_name(name, settings)
     listed = list_models(settings)
-    models = [model for model in listed if _is_meant(model, full, settings)]
+    models = list(models_named(full, listed, settings))
     if not packed_only:
-        _refuse_what_is_not_ours(name, full, models, settings)
-    elif not any(model.packed for model in models):
-        if not models:
-            raise _not_here(name, listed)
+        _refuse_what_is_not_ours(name, full, models)
+    if not models and (packed_only or not _is_begun(full, settings)):
+        if os.path.exists(os.path.expanduser(full)):  # noqa: PTH110, PTH111
+            raise OptionError(f"{full} belongs to you: delete it yourself")
+        raise _not_here(name, listed)
+    if packed_only and not any(model.packed for model in models):
         raise ModelNotFoundError(f"{name} has no packed copy (`localrt list` shows which have one)")
     gone = [] if packed_only else models
     return Removal(
@@ -97,7 +98,7 @@ def remove_model(name: str, settings: Settings, *, packed_only: bool = False) ->
 
 def _remove(name: str, removal: Removal, settings: Settings) -> int:
     full = expand_name(name, settings)
-    if (store := _store(full, settings)) is not None:
+    if (store := own_store(full, settings)) is not None:
         return _remove_folder(store)
     if full == DEMO_NAME:
         cached = demo_cache_file(settings)
@@ -121,29 +122,14 @@ def _not_here(name: str, listed: Iterable[LocalModel]) -> ModelNotFoundError:
     return ModelNotFoundError(f"{one_line(name)} is not on this machine{hint}")
 
 
-def _is_meant(model: LocalModel, full: str, settings: Settings) -> bool:
-    store = _store(full, settings)
-    if store is not None:
-        return model.path == store
-    ref = parse_hub_ref(full)
-    if ref is not None and ref.variant is None and model.place == "hub cache":
-        name = model.name.partition(":")[0]
-        return (name if ref.revision else name.partition("@")[0]) == full
-    return model.name.lower() == full.lower() or model.path == _expanded(full)
+def _is_begun(full: str, settings: Settings) -> bool:
+    """Whether there are parts of it: a store, or a repository of the hub."""
+    ref = DEMO_HUB if full == DEMO_NAME else parse_hub_ref(full)
+    in_cache = ref is not None and CachedRepo(settings.hub_cache, ref.repo).folder.is_dir()
+    return in_cache or own_store(full, settings) is not None
 
 
-def _store(name: str, settings: Settings) -> Path | None:
-    path = _expanded(name)
-    return path if is_own_store(path, settings) else find_quantized(name, settings)
-
-
-def _expanded(name: str) -> Path:
-    return Path(os.path.expanduser(name)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
-
-
-def _refuse_what_is_not_ours(
-    name: str, full: str, models: Sequence[LocalModel], settings: Settings
-) -> None:
+def _refuse_what_is_not_ours(name: str, full: str, models: Sequence[LocalModel]) -> None:
     others = [model for model in models if model.how_to_delete]
     if others:
         model = others[0]
@@ -155,9 +141,6 @@ def _refuse_what_is_not_ours(
         raise OptionError(
             f"{model.name} belongs to {owner}: {model.how_to_delete}{copy if model.packed else ''}"
         )
-    listed = any(models) or full == DEMO_NAME or _store(full, settings) is not None
-    if not listed and parse_hub_ref(full) is None and os.path.exists(_expanded(full)):  # noqa: PTH110
-        raise OptionError(f"{full} belongs to you: delete it yourself")
 
 
 def _remove_folder(folder: Path) -> int:

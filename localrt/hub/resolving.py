@@ -30,7 +30,6 @@ from localrt.hub.files import (
     variant_name,
 )
 from localrt.hub.known_models import close_names, find_known, known_repo
-from localrt.hub.listing import list_models
 from localrt.hub.names import (
     HubRef,
     close_files,
@@ -364,6 +363,8 @@ def _not_found(model: str, path: Path, settings: Settings) -> str:
             f"no model {model!r}: it was taken for a model's name, which comes before the prompt: "
             f"{DEMO_NAME} {json.dumps(model, ensure_ascii=False)}"
         )
+    from localrt.hub.listing import list_models  # which expands names
+
     here = [each.name for each in list_models(settings)]
     if meant := close_names(model, [DEMO_NAME, *read_aliases(settings), *here]):
         hint = f" (did you mean {' or '.join(meant)}?)"

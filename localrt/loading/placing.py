@@ -212,7 +212,7 @@ def _announce(
         return
     note_to(progress)(
         f"does not fit in memory: a packed copy of {format_bytes(shape.nbytes)} is written once, "
-        f"to {shown_path(folder)} (`localrt rm {folder.name}` deletes it); "
+        f"to {shown_path(stores)} (`localrt rm --packed MODEL` deletes it); "
         f"with more {option('ram')}, or a smaller file of the model, none is needed"
     )
 

@@ -85,6 +85,6 @@ def settings_at(folder: Path, endpoint: str) -> Settings:
         hub_token_file=None,
         offline=False,
         cache_dir=folder / "cache",
-        data_dir=folder / "data",
-        config_dir=folder / "config",
+        data_dir=folder / "data" / "localrt",
+        config_dir=folder / "config" / "localrt",
     )

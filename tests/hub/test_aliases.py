@@ -9,7 +9,7 @@ import pytest
 
 from localrt.cli import main
 from localrt.errors import ModelNotFoundError, OptionError, StorageError
-from localrt.hub import resolve
+from localrt.hub import list_models, resolve
 from localrt.hub.aliases import expand_alias, read_aliases, write_alias
 from localrt.settings import Settings
 from tests.hub.server import FakeHub
@@ -83,6 +83,23 @@ def test_the_command(settings: Settings, capsys: pytest.CaptureFixture[str]) -> 
     assert read_aliases(settings) == {}
     assert main(["alias", "fast", "--remove"]) == 1
     assert "localrt alias" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("environment")
+def test_models_are_listed_with_them(
+    settings: Settings, hub: FakeHub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve("org/quants:Q8_0", settings=settings)
+    write_alias("work", "org/quants", settings)
+    write_alias("best", "work", settings)
+    write_alias("gone", "org/gone", settings)
+    assert [model.aliases for model in list_models(settings)][-1] == ("best", "work")
+    assert main(["list", "work"]) == 0
+    assert "org/quants:Q8_0 (best, work)" in capsys.readouterr().out
+    resolve("org/quants:Q4_K_M", settings=settings)  # now it may be either
+    assert {model.aliases for model in list_models(settings)} == {()}
+    (settings.config_dir / "config.toml").write_text("[models\n")
+    assert len(list_models(settings)) > 1
 
 
 def test_near_misses_are_suggested(settings: Settings) -> None:

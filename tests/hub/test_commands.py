@@ -13,6 +13,7 @@ from localrt.cli import list as list_command
 from localrt.cli import pull as pull_command
 from localrt.cli import rm as rm_command
 from localrt.cli.progress import ProgressLine, describe
+from localrt.errors import ModelNotFoundError
 from localrt.progress import Progress
 from localrt.settings import Settings
 from tests.hub.conftest import QUANTS
@@ -151,3 +152,5 @@ def test_rm_without_a_terminal_needs_yes(
     monkeypatch.setattr("sys.stdin", io.StringIO())
     assert call(rm_command, "org/tiny") == 2
     assert "--yes" in capsys.readouterr().err
+    with pytest.raises(ModelNotFoundError, match="org/absent is not on this machine"):
+        call(rm_command, "org/absent")  # there is nothing to ask about
