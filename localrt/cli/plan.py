@@ -26,6 +26,7 @@ from localrt.offload.planner.pair import (
     PairRequest,
     plan_pair,
 )
+from localrt.offload.planner.pc import PRESETS
 from localrt.offload.planner.picture import to_html, to_svg
 from localrt.planning.inputs import find_model, shape_of
 from localrt.planning.plan import plan
@@ -35,7 +36,10 @@ __all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Examples = (
     ("localrt plan model.gguf --ram 2GB", "this machine, with 2 GB of memory for the model"),
-    ('localrt plan org/name --gpu "RTX 4060" --ram 32GB', "a machine that you do not have"),
+    (
+        'localrt plan qwen3:30b --pc "RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"',
+        "a PC that you do not have",
+    ),
     ("localrt plan org/name --ctx 32768 --kv-format int8", "a long context"),
 )
 
@@ -57,6 +61,13 @@ _SPECULATION: tuple[Flag, ...] = (
     ("--acceptance", float, "SHARE", _ACCEPTANCE_HELP),
 )
 _HARDWARE: tuple[Flag, ...] = (
+    (
+        "--pc",
+        str,
+        "PC",
+        'another PC, like "RTX 4060, 32GB DDR5-5600, 8 cores, NVMe", or one of '
+        f"{', '.join(PRESETS)}; what it does not say is typical",
+    ),
     ("--ram", str, "SIZE", "RAM to use, like 32GB (default: this machine's)"),
     ("--gpu-memory", str, "SIZE", "GPU memory to use, like 8GB (default: the card's)"),
     (
@@ -67,6 +78,8 @@ _HARDWARE: tuple[Flag, ...] = (
     ),
     ("--link", str, "RATE", "speed of copies to the GPU, like 12GB/s (default: measured)"),
     ("--ssd", str, "RATE", "speed of the disk, like 3.5GB/s (default: measured)"),
+    ("--ram-speed", str, "SPEED", "of the RAM, like DDR5-5600 or 60GB/s (default: measured)"),
+    ("--cores", int, "N", "cores of the processor (default: this machine's)"),
     ("--remeasure", bool, None, "measure this machine again"),
 )
 
@@ -81,7 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, _PLAN, kv_format="bf16", batch=1)
     add_flags(parser.add_argument_group("speculation"), _SPECULATION)
     add_flags(
-        parser.add_argument_group("hardware", "what you leave out is this machine's"), _HARDWARE
+        parser.add_argument_group(
+            "hardware", "what you leave out is this machine's, or with --pc that PC's"
+        ),
+        _HARDWARE,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(

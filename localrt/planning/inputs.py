@@ -28,6 +28,7 @@ from localrt.hub.resolving import expand_name
 from localrt.machine import hardware
 from localrt.machine.measuring import fingerprint, machine_profile
 from localrt.models.checkpoints import open_checkpoint
+from localrt.offload.memory.process import ram_budget
 from localrt.offload.memory.state import memory_state
 from localrt.offload.planner import Budgets, MachineProfile, ModelShape
 from localrt.offload.planner.advice import in_format
@@ -42,6 +43,7 @@ from localrt.offload.planner.cards import (
 from localrt.offload.planner.config_shapes import shape_from_config
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.measure import known_machine, measure_machine
+from localrt.offload.planner.pc import parse_memory_speed, parse_pc
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.option_names import option
 from localrt.quant.formats import FORMATS
@@ -56,6 +58,7 @@ __all__ = [
     "find_model",
     "hypothetical",
     "machine_of",
+    "planned_machine",
     "shape_of",
     "unmeasured_machine",
     "with_card",
@@ -77,6 +80,9 @@ class Hardware:
     gpu: str | None = None
     link: str | None = None
     ssd: str | None = None
+    pc: str | None = None
+    ram_speed: str | None = None
+    cores: int | None = None
 
 
 # -- the model -----------------------------------------------------------------------------------
@@ -272,6 +278,47 @@ def card_here() -> tuple[Card, int] | None:
     return replace(card, name=here[0].name, vram_bytes=here[0].memory_bytes or free), free
 
 
+def planned_machine(
+    path: Path, settings: Settings, shape: ModelShape, wanted: Hardware, *, remeasure: bool = False
+) -> tuple[MachineProfile, Budgets, str]:
+    """What to plan for: this machine or ``wanted.pc``, with all else of ``wanted``; and a note.
+
+    Raises:
+        OptionError: a description that means nothing.
+    """
+    ram = None if wanted.ram is None else parse_size(wanted.ram)
+    if wanted.pc is None:
+        machine, note = machine_of(path, settings, shape, ssd=wanted.ssd, remeasure=remeasure)
+        machine, vram = with_card(_with_processor(machine, wanted), wanted, settings.cache_dir)
+        # A plan is for this process only where its memory is.
+        return machine, budgets_of(machine, ram or ram_budget(None), vram), note
+    pc, card = parse_pc(wanted.pc), wanted
+    machine = pc.machine()
+    if wanted.ssd is not None:
+        machine = _with_disk(machine, parse_bandwidth(wanted.ssd), "given")
+    machine, vram = _with_processor(machine, wanted), 0
+    if wanted.gpu is None and pc.card is not None:
+        memory = wanted.gpu_memory or pc.vram_budget
+        card = replace(wanted, gpu=pc.card.name, gpu_memory=memory)
+    if card.gpu is not None or card.gpu_memory is not None:
+        machine, vram = with_card(machine, replace(card, gpu=card.gpu or DEFAULT_CARD))
+    return machine, budgets_of(machine, ram or pc.ram_budget, vram), ""
+
+
+def _with_processor(machine: MachineProfile, wanted: Hardware) -> MachineProfile:
+    """``machine`` with the speed of RAM and the cores that were given."""
+    given: dict[str, str] = {}
+    if wanted.ram_speed is not None:
+        machine = machine.with_ram_speed(parse_memory_speed(wanted.ram_speed))
+        given["ram_bytes_s"] = "given"
+    if wanted.cores is not None:
+        if wanted.cores < 1:
+            raise OptionError(f"{option('cores')} must be at least 1, is {wanted.cores}")
+        machine = machine.with_cores(wanted.cores)
+        given["cores"] = "given"
+    return replace(machine, sources={**machine.sources, **given})
+
+
 def with_card(
     machine: MachineProfile, wanted: Hardware, cache: Path | None = None
 ) -> tuple[MachineProfile, int]:
@@ -287,13 +334,14 @@ def with_card(
     link = None if wanted.link is None else parse_bandwidth(wanted.link)
     here = card_here() if wanted.gpu is None else None
     if wanted.gpu is not None:
-        card, source = parse_card(wanted.gpu), wanted.gpu
+        card, source = parse_card(wanted.gpu), "typical"
+        source = "given" if card.reached == 1.0 else source
         vram = asked or card.vram_bytes
     elif here is not None:
-        (card, free), source = here, "the card's table"
+        (card, free), source = here, "typical"
         vram = min(int(_VRAM_SHARE * free), asked or free)
     elif asked is not None or link is not None:
-        card, source = parse_card(DEFAULT_CARD), f"taken from {DEFAULT_CARD}"
+        card, source = parse_card(DEFAULT_CARD), "typical"
         vram = asked or card.vram_bytes
         card = replace(card, vram_bytes=max(vram, card.vram_bytes))
     else:
@@ -329,10 +377,15 @@ def budgets_of(machine: MachineProfile, ram: int, vram: int) -> Budgets:
 def hypothetical(wanted: Hardware) -> tuple[str, ...]:
     """The options of ``wanted`` that describe another machine than this one."""
     imagined = {
+        "--pc": wanted.pc is not None,
+        "--ram-speed": wanted.ram_speed is not None,
+        "--cores": wanted.cores is not None,
         "--ssd": wanted.ssd is not None,
         "--gpu": wanted.gpu is not None,
         "--gpu-memory": wanted.gpu is None and wanted.gpu_memory is not None and not card_here(),
         "--link": wanted.link is not None,
-        "--ram": wanted.ram is not None and parse_size(wanted.ram) > memory_state().total,
+        "--ram": wanted.ram is not None
+        and not wanted.pc
+        and parse_size(wanted.ram) > memory_state().total,
     }
     return tuple(name for name, is_so in imagined.items() if is_so)

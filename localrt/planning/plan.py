@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Literal
 
 from localrt.errors import OptionError
-from localrt.formatting import parse_size
-from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import Plan, PlanRequest, make_plan
 from localrt.offload.planner.explain import explain
 from localrt.option_names import option
 from localrt.planning.inputs import (
     Hardware,
-    budgets_of,
     find_model,
     hypothetical,
-    machine_of,
+    planned_machine,
     shape_of,
-    with_card,
 )
 from localrt.planning.sizes import other_sizes
 from localrt.settings import Settings
@@ -46,6 +42,9 @@ def plan(
     gpu: str | None = None,
     link: str | None = None,
     ssd: str | None = None,
+    pc: str | None = None,
+    ram_speed: str | None = None,
+    cores: int | None = None,
     advise: bool = True,
     remeasure: bool = False,
     revision: str | None = None,
@@ -66,6 +65,10 @@ def plan(
         ram, gpu_memory: sizes to use, such as ``"32GB"``; None: what this machine has.
         gpu: a card by name, or ``virtual:8GB@12GB/s,...``.
         link, ssd: rates such as ``"12GB/s"``.
+        pc: a whole PC, ``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"`` or a preset's name such as
+            ``"gaming-pc"``, instead of this machine; what it does not say is typical.
+        ram_speed: of the RAM, ``"DDR5-5600"`` or a rate such as ``"60GB/s"``.
+        cores: of the processor.
         advise: plan variations too, to say what would help and what smaller weights would do; takes
             about as long again.
         remeasure: measure this machine again.
@@ -84,16 +87,23 @@ def plan(
             f"{option('kv_format')} must be {', '.join(_KV_FORMATS)}, is {kv_format!r}"
         )
     settings = Settings.from_environment()
-    wanted = Hardware(ram=ram, gpu_memory=gpu_memory, gpu=gpu, link=link, ssd=ssd)
+    wanted = Hardware(
+        ram=ram,
+        gpu_memory=gpu_memory,
+        gpu=gpu,
+        link=link,
+        ssd=ssd,
+        pc=pc,
+        ram_speed=ram_speed,
+        cores=cores,
+    )
     path = find_model(str(model), settings, revision=revision, offline=offline)
     shape = shape_of(path, format)
-    machine, note = machine_of(path, settings, shape, ssd=ssd, remeasure=remeasure)
-    machine, vram = with_card(machine, wanted, settings.cache_dir)
-    budget = ram_budget(None) if ram is None else parse_size(ram)
+    machine, budgets, note = planned_machine(path, settings, shape, wanted, remeasure=remeasure)
     request = PlanRequest(
         shape=shape,
         machine=machine,
-        budgets=budgets_of(machine, budget, vram),
+        budgets=budgets,
         ctx=ctx or min(_DEFAULT_CTX, shape.context_length),
         sequences=batch,
         kv_format=kv_format,

@@ -12,11 +12,12 @@ from math import expm1
 from localrt.formatting import format_bytes, format_rate
 from localrt.offload.account import Tier
 from localrt.offload.placement import PlacedUnit, Where
+from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.plan import Plan, PlannedSize, PlanRequest
 from localrt.offload.planner.simulate import Resource
 from localrt.offload.shapes import ModelShape
 
-__all__ = ["explain", "one_line"]
+__all__ = ["explain", "figures", "one_line"]
 
 _PLACES = {
     Where.VRAM: "in GPU memory, computed there",
@@ -108,27 +109,29 @@ def _model(shape: ModelShape) -> str:
 
 def _machine(request: PlanRequest) -> Iterator[str]:
     machine = request.machine
-    sources = machine.sources
-
-    def rate(name: str, value: float) -> str:
-        source = sources.get(name)
-        return f"{format_bytes(value)}/s" + (f" ({source})" if source else "")
-
-    parts = [
-        f"SSD {rate('ssd_bytes_s', machine.ssd_bytes_s)}",
-        f"RAM {rate('ram_bytes_s', machine.ram_bytes_s)}",
-        f"CPU kernels ({sources.get('kernels', 'assumed')}), {machine.threads} threads",
-    ]
-    if machine.gpu is not None and machine.link_bytes_s is not None:
-        gpu = machine.gpu
-        parts += [
-            f"{gpu.name}, memory {rate('gpu', gpu.bytes_s)}",
-            f"link {rate('link_bytes_s', machine.link_bytes_s)}",
-            f"GPU kernels ({'measured' if gpu.kernels else 'by its memory and arithmetic'})",
-        ]
-    yield f"{machine.name}: {', '.join(parts)}"
+    yield f"{machine.name}: {', '.join(figures(machine))}"
     batch = f", {request.sequences} sequences at once" if request.sequences > 1 else ""
     yield f"context {request.ctx} tokens, keys and values in {request.kv_format}{batch}"
+
+
+def figures(machine: MachineProfile) -> Iterator[str]:
+    """``"RAM 31 GB/s (measured)"``: what a plan goes by, and whether each was measured, was given
+    or is typical.
+    """
+
+    def figure(text: str, name: str) -> str:
+        return f"{text} ({machine.sources.get(name, 'typical')})"
+
+    def rate(what: str, name: str, value: float) -> str:
+        return figure(f"{what} {format_bytes(value)}/s", name)
+
+    yield rate("disk", "ssd_bytes_s", machine.ssd_bytes_s)
+    yield rate("RAM", "ram_bytes_s", machine.ram_bytes_s)
+    yield figure(f"{machine.threads} cores", "cores")
+    yield figure("their rates", "kernels")
+    if machine.gpu is not None and machine.link_bytes_s is not None:
+        yield f"{machine.gpu.name} with {rate('memory at', 'gpu', machine.gpu.bytes_s)}"
+        yield rate("link", "link_bytes_s", machine.link_bytes_s)
 
 
 def _placement(plan: Plan) -> Iterator[str]:

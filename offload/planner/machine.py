@@ -16,6 +16,8 @@ from localrt.quant.formats import FORMATS
 
 __all__ = ["GpuProfile", "KernelRate", "MachineProfile", "typical_machine"]
 
+_TYPICAL_CORES = 8
+
 
 @dataclass(frozen=True, slots=True)
 class KernelRate:
@@ -95,8 +97,8 @@ class MachineProfile:
     ``kernels`` holds a rate for each format that was measured; others follow from the nearest by
     their bits. ``ssd_cpu_s`` is processor time per byte read, of one thread. ``call_s`` is what a
     unit costs beside its arithmetic, ``token_s`` what a pass costs beside its units, for each entry
-    of the vocabulary. ``sources`` says of each figure where it comes from: measured, a card's
-    table, given.
+    of the vocabulary. ``sources`` says of each figure whether it was measured, was given, or is
+    typical, as a card's published figures are.
     """
 
     name: str
@@ -131,6 +133,19 @@ class MachineProfile:
         attention, call_s = self.attention.slower(times), self.call_s * times
         return replace(self, kernels=kernels, attention=attention, call_s=call_s)
 
+    def with_ram_speed(self, ram_bytes_s: float) -> MachineProfile:
+        """The same with other memory: products of a few rows wait for it."""
+        times = self.ram_bytes_s / ram_bytes_s
+        kernels = {name: rate.scaled(times) for name, rate in self.kernels.items()}
+        return replace(self, kernels=kernels, ram_bytes_s=ram_bytes_s)
+
+    def with_cores(self, cores: int) -> MachineProfile:
+        """The same with so many cores: products of many rows wait for them."""
+        times = self.threads / cores
+        kernels = {n: rate.slower(times).scaled(1 / times) for n, rate in self.kernels.items()}
+        attention = self.attention.slower(times)
+        return replace(self, kernels=kernels, attention=attention, threads=cores)
+
     def without_gpu(self) -> MachineProfile:
         """The same with nothing but its processor."""
         return replace(self, gpu=None, link_bytes_s=None)
@@ -140,23 +155,29 @@ class MachineProfile:
         return asdict(self)
 
 
-def typical_machine() -> MachineProfile:
-    """A desktop with two channels of DDR4 and an NVMe disk: where nothing could be measured."""
-    ram = 30e9
+def typical_machine(
+    *, ram_bytes_s: float = 30e9, cores: int = 8, ssd_bytes_s: float = 2e9
+) -> MachineProfile:
+    """A desktop, by default with two channels of DDR4 and an NVMe disk: what was not measured.
+
+    A few rows wait for memory; with many the cores count.
+    """
+    each = _TYPICAL_CORES / cores
 
     def rate(bits: float) -> KernelRate:
-        read = bits / 8 / (0.8 * ram)
-        return KernelRate((1, 4, 16, 64, 512), (read, 1.1 * read, 6.4e-11, 2.1e-10, 1.4e-9))
+        read = max(bits / 8 / (0.8 * ram_bytes_s), 6.4e-12 * each)
+        many = tuple(max(read, s * each) for s in (6.4e-11, 2.1e-10, 1.4e-9))
+        return KernelRate((1, 4, 16, 64, 512), (read, 1.1 * read, *many))
 
     return MachineProfile(
         name="typical desktop",
-        ssd_bytes_s=2.0e9,
-        ram_bytes_s=ram,
+        ssd_bytes_s=ssd_bytes_s,
+        ram_bytes_s=ram_bytes_s,
         kernels={name: rate(_bits(name)) for name in ("int4-g32", "q4_k", "q6_k", "q8_0", "bf16")},
-        attention=KernelRate((1, 64), (4e-11, 1e-11)),
-        threads=8,
+        attention=KernelRate((1, 64), (4e-11 * each, 1e-11 * each)),
+        threads=cores,
         ssd_cpu_s=1e-10,
-        sources={"ssd_bytes_s": "assumed", "ram_bytes_s": "assumed", "kernels": "assumed"},
+        sources=dict.fromkeys(("ssd_bytes_s", "ram_bytes_s", "kernels", "cores"), "typical"),
     )
 
 

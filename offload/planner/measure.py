@@ -127,7 +127,7 @@ def _profile(
         attention=KernelRate((1, 64), tuple(known["attention"])),
         call_s=known["call_s"],
         threads=threads,
-        sources=dict.fromkeys(("ssd_bytes_s", "ram_bytes_s", "kernels"), "measured"),
+        sources=dict.fromkeys(("ssd_bytes_s", "ram_bytes_s", "kernels", "cores"), "measured"),
     )
 
 

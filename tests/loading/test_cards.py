@@ -45,7 +45,7 @@ def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.gpu is not None
     assert machine.gpu.kernels["int4-g32"].at(8) == RATE.products["int4-g32"][1]
     assert machine.sources["gpu"] == "measured"
-    assert machine.sources["kernels"] == "assumed"
+    assert machine.sources["kernels"] == "typical"
     # A copy of bytes is measured even so.
     ruled = open_card("cuda", ops, **options).on(typical_machine()).gpu
     assert ruled is not None

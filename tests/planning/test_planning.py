@@ -42,7 +42,7 @@ def test_what_fits_and_what_streams(tmp_path: Path) -> None:
     assert less.to_dict()["prediction"]["tok_s"] == less.tok_s
     card = localrt.plan(folder, gpu="virtual:1GB@12GB/s,256GB/s,20TFLOPS", advise=False)
     assert 0 < card.vram_bytes <= 1e9
-    assert "GPU kernels (by its memory and arithmetic)" in card.report
+    assert "memory at 256 GB/s (given)" in card.report
 
 
 def test_this_machines_card_has_the_rates_that_were_measured(
@@ -52,7 +52,7 @@ def test_this_machines_card_has_the_rates_that_were_measured(
     monkeypatch.setattr(hardware, "gpus", lambda: (card,))
     cache = tmp_path / "LOCALRT_CACHE"
     by_rule, _ = with_card(machine(), Hardware(), cache)
-    assert by_rule.sources["gpu"] == "the card's table"
+    assert by_rule.sources["gpu"] == "typical"
     CardFile(cache, card.name, ["key"]).write("rates", RATE.to_dict())
     # Another card than this machine's is not what was measured.
     other, _ = with_card(machine(), Hardware(gpu="RTX 4060 8GB"), cache)
@@ -61,13 +61,46 @@ def test_this_machines_card_has_the_rates_that_were_measured(
         assert not each.gpu.kernels
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
     report = localrt.plan(folder, format="int4-g32", advise=False).report
-    assert "memory 250 GB/s (measured), link 12 GB/s (measured)" in report
-    assert "GPU kernels (measured)" in report
+    assert "memory at 250 GB/s (measured), link 12 GB/s (measured)" in report
+
+
+def test_a_whole_pc_and_what_replaces_parts_of_it(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    pc = localrt.plan(folder, pc="gaming-pc, 16GB", advise=False)
+    machine = pc.request.machine
+    assert pc.hypothetical == ("--pc",)
+    assert machine.gpu is not None
+    assert machine.gpu.name == "RTX 4060 8GB"
+    assert pc.request.budgets.ram == 12_000_000_000  # the desktop's part is left
+    assert 0 < pc.request.budgets.vram < 8 << 30
+    assert set(machine.sources.values()) <= {"given", "typical"}
+    options: dict[str, Any] = {"ram": "2GB", "ssd": "1GB/s", "ram_speed": "20GB/s", "cores": 4}
+    other = localrt.plan(folder, pc="16GB", advise=False, **options)
+    assert other.request.machine.gpu is None
+    assert other.request.budgets.ram == 2_000_000_000
+    sources = other.request.machine.sources
+    for name, value, is_now in (
+        ("ssd_bytes_s", 1e9, other.request.machine.ssd_bytes_s),
+        ("ram_bytes_s", 20e9, other.request.machine.ram_bytes_s),
+        ("cores", 4, other.request.machine.threads),
+    ):
+        assert (sources[name], value) == ("given", is_now)
+    # This machine with other memory: decoding waits for it, prompts for the cores.
+    here, slow, few = (
+        localrt.plan(folder, ram="64GB", advise=False, **given)
+        for given in ({}, {"ram_speed": "10GB/s"}, {"cores": 1})
+    )
+    assert slow.tok_s < 0.7 * here.tok_s
+    assert few.prefill_tok_s < 0.7 * here.prefill_tok_s
+    assert "--cores" in few.hypothetical
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
+        ({"pc": "a fast one"}, localrt.OptionError, "no part of a PC"),
+        ({"ram_speed": "fast"}, localrt.OptionError, "DDR5-5600 or 60GB/s"),
+        ({"cores": 0}, localrt.OptionError, "cores must be at least 1"),
         ({"ctx": 0}, localrt.OptionError, "ctx must be an integer of at least 1"),
         ({"batch": True}, localrt.OptionError, "batch"),
         ({"kv_format": "int3"}, localrt.OptionError, "kv_format must be bf16"),
