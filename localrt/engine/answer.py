@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,7 @@ class Answer:
         self._parser = parser
         self._text = _Text(tokenizer, request, parser)
         self._thinking = Thinking(request.thinking_limit, inside=self._inside)
-        self._rng = np.random.default_rng(request.sampling.seed)
+        self._rng = Random(request.sampling.seed)  # importing numpy.random would take 7 MB
         dry = request.sampling.avoids_repetition
         self._dry = Dry(request.sampling, request.prompt, tokenizer) if dry else None
         self._constraint = None if request.constraint is None else request.constraint()

@@ -131,7 +131,7 @@ class Place:
         refused = self.run(ram="60MB", ctx=ctx)
         assert refused["error"] == "MemoryBudgetError"
         assert "\n" not in refused["text"]
-        found = re.search(r"give it at least (\d+) MB of RAM \(ram=\1MB\)", refused["text"])
+        found = re.search(r'give it at least (\d+) MB of RAM \(ram="\1MB"\)', refused["text"])
         assert found is not None, refused["text"]
         self.known[ctx] = int(found[1])
         return self.known[ctx]
