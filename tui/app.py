@@ -291,6 +291,8 @@ class ChatApp(App[None]):
         another = ", F4 to choose another model" if self._load_by_name is not None else ""
         self.chat.view.add_notice(f"Press Enter or Ctrl+Q to leave{another}.")
         self.chat.composer.placeholder = ""
+        if waiting := self.chat.queue.take_back():
+            self.chat.composer.put_back(waiting)
         self.chat.footer.change(phase=Phase.FAILED)
 
     def _offer_model_before(self, other: str, error: Exception) -> None:

@@ -6,13 +6,22 @@ reaches the terminal: a control sequence in it must be seen, never obeyed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 
 from localrt.errors import LocalrtError
 from localrt.formatting import format_count
 from localrt.tui.options import in_app
 
-__all__ = ["clean", "explained", "human_count", "human_when", "one_line", "short_name"]
+__all__ = [
+    "clean",
+    "explained",
+    "guess_texts",
+    "human_count",
+    "human_when",
+    "one_line",
+    "short_name",
+]
 
 _KEPT = "\n\t"
 _CONTROL = {
@@ -51,6 +60,19 @@ def short_name(model: str) -> str:
 def human_count(count: int) -> str:
     """A count of tokens or parameters: ``"312"``, ``"8.2k"``, ``"135M"``."""
     return format_count(count).replace(" ", "")
+
+
+def guess_texts(
+    per_pass: float | None, sources: Mapping[str, float] | None
+) -> tuple[str, str] | tuple[()]:
+    """``("58 %", "2.4 tokens per pass")``: what was guessed, and that; empty where nothing was.
+
+    ``sources`` are shares of the answer's tokens, by what guessed them.
+    """
+    guessed = sum((sources or {}).values())
+    if per_pass is None or guessed < 0.005:
+        return ()
+    return f"{100 * guessed:.0f} %", f"{per_pass:.1f} tokens per pass"
 
 
 def human_when(then: float, now: float) -> str:

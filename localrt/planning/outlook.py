@@ -74,4 +74,7 @@ def _resident(
     ctx = min(parts.ctx, _CTX)
     request = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=ctx)
     plan = make_plan(request, exact=False)
-    return Outlook(rate / nbytes if nbytes else None, nbytes, helpful_changes(plan))
+    ceiling = rate / nbytes if nbytes else None
+    if ceiling and plan.fits:
+        ceiling = min(ceiling, plan.ceiling_tok_s)  # computing takes its time too
+    return Outlook(ceiling, nbytes, helpful_changes(plan))

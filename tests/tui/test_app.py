@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from localrt.errors import ContextOverflowError, ModelNotFoundError
+from localrt.errors import ContextOverflowError, LocalrtError, ModelNotFoundError
 from localrt.progress import Progress
 from localrt.tui.chat.footer import Phase
 from localrt.tui.loading_line import LoadingLine
@@ -55,7 +55,9 @@ async def test_questions_and_answers(model: FakeModel) -> None:
         assert screen.users(app) == ["Hi you"]
         assert screen.composer(app).text == ""
         assert "41.2 tok/s" in screen.footer(app)
-        assert "4/8.2k" in screen.footer(app)  # two words of prompt, two tokens of answer
+        assert "context 4 of 8.2k" in screen.footer(
+            app
+        )  # two words of prompt, two tokens of answer
 
         # A message sent during an answer follows it.
         await cleared(pilot)
@@ -95,7 +97,7 @@ async def test_questions_and_answers(model: FakeModel) -> None:
         await cleared(pilot)
         model.prefill = (10, 43)
         await screen.say(pilot, "a long story")
-        await until(pilot, lambda: "prefill 43 %" in screen.footer(app))
+        await until(pilot, lambda: "reading prompt 43 %" in screen.footer(app))
         model.prefill = ()
         model.release()
         await pilot.press("escape")
@@ -192,6 +194,33 @@ async def test_whatever_fails_is_one_line(
         [shown] = screen.notices(app, "error")
         assert line in shown
         assert "\n" not in shown
+
+
+async def test_a_failed_load_keeps_what_was_typed(model: FakeModel) -> None:
+    loader = FakeLoader(model, error=LocalrtError("no such model"), held=True)
+    app = app_for(loader)
+    async with app.run_test(size=SIZE) as pilot:
+        await screen.say(pilot, "sent while it loads")
+        assert screen.waiting(app) == ["sent while it loads"]
+        loader.gate.set()
+        await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
+        for _ in range(2):
+            assert screen.composer(app).text == "sent while it loads"
+            await pilot.press("enter")
+        assert "Not sent: no model is loaded" in screen.hint(app)
+        screen.composer(app).put("")
+        await pilot.press("enter")
+        await until(pilot, lambda: not app.is_running)
+
+
+async def test_the_same_error_is_not_repeated_below_itself(model: FakeModel) -> None:
+    model.error, model.answer = LocalrtError("the disk is full"), []
+    async with running(model) as (app, pilot):
+        for _ in range(3):
+            screen.composer(app).put("")
+            await screen.say(pilot, "Hi")
+            await until(pilot, lambda: screen.idle(app) and screen.composer(app).text == "Hi")
+        assert screen.notices(app, "error") == ["the disk is full"]
 
 
 # -- leaving ---------------------------------------------------------------------------------------

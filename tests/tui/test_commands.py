@@ -157,7 +157,7 @@ async def test_new_export_and_load(
         assert screen.answers(app) == screen.notices(app, "error") == []
         assert model.last_chat.messages == [{"role": "system", "content": "Be brief."}]
         await until(pilot, lambda: model.chats[0].closed)
-        assert "0/8.2k" in screen.footer(app)
+        assert "context 0 of 8.2k" in screen.footer(app)
 
         await screen.say(pilot, f"/load {path}")
         await until(pilot, lambda: screen.users(app) == ["Really?"])

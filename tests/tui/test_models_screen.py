@@ -174,6 +174,8 @@ async def test_typing_narrows_and_the_hub_is_asked_when_told_to(
     app = Bare(FakeLibrary(monkeypatch))
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)
+        await pilot.press("ctrl+s")
+        assert "Type a name first" in about(app)
         await pilot.press(*"chat")
         await until(pilot, lambda: len(rows(app)) == 2)
         assert "Search the hub for “chat”" in rows(app)[1]

@@ -46,14 +46,14 @@ def text(data: PanelData, width: int = 38, height: int = 30) -> str:
 def test_everything_that_was_asked_for_is_there() -> None:
     shown = text(VIEW)
     for part in (
-        "40.0 tok/s",
+        "41.2 tok/s",
         "% of the 119 possible here",
         "138/145 MB",
         "3.2/189 MB",
         "1.8 GB/s",
-        "44 MB a pass",
-        "1.80 tokens a pass",
-        "ngram 41 %",
+        "44 MB per pass",
+        "Guessed 41 %",
+        "1.8 tokens per pass",
         "waited 14 ms, 70 %",
         "95 %",
         "The disk sets the pace, busy 97 % of",
@@ -63,6 +63,18 @@ def test_everything_that_was_asked_for_is_there() -> None:
     ):
         assert part in shown, part
     assert "speculation" not in shown  # it is at work already
+
+
+def test_while_the_prompt_is_read_it_says_so_as_the_footer_does() -> None:
+    reading = replace(VIEW, reading=True, percent=52)
+    assert "Reading prompt 52 %" in text(reading)
+    assert strip_lines(reading, 60)[0].plain.startswith("Reading prompt 52 %")
+    assert "tok/s" not in text(reading).partition("At most")[0]
+
+
+def test_a_ceiling_that_is_beaten_was_reckoned_too_low() -> None:
+    beaten = replace(VIEW, status=replace(STREAMED, ceiling_tok_s=20.0))
+    assert "100 % of the 41.2 possible here" in text(beaten)
 
 
 def test_a_resident_model_has_no_lanes() -> None:
@@ -77,7 +89,7 @@ def test_a_resident_model_has_no_lanes() -> None:
 
 def test_before_the_first_answer_and_while_loading() -> None:
     idle = replace(BEFORE, generating=False, metrics=None, last_pass=None)
-    assert "Nothing generated yet" in text(PanelData(status=idle))
+    assert "No tokens yet" in text(PanelData(status=idle))
     assert "At most 66.0 tok/s" in text(PanelData(status=idle))
     assert "loading" in text(PanelData())
     assert "loading" in strip_lines(PanelData(), 60)[0].plain
@@ -99,7 +111,7 @@ def test_it_fits_above(width: int) -> None:
 
 def test_the_narrow_one_says_the_most_important() -> None:
     shown = "\n".join(line.plain for line in strip_lines(VIEW, 60))
-    for part in ("40.0 tok/s", "138/145 MB", "waited 70 %", "1.8 GB/s", "The disk sets the pace"):
+    for part in ("41.2 tok/s", "138/145 MB", "waited 70 %", "1.8 GB/s", "The disk sets the pace"):
         assert part in shown, part
     assert "110 MB more RAM: 3.8x" in shown
 

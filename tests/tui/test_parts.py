@@ -29,10 +29,14 @@ STATUS = Status(
 @pytest.mark.parametrize(
     ("width", "shown", "dropped"),
     [
-        (100, ["SmolLM2", "native q4_1", "generating", "41.2 tok/s", "312/8.2k", "Esc"], []),
-        (60, ["SmolLM2", "generating", "41.2 tok/s"], ["Esc", "q4_1"]),
-        (40, ["SmolLM2", "generating"], ["tok/s", "8.2k"]),
-        (12, ["generating"], ["SmolLM2"]),
+        (
+            100,
+            ["SmolLM2", "native q4_1", "answering", "41.2 tok/s", "context 312 of 8.2k", "Esc"],
+            [],
+        ),
+        (60, ["SmolLM2", "answering", "41.2 tok/s"], ["Esc", "q4_1"]),
+        (40, ["SmolLM2", "answering"], ["tok/s", "8.2k"]),
+        (12, ["answering"], ["SmolLM2"]),
     ],
 )
 def test_the_footer_drops_the_less_important(
@@ -41,13 +45,13 @@ def test_the_footer_drops_the_less_important(
     line = footer_line(STATUS, width).plain
     assert all(part in line for part in shown)
     assert not any(part in line for part in dropped)
-    assert len(line) <= max(width, len(" generating "))
+    assert len(line) <= max(width, len(" answering "))
 
 
 def test_the_footer_says_how_guesses_fare() -> None:
     guessing = replace(STATUS, per_pass=2.43, sources={"model": 0.41, "ngram": 0.18, "said": 0.0})
     wide = footer_line(guessing, 130).plain
-    assert "2.4 a pass, model 41 %, ngram 18 % · 41.2 tok/s" in wide
+    assert "guessed 59 %, 2.4 tokens per pass · 41.2 tok/s" in wide
     assert footer_line(guessing, 90).plain == footer_line(STATUS, 90).plain, "it goes first"
     none_came_true = replace(STATUS, per_pass=1.0, sources={"ngram": 0.0})
     assert footer_line(none_came_true, 130).plain == footer_line(STATUS, 130).plain

@@ -175,14 +175,13 @@ class MessageQueue:
             state = "cancelled"
         self.conversation.finish(now.writer, state, _info(update, now.thought_s))
         if update.error is not None and not text:
-            self._view.drop(answer)
+            self._view.drop(answer, *filter(None, [now.block]))
             self._view.add_notice(explained(update.error), "error")
             if now.block is None:
                 if now.before is not None:
                     self.conversation.show(now.before)
                 self.sync()
                 return self.take_back()
-            self._view.drop(now.block)
             return [now.draft, *self.take_back()]
         answer.mark = answer_note(state, update.finish_reason, full=full)
         if not text and not answer.mark:

@@ -16,7 +16,7 @@ from textual.widget import Widget
 
 from localrt.formatting import format_rate
 from localrt.tui.conversation.background import AnswerUpdate
-from localrt.tui.text import human_count
+from localrt.tui.text import guess_texts, human_count
 from localrt.tui.themes import FAINT
 
 __all__ = ["Footer", "Phase", "Status", "footer_line"]
@@ -29,8 +29,8 @@ class Phase(StrEnum):
 
     LOADING = "loading"
     READY = "ready"
-    PREFILL = "prefill"
-    GENERATING = "generating"
+    PREFILL = "reading prompt"
+    GENERATING = "answering"
     FAILED = "failed"
     EMPTY = "no model"
 
@@ -65,16 +65,13 @@ class Status:
 
     @property
     def guesses(self) -> str:
-        """``2.4 a pass, ngram 58 %``; empty where no guess came true."""
-        found = {name: share for name, share in (self.sources or {}).items() if share >= 0.005}
-        if self.per_pass is None or not found:
-            return ""
-        shares = (f"{name} {share:.0%}".replace("%", " %") for name, share in found.items())
-        return f"{self.per_pass:.1f} a pass, {', '.join(shares)}"
+        """``guessed 58 %, 2.4 tokens per pass``; empty where no guess came true."""
+        texts = guess_texts(self.per_pass, self.sources)
+        return f"guessed {', '.join(texts)}" if texts else ""
 
     @property
     def state(self) -> str:
-        """``prefill 43 %``, ``generating``."""
+        """``reading prompt 43 %``, ``answering``."""
         return self.phase if self.percent is None else f"{self.phase} {self.percent} %"
 
 
@@ -126,18 +123,18 @@ def footer_line(status: Status, width: int) -> Content:
     rate = "" if status.rate is None else f"{format_rate(status.rate)} tok/s"
     context = ""
     if status.ctx is not None:
-        context = f"{human_count(status.used)}/{human_count(status.ctx)}"
+        context = f"context {human_count(status.used)} of {human_count(status.ctx)}"
     left, right = _fitting(
         [
             _Part(status.model, "bold", 1),
-            _Part(status.engine, FAINT, 4),
+            _Part(status.engine, FAINT, 5),
             _Part(status.state, color, 0),
         ],
         [
             _Part(status.guesses, FAINT, 6),
             _Part(rate, "$foreground", 2),
             _Part(context, FAINT, 3),
-            _Part(keys, FAINT, 5),
+            _Part(keys, FAINT, 4),
         ],
         width - 2,
     )

@@ -126,14 +126,22 @@ class LivePanel(Widget):
         self._generating = True
         self._seen.clear()
         self._rates.clear()
-        self._data = replace(self._data, flow=None, rates=())
+        self._data = replace(self._data, flow=None, rates=(), reading=True, percent=None)
         if self.is_open:
             self._look()  # what rates are reckoned from, should the answer be short
         self._tick()
 
+    def read(self, percent: int | None) -> None:
+        """So much of the prompt is read; None: all of it."""
+        reading = percent is not None
+        if (reading, percent) != (self._data.reading, self._data.percent):
+            self._data = replace(self._data, reading=reading, percent=percent)
+            self._draw()
+
     def end(self) -> None:
         """It has ended: one more look, for its last numbers."""
         self._generating = False
+        self._data = replace(self._data, reading=False, percent=None)
         self._tick()
         if self.is_open:
             self._look()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from textual.content import Content
 
 from localrt.formatting import format_bytes, format_rate, format_seconds
+from localrt.tui.text import guess_texts
 from localrt.tui.themes import FAINT
 
 if TYPE_CHECKING:
@@ -32,21 +33,25 @@ _FULL = 0.9  # of a budget: shown in another colour
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelData:
-    """What is shown. ``rates`` are tokens per second, oldest first; None: nothing is known yet."""
+    """What is shown. ``rates`` are tokens per second, oldest first; None: nothing is known yet.
+
+    ``reading``: the prompt is being read, ``percent`` of it so far.
+    """
 
     status: Status | None = None
     flow: Flow | None = None
     rates: Sequence[float] = ()
     outlook: Outlook | None = None
     hide: str = ""  # the key that hides the panel
+    reading: bool = False
+    percent: int | None = None
 
     @property
     def tok_s(self) -> float | None:
-        """While generating what is reached now, later the answer's."""
-        status, flow = self.status, self.flow
-        if status is not None and not status.generating and status.metrics is not None:
-            return status.metrics.decode_tok_s
-        return None if flow is None else flow.tok_s
+        """The answer's so far, as in the footer; ``rates`` say how it goes now."""
+        if self.reading or self.status is None or self.status.metrics is None:
+            return None
+        return self.status.metrics.decode_tok_s
 
     @property
     def changes(self) -> list[Change]:
@@ -59,12 +64,15 @@ class PanelData:
 
     @property
     def possible(self) -> tuple[str, str] | None:
-        """The share that is reached of what is possible here, and that rate."""
+        """The share that is reached of what is possible here, and that rate.
+
+        A ceiling is reckoned from measurements, which may be a little low.
+        """
         status, tok_s = self.status, self.tok_s
         share = None if status is None else status.share_of_ceiling(tok_s)
-        if status is None or share is None or not status.ceiling_tok_s:
+        if status is None or share is None or tok_s is None or not status.ceiling_tok_s:
             return None
-        return _percent(share), format_rate(status.ceiling_tok_s * status.per_pass)
+        return _percent(min(share, 1.0)), format_rate(tok_s / min(share, 1.0))
 
 
 # -- beside the conversation ---------------------------------------------------------------------
@@ -112,9 +120,7 @@ def _rate(data: PanelData, width: int) -> list[Content]:
     assert status is not None
     if tok_s is None:
         ceiling = status.ceiling_tok_s
-        lines = [
-            Content("Nothing generated yet" if not status.generating else "Reading the prompt")
-        ]
+        lines = [Content(_state(data))]
         if ceiling:
             lines.append(Content.styled(f"At most {format_rate(ceiling)} tok/s here", FAINT))
         return lines
@@ -123,6 +129,13 @@ def _rate(data: PanelData, width: int) -> list[Content]:
         share, most = data.possible
         lines.append(Content.styled(f"{share} of the {most} possible here", FAINT))
     return lines
+
+
+def _state(data: PanelData) -> str:
+    """While there is no rate, in the footer's words."""
+    if not data.reading:
+        return "No tokens yet"
+    return "Reading prompt" + ("" if data.percent is None else f" {data.percent} %")
 
 
 def _rate_line(text: str, rates: Sequence[float], width: int) -> Content:
@@ -153,26 +166,22 @@ def _flows(data: PanelData, width: int) -> Iterator[Content]:
                 continue
             more = ""
             if name == "SSD" and flow.pass_bytes:
-                more = f"{format_bytes(round(flow.pass_bytes))} a pass"
+                more = f"{format_bytes(round(flow.pass_bytes))} per pass"
             yield _row(name, f"{rate / 1e9:.1f} GB/s", more, width)
     hits = None if flow is None else flow.expert_hit_rate
     if hits is None and status.metrics is not None:
         hits = status.metrics.expert_hit_rate
     if hits is not None:
         yield _row("Experts", f"{_percent(hits)} in memory", "", width)
-    guesses, sources = _guesses(status)
-    if guesses:
-        yield _row("Guesses", guesses, sources, width)
+    yield from _guesses(status, width)
 
 
-def _guesses(status: Status) -> tuple[str, str]:
-    """``1.8 a pass``, and ``ngram 41 %`` by source."""
+def _guesses(status: Status, width: int) -> Iterator[Content]:
     metrics = status.metrics
-    if metrics is None or metrics.accepted_per_pass is None:
-        return "", ""
-    shares = metrics.accepted_by_source or {}
-    sources = (f"{name} {_percent(share)}" for name, share in shares.items() if share >= 0.005)
-    return f"{metrics.accepted_per_pass:.2f} tokens a pass", ", ".join(sources)
+    if metrics is not None:
+        texts = guess_texts(metrics.accepted_per_pass, metrics.accepted_by_source)
+        if texts:
+            yield _row("Guessed", *texts, width)
 
 
 def _pass(last: PassTrace | None, width: int) -> Iterator[Content]:
@@ -221,15 +230,13 @@ def strip_lines(data: PanelData, width: int) -> list[Content]:
     if status is None:
         return [_ends(Content.styled(_NO_NUMBERS, FAINT), "", width)]
     possible = "{} of {} possible".format(*data.possible) if data.possible is not None else ""
-    text = "No tokens yet" if data.tok_s is None else f"{format_rate(data.tok_s)} tok/s"
+    text = _state(data) if data.tok_s is None else f"{format_rate(data.tok_s)} tok/s"
     lines = [
         _ends(_rate_line(text, data.rates, width - len(possible) - 2), possible, width),
         _memory_strip(status, width),
         *_lanes_strip(status, data.flow, width),
     ]
-    guesses, sources = _guesses(status)
-    if sources:
-        lines.append(_row("Guesses", guesses, sources, width))
+    lines += _guesses(status, width)
     lines.append(_why_strip(data, width))
     return [line.truncate(width, ellipsis=True) for line in lines]
 

@@ -190,12 +190,12 @@ class ChatScreen(Screen[None]):
 
     async def on_composer_submitted(self, event: Composer.Submitted) -> None:
         """A command runs now, a message when the model is free."""
-        if self.failed:
-            await self.app.action_quit()
-            return
         line = read_line(event.line)
         if isinstance(line, Command):
             await self._run(line)
+        elif self.failed:
+            self.composer.put(event.line)
+            self.hint.flash("Not sent: no model is loaded. F4 loads another, Ctrl+Q quits")
         elif self._editing is None or self.idle("edit"):
             editing, self._editing = self._editing, None
             after = None if editing is None else self.state.conversation.before(editing)
@@ -224,6 +224,8 @@ class ChatScreen(Screen[None]):
         if update is None:
             return
         self.footer.show(update)
+        if self.footer.status.percent is not None or self.footer.status.phase is Phase.GENERATING:
+            self.panel.read(self.footer.status.percent)
         if update.done:
             self.footer.change(phase=Phase.READY, percent=None)
             if unanswered := self.queue.end(update, full=self.footer.full):

@@ -60,8 +60,13 @@ class ConversationView(ScrollView, can_focus=False):
     # -- content ---------------------------------------------------------------------------------
 
     def add_notice(self, text: str, kind: Kind = "info", *, after: Block | None = None) -> None:
-        """A line of the app, at the end unless a place is given."""
-        self.add(Notice(text, kind), after=after)
+        """A line of the app, at the end unless a place is given; the same error again is not
+        repeated below itself.
+        """
+        notice, last = Notice(text, kind), self.blocks[-1] if self.blocks else None
+        again = isinstance(last, Notice) and (last.text, last.kind) == (notice.text, "error")
+        if after is not None or kind != "error" or not again:
+            self.add(notice, after=after)
 
     def add_notices(self, *lines: str) -> None:
         """Lines of the app, at the end."""
@@ -120,6 +125,8 @@ class ConversationView(ScrollView, can_focus=False):
         if block is None:
             return None
         text = block.spoken if isinstance(block, Answer) else block.source
+        if not text:
+            return None
         what = "answer" if isinstance(block, Answer) else "message"
         return f"Copied the {what}: {len(text):,} characters", text
 

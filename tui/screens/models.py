@@ -214,7 +214,7 @@ class ModelsScreen(SearchDialog[_Row]):
     def _load(self, model: LocalModel) -> None:
         """Close with it; what cannot fit is asked about first."""
         if model.name == self._current:
-            self.notify("This one is loaded", markup=False)
+            self._say("This one is loaded")
             return
         known = self._previews.get(model.name)
         problem = known if isinstance(known, str) else "" if known is None else known.problem
@@ -230,7 +230,7 @@ class ModelsScreen(SearchDialog[_Row]):
         if not isinstance(model, LocalModel) or self._pull is not None:
             return
         if model.name == self._current:
-            self.notify("This one is loaded: load another before it is deleted", markup=False)
+            self._say("This one is loaded: load another before it is deleted")
             return
 
         async def delete() -> None:
@@ -251,6 +251,8 @@ class ModelsScreen(SearchDialog[_Row]):
     def action_search(self) -> None:
         """Ask the hub for the words."""
         words = self.words.strip()
+        if not words and self._pull is None:
+            self._say("Type a name first: Ctrl+S then searches the hub for it")
         if not words or self._pull is not None:
             return
 
