@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,12 @@ class FakeLibrary:
         self.here.append(LocalModel(name, Path("/m/new"), 100, "gguf", "Q4_0", NOW))
         return self.here[-1]
 
-    def remove_model(self, name: str) -> int:
+    def remove_model(self, name: str, *, packed_only: bool = False) -> int:
         if self.error is not None:
             raise self.error
+        if packed_only:
+            self.asked.append(f"remove the copies of {name}")
+            return 0
         freed = next(model.bytes for model in self.here if model.name == name)
         self.here = [model for model in self.here if model.name != name]
         return freed
@@ -119,6 +123,11 @@ def rows(app: Bare) -> list[str]:
     return [str(options.get_option_at_index(i).prompt) for i in range(options.option_count)]
 
 
+def files(app: Bare) -> list[str]:
+    """Names of the rows that are paths."""
+    return [Path(row.partition("\n")[0]).name for row in rows(app)]
+
+
 def about(app: Bare) -> str:
     return str(app.models.query_one("#about", Static).render())
 
@@ -133,7 +142,7 @@ async def test_what_is_here_and_what_to_expect_of_it(monkeypatch: pytest.MonkeyP
         await opened(pilot, app)
         shown = rows(app)
         assert "org/chat:Q4_K_M" in shown[0]  # the one used last
-        assert "4.1 GB · gguf Q4_K_M · used 2 h ago" in shown[0]
+        assert "4.1 GB · gguf Q4_K_M · localrt · used 2 h ago" in shown[0]
         assert shown[1].startswith("● smollm2")
         assert "not used yet" in shown[1]
         room = str(app.models.query_one("#room", Static).render())
@@ -246,6 +255,49 @@ async def test_deleting_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
         await pilot.press("up", "ctrl+d", "y")
         await until(pilot, lambda: len(rows(app)) == 2)
         assert [model.name for model in app.library.here] == ["smollm2", "org/huge"]
+
+
+async def test_of_another_programs_model_only_the_packed_copy_is_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = FakeLibrary(monkeypatch)
+    theirs = replace(MODELS[1], name="ollama:chat:8b", place="Ollama", aliases=("fast",))
+    packed = replace(theirs, packed=(Path("/s/chat"),), packed_bytes=4_200_000_000)
+    library.here[1] = theirs
+    app = Bare(library)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await opened(pilot, app)
+        await pilot.press(*"fast")
+        await until(pilot, lambda: len(rows(app)) == 2)
+        assert "ollama:chat:8b (fast)" in rows(app)[0]
+        await pilot.press("ctrl+d")
+        await until(pilot, lambda: "`ollama rm" in about(app))
+        library.here[1] = packed
+        app.models._look()
+        await until(pilot, lambda: "Ollama · packed copy 4.2 GB" in rows(app)[0])
+        await pilot.press("ctrl+d")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("y")
+        await until(pilot, lambda: library.asked == ["remove the copies of ollama:chat:8b"])
+
+
+async def test_a_path_is_a_model_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "more" / "deep").mkdir(parents=True)
+    for name in ("model-a.gguf", "notes.txt", "more/b.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    file = tmp_path / "more" / "b.gguf"
+    monkeypatch.setitem(PREVIEWS, str(file), Preview(fits=True, weight_bytes=4, tok_s=45.0))
+    app = Bare(FakeLibrary(monkeypatch))
+    async with app.run_test(size=(200, 30)) as pilot:
+        await opened(pilot, app)
+        app.models.line.value = f"{tmp_path}/mo"
+        await until(pilot, lambda: files(app) == ["model-a.gguf", "more"])
+        await pilot.press("down", "enter")  # a folder is looked into
+        await until(pilot, lambda: files(app) == ["b.gguf", "deep"])
+        await until(pilot, lambda: "about 45 tok/s" in about(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.chosen == [str(file)])
+        assert app.library.asked == []
 
 
 async def test_it_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,14 @@
 """The models screen: what is here and what it takes, what the hub has, and what to expect of each.
 
-Typing narrows the list; asking the hub and downloading are things that a person chooses, else no
-network is touched. Closes with the name of the model to load. Knows the library, not the app.
+Typing narrows the list, and a path shows the files that it may be; asking the hub and downloading
+are things that a person chooses, else no network is touched. Closes with the name or path of the
+model to load. Knows the library, not the app.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -25,6 +27,7 @@ from localrt.formatting import format_bytes
 from localrt.tui.conversation.background import Task
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm, SearchDialog, ask
+from localrt.tui.screens.model_paths import is_mere_folder, is_path, paths_of, shown_path
 from localrt.tui.text import clean, human_count, human_when, one_line, short_name
 from localrt.tui.themes import FAINT
 
@@ -34,13 +37,14 @@ if TYPE_CHECKING:
 __all__ = ["ModelsScreen"]
 
 _Answer = TypeVar("_Answer")
-_Row = LocalModel | FoundModel | Literal["search"]
+_Row = LocalModel | FoundModel | Path | Literal["search"]
 _PREVIEWED = ("ram", "gpu_memory", "ctx", "kv_format", "device", "engine")
 _PAUSE = 0.2  # seconds that a row is highlighted before it is planned for
 _FRAME = 0.1
 _KEYS = "Enter load · Ctrl+D delete · Ctrl+S search the hub · Esc back"
 _PULLING = "Esc stops the download; what is here is kept"
 _NOT_FOUND = "Nothing of that name on the hub"
+_NO_FILE = "No folder or .gguf file of that name"
 
 
 class ModelsScreen(SearchDialog[_Row]):
@@ -98,7 +102,7 @@ class ModelsScreen(SearchDialog[_Row]):
         def read() -> tuple[list[LocalModel], Mapping[str, float], str]:
             models, uses = localrt.list_models(), localrt.uses()
             take = "1 model takes" if len(models) == 1 else f"{len(models)} models take"
-            text = f"{take} {format_bytes(sum(model.bytes for model in models))}"
+            text = f"{take} {format_bytes(sum(each.bytes + each.packed_bytes for each in models))}"
             free = _free_bytes(models[0].path if models else Path.home())
             return models, uses, text + (f", {format_bytes(free)} free" if free else "")
 
@@ -113,16 +117,20 @@ class ModelsScreen(SearchDialog[_Row]):
     def _fill(self, keep: str | None = None) -> None:
         """The rows that fit the words."""
         words = self.words.lower().split()
-        here = [m for m in self._here if all(word in m.name.lower() for word in words)]
+        here = [model for model in self._here if _has(model, words)]
+        listed = {model.path for model in here}
         rows: list[_Row] = [*here]
+        rows += [path for path in paths_of(self.words.strip()) if path not in listed]
         if self._asked == self.words.strip() and self._asked:
             names = {model.name.partition(":")[0] for model in here}
             rows += [each for each in self._found if each.name not in names]
-        elif words:
+        elif words and not is_path(self.words.strip()):
             rows.append("search")
         name = keep or (self._current if not words else None)
         place = next((i for i, model in enumerate(here) if model.name == name), 0)
-        none = _NOT_FOUND if words else "No models yet: type a name"
+        none = "No models yet: type a name, or a path"
+        if words:
+            none = _NO_FILE if is_path(self.words.strip()) else _NOT_FOUND
         self.show(rows, none, highlighted=place)
 
     def draw(self, item: _Row) -> Content:
@@ -135,8 +143,15 @@ class ModelsScreen(SearchDialog[_Row]):
             facts += ["licence to be accepted"] if item.gated else []
             facts += [item.updated] if item.updated else []
             return _drawn("↓ ", clean(item.name), clean(" · ".join(facts)))
-        used, known = self._uses.get(item.name), self._previews.get(item.name)
+        known = self._previews.get(_name(item))
+        if isinstance(item, Path):
+            facts = [format_bytes(item.stat().st_size)] if item.is_file() else ["folder"]
+            facts += [] if known is None else [_where(known)]
+            return _drawn("/ ", _title(item), " · ".join(facts))
+        used = self._uses.get(item.name)
         facts = [format_bytes(item.bytes), f"{item.kind} {item.quantization or ''}".strip()]
+        facts.append(item.where)
+        facts += [f"packed copy {format_bytes(item.packed_bytes)}"] if item.packed else []
         facts.append(f"used {human_when(used, time.time())}" if used else "not used yet")
         if known is not None:
             facts.append(_where(known))
@@ -158,24 +173,23 @@ class ModelsScreen(SearchDialog[_Row]):
         row = self.chosen
         if self._asking or self._pull is not None:
             return
-        if not isinstance(row, LocalModel):
+        if not isinstance(row, LocalModel | Path) or is_mere_folder(row):
             self._say("Enter shows what can be had" if isinstance(row, FoundModel) else "")
             return
-        known = self._previews.get(row.name)
+        known = self._previews.get(_name(row))
         self._say(f"{_title(row)}: {'…' if known is None else known}")
         if known is None:
             self._wait = self.set_timer(_PAUSE, lambda: self._later(self._plan(row), "plan"))
 
-    async def _plan(self, model: LocalModel) -> None:
+    async def _plan(self, model: LocalModel | Path) -> None:
+        name = _name(model)
         try:
-            found: Preview | str = await asyncio.to_thread(
-                localrt.preview, model.name, **self._budgets
-            )
+            found: Preview | str = await asyncio.to_thread(localrt.preview, name, **self._budgets)
         except LocalrtError as error:
             found = one_line(error)
-        self._previews[model.name] = found
+        self._previews[name] = found
         for place, row in enumerate(self.items):
-            if isinstance(row, LocalModel) and row.name == model.name:
+            if isinstance(row, LocalModel | Path) and _name(row) == name:
                 self.rows.replace_option_prompt_at_index(place, self.draw(row))
                 if place == self.rows.highlighted:
                     self._say(f"{_title(row)}: {found}")
@@ -201,49 +215,66 @@ class ModelsScreen(SearchDialog[_Row]):
             self.take(self.chosen)
 
     def take(self, item: _Row) -> None:
-        """Load a model, ask what there is of one of the hub, or search."""
+        """Load a model, look into a folder, ask what there is of one of the hub, or search."""
         if self._pull is not None:
             return
-        if isinstance(item, LocalModel):
+        if is_mere_folder(item):
+            self.line.value = f"{_title(item)}{os.sep}"
+            self.line.cursor_position = len(self.line.value)
+        elif isinstance(item, LocalModel | Path):
             self._load(item)
         elif isinstance(item, FoundModel):
             self._later(self._offer(item.name), "hub")
         else:
             self.action_search()
 
-    def _load(self, model: LocalModel) -> None:
+    def _load(self, model: LocalModel | Path) -> None:
         """Close with it; what cannot fit is asked about first."""
-        if model.name == self._current:
+        name = _name(model)
+        if name == self._current:
             self._say("This one is loaded")
             return
-        known = self._previews.get(model.name)
+        known = self._previews.get(name)
         problem = known if isinstance(known, str) else "" if known is None else known.problem
         if not problem:
-            self.dismiss(model.name)
+            self.dismiss(name)
             return
         dialog = Confirm(f"{_title(model)}: {problem}\n\nTry?", "try it")
-        ask(self, dialog, lambda yes: self.dismiss(model.name))
+        ask(self, dialog, lambda yes: self.dismiss(name))
 
     def action_delete(self) -> None:
-        """Ask, then delete for good."""
+        """Ask, then delete for good: of files that are not localrt's, only its packed copy."""
         model = self.chosen
         if not isinstance(model, LocalModel) or self._pull is not None:
             return
         if model.name == self._current:
             self._say("This one is loaded: load another before it is deleted")
             return
+        what, packed_only = _title(model), model.how_to_delete != ""
+        if packed_only and not model.packed:
+            self._say(f"localrt does not delete it ({model.where}): {model.how_to_delete}")
+            return
+        copy = f"packed copy, {format_bytes(model.packed_bytes)}"
+        question = f"Delete {what}, {format_bytes(model.bytes)}"
+        question += f", and its {copy}" if model.packed else ""
+        question += "? This cannot be undone."
+        if packed_only:
+            question = (
+                f"{what}: delete the {copy}? The model stays: it is packed again when needed."
+            )
 
         async def delete() -> None:
             try:
-                freed = await asyncio.to_thread(localrt.remove_model, model.name)
+                freed = await asyncio.to_thread(
+                    localrt.remove_model, model.name, packed_only=packed_only
+                )
             except LocalrtError as error:
                 self.notify(one_line(error), severity="error", markup=False)
             else:
-                self._say(f"Deleted {_title(model)}: {format_bytes(freed)} freed")
+                self._say(f"Deleted: {format_bytes(freed)} freed")
             self._previews.pop(model.name, None)
             self._look()
 
-        question = f"Delete {_title(model)}, {format_bytes(model.bytes)}? This cannot be undone."
         ask(self, Confirm(question, "delete"), lambda yes: self._later(delete(), "delete"))
 
     # -- the hub ---------------------------------------------------------------------------------
@@ -333,9 +364,23 @@ class ModelsScreen(SearchDialog[_Row]):
         self.run_worker(work, group=group, exclusive=True)
 
 
-def _title(model: LocalModel) -> str:
+def _has(model: LocalModel, words: Sequence[str]) -> bool:
+    """Whether all words are in its names."""
+    names = " ".join((model.name, *model.aliases)).lower()
+    return all(word in names for word in words)
+
+
+def _name(model: LocalModel | Path) -> str:
+    """What loads it."""
+    return str(model) if isinstance(model, Path) else model.name
+
+
+def _title(model: LocalModel | Path) -> str:
     """A store's name is its path: the last part says enough."""
-    return clean(short_name(model.name) if model.kind == "store" else model.name)
+    if isinstance(model, Path):
+        return clean(shown_path(model))
+    name = short_name(model.name) if model.kind == "store" else model.name
+    return clean(f"{name} ({', '.join(model.aliases)})" if model.aliases else name)
 
 
 def _free_bytes(folder: Path) -> int | None:
