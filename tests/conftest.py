@@ -34,7 +34,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     native_ops._usable_cores = lambda: 1
 
 # How long an example takes depends on what else the machine does.
-hypothesis.settings.register_profile("tests", deadline=None)
+slow = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=slow)
 hypothesis.settings.load_profile("tests")
 
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)

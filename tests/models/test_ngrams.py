@@ -62,7 +62,7 @@ def test_the_published_table() -> None:
     assert (hashed.rows, hashed.spec.rows_per_token) == (320_001_536, 16)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     tokens=st.lists(st.sampled_from([1, 2, END, 40]), min_size=1, max_size=20), cut=st.integers(0)
 )

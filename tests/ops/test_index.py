@@ -164,7 +164,7 @@ def test_a_row_that_sees_all_is_computed_as_without_an_index(kv: str) -> None:
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(case=ALL_LAYERS, cuts=st.lists(st.integers(1, 40), min_size=1, max_size=12))
 def test_passes_of_any_size_give_the_same_bits(
     native: dict[tuple[str, str], IndexedLayer], case: tuple[str, str], cuts: list[int]
@@ -188,7 +188,7 @@ def test_threads_and_other_sequences_change_no_bits(name: str, kv: str) -> None:
 
 
 @needs_kernels
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     case=ALL_LAYERS,
     held=st.sampled_from([0, 1, 14, 31, 250, 333]),

@@ -48,7 +48,7 @@ def test_kernels_give_what_torch_gives(name: str, isa: str) -> None:
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(name=LAYERS, cuts=st.lists(st.integers(1, 12), min_size=1, max_size=8))
 def test_passes_of_any_size_give_the_same_bits(
     native: dict[str, Layer], name: str, cuts: list[int]
@@ -62,7 +62,7 @@ def test_passes_of_any_size_give_the_same_bits(
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=LAYERS,
     held=st.integers(0, 12),
@@ -103,7 +103,7 @@ def test_a_pass_that_does_not_count_leaves_no_trace(
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=LAYERS,
     cuts=st.lists(st.integers(1, 12), min_size=1, max_size=6),
@@ -135,7 +135,7 @@ def test_going_back_gives_the_bits_of_what_is_held(
 
 
 @needs_kernels
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=LAYERS,
     begin=st.integers(0, 9),
@@ -177,7 +177,7 @@ def test_what_lies_below_in_a_tree_stays_and_the_way_back_has_none_of_it(
         np.testing.assert_array_equal(layer.run((cache, x[kept:])), whole[kept:])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ends=st.lists(st.integers(1, 40), min_size=1, max_size=4), turn=st.integers(1, 511))
 def test_a_changed_last_turn_reads_one_chunk_again(ends: list[int], turn: int) -> None:
     """Also where a state is so large that few are kept: Granite-4-H-Tiny's takes 57 MB."""

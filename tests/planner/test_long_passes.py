@@ -104,7 +104,7 @@ def test_where_the_link_is_the_bottleneck_prompts_go_more_tokens_at_a_time() -> 
         assert f"{plan.placement.prefill_rows} tokens a pass" in explain(plan)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     ram=st.integers(30, 90),
     vram=st.integers(5, 60),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
@@ -237,7 +237,7 @@ def test_options_of_a_server_are_checked() -> None:
         assert is_loopback(host) is here
 
 
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_json_or_refused(data: bytes) -> None:
     with _refusing():

@@ -126,7 +126,7 @@ def as_json(calls: Sequence[Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(calls=_calls, text=_words, thought=_words, cuts=_cuts)
 def test_what_a_template_writes_is_read_back(
     name: str, calls: list[tuple[str, dict[str, Any]]], text: str, thought: str, cuts: list[int]
@@ -165,7 +165,7 @@ def test_what_a_template_writes_is_read_back(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(text=st.text(st.sampled_from("<>|[]{}():\"'`,=/tol_caTHfun\n é"), max_size=40), cuts=_cuts)
 def test_text_without_calls_stays_as_it_is(name: str, text: str, cuts: list[int]) -> None:
     template, syntax = known(name)

@@ -151,7 +151,7 @@ def batching(
     return on_card(model, where, placement=placement, expert_costs=COSTS, **options)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     share=st.sampled_from([0.0, 0.02, 0.1, 0.3, 0.6, 1.0]),
     ssd=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
