@@ -286,7 +286,8 @@ async def test_a_path_is_a_model_too(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for name in ("model-a.gguf", "notes.txt", "more/b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     file = tmp_path / "more" / "b.gguf"
-    monkeypatch.setitem(PREVIEWS, str(file), Preview(fits=True, weight_bytes=4, tok_s=45.0))
+    for each in (file, tmp_path / "model-a.gguf"):  # the latter where the keys come slowly
+        monkeypatch.setitem(PREVIEWS, str(each), Preview(fits=True, weight_bytes=4, tok_s=45.0))
     app = Bare(FakeLibrary(monkeypatch))
     async with app.run_test(size=(200, 30)) as pilot:
         await opened(pilot, app)
