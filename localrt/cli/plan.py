@@ -66,7 +66,7 @@ _HARDWARE: tuple[Flag, ...] = (
         str,
         "PC",
         'another PC, like "RTX 4060, 32GB DDR5-5600, 8 cores, NVMe", or one of '
-        f"{', '.join(PRESETS)}; what it does not say is typical",
+        f"{', '.join(PRESETS)}; what it does not say is typical (default: this one)",
     ),
     ("--ram", str, "SIZE", "RAM to use, like 32GB (default: this machine's)"),
     ("--gpu-memory", str, "SIZE", "GPU memory to use, like 8GB (default: the card's)"),

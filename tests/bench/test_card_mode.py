@@ -47,7 +47,8 @@ def test_only_gpu_memory_without_a_gpu_asks_for_a_card(
 def test_the_card_is_the_smallest_with_that_memory() -> None:
     assert card_for(8_000_000_000).name == "RTX 4060 8GB"
     assert card_for(12_000_000_000).vram_bytes == 12 << 30
-    assert card_for(4_000_000_000).vram_bytes == 6 << 30
+    assert card_for(4_000_000_000).vram_bytes == 4 << 30
+    assert card_for(5_000_000_000).vram_bytes == 6 << 30
     with pytest.raises(OptionError, match="no card with 40 GB"):
         card_for(40_000_000_000)
 

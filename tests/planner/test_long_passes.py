@@ -81,7 +81,7 @@ def test_attention_is_on_the_card_and_mlps_cross_for_prompts() -> None:
     assert placement.crossing == frozenset(left)
     for rows, on_gpu in ((1, False), (64, False), (placement.card_rows, True), (2048, True)):
         assert all(placement.on(rows)[name].on_gpu is on_gpu for name in left)
-    assert f"from {placement.card_rows} tokens a pass on, {len(left)} MLPs" in explain(plan)
+    assert f"from {placement.card_rows} tokens a pass on, the CPU's MLPs (" in explain(plan)
     without = replace(placement, card_rows=0, crossing=frozenset())
     costs = plan.request.costs(rows=placement.prefill_rows)
     crossing, by_cpu = (simulate(costs, each).seconds for each in (placement, without))
