@@ -6,9 +6,11 @@ The functions read the environment once (``Settings``); ``localrt.hub`` does the
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from localrt import hub
-from localrt.hub import LocalModel, ResolvedModel, searching
+from localrt.hub import HubRef, LocalModel, ResolvedModel, searching
+from localrt.hub.resolving import offer_of
 from localrt.hub.searching import FoundModel, Variant
 from localrt.hub.uses import last_used
 from localrt.planning.chooser import chooser
@@ -70,13 +72,30 @@ def search_models(words: str, *, limit: int = 20) -> list[FoundModel]:
     return searching.search_models(words, settings=Settings.from_environment(), limit=limit)
 
 
-def list_variants(repo: str) -> list[Variant]:
-    """What ``pull`` can bring of a hub repository, with sizes, the smallest first: one request.
+def list_variants(
+    repo: str,
+    *,
+    ram: str | int | None = None,
+    gpu_memory: str | int | None = None,
+    device: str = "auto",
+) -> list[Variant]:
+    """What ``pull`` can bring of a hub repository, with sizes, the smallest first.
+
+    Of several GGUF files, the one to take with these options of ``load`` says why.
 
     Raises:
         ModelNotFoundError, GatedModelError, OfflineError, HubError: it cannot be seen.
     """
-    return searching.list_variants(repo, settings=Settings.from_environment())
+    settings = Settings.from_environment()
+    found = searching.list_variants(repo, settings=settings)
+    offer = offer_of(repo, settings)
+    if len(offer.sizes) < 2:
+        return found
+    from localrt.planning.recommending import recommend  # the planner, which other calls do without
+
+    best = recommend(offer, settings, ram=ram, gpu_memory=gpu_memory, device=device)
+    name = str(HubRef(repo, variant=best.name))
+    return [replace(each, why=best.reason) if each.name == name else each for each in found]
 
 
 def remove_model(name: str, *, packed_only: bool = False) -> int:

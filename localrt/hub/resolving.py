@@ -46,7 +46,7 @@ from localrt.settings import Settings
 if TYPE_CHECKING:
     from localrt.hub.repository import RemoteRepo
 
-__all__ = ["ResolvedModel", "expand_name", "resolve", "resolve_adapter"]
+__all__ = ["ResolvedModel", "expand_name", "offer_of", "resolve", "resolve_adapter"]
 
 _LARGEST_CONFIG, _SMALLEST_CONFIG = 1 << 20, 200  # bytes; GGUF repositories may have a mere note
 
@@ -133,6 +133,20 @@ def resolve(
             raise OptionError(f"two revisions for {ref.repo}: {ref.revision!r} and {revision!r}")
         ref = replace(ref, revision=revision)
     return fetch.hub(ref, refresh=refresh and online)
+
+
+def offer_of(repo: str, settings: Settings) -> Offer:
+    """What GGUF files a repository of the hub has; its config is downloaded, no weights.
+
+    Raises:
+        HubError: and its kinds, as for a download.
+    """
+    from localrt.hub.repository import list_repo  # it imports huggingface_hub
+
+    online = not settings.offline
+    fetch = _Fetch(settings, download=True, online=online, choose=None, progress=None, cancel=None)
+    remote = list_repo(repo, None, settings)
+    return fetch.offer(HubRef(repo), remote, gguf_variants(remote.files))
 
 
 def expand_name(model: str, settings: Settings) -> str:
@@ -263,12 +277,17 @@ class _Fetch:
         complete = [variant for variant in variants if variant.complete]
         if ref.variant is not None or self.choose is None or len(complete) < 2:
             return ref.variant
+        return self.choose(self.offer(ref, remote, variants))
+
+    def offer(self, ref: HubRef, remote: RemoteRepo, variants: Sequence[GgufVariant]) -> Offer:
+        """Its GGUF files, and the model's config."""
         sizes = {
             variant_name(each, variants): sum(remote.files[name].size for name in each.files)
-            for each in complete
+            for each in variants
+            if each.complete
         }
         config = known_repo(ref.repo) or self._config(ref, remote)
-        return self.choose(Offer(ref.repo, sizes, config))
+        return Offer(ref.repo, sizes, config)
 
     def _config(self, ref: HubRef, remote: RemoteRepo) -> Mapping[str, Any] | None:
         """The repository's own ``config.json``, where it says more than a name."""

@@ -41,12 +41,14 @@ class FoundModel:
 class Variant:
     """One way to have a repository's model: ``name`` is what ``pull`` and ``load`` take.
 
-    ``label`` is its quantization, or ``"safetensors"``; ``bytes`` are those to download.
+    ``label`` is its quantization, or ``"safetensors"``; ``bytes`` are those to download. ``why``
+    says why this is the one to take of several GGUF files; it is empty for the others.
     """
 
     name: str
     label: str
     bytes: int
+    why: str = ""
 
 
 def search_models(words: str, *, settings: Settings, limit: int = 20) -> list[FoundModel]:

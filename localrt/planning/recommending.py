@@ -85,7 +85,7 @@ def _why(tok_s: float | None, too_slow: str | None, where: str) -> str:
         return f"the largest of up to {_MOST_BITS} bits that fits the memory here"
     speed = f"about {format_rate(tok_s)} tok/s{where}"
     if too_slow is None:
-        return f"the largest of up to {_MOST_BITS} bits runs well here, {speed}"
+        return f"the largest of up to {_MOST_BITS} bits, {speed}"
     return (
         f"the largest that runs at reading speed ({READING_TOK_S:.0f} tok/s), {speed}; "
         f"{too_slow} would be slower"

@@ -14,10 +14,11 @@ from localrt.cli import pull as pull_command
 from localrt.cli import rm as rm_command
 from localrt.cli.progress import ProgressLine, describe
 from localrt.errors import ModelNotFoundError
+from localrt.library import list_variants
 from localrt.progress import Progress
 from localrt.settings import Settings
 from tests.hub.conftest import QUANTS
-from tests.hub.server import COMMIT
+from tests.hub.server import COMMIT, FakeHub
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,14 @@ def test_pull_says_what_was_chosen_and_where(capsys: pytest.CaptureFixture[str])
     out, err = capsys.readouterr()
     assert "is up to date" in out
     assert err == ""
+
+
+def test_of_several_files_the_one_to_take_says_why(hub: FakeHub) -> None:
+    offered = {each.name: each.why for each in list_variants("org/quants")}
+    assert offered["org/quants:Q4_K_M"].startswith("the largest of up to 8 bits")
+    assert sum(bool(why) for why in offered.values()) == 1
+    assert not any(each.path.endswith(".gguf") for each in hub.requests)  # nothing is downloaded
+    assert [each.why for each in list_variants("org/tiny")] == [""]
 
 
 def test_pull_for_programs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,9 +79,13 @@ class FakeLibrary:
             FoundModel("org/chat", 900, 3, ("gguf",), True, ""),
         ]
 
-    def list_variants(self, repo: str) -> list[Variant]:
-        self.asked.append(f"variants {repo}")
-        return [Variant(f"{repo}:Q4_0", "Q4_0", 500_000_000), Variant(repo, "f16", 2 * 10**9)]
+    def list_variants(self, repo: str, *, ram: str) -> list[Variant]:
+        self.asked.append(f"variants {repo} for {ram}")
+        return [
+            Variant(f"{repo}:Q2_K", "Q2_K", 300_000_000),
+            Variant(f"{repo}:Q4_0", "Q4_0", 500_000_000, why="the largest that runs well"),
+            Variant(repo, "f16", 2 * 10**9),
+        ]
 
     def pull(self, name: str, *, progress: ProgressCallback, cancel: threading.Event) -> LocalModel:
         self.asked.append(f"pull {name}")
@@ -213,8 +217,10 @@ async def test_a_pull_is_stopped_and_repeated(monkeypatch: pytest.MonkeyPatch) -
     async with app.run_test(size=(100, 30)) as pilot:
         await found(pilot, app)
         offered = app.screen.query_one(OptionList)
-        first = str(offered.get_option_at_index(0).prompt)
-        assert first == "Q4_0  500 MB  fits in RAM"
+        choices = [str(each.prompt) for each in offered.options]
+        assert choices[:2] == ["Q4_0  500 MB  recommended", "Q2_K  300 MB  fits in RAM"]
+        why = [str(each.render()) for each in app.screen.query(Static)]
+        assert "Q4_0: the largest that runs well" in why[0]
         app.library.gate.clear()
         await pilot.press("enter")
         line = app.models.query_one(LoadingLine)

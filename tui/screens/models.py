@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -302,17 +303,20 @@ class ModelsScreen(SearchDialog[_Row]):
     async def _offer(self, repo: str) -> None:
         """Ask which of a repository's files to download."""
         self._say(f"Asking the hub what there is of {repo} …")
-        variants = await self._ask_hub(localrt.list_variants, repo)
+        budgets = {k: v for k, v in self._budgets.items() if k in ("ram", "gpu_memory", "device")}
+        variants = await self._ask_hub(partial(localrt.list_variants, **budgets), repo)
         if variants is None:
             return
-        choices = []
-        for each in variants:
+        title, choices = f"Download of {repo}:", []
+        for each in sorted(variants, key=lambda variant: not variant.why):
             expected = localrt.preview_size(each.bytes, ram=self._budgets.get("ram"))
-            choices.append((each.name, f"{each.label}  {format_bytes(each.bytes)}  {expected}"))
+            facts = f"{each.label}  {format_bytes(each.bytes)}  "
+            choices.append((each.name, facts + ("recommended" if each.why else str(expected))))
+            title += f"\n{each.label}: {each.why}" if each.why else ""
         nothing = f"{repo} has no file that localrt reads (GGUF or safetensors)"
         self._say("" if choices else nothing)
         if choices:
-            ask(self, Choose(f"Download of {clean(repo)}:", choices), self._download)
+            ask(self, Choose(clean(title), choices), self._download)
 
     async def _ask_hub(self, question: Callable[[str], _Answer], words: str) -> _Answer | None:
         """What the hub answers; None after an error, which is shown."""
