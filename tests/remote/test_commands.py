@@ -88,7 +88,7 @@ async def test_the_app_chats_through_it(server: Running) -> None:
         await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
         assert all(screen.answers(app))
         assert "tiny · remote · ready" in screen.footer(app)
-        assert "/512" in screen.footer(app)
+        assert "of 512" in screen.footer(app)
         await pilot.press("f3")
         await pilot.press("f4")  # no models to choose from
         await until(pilot, lambda: "localrt chat MODEL" in "\n".join(screen.notices(app)))

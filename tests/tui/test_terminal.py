@@ -119,7 +119,7 @@ def test_a_chat_that_is_killed_goes_on(terminal: Terminal, data: Path) -> None:
     terminal.keys("/set ignore_eos true", "Enter")
     terminal.wait_for("ignore_eos = true")
     terminal.keys("Count from one to five hundred.", "Enter")
-    terminal.wait_for("generating")
+    terminal.wait_for("answering")
     terminal.keys("C-o")
     assert "4 turns" in terminal.wait_for("Enter open")
     terminal.keys("Escape")
