@@ -1,4 +1,5 @@
-"""The slash commands as data: how a line is read, what would complete it, how help shows it.
+"""The slash commands as data: how a line is read, what would complete it, how help shows it; and
+the files that may be meant by an ``@`` in a message.
 
 Pure functions, but for file names. ``//`` sends a message that begins with a slash.
 """
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from localrt.tui.conversation.mentions import begun, written
 from localrt.tui.options import OPTIONS
 
 __all__ = [
@@ -125,7 +127,9 @@ def as_typed(message: str) -> str:
 
 
 def suggestions(text: str) -> list[Suggestion]:
-    """What may be meant by a command that is being written; empty for a message."""
+    """What may be meant by a command, or a file's name behind ``@``, that is being written."""
+    if (name := begun(text)) is not None and not text.startswith("/"):
+        return _mentioned(text, name)
     if not text.startswith("/") or text.startswith("//") or "\n" in text:
         return []
     name, space, argument = text[1:].partition(" ")
@@ -151,13 +155,22 @@ def suggestions(text: str) -> list[Suggestion]:
 
 def completion(text: str) -> str:
     """What would complete the line that is being written: ``"ear"`` for ``"/cl"``."""
-    if len(text) < 2 or (text.startswith("/set ") and text.endswith(" ")):
+    if len(text) < 2 or (text.startswith("/set ") and text.endswith(" ")) or text.endswith(" @"):
         return ""
     found = suggestions(text)
     line = found[0].line if found else ""
     if line.rstrip() == text or not line.startswith(text):
         return ""
     return line[len(text) :]
+
+
+def _mentioned(text: str, name: str) -> list[Suggestion]:
+    """Files and folders that begin so; none where the only one is written out already."""
+    before = text[: text.rindex("@", 0, len(text) - len(name))]
+    found = [written(path) + ("" if path.endswith("/") else " ") for path in _files(name)]
+    if [before + each.rstrip() for each in found] == [text]:
+        return []
+    return [Suggestion(before + each, each.rstrip()) for each in found]
 
 
 def _files(start: str) -> Iterator[str]:

@@ -26,6 +26,7 @@ from localrt.tools.toolbox import Toolbox
 from localrt.tui.commands import Command, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment
 from localrt.tui.conversation.export import Exporter
+from localrt.tui.conversation.mentions import labelled, read_mentioned
 from localrt.tui.conversation.open_conversation import answer_note
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
@@ -233,12 +234,16 @@ class PlainChat:
 
     def _send(self, text: str) -> None:
         """Send a message, behind what was attached to it."""
-        conversation, draft = self.state.conversation, Draft(text)
-        if self._attached:
-            draft = self._attachments.expanded(" ".join([*self._attached, text]).strip())
-            self._attached.clear()
+        conversation, draft = self.state.conversation, self._draft(text)
         turn = conversation.add("user", draft.text, after=conversation.end, info=draft.info)
         self._answer(turn)
+
+    def _draft(self, text: str) -> Draft:
+        """A message with what was attached, and the files that it names."""
+        text = labelled(text, read_mentioned(text), self._attachments)
+        draft = self._attachments.expanded(" ".join([*self._attached, text]).strip())
+        self._attached.clear()
+        return draft
 
     # -- commands --------------------------------------------------------------------------------
 
@@ -347,7 +352,8 @@ class PlainChat:
             raise OptionError("/edit needs the text to send instead of the last message")
         conversation = self.state.conversation
         before = conversation.before(self._question().id) or 0
-        self._answer(conversation.add("user", text, after=before))
+        draft = self._draft(text)
+        self._answer(conversation.add("user", draft.text, after=before, info=draft.info))
 
     def _branch(self, argument: str) -> None:
         conversation = self.state.conversation

@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.widgets import TextArea
 
 from localrt.tui.chat.menu import CommandMenu
-from localrt.tui.commands import as_typed, completion, read_line
+from localrt.tui.commands import Suggestion, as_typed, completion, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft
 
 __all__ = ["Composer"]
@@ -176,7 +176,7 @@ class Composer(TextArea):
         if label:
             start = line.rindex(label, 0, column + len(label))
             self.replace(self.attachments.text_of(label), (row, start), (row, start + len(label)))
-        elif self._menu.is_open and self._at_end and len(self.text) > 1:
+        elif self._menu.is_open and self._at_end and self.text != "/":
             self.choose()
         elif self._at_end:
             self.insert(completion(self.text))
@@ -185,6 +185,9 @@ class Composer(TextArea):
         self._menu.show_for(self.text)
         chosen = self._menu.chosen
         line = read_line(self.text)
+        if chosen is not None and isinstance(line, str) and self._takes_file(chosen):
+            self.put(chosen.line)
+            return
         if chosen is not None and not isinstance(line, str) and " " not in self.text.strip():
             entry = line.entry
             if entry is None or self._menu.index:  # the name is not whole, or another was chosen
@@ -194,6 +197,11 @@ class Composer(TextArea):
                 if entry is not None and entry.needs_argument:
                     return
         self._submit()
+
+    def _takes_file(self, chosen: Suggestion) -> bool:
+        """Whether Enter is for the menu of files: the name is not whole, or another was chosen."""
+        whole = chosen.line.rstrip() == self.text.rstrip()
+        return self._at_end and not whole and (self._menu.index > 0 or not self.text.endswith("@"))
 
     def _submit(self) -> None:
         text = self.text.strip()

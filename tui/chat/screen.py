@@ -32,6 +32,7 @@ from localrt.tui.chat.view import ConversationView
 from localrt.tui.commands import Command, read_line
 from localrt.tui.conversation.attachments import draft_of, read_attachment
 from localrt.tui.conversation.export import Exporter
+from localrt.tui.conversation.mentions import labelled, read_mentioned
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
 from localrt.tui.keys import bindings
@@ -197,15 +198,26 @@ class ChatScreen(Screen[None]):
             self.composer.put(event.line)
             self.hint.flash("Not sent: no model is loaded. F4 loads another, Ctrl+Q quits")
         elif self._editing is None or self.idle("edit"):
-            editing, self._editing = self._editing, None
-            after = None if editing is None else self.state.conversation.before(editing)
-            self.view.mark(None)
-            busy = self.state.session is None or self.queue.answering
-            self.queue.add(self.composer.attachments.expanded(line), waiting=busy, after=after)
-            self.send_next()
+            try:
+                await self._send(line)
+            except LocalrtError as error:
+                self.composer.put(event.line)
+                self.say(one_line(error), "error")
         else:
             self.composer.put(event.line)
         self._show_hint()
+
+    async def _send(self, text: str) -> None:
+        """Put a message in line, with the files that it names."""
+        if "@" in text:
+            read = await asyncio.to_thread(read_mentioned, text)
+            text = labelled(text, read, self.composer.attachments)
+        editing, self._editing = self._editing, None
+        after = None if editing is None else self.state.conversation.before(editing)
+        self.view.mark(None)
+        busy = self.state.session is None or self.queue.answering
+        self.queue.add(self.composer.attachments.expanded(text), waiting=busy, after=after)
+        self.send_next()
 
     def send_next(self) -> None:
         """Send the first message in line, if the model is free."""

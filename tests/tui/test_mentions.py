@@ -1,0 +1,84 @@
+"""``@file`` in a message: what is taken for a file, what stays text, what goes along."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from localrt.tui.commands import completion, suggestions
+from localrt.tui.conversation.mentions import mentions, written
+from tests.tui import screen
+from tests.tui.conftest import asked, running, until
+from tests.tui.fakes import FakeModel
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.txt").write_text("milk\n")
+    (tmp_path / "Makefile").write_text("all:\n")
+    (tmp_path / "two words.md").write_text("# Two\n")
+    (tmp_path / "novel").mkdir()
+    (tmp_path / "novel" / "one.md").write_text("It was dark.\n")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("What is in @notes.txt?", ["notes.txt"]),
+        ("(@novel/one.md) and @Makefile, please", ["novel/one.md", "Makefile"]),
+        ('@"two words.md" is short', ["two words.md"]),
+        ("see @nowhere.txt and @no/such", ["nowhere.txt", "no/such"]),
+        ("mail ann@notes.txt, or @ann, @novel", []),
+        ("`@notes.txt` and\n```\n@notes.txt\n```", []),
+        ("```python\n@notes.txt", []),
+        ("@app.route('/')\ndef index(): ...\n@property\n@pytest.fixture", []),
+        ("meet @ 5, a @@ b", []),
+    ],
+)
+def test_what_a_message_names(text: str, named: list[str]) -> None:
+    assert [mention.path for mention in mentions(text)] == named
+
+
+def test_completion() -> None:
+    def lines(text: str) -> list[str]:
+        return [each.line for each in suggestions(text)]
+
+    assert lines("read @no") == ["read @notes.txt ", "read @novel/"]
+    assert lines("read @novel/") == ["read @novel/one.md "]
+    assert lines("@tw") == lines('@"tw') == ['@"two words.md" ']
+    assert lines("read @notes.txt") == lines("ann@no") == lines("`@no") == []
+    assert completion("read @novel/o") == "ne.md "
+    assert [mention.path for mention in mentions(written("two words.md"))] == ["two words.md"]
+
+
+async def test_a_named_file_goes_with_the_message(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        composer = screen.composer(app)
+        await pilot.press(*"In @no")
+        await until(pilot, lambda: screen.menu(app) == ["@notes.txt", "@novel/"])
+        await pilot.press("down", "enter")
+        assert composer.text == "In @novel/", "Enter takes the row and sends nothing"
+        await pilot.press("enter")
+        assert composer.text == "In @novel/one.md "
+        await pilot.press(*"?")
+        await asked(pilot, "")
+        sent = model.last_chat.messages[0]["content"]
+        assert sent == "In one.md:\n```md\nIt was dark.\n```\n ?"
+        assert "▸ one.md" in screen.shown(app)
+
+
+async def test_a_missing_file_is_one_line_and_the_text_stays(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        for _ in range(2):
+            await screen.say(pilot, "" if screen.composer(app).text else "Read @nowhere.txt now")
+            await until(pilot, lambda: screen.composer(app).text == "Read @nowhere.txt now")
+            await until(pilot, lambda: screen.notices(app, "error"))
+        assert screen.users(app) == []
+        (problem,) = screen.notices(app, "error")
+        assert problem.startswith("cannot read nowhere.txt: No such file")
+        assert "`@nowhere.txt` in backticks is sent as text" in problem
+        screen.composer(app).put("")
+        await asked(pilot, "Is `@nowhere.txt` there, ann@home.org?")
+        assert screen.users(app) == ["Is `@nowhere.txt` there, ann@home.org?"]
