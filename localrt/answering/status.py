@@ -190,9 +190,9 @@ class Status:
 
     def _why_resident(self, tok_s: float | None) -> str:
         if self.token_bytes is None or not tok_s:
-            return "All weights are in memory: reading them for every pass sets the pace."
+            return "All weights are in memory: reading them and computing with them sets the pace."
         size, reached = self.token_bytes / 1e6, self.token_bytes * tok_s / self.per_pass / 1e9
         return (
-            f"Memory sets the pace: all weights are there, and a pass reads {size:,.0f} MB of "
-            f"them, {reached:.1f} GB/s."
+            "All weights are in memory: reading them and computing with them sets the pace, "
+            f"{size:,.0f} MB per pass, {reached:.1f} GB/s."
         )

@@ -47,7 +47,7 @@ def test_everything_that_was_asked_for_is_there() -> None:
     shown = text(VIEW)
     for part in (
         "41.2 tok/s",
-        "% of the 119 possible here",
+        "62 % of 66.0 possible without guesses",
         "138/145 MB",
         "3.2/189 MB",
         "1.8 GB/s",
@@ -72,9 +72,20 @@ def test_while_the_prompt_is_read_it_says_so_as_the_footer_does() -> None:
     assert "tok/s" not in text(reading).partition("At most")[0]
 
 
-def test_a_ceiling_that_is_beaten_was_reckoned_too_low() -> None:
-    beaten = replace(VIEW, status=replace(STREAMED, ceiling_tok_s=20.0))
-    assert "100 % of the 41.2 possible here" in text(beaten)
+def test_a_ceiling_that_is_beaten_was_reckoned_too_low_or_guesses_came_true() -> None:
+    beaten = replace(STREAMED, ceiling_tok_s=20.0)
+    assert "2.1x the 20.0 possible without guesses" in text(replace(VIEW, status=beaten))
+    assert STREAMED.metrics is not None
+    metrics = replace(STREAMED.metrics, accepted_per_pass=1.0, accepted_by_source={})
+    unguessed = replace(beaten, metrics=metrics)
+    assert "100 % of the 41.2 possible here" in text(replace(VIEW, status=unguessed))
+
+
+def test_a_new_answer_has_nothing_of_the_last_one() -> None:
+    between = replace(VIEW, status=replace(STREAMED, generating=False), reading=True)
+    shown = text(between)
+    assert shown.startswith("Live")
+    assert "Guessed" not in shown
 
 
 def test_a_resident_model_has_no_lanes() -> None:
@@ -84,7 +95,7 @@ def test_a_resident_model_has_no_lanes() -> None:
     shown = text(PanelData(status=resident, flow=resident.since(before)))
     assert "Last pass" not in shown
     assert "SSD" not in shown
-    assert "a pass reads 97 MB of them, 2.2 GB/s" in shown.replace("\n", " ")
+    assert "sets the pace, 97 MB per pass, 2.2 GB/s" in shown.replace("\n", " ")
 
 
 def test_before_the_first_answer_and_while_loading() -> None:

@@ -63,16 +63,30 @@ class PanelData:
         return list(wanted)[:_MOST_CHANGES]
 
     @property
-    def possible(self) -> tuple[str, str] | None:
-        """The share that is reached of what is possible here, and that rate.
+    def guesses(self) -> tuple[str, str] | tuple[()]:
+        """As ``guess_texts`` says them; those of the last answer do not count for a new one."""
+        metrics = None if self.status is None or self.reading else self.status.metrics
+        if metrics is None:
+            return ()
+        return guess_texts(metrics.accepted_per_pass, metrics.accepted_by_source)
 
-        A ceiling is reckoned from measurements, which may be a little low.
+    @property
+    def possible(self) -> str:
+        """How the rate compares with what is possible here: reading and computing the weights for
+        every token. It is reckoned from measurements, which may be a little low.
+
+        A guess that comes true saves a pass, and passes that check guesses take longer: such a
+        rate may be far above what is possible without.
         """
-        status, tok_s = self.status, self.tok_s
-        share = None if status is None else status.share_of_ceiling(tok_s)
-        if status is None or share is None or tok_s is None or not status.ceiling_tok_s:
-            return None
-        return _percent(min(share, 1.0)), format_rate(tok_s / min(share, 1.0))
+        tok_s, ceiling = self.tok_s, None if self.status is None else self.status.ceiling_tok_s
+        if tok_s is None or not ceiling:
+            return ""
+        share = tok_s / ceiling
+        if not self.guesses:
+            most = format_rate(max(tok_s, ceiling))
+            return f"{_percent(min(share, 1.0))} of the {most} possible here"
+        times = f"{share:.1f}x the" if share >= 1 else f"{_percent(share)} of"
+        return f"{times} {format_rate(ceiling)} possible without guesses"
 
 
 # -- beside the conversation ---------------------------------------------------------------------
@@ -107,8 +121,9 @@ def side_lines(data: PanelData, width: int, height: int) -> list[Content]:
 
 def _title(data: PanelData, width: int) -> Content:
     status = data.status
-    text = "Live" if status is None or status.generating else "Idle"
-    if status is not None and not status.generating and status.metrics is not None:
+    live = status is None or status.generating or data.reading
+    text = "Live" if live else "Idle"
+    if status is not None and not live and status.metrics is not None:
         text = "Last answer"
     if status is not None and status.simulated:
         text += ", simulated"
@@ -125,9 +140,8 @@ def _rate(data: PanelData, width: int) -> list[Content]:
             lines.append(Content.styled(f"At most {format_rate(ceiling)} tok/s here", FAINT))
         return lines
     lines = [_rate_line(f"{format_rate(tok_s)} tok/s", data.rates, width)]
-    if data.possible is not None:
-        share, most = data.possible
-        lines.append(Content.styled(f"{share} of the {most} possible here", FAINT))
+    if data.possible:
+        lines.append(Content.styled(data.possible, FAINT))
     return lines
 
 
@@ -173,15 +187,12 @@ def _flows(data: PanelData, width: int) -> Iterator[Content]:
         hits = status.metrics.expert_hit_rate
     if hits is not None:
         yield _row("Experts", f"{_percent(hits)} in memory", "", width)
-    yield from _guesses(status, width)
+    yield from _guesses(data, width)
 
 
-def _guesses(status: Status, width: int) -> Iterator[Content]:
-    metrics = status.metrics
-    if metrics is not None:
-        texts = guess_texts(metrics.accepted_per_pass, metrics.accepted_by_source)
-        if texts:
-            yield _row("Guessed", *texts, width)
+def _guesses(data: PanelData, width: int) -> Iterator[Content]:
+    if texts := data.guesses:
+        yield _row("Guessed", *texts, width)
 
 
 def _pass(last: PassTrace | None, width: int) -> Iterator[Content]:
@@ -229,14 +240,14 @@ def strip_lines(data: PanelData, width: int) -> list[Content]:
     status = data.status
     if status is None:
         return [_ends(Content.styled(_NO_NUMBERS, FAINT), "", width)]
-    possible = "{} of {} possible".format(*data.possible) if data.possible is not None else ""
+    possible = data.possible
     text = _state(data) if data.tok_s is None else f"{format_rate(data.tok_s)} tok/s"
     lines = [
         _ends(_rate_line(text, data.rates, width - len(possible) - 2), possible, width),
         _memory_strip(status, width),
         *_lanes_strip(status, data.flow, width),
     ]
-    lines += _guesses(status, width)
+    lines += _guesses(data, width)
     lines.append(_why_strip(data, width))
     return [line.truncate(width, ellipsis=True) for line in lines]
 
