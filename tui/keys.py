@@ -57,6 +57,7 @@ KEYS = (
     Key("fold", "ctrl+t,alt+t", "fold", "Show or hide thinking and pasted text"),
     Key("editor", "ctrl+g", "editor", "Write in $VISUAL or $EDITOR (also Ctrl+X Ctrl+E)"),
     Key("export", "alt+x", "export", "Export the conversation as Markdown"),
+    Key("saved", "ctrl+s", "saved", "Say where the conversation is kept", palette=False),
     Key("panel", "f3,ctrl+l", "panel", "Show or hide the live panel: memory, disk, why not faster"),
     Key("models", "f4", "app.models", "List, search, download, delete and load models"),
     Key("settings", "f5", "app.settings", "Options, presets, theme and keys"),

@@ -213,7 +213,7 @@ async def test_a_failed_load_keeps_what_was_typed(model: FakeModel) -> None:
         await until(pilot, lambda: not app.is_running)
 
 
-async def test_the_same_error_is_not_repeated_below_itself(model: FakeModel) -> None:
+async def test_the_same_line_is_not_repeated_below_itself(model: FakeModel) -> None:
     model.error, model.answer = LocalrtError("the disk is full"), []
     async with running(model) as (app, pilot):
         for _ in range(3):
@@ -221,6 +221,7 @@ async def test_the_same_error_is_not_repeated_below_itself(model: FakeModel) -> 
             await screen.say(pilot, "Hi")
             await until(pilot, lambda: screen.idle(app) and screen.composer(app).text == "Hi")
         assert screen.notices(app, "error") == ["the disk is full"]
+        assert "the disk is full (3 times)" in screen.shown(app)
 
 
 # -- leaving ---------------------------------------------------------------------------------------

@@ -53,6 +53,10 @@ async def test_copying(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         await pilot.press("alt+c")
         assert "nothing to copy" in screen.hint(app)
+        await screen.say(pilot, "/export")
+        await until(pilot, lambda: "nothing to export" in screen.shown(app))
+        await pilot.press("ctrl+s")
+        assert "/export saves one to a file" in screen.hint(app)
         await asked(pilot, "Hi")
         await pilot.press("alt+c")
         assert app.clipboard == CODE

@@ -187,16 +187,22 @@ class Notice(Block):
         self.text = clean(spelled(text, in_app))
         self.kind = kind
         self.gap = 0 if kind == "mark" else 1
+        self._times = 1
 
     @property
     def source(self) -> str:
-        """The line."""
-        return self.text
+        """The line, and how often in a row it was said."""
+        return self.text if self._times == 1 else f"{self.text} ({self._times} times)"
+
+    def said_again(self) -> None:
+        """The same once more: it is counted, not repeated below itself."""
+        self._times += 1
+        self.changed()
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
         """Wrapped, in the colour of its kind."""
         style = {"info": styles.notice, "error": styles.error, "mark": styles.mark}[self.kind]
-        return wrapped(Text(self.text, style), width, styles)
+        return wrapped(Text(self.source, style), width, styles)
 
 
 def wrapped(text: Text, width: int, styles: Styles) -> list[Strip]:

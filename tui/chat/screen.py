@@ -467,6 +467,13 @@ class ChatScreen(Screen[None]):
         else:
             self.say(f"Saved to {path}")
 
+    def action_saved(self) -> None:
+        """Ctrl+S: nobody has to save here."""
+        kept = "Conversations are kept as they are written"
+        if not self.state.conversation.saved:
+            kept = "This conversation is not on disk"
+        self.hint.flash(f"{kept}; /export saves one to a file")
+
     def _load(self, path: str) -> None:
         self.open_conversation(lambda: self.state.load(path), f"Opened {path}")
 

@@ -60,12 +60,15 @@ class ConversationView(ScrollView, can_focus=False):
     # -- content ---------------------------------------------------------------------------------
 
     def add_notice(self, text: str, kind: Kind = "info", *, after: Block | None = None) -> None:
-        """A line of the app, at the end unless a place is given; the same error again is not
-        repeated below itself.
+        """A line of the app, at the end unless a place is given; the same line twice in a row is
+        shown once.
         """
         notice, last = Notice(text, kind), self.blocks[-1] if self.blocks else None
-        again = isinstance(last, Notice) and (last.text, last.kind) == (notice.text, "error")
-        if after is not None or kind != "error" or not again:
+        same = isinstance(last, Notice) and (last.text, last.kind) == (notice.text, kind)
+        if after is None and isinstance(last, Notice) and same:
+            last.said_again()
+            self.changed(last)
+        else:
             self.add(notice, after=after)
 
     def add_notices(self, *lines: str) -> None:

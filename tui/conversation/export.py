@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt import split_thinking
-from localrt.errors import StorageError
+from localrt.errors import OptionError, StorageError
 from localrt.files import write_text
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.text import short_name
@@ -35,8 +35,11 @@ class Exporter:
         """Write the shown branch to a file: Markdown, or JSON by its name.
 
         Raises:
+            OptionError: nothing has been said yet.
             StorageError: it cannot be written, or is there: the same again replaces it.
         """
+        if not conversation.turns:
+            raise OptionError("there is nothing to export yet")
         path = Path(argument).expanduser() if argument else _default_path(conversation.title)
         if path.is_dir():
             path = path / _default_path(conversation.title)
