@@ -56,6 +56,7 @@ COMMANDS = (
     Entry("help", "", "commands and keys", "app.help", idle=False),
     Entry("new", "", "new conversation, same settings", "new"),
     Entry("open", "[WORDS]", "list and search conversations", idle=False),
+    Entry("find", "[WORDS]", "find in this conversation", idle=False),
     Entry("rename", "TITLE", "name this conversation", idle=False),
     Entry("delete", "", "delete this conversation", "delete"),
     Entry("edit", "", "change the marked or last message, send again", "edit"),

@@ -44,6 +44,7 @@ _NAMES = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn"}
 
 KEYS = (
     Key("conversations", "ctrl+o", "conversations", "List, search and open conversations"),
+    Key("find", "ctrl+f", "find", "Find in this conversation", first=True),
     Key("new", "ctrl+n", "new", "New conversation"),
     Key("rename", "f2", "rename", "Rename this conversation"),
     Key("mark-previous", "alt+up,ctrl+up", "mark(-1)", "Mark the turn above", palette=False),

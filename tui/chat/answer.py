@@ -48,6 +48,11 @@ class Answer(Block):
         return split_thinking(self.source).answer
 
     @property
+    def readable(self) -> str:
+        """With its thinking where that is unfolded."""
+        return self.source if self._unfolded else self.spoken
+
+    @property
     def thinking(self) -> bool:
         """Whether the thinking still goes on."""
         return split_thinking(self.source).open

@@ -98,6 +98,11 @@ class Block:
         """The text as written: what copying gives."""
         raise NotImplementedError
 
+    @property
+    def readable(self) -> str:
+        """About the text that the lines show: without what is folded."""
+        return self.source
+
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
         """The lines in ``width`` columns."""
         raise NotImplementedError
@@ -170,9 +175,14 @@ class UserTurn(Block):
             place = fold.end
         return text.append(clean(self.message[place:]))
 
+    @property
+    def readable(self) -> str:
+        """As shown."""
+        return self.shown().plain
+
     def estimate(self, width: int) -> int:
         """From the text that is shown."""
-        return estimated(self.shown().plain, width) + bool(self.note)
+        return estimated(self.readable, width) + bool(self.note)
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
         """Wrapped, a column free on the right."""

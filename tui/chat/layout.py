@@ -8,7 +8,7 @@ are kept while they are good. Knows blocks, columns and styles, no widget.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from rich.cells import cell_len
@@ -121,15 +121,18 @@ class LinePainter:
         width: int,
         styles: Styles,
         marked: Block | None,
-        selected: tuple[int, int] | None,
-        selection: Style | None,
+        highlights: Sequence[tuple[int, int, Style]] = (),
     ) -> Strip:
-        """A line ``width`` columns wide, characters ``selected`` in the style ``selection``."""
+        """A line ``width`` columns wide; ``highlights`` are characters from one to before another,
+        -1 for the line's end, and their style.
+        """
         if line >= self._column.height:
             return Strip.blank(width, styles.base)
         text, gutter, background = self._parts(line, styles, marked)
-        if selected is not None and selection is not None:
-            strip = _highlighted(_joined(text, gutter), selected, selection)
+        if highlights:
+            strip = _joined(text, gutter)
+            for start, end, style in highlights:
+                strip = _highlighted(strip, (start, end), style)
             return _finished(strip, background, line, width)
         kept = self._kept.get(line)
         if (

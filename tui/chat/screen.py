@@ -24,6 +24,7 @@ from localrt.tui.chat.answering import FRAME_SECONDS, MessageQueue
 from localrt.tui.chat.blocks import Kind
 from localrt.tui.chat.composer import Composer
 from localrt.tui.chat.editor import edited
+from localrt.tui.chat.find_bar import FindBar
 from localrt.tui.chat.footer import Footer, Phase, Status
 from localrt.tui.chat.hints import HintLine, turn_hint, turn_menu, waiting_hint
 from localrt.tui.chat.menu import CommandMenu
@@ -76,6 +77,7 @@ class ChatScreen(Screen[None]):
         self.menu = CommandMenu()
         self.composer = Composer(self.menu, type_ahead=type_ahead)
         self.composer.placeholder = _WAITS_FOR_MODEL
+        self.find = FindBar(self.view, self.composer)
         self.panel = LivePanel()
         self.hint = HintLine()
         self.footer = Footer()
@@ -90,6 +92,7 @@ class ChatScreen(Screen[None]):
         self._parking: set[asyncio.Task[None]] = set()
         self._commands: dict[str, Callable[[str], Awaitable[object] | None]] = {
             "open": self.action_conversations,
+            "find": self.action_find,
             "rename": self.action_rename,
             "branch": lambda argument: self.action_branch(-1 if argument == "prev" else 1),
             "copy": self._copy,
@@ -107,7 +110,7 @@ class ChatScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         """From top to bottom; a wide terminal has the panel on the right."""
         yield from (self.panel, self.view, self.loading_line, self.menu)
-        yield from (self.hint, self.composer, self.footer)
+        yield from (self.find, self.hint, self.composer, self.footer)
 
     def on_mount(self) -> None:
         """The composer is ready at once."""
@@ -249,8 +252,10 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     def action_stop(self) -> None:
-        """Esc: stop loading another model, or the answer; else unmark, stop editing."""
-        if self._stop_loading():
+        """Esc: close the search, stop loading another model, or the answer; else unmark, stop
+        editing.
+        """
+        if self.find.close() or self._stop_loading():
             return
         waiting = self.queue.take_back()
         if waiting:
@@ -495,6 +500,10 @@ class ChatScreen(Screen[None]):
     def action_panel(self) -> None:
         """Show or hide the live panel; the next time it is as it was."""
         self.panel.show(not self.panel.is_open)
+
+    def action_find(self, words: str = "") -> None:
+        """Find words in this conversation."""
+        self.find.open(words)
 
     def action_scroll_conversation(self, where: str) -> None:
         """Scroll by ``page_up`` or ``page_down``, or to ``home`` or ``end``."""

@@ -20,20 +20,25 @@ __all__ = ["COMPONENTS", "Styles", "styles_of"]
 
 _PLAIN = ("notice", "error", "mark", "thinking", "attachment", "bar", "waiting-bar", "marked-bar")
 _MARKDOWN = ("heading", "code", "quote", "link", "muted")
+_FULL = ("user", "waiting", "found", "found-now")  # with their background
 COMPONENTS = frozenset(
-    f"conversation--{part}" for part in (*_PLAIN, *_MARKDOWN, "user", "waiting", "code-block")
+    f"conversation--{part}" for part in (*_PLAIN, *_MARKDOWN, *_FULL, "code-block")
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Styles:
-    """Styles by what they are for. ``user`` and ``waiting`` carry a background, the rest do not."""
+    """Styles by what they are for. ``user`` and ``waiting`` carry a background, and so do matches
+    of a search, ``found`` and ``found_now``; the rest do not.
+    """
 
     console: Console
     markdown: MarkdownStyles
     base: Style
     user: Style
     waiting: Style
+    found: Style
+    found_now: Style
     bar: Style
     waiting_bar: Style
     marked_bar: Style
@@ -69,7 +74,6 @@ def styles_of(widget: Widget) -> Styles:
         console=markdown.console(),
         markdown=markdown,
         base=widget.visual_style.rich_style,
-        user=full("user"),
-        waiting=full("waiting"),
+        **{name.replace("-", "_"): full(name) for name in _FULL},
         **{name.replace("-", "_"): ink(name) for name in _PLAIN},
     )

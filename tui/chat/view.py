@@ -21,6 +21,7 @@ from textual.widget import Widget
 
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.blocks import GUTTER, Block, Kind, Notice
+from localrt.tui.chat.finding import Finder, Place
 from localrt.tui.chat.layout import BlockColumn, LinePainter
 from localrt.tui.chat.styles import COMPONENTS, Styles, styles_of
 
@@ -47,6 +48,7 @@ class ConversationView(ScrollView, can_focus=False):
         self._copied: tuple[Answer | None, int] | None = None  # the code block copied last
         self._column = BlockColumn()
         self._painter = LinePainter(self._column)
+        self._finder = Finder(self._column)
         self._follows = True
         self._settling = False
         self._styles_now: Styles | None = None
@@ -100,6 +102,7 @@ class ConversationView(ScrollView, can_focus=False):
 
     def changed(self, block: Block) -> None:
         """A block's content has changed."""
+        self._finder.forget(block)
         if block in self.blocks:
             # New blocks and growing answers are at the end: look there first.
             self._refit(len(self.blocks) - 1 - self.blocks[::-1].index(block))
@@ -188,6 +191,31 @@ class ConversationView(ScrollView, can_focus=False):
         elif place >= len(turns):
             self.mark(None)
             self.follow()
+
+    # -- finding ---------------------------------------------------------------------------------
+
+    def find(self, words: str) -> None:
+        """Highlight words, and bring the nearest into view; none ends it."""
+        self._finder.look_for(words)
+        self._go_to(self._finder.nearest(self.scroll_offset.y, self._style()))
+
+    def find_next(self, step: int) -> None:
+        """Go to the next (+1) or previous (-1) match."""
+        self._go_to(self._finder.move(step, self._style()))
+
+    @property
+    def found(self) -> tuple[int, int]:
+        """Which match is shown, and how many there are."""
+        return self._finder.counted
+
+    def _go_to(self, place: Place | None) -> None:
+        self._fit_height()  # blocks may have been laid out
+        if place is not None:
+            line, height = self._finder.line(place, self._style()), self.size.height
+            if not self.scroll_y <= line < self.scroll_y + height:
+                self._follows = False
+                self._go(max(line - height // 3, 0))
+        self.refresh()
 
     # -- layout ----------------------------------------------------------------------------------
 
@@ -278,6 +306,7 @@ class ConversationView(ScrollView, can_focus=False):
         # The gutter on the left, a column free on the right; longer lines are hard to read.
         width = self.scrollable_content_region.width - GUTTER - 1
         self._column.width = max(min(width, _WIDEST), 8)
+        self._finder.forget()
         self._column.measure()
         self._fit_height()
         if not self._follows:
@@ -314,11 +343,16 @@ class ConversationView(ScrollView, can_focus=False):
     def render_line(self, y: int) -> Strip:
         """A line of the view, with the mouse's selection on it."""
         line = self.scroll_offset.y + y
-        span = style = None
-        if (selection := self.text_selection) is not None:
-            span = selection.get_span(line)
+        styles, highlights = self._style(), []
+        if self._finder.active and line < self._column.height:
+            for start, end, now in self._finder.marked(line, styles):
+                found = styles.found_now if now else styles.found
+                highlights.append((start + GUTTER, end + GUTTER, found))
+        selection = self.text_selection
+        if selection is not None and (span := selection.get_span(line)) is not None:
             style = self.screen.get_component_rich_style("screen--selection")
-        return self._painter.paint(line, self.size.width, self._style(), self.marked, span, style)
+            highlights.append((*span, style))
+        return self._painter.paint(line, self.size.width, styles, self.marked, highlights)
 
     # -- mouse -----------------------------------------------------------------------------------
 
