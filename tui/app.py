@@ -10,12 +10,13 @@ import asyncio
 import gc
 import select
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from textual.app import App, SystemCommand
 from textual.events import Resize
+from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.timer import Timer
 
@@ -34,7 +35,7 @@ from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, TooSmall, ask
 from localrt.tui.screens.help import HelpScreen
 from localrt.tui.text import explained, one_line, short_name
-from localrt.tui.themes import offered, register
+from localrt.tui.themes import WithoutColor, offered, register
 
 if TYPE_CHECKING:
     from localrt import ChatModel
@@ -178,6 +179,10 @@ class ChatApp(App[None]):
                 self.state.open(found[0].id)
         except LocalrtError as error:
             self.state.notes += (one_line(error),)
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """What a line goes through on its way to the terminal."""
+        return (WithoutColor(),) if self.no_color else super().get_line_filters()
 
     # -- preferences -----------------------------------------------------------------------------
 

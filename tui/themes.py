@@ -1,16 +1,20 @@
 """The app's own pair of themes, and which themes a terminal can show.
 
-Colours only: every style of the app is written in a theme's variables.
+Colours only: every style of the app is written in a theme's variables. ``NO_COLOR`` takes them away
+again.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from rich.segment import Segment
 from textual.app import App
+from textual.color import Color
+from textual.filter import LineFilter
 from textual.theme import Theme
 
-__all__ = ["FAINT", "offered", "register"]
+__all__ = ["FAINT", "WithoutColor", "offered", "register"]
 
 FAINT = "$foreground 60%"  # what is worth less attention
 
@@ -43,6 +47,17 @@ LIGHT = Theme(
     dark=False,
 )
 _FIRST = (DARK.name, LIGHT.name, "textual-dark", "textual-light", "ansi-dark", "ansi-light")
+
+
+class WithoutColor(LineFilter):
+    """Leaves bold, reverse and the like. Textual's own answer to ``NO_COLOR`` is shades of grey."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        """The same text without a colour."""
+        return [
+            Segment(text, style.without_color if style is not None else None, control)
+            for text, style, control in segments
+        ]
 
 
 def register(app: App[Any]) -> None:

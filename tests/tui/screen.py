@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from textual.pilot import Pilot
+from textual.strip import Strip
 from textual.widgets import Static
 
 from localrt.tui import ChatApp
@@ -57,6 +58,11 @@ def shown(app: ChatApp) -> str:
     view = conversation(app)
     lines = [view.render_line(y).text[GUTTER:].rstrip() for y in range(view.size.height)]
     return "\n".join(lines).strip("\n")
+
+
+def lines(app: ChatApp) -> list[Strip]:
+    """All that is on screen, as it goes to the terminal."""
+    return app.screen._compositor.render_strips()
 
 
 def menu(app: ChatApp) -> list[str]:

@@ -178,5 +178,12 @@ async def test_layouts(model: FakeModel) -> None:
 
 async def test_without_colour(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    async with running(model) as (_app, pilot):
+    model.answer = ["# Title\n\nSome `code`:\n\n```python\nreturn 0\n```\n"]
+    async with running(model) as (app, pilot):
         await asked(pilot, "Hi")
+        for keys in ([], ["/", "down"], ["escape", "ctrl+f", "t"], ["f5"], ["escape", "ctrl+p"]):
+            await pilot.press(*keys)
+            styles = [part.style for line in screen.lines(app) for part in line if part.style]
+            assert not any(style.color or style.bgcolor for style in styles), keys
+            if keys:  # the row, the match or the option that is chosen is told apart all the same
+                assert any(style.reverse or style.underline for style in styles), keys

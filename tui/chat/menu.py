@@ -77,12 +77,13 @@ class CommandMenu(Widget, can_focus=False):
         """A row per suggestion: usage, what it does."""
         shown = self.items[self._first : self._first + _MOST]
         width = max((len(item.label) for item in self.items), default=0) + 2
+        chosen = "$text on $primary-muted" + (" reverse" if self.app.no_color else "")
         rows = []
         for place, item in enumerate(shown, self._first):
             row = f"{item.label:<{width}}{item.does}"[: max(self.size.width, 1)]
             if place == self.index and len(self.items) > 1:
                 row = f"{row:<{self.size.width}}"
-                rows.append(Content.assemble((row, "$text on $primary-muted")))
+                rows.append(Content.assemble((row, chosen)))
             else:
                 rows.append(Content.assemble((row[:width], "$foreground"), (row[width:], FAINT)))
         return Content("\n").join(rows)
