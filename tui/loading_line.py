@@ -24,6 +24,7 @@ _STAGES = {
     "download": "Downloading",
     "measure": "Measuring the card",
     "load": "Loading",
+    "pack": "Packing",
     "compile": "Compiling",
     "prefill": "Reading",
 }

@@ -29,6 +29,7 @@ _COLORS = {"ssd": "$warning", "link": "$secondary", "cpu": "$primary", "gpu": "$
 _NAMES = {"ssd": "SSD", "link": "Link", "cpu": "CPU", "gpu": "Card"}
 _NO_NUMBERS = "The model is loading, or runs elsewhere"
 _FULL = 0.9  # of a budget: shown in another colour
+_GUESSED = 1.05  # tokens per pass, from which on guesses count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +79,15 @@ class PanelData:
         A guess that comes true saves a pass, and passes that check guesses take longer: such a
         rate may be far above what is possible without.
         """
-        tok_s, ceiling = self.tok_s, None if self.status is None else self.status.ceiling_tok_s
-        if tok_s is None or not ceiling:
+        status, tok_s = self.status, self.tok_s
+        if status is None or tok_s is None or not status.ceiling_tok_s:
             return ""
-        share = tok_s / ceiling
-        if not self.guesses:
-            most = format_rate(max(tok_s, ceiling))
-            return f"{_percent(min(share, 1.0))} of the {most} possible here"
+        most = max(status.ceiling_tok_s, tok_s / status.per_pass)
+        share, rate = tok_s / most, format_rate(most)
+        if status.per_pass < _GUESSED:
+            return f"{_percent(min(share, 1.0))} of the {rate} possible here"
         times = f"{share:.1f}x the" if share >= 1 else f"{_percent(share)} of"
-        return f"{times} {format_rate(ceiling)} possible without guesses"
+        return f"{times} {rate} possible without guesses"
 
 
 # -- beside the conversation ---------------------------------------------------------------------

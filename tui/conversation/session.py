@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import localrt
@@ -56,8 +57,9 @@ class Session:
         info = self.model.info
         if info.engine == "remote":
             return f"{info.name} at {info.device}" + (f", context {info.ctx:,}" if info.ctx else "")
+        name = short_name(info.name) if Path(info.name).is_absolute() else info.name
         return (
-            f"{info.name}: {info.architecture} {human_count(info.parameters)}, "
+            f"{name}: {info.architecture} {human_count(info.parameters)}, "
             f"{info.format} on {info.device} ({info.engine}), context {info.ctx:,}"
         )
 
