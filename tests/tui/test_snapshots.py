@@ -97,6 +97,19 @@ def test_command_menu(snap_compare: Compare) -> None:
     assert snap_compare(app_for(FakeLoader(FakeModel())), terminal_size=(80, 16), run_before=before)
 
 
+def test_finding(snap_compare: Compare) -> None:
+    model = FakeModel(["The whale sleeps. Its **whale song** is heard far away.\n\n- a whale"])
+
+    async def before(pilot: Pilot[Any]) -> None:
+        app = await ready(pilot)
+        await answered(pilot, "Does a whale sleep?")
+        await pilot.press("ctrl+f", *"Whale", "enter")
+        app.query_one("#find").query_one(Input).cursor_blink = False
+        await pilot.pause()
+
+    assert snap_compare(app_for(FakeLoader(model)), terminal_size=(80, 16), run_before=before)
+
+
 def test_branches_thinking_and_a_pasted_text(snap_compare: Compare) -> None:
     model = FakeModel(["<think>", "Is it? It is.", "</think>", "\n\nYes: `a + b`."])
 

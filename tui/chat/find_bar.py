@@ -97,7 +97,7 @@ class FindBar(Horizontal):
 
     def on_resize(self) -> None:
         """A narrow terminal shows the words and their count alone."""
-        self.set_class(self.size.width < 76, "-tight")
+        self.set_class(self.size.width < 70, "-tight")
 
     def _find(self) -> None:
         self._view.find(self._words.value)
