@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from localrt.tui.conversation.mentions import begun, written
+from localrt.tui.mentions import begun, written
 from localrt.tui.options import OPTIONS
 
 __all__ = [

@@ -24,9 +24,8 @@ from localrt.progress import NOTE, Progress
 from localrt.tools.servers import ToolServers
 from localrt.tools.toolbox import Toolbox
 from localrt.tui.commands import Command, read_line
-from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment
+from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
-from localrt.tui.conversation.mentions import labelled, read_mentioned
 from localrt.tui.conversation.open_conversation import answer_note
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
@@ -240,7 +239,7 @@ class PlainChat:
 
     def _draft(self, text: str) -> Draft:
         """A message with what was attached, and the files that it names."""
-        text = labelled(text, read_mentioned(text), self._attachments)
+        text = self._attachments.labelled(text, read_mentioned(text))
         draft = self._attachments.expanded(" ".join([*self._attached, text]).strip())
         self._attached.clear()
         return draft

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from localrt.tui.commands import completion, suggestions
-from localrt.tui.conversation.mentions import mentions, written
+from localrt.tui.mentions import mentions, written
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeModel

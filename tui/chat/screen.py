@@ -31,9 +31,8 @@ from localrt.tui.chat.menu import CommandMenu
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.commands import Command, read_line
-from localrt.tui.conversation.attachments import draft_of, read_attachment
+from localrt.tui.conversation.attachments import draft_of, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
-from localrt.tui.conversation.mentions import labelled, read_mentioned
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
 from localrt.tui.keys import bindings
@@ -214,7 +213,7 @@ class ChatScreen(Screen[None]):
         """Put a message in line, with the files that it names."""
         if "@" in text:
             read = await asyncio.to_thread(read_mentioned, text)
-            text = labelled(text, read, self.composer.attachments)
+            text = self.composer.attachments.labelled(text, read)
         editing, self._editing = self._editing, None
         after = None if editing is None else self.state.conversation.before(editing)
         self.view.mark(None)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.errors import OptionError, StorageError
+from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.formatting import format_bytes
+from localrt.tui.mentions import Mention, mentions
 
 if TYPE_CHECKING:
     from localrt import Turn
@@ -26,6 +27,7 @@ __all__ = [
     "draft_of",
     "read_attachment",
     "read_folds",
+    "read_mentioned",
 ]
 
 LARGEST_FILE = 512_000  # bytes; more than that fills the context of most models
@@ -104,6 +106,15 @@ class Attachments:
             place = match.end()
         return Draft("".join([*pieces, text[place:]]), tuple(folds))
 
+    def labelled(self, text: str, read: Iterable[tuple[Mention, str, str]]) -> str:
+        """The message with a label in the place of each file that it names (``read_mentioned``)."""
+        pieces: list[str] = []
+        place = 0
+        for mention, name, content in read:
+            pieces += [text[place : mention.start], self.add(name, content)]
+            place = mention.end
+        return "".join([*pieces, text[place:]])
+
     def folded(self, draft: Draft) -> str:
         """A sent message as it was written, its folds as labels again."""
         pieces: list[str] = []
@@ -175,3 +186,19 @@ def read_attachment(argument: str) -> tuple[str, str]:
     fence = "`" * (longest + 1)
     body = text if text.endswith("\n") else text + "\n"
     return path.name, f"{path.name}:\n{fence}{path.suffix[1:]}\n{body}{fence}\n"
+
+
+def read_mentioned(text: str) -> list[tuple[Mention, str, str]]:
+    """The files that a message names, each with its name and text.
+
+    Raises:
+        StorageError: a file is not there, or cannot be attached.
+    """
+    found = []
+    for mention in mentions(text):
+        try:
+            found.append((mention, *read_attachment(mention.path)))
+        except LocalrtError as error:
+            name = text[mention.start : mention.end]
+            raise StorageError(f"{error}; `{name}` in backticks is sent as text") from error
+    return found

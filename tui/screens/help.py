@@ -36,6 +36,7 @@ class HelpScreen(Dialog[None]):
 def help_page(known: Sequence[Key] = KEYS) -> Content:
     """Commands and keys under their headings: what to type, what it does."""
     commands = [(entry.usage, entry.does) for entry in COMMANDS]
+    commands.append(("@PATH", "in a message: attach that file"))
     commands.append(("//TEXT", "send text that begins with a slash"))
     keys = [*OTHER_KEYS, *((key.shown, key.does) for key in known)]
     parts: list[tuple[str, str]] = []

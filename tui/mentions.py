@@ -1,20 +1,18 @@
 """Files that a message names: ``@notes.txt`` in it attaches that file when it is sent.
 
 A name begins at a space or a bracket, so that an e-mail address is text; what stands in backticks
-is code, and stays as it is. ``@name`` that is no file and does not look like one is text too.
+is code, and stays as it is. ``@name`` that is no file and does not look like one is text too. Looks
+whether a file is there; reads none.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from localrt.errors import LocalrtError, StorageError
-from localrt.tui.conversation.attachments import Attachments, read_attachment
-
-__all__ = ["Mention", "begun", "labelled", "mentions", "read_mentioned", "written"]
+__all__ = ["Mention", "begun", "mentions", "written"]
 
 _CODE = re.compile(r"```.*?(?:```|\Z)|(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _NAME = r"""[^\s"'`@(){}\[\]<>]"""
@@ -45,32 +43,6 @@ def mentions(text: str) -> Iterator[Mention]:
         path = bare if _there(bare) else bare.rstrip(_AFTER)
         if path and (_is_file(path) or _LIKE_A_FILE.search(path)):
             yield Mention(match.start(), match.start() + 1 + len(path), path)
-
-
-def read_mentioned(text: str) -> list[tuple[Mention, str, str]]:
-    """What a message names, each with the file's name and text.
-
-    Raises:
-        StorageError: a file is not there, or cannot be attached.
-    """
-    found = []
-    for mention in mentions(text):
-        try:
-            found.append((mention, *read_attachment(mention.path)))
-        except LocalrtError as error:
-            name = text[mention.start : mention.end]
-            raise StorageError(f"{error}; `{name}` in backticks is sent as text") from error
-    return found
-
-
-def labelled(text: str, read: Iterable[tuple[Mention, str, str]], attachments: Attachments) -> str:
-    """The message with a label of ``attachments`` in the place of each file that it names."""
-    pieces: list[str] = []
-    place = 0
-    for mention, name, content in read:
-        pieces += [text[place : mention.start], attachments.add(name, content)]
-        place = mention.end
-    return "".join([*pieces, text[place:]])
 
 
 def begun(text: str) -> str | None:
