@@ -176,6 +176,25 @@ async def test_layouts(model: FakeModel) -> None:
             screen.composer(app).put("")
 
 
+async def test_the_panel_wraps_the_conversation_anew(model: FakeModel) -> None:
+    model.answer = ["A sentence of some words that is long enough to be wrapped. " * 6]
+    async with running(model, size=(120, 30)) as (app, pilot):
+        await asked(pilot, "Hi " * 50)
+        wide = screen.shown(app)
+        await pilot.press("f3")
+        await pilot.pause()
+        narrow = screen.shown(app)
+        width = screen.conversation(app).size.width
+        assert width < 80
+        assert all(len(line) <= width for line in narrow.splitlines())
+        assert narrow.split() == wide.split(), "nothing is cut off"
+        await pilot.press("f3")
+        await pilot.pause()
+        assert screen.shown(app) == wide
+        await pilot.resize_terminal(60, 40)
+        assert screen.shown(app).split() == wide.split()
+
+
 async def test_without_colour(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     model.answer = ["# Title\n\nSome `code`:\n\n```python\nreturn 0\n```\n"]
