@@ -71,6 +71,10 @@ class ChatHost(Protocol):
     def ctx(self) -> int:
         """Tokens that its context holds; 0: not known."""
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it can be given tools, as far as is known."""
+
     def check(self, options: Mapping[str, Any]) -> None:
         """Raise ``OptionError`` where a conversation cannot have these options."""
 
@@ -172,6 +176,11 @@ class ChatSession:
     def capacity(self) -> int:
         """Tokens that the context holds."""
         return self._host.ctx
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model can be given tools; of a server, whether it has not refused them."""
+        return self._host.takes_tools
 
     def set(self, **options: Any) -> None:
         """Change defaults of this conversation (``temperature=0.2``); None takes one back.

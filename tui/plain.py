@@ -7,18 +7,14 @@ have numbers instead of windows.
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from localrt import History, split_thinking
 from localrt.errors import LocalrtError, OptionError
-from localrt.formatting import format_seconds
 from localrt.option_names import spelled
 from localrt.progress import NOTE, Progress
 from localrt.tools.servers import ToolServers
@@ -26,15 +22,17 @@ from localrt.tools.toolbox import Toolbox
 from localrt.tui.commands import Command, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
-from localrt.tui.conversation.open_conversation import answer_note
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
+from localrt.tui.conversation.tool_calls import KeptCall
 from localrt.tui.options import in_app
+from localrt.tui.plain_answers import PlainAnswers
+from localrt.tui.plain_calls import beginning
 from localrt.tui.preferences import config_folder
-from localrt.tui.text import clean, explained, human_when, one_line, short_name
+from localrt.tui.text import clean, human_when, one_line, short_name
 
 if TYPE_CHECKING:
-    from localrt import ChatModel, ChatSession, Chunk, ConversationInfo, Turn
+    from localrt import ChatModel, ConversationInfo, Turn
     from localrt.progress import ProgressCallback
 
 __all__ = ["PlainChat", "run_plain"]
@@ -80,6 +78,7 @@ class PlainChat:
             on_problem=self.say,
         )
         self._toolbox = toolbox or Toolbox(ToolServers(()))
+        self._answers = PlainAnswers(source, out, self._toolbox, self.say)
         self._leaving = False
         self._exporter = Exporter()
         self._attachments = Attachments()
@@ -135,7 +134,7 @@ class PlainChat:
         try:
             self._begin(model, chat_path, resume)
             while not self._leaving:
-                self._tell_tools()
+                self._answers.tell_tools()
                 line = self._read()
                 if line is None:
                     break
@@ -152,32 +151,8 @@ class PlainChat:
         print(clean(spelled(text, in_app)), file=self._out, flush=True)
 
     def _answer(self, question: Turn) -> None:
-        """Stream the answer to a user's turn."""
-        conversation, chat = self.state.conversation, self._session.chat
-        chat.messages = conversation.messages(before=question.id)
-        writer = conversation.answer(after=question.id)
-        last: Chunk | None = None
-        state, failure = "done", None
-        printer = _Printer(self._out)
-        try:
-            with _interrupts(chat):
-                for last in chat.stream(question.content):
-                    writer.write(last.text)
-                    printer.write(last.text)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the person is told
-            state, failure = "failed", error
-        printer.end()
-        reason = last.finish_reason if last is not None else None
-        if reason == "cancelled":
-            state = "cancelled"
-        info: dict[str, Any] = {"finish_reason": reason}
-        if printer.thought_s is not None:
-            info["thinking_s"] = printer.thought_s
-        conversation.finish(writer, state, info)
-        if failure is not None:
-            self.say(f"Error: {explained(failure)}")
-        elif note := answer_note(state, reason):
-            self.say(f"({note})")
+        """Answer a user's turn."""
+        self._answers.answer(self.state.conversation, self._session.chat, question)
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -278,10 +253,6 @@ class PlainChat:
     def _tools(self, argument: str) -> None:
         self.say(self._toolbox.command(argument, self.state.conversation.id))
 
-    def _tell_tools(self) -> None:
-        for line in self._toolbox.take_news():
-            self.say(line)
-
     def _quit(self, argument: str) -> None:
         self._leaving = True
 
@@ -328,9 +299,12 @@ class PlainChat:
 
     def _show(self, argument: str) -> None:
         for turn in self.state.conversation.turns:
-            who = "You" if turn.role == "user" else "Model"
             branch = f" ({turn.branch} of {turn.branches})" if turn.branches > 1 else ""
-            self.say(f"{who}{branch}: {split_thinking(turn.content).answer}")
+            if turn.role == "tool":
+                self.say(f"{KeptCall.of_turn(turn).line}: {beginning(turn.content)}")
+            elif turn.content or "tool_calls" not in turn.info:
+                who = "You" if turn.role == "user" else "Model"
+                self.say(f"{who}{branch}: {split_thinking(turn.content).answer}")
 
     def _thinking(self, argument: str) -> None:
         turns = self.state.conversation.turns
@@ -372,63 +346,3 @@ class PlainChat:
 
     def _load(self, path: str) -> None:
         self._open(lambda: self.state.load(path), f"Opened {path}")
-
-
-class _Printer:
-    """Prints an answer as it comes; its thinking as one line that says how long it took."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._pieces: list[str] = []
-        self._printed = 0
-        self._began = time.monotonic()
-        self._thinking = False
-        self._plain = False  # the thinking is over: text goes straight through
-        self.thought_s: float | None = None
-
-    def write(self, piece: str) -> None:
-        if self._plain:
-            self._print(piece)
-            return
-        self._pieces.append(piece)
-        thought = split_thinking("".join(self._pieces))
-        if thought.open and thought.thinking and not self._thinking:
-            self._thinking = True
-            self._print("(thinking)\n")
-        if thought.open:
-            return
-        if self._thinking and self.thought_s is None:
-            self.thought_s = time.monotonic() - self._began
-            self._print(f"(thought for {format_seconds(self.thought_s)}; /thinking reads it out)\n")
-        if thought.answer:
-            self._plain = True
-            self._print(thought.answer)
-
-    def end(self) -> None:
-        self._print("\n")
-
-    def _print(self, text: str) -> None:
-        self._out.write(clean(text))
-        self._out.flush()
-
-
-@contextmanager
-def _interrupts(chat: ChatSession) -> Iterator[None]:
-    """Ctrl+C stops the answer, which ends as a cancelled one; a second time it ends the chat."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    stopped = False
-
-    def stop(number: int, frame: object) -> None:
-        nonlocal stopped
-        if stopped:
-            raise KeyboardInterrupt
-        stopped = True
-        chat.cancel()
-
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

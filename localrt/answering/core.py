@@ -217,6 +217,11 @@ class Core:
         """
         self.requests.check(options)
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's template tells it of tools."""
+        return self.parts.template.takes_tools
+
     def open_chat(self) -> KvChatCache:
         """What a new conversation keeps here from answer to answer."""
         chat = KvChatCache(self)

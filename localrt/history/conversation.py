@@ -43,6 +43,18 @@ class Turn:
     branches: int
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def message(self) -> Message:
+        """The turn as a chat template takes it.
+
+        ``tool_calls``, ``tool_call_id`` and ``name`` come from ``info``.
+        """
+        message: Message = {"role": self.role, "content": self.content}
+        for name in ("tool_calls", "tool_call_id", "name"):
+            if name in self.info:
+                message[name] = self.info[name]
+        return message
+
 
 class Conversation:
     """From ``History.new`` or ``History.open``. Thread-safe, and so for several apps at once."""
@@ -103,19 +115,10 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """The shown branch as a chat template takes it, system prompt first.
-
-        ``tool_calls``, ``tool_call_id`` and ``name`` come from a turn's ``info``.
-        """
+        """The shown branch as a chat template takes it, system prompt first."""
         system = self.system
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
-        for turn in self.turns:
-            message: Message = {"role": turn.role, "content": turn.content}
-            for name in ("tool_calls", "tool_call_id", "name"):
-                if name in turn.info:
-                    message[name] = turn.info[name]
-            messages.append(message)
-        return messages
+        return messages + [turn.message for turn in self.turns]
 
     def add(
         self,
@@ -133,10 +136,18 @@ class Conversation:
             number = self._insert(connection, role, content, after, "done", info or {})
         return self.turn(number)
 
-    def answer(self, *, after: int | None = None) -> AnswerWriter:
-        """Begin an assistant's turn, to be written bit by bit; use it as a context manager."""
+    def answer(
+        self,
+        *,
+        after: int | None = None,
+        role: str = "assistant",
+        info: Mapping[str, Any] | None = None,
+    ) -> AnswerWriter:
+        """Begin a turn of the assistant, or the result of a ``"tool"``, to be written bit by bit;
+        use it as a context manager. ``info`` is what is known of it now.
+        """
         with self._database.transaction() as connection:
-            number = self._insert(connection, "assistant", "", after, "writing", {})
+            number = self._insert(connection, role, "", after, "writing", info or {})
         return AnswerWriter(self._database, self.id, number)
 
     def turn(self, number: int) -> Turn:

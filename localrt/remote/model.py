@@ -30,6 +30,7 @@ __all__ = ["RemoteModel", "connect", "list_remote"]
 
 _LONGEST_LIST = 8 << 20
 _LONGEST_REFUSAL = 64 << 10
+_BECAUSE_OF_TOOLS = (400, 422, 500, 501)  # what servers answer where a model takes no tools
 _BYTES_A_TOKEN = 4  # an estimate; a template's marks take about as many tokens a message
 # Sent under their own names: OpenAI's, then those that vLLM, llama.cpp or localrt's server know
 # beyond them.
@@ -129,6 +130,7 @@ class RemoteModel(Closing):
     def __init__(self, address: Address, listed: ListedModel, notes: tuple[str, ...] = ()) -> None:
         self._address = address
         self._closed = threading.Event()
+        self._refused_tools = threading.Event()
         self.name = listed.name
         self.defaults: dict[str, Any] = {}
         self.info = ModelInfo(
@@ -193,6 +195,11 @@ class RemoteModel(Closing):
         """Tokens that the context holds; 0: the server does not tell."""
         return self.info.ctx
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the server has refused none so far."""
+        return not self._refused_tools.is_set()
+
     def check(self, options: Mapping[str, Any]) -> None:
         """Refuse what cannot be, and what only a model on this machine has."""
         for name, usual in _HERE.items():
@@ -204,16 +211,26 @@ class RemoteModel(Closing):
 
     def open_chat(self) -> _Conversation:
         """A new conversation."""
-        return _Conversation(self._address, self.name, self._closed)
+        return _Conversation(self._address, self.name, self._closed, self._refused_tools)
 
 
 class _Conversation:
-    """What is known here of a conversation: see ``ChatCache``. The server may keep more."""
+    """What is known here of a conversation: see ``ChatCache``. The server may keep more.
 
-    def __init__(self, address: Address, model: str, closed: threading.Event) -> None:
+    ``refused_tools`` is set where the server refuses a request because of its tools.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        model: str,
+        closed: threading.Event,
+        refused_tools: threading.Event,
+    ) -> None:
         self._address = address
         self._model = model
         self._closed = closed
+        self._refused_tools = refused_tools
         self.tokens = 0
         self.kv_nbytes = 0
 
@@ -247,9 +264,12 @@ class _Conversation:
                 head = exchange.head()
                 kind = head.headers.get("content-type", "").strip().lower()
                 if head.status_code != 200 or not kind.startswith("text/event-stream"):
-                    raise refusal(
+                    refused = refusal(
                         address, head.status_code, head.headers, exchange.read(_LONGEST_REFUSAL)
                     )
+                    if tools and head.status_code in _BECAUSE_OF_TOOLS and "tool" in str(refused):
+                        self._refused_tools.set()
+                    raise refused
                 for event in events(exchange.pieces(), address):
                     if event is None:
                         reader.reason = reader.reason or "stop"

@@ -81,6 +81,11 @@ class Toolbox:
                 news.append(f"MCP server {status.name} {status.problem}")
         return news
 
+    @property
+    def starting(self) -> bool:
+        """Whether a server still starts."""
+        return any(status.state == "starting" for status in self.servers.statuses)
+
     def wait(self, cancelled: threading.Event) -> None:
         """Until every server has started or failed, or ``cancelled`` is set."""
         self.servers.wait(cancelled)

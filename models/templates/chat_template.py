@@ -51,6 +51,11 @@ class MessageTemplate(ABC):
     stop_strings: tuple[str, ...] = ()
     tool_source = ""
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the model of tools that it is given."""
+        return "tools" in self.tool_source
+
     def render(
         self,
         messages: Sequence[Message],

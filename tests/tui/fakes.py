@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from localrt import Outlook, Status
 from localrt.answering.status import ModelInfo
 from localrt.engine.options import read_options
-from localrt.engine.types import Chunk, FinishReason, Metrics
+from localrt.engine.types import Chunk, FinishReason, Metrics, ToolCall
 from localrt.errors import StorageError
 from localrt.progress import Progress, ProgressCallback
 
@@ -75,23 +76,39 @@ class FakeChat:
     def close(self) -> None:
         self.closed = True
 
+    @property
+    def capacity(self) -> int:
+        return self.model.info.ctx
+
+    @property
+    def takes_tools(self) -> bool:
+        return self.model.takes_tools
+
     def stream(
-        self, text: str, *, on_progress: ProgressCallback | None = None, **options: Any
+        self,
+        text: str | None,
+        *,
+        tools: Sequence[Any] = (),
+        on_progress: ProgressCallback | None = None,
+        **options: Any,
     ) -> Iterator[Chunk]:
         self._cancel = threading.Event()
-        return self._answer(text, on_progress)
+        asked: list[Any] = [] if text is None else [{"role": "user", "content": text}]
+        self.model.seen.append(Seen([*self.messages, *asked], list(tools), options))
+        return self._answer(text or "", on_progress)
 
     def _answer(self, text: str, on_progress: ProgressCallback | None) -> Iterator[Chunk]:
         model = self.model
         pieces: list[str] = []
+        calls = model.calls.pop(0) if model.calls else ()
         prompt = sum(len(m["content"].split()) for m in self.messages) + len(text.split())
         if on_progress is not None:
             for done in model.prefill:
                 on_progress(Progress("prefill", done, 100, "tokens"))
-        if model.error is not None and not model.answer:
+        if model.error is not None and not model.answer and not calls:
             raise model.error
         reason: FinishReason = model.finish_reason
-        for piece in model.answer:
+        for piece in () if calls else model.answer:
             while not self._cancel.is_set() and not model.steps.acquire(timeout=0.005):
                 pass
             if self._cancel.is_set():
@@ -99,6 +116,10 @@ class FakeChat:
                 break
             pieces.append(piece)
             yield Chunk(piece, (0,), _metrics(prompt, len(pieces), model.memory))
+        if calls and reason == "stop":
+            metrics = _metrics(prompt, len(pieces), model.memory)
+            yield Chunk("", (), metrics, "tool_calls", tool_calls=tuple(calls))
+            return
         if model.error is not None and reason != "cancelled":
             raise model.error
         self.messages += [
@@ -114,8 +135,20 @@ def _metrics(prompt: int, completion: int, memory: str | None) -> Metrics:
     )
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a model was given for one answer."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any]
+    options: dict[str, Any]
+
+
 class FakeModel:
-    """What the test sets: the answer's pieces, an error, how many pieces may come (``steps``)."""
+    """What the test sets: the answer's pieces, an error, how many pieces may come (``steps``).
+
+    As long as there are ``calls``, an answer consists of the first of them.
+    """
 
     def __init__(self, answer: Sequence[str] = ("Hello", " there."), **info: Any) -> None:
         from dataclasses import replace
@@ -132,6 +165,9 @@ class FakeModel:
         self.steps = threading.Semaphore(1_000_000)
         self.closed = False
         self.chats: list[FakeChat] = []
+        self.takes_tools = True
+        self.calls: list[Sequence[ToolCall]] = []
+        self.seen: list[Seen] = []
 
     def hold(self) -> None:
         """From now on every piece waits for ``allow``."""

@@ -9,6 +9,7 @@ from textual.widgets import Static
 from localrt.tui import ChatApp
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.blocks import GUTTER, Block, Notice, UserTurn
+from localrt.tui.chat.call_block import CallBlock
 from localrt.tui.chat.composer import Composer
 from localrt.tui.chat.footer import Footer, Phase
 from localrt.tui.chat.menu import CommandMenu
@@ -33,6 +34,12 @@ def answers(app: ChatApp) -> list[str]:
 
 def users(app: ChatApp) -> list[str]:
     return [block.message for block in blocks(app) if isinstance(block, UserTurn)]
+
+
+def calls(app: ChatApp) -> list[tuple[str, str, str]]:
+    """Calls of tools: what is called, what it gave, how it stands."""
+    found = [block for block in blocks(app) if isinstance(block, CallBlock)]
+    return [(block.call, block.result, block.mark) for block in found]
 
 
 def waiting(app: ChatApp) -> list[str]:

@@ -22,7 +22,10 @@ _TAIL = 3  # lines of thinking that are shown while it goes on
 
 
 class Answer(Block):
-    """``write`` pieces, then ``finish``; or a whole text from the start."""
+    """``write`` pieces, then ``finish``; or a whole text from the start.
+
+    One that ``calls`` tools and says nothing takes no line: the calls are blocks of their own.
+    """
 
     role = "assistant"
 
@@ -34,6 +37,7 @@ class Answer(Block):
         self._markdown: MarkdownLines | None = None
         self._drawn = 0  # characters of the answer that are in ``_markdown``
         self.thinking_s = thinking_s
+        self.calls = False
 
     @property
     def source(self) -> str:
@@ -91,6 +95,11 @@ class Answer(Block):
         """Lay out from the start at the next look."""
         super().changed()
         self._markdown = None
+        self.gap, self.role = (0, "") if self._is_nothing else (1, "assistant")
+
+    @property
+    def _is_nothing(self) -> bool:
+        return self.calls and self._finished and not self.note and not self.source.strip()
 
     def forget(self) -> None:
         """Give the lines back, unless more are about to come."""
@@ -111,13 +120,15 @@ class Answer(Block):
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
         """Thinking, Markdown, the small line below."""
+        if self._is_nothing:
+            return []
         thought = split_thinking(self.source)
         lines: list[Strip] = []
         if _thinks(thought):
             lines += self._thinking_lines(thought.thinking, width, styles, open=thought.open)
             if thought.answer:
                 lines.append(Strip([]))
-        if thought.answer or not lines:
+        if thought.answer or not (lines or self.note):
             lines += self._markdown_lines(thought.answer, width, styles)
         return [*lines, *self.note_lines(width, styles)] or [Strip([])]
 

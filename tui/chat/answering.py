@@ -13,19 +13,31 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from localrt.text.tools import as_message_calls
+from localrt.tools.toolbox import ROUNDS, Toolbox
 from localrt.tui.chat.answer import Answer
-from localrt.tui.chat.blocks import Block, Notice, UserTurn
+from localrt.tui.chat.blocks import Block, UserTurn
+from localrt.tui.chat.call_block import CallBlock
+from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, call_mark
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.attachments import Draft, draft_of
 from localrt.tui.conversation.background import AnswerUpdate, Generation
 from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
+from localrt.tui.conversation.tool_calls import (
+    NO_TOOLS,
+    ROUNDS_OVER,
+    KeptCall,
+    begin_calls,
+    lacks_tools,
+)
 from localrt.tui.text import explained, one_line
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, ChatSession, Turn
 
-__all__ = ["FRAME_SECONDS", "MessageQueue", "RedrawLimit"]
+__all__ = ["FRAME_SECONDS", "NOT_ANSWERED", "MessageQueue", "RedrawLimit"]
 
+NOT_ANSWERED = "Not answered: Ctrl+R (or /retry) answers it"
 FRAME_SECONDS = 0.05  # between two looks at a thread
 _SHARE = 0.01  # of the processor, for drawing: decoding waits for that and as much again
 _CORES = 8  # at most, that are counted: drawing needs no more
@@ -71,6 +83,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Running:
+    chat: ChatSession
     before: int | None  # the answer that was shown, when it is answered again
     block: UserTurn | None  # of a new message, None when an old one is answered again
     draft: Draft
@@ -78,15 +91,28 @@ class _Running:
     writer: AnswerWriter
     work: Generation
     began: float
+    rounds: int = 0  # of calls, before this answer to the same message
     thought_s: float | None = None
+    calls: AnswerCalls | None = None  # of the answer, while they are run
 
 
 class MessageQueue:
-    """A queue of messages over a view and the open conversation."""
+    """A queue of messages over a view and the open conversation.
 
-    def __init__(self, view: ConversationView, conversation: OpenConversation) -> None:
+    The model is offered the tools of ``toolbox``; ``ask`` asks the user about calls.
+    """
+
+    def __init__(
+        self,
+        view: ConversationView,
+        conversation: OpenConversation,
+        toolbox: Toolbox,
+        ask: AskAboutCall,
+    ) -> None:
         self.conversation = conversation
         self._view = view
+        self._toolbox, self._ask = toolbox, ask
+        self._without_tools: set[str] = set()  # models of which that was told
         self._waiting: deque[_Waiting] = deque()
         self._now: _Running | None = None
         self._redraws = RedrawLimit()
@@ -96,6 +122,11 @@ class MessageQueue:
     def answering(self) -> bool:
         """Whether a message is being answered."""
         return self._now is not None
+
+    @property
+    def calling(self) -> bool:
+        """Whether tools are being called for the answer."""
+        return self._now is not None and self._now.calls is not None
 
     @property
     def waiting(self) -> int:
@@ -133,6 +164,7 @@ class MessageQueue:
         block.sent()
         self._view.changed(block)
         self._start(chat, turn.id, draft, block)
+        self._tell_without_tools(chat)
         return True
 
     def answer_again(self, chat: ChatSession, question: int) -> None:
@@ -142,10 +174,18 @@ class MessageQueue:
         before = turns[place + 1].id if place + 1 < len(turns) else None
         self._show_until(question)
         self._start(chat, question, Draft(turns[place].content), None, before=before)
+        self._tell_without_tools(chat)
 
     def look(self) -> AnswerUpdate | None:
-        """What came since the last look, drawn; None when there is nothing to do yet."""
+        """What came since the last look, drawn; None when there is nothing to do yet.
+
+        Tools are called here too, and once all have ended the model goes on.
+        """
         now = self._now
+        if now is not None and now.calls is not None:
+            if now.calls.look():
+                self._go_on(now, now.calls.last_turn)
+            return None
         if now is None or not (now.work.done or self._redraws.due()):
             return None
         update = now.work.take()
@@ -156,7 +196,7 @@ class MessageQueue:
         return update
 
     def end(self, update: AnswerUpdate, *, full: bool) -> list[Draft]:
-        """Close the answer that ``update`` is the last of.
+        """Close the answer that ``update`` is the last of; if it calls tools, begin with them.
 
         Args:
             update: with ``done`` set.
@@ -170,13 +210,21 @@ class MessageQueue:
         answer = now.answer
         text = bool(answer.source)
         self._tell_memory(update)
+        self._tell_without_tools(now.chat)
         state = "failed" if update.error is not None else "done"
         if update.finish_reason == "cancelled":
             state = "cancelled"
         self.conversation.finish(now.writer, state, _info(update, now.thought_s))
+        if update.finish_reason == "tool_calls":
+            self._call(now, update)
+            return []
         if update.error is not None and not text:
-            self._view.drop(answer, *filter(None, [now.block]))
+            block = None if now.rounds else now.block
+            self._view.drop(answer, *filter(None, [block]))
             self._view.add_notice(explained(update.error), "error")
+            if now.rounds:
+                self._view.add_notice(NOT_ANSWERED, "mark")
+                return self.take_back()
             if now.block is None:
                 if now.before is not None:
                     self.conversation.show(now.before)
@@ -209,8 +257,10 @@ class MessageQueue:
         return drafts
 
     def cancel(self) -> None:
-        """Stop the answer; its text so far is kept."""
-        if self._now is not None:
+        """Stop the answer, whose text so far is kept, or the call of a tool."""
+        if self._now is not None and self._now.calls is not None:
+            self._now.calls.stop()
+        elif self._now is not None:
             self._now.work.cancel()
 
     def join(self, seconds: float) -> bool:
@@ -220,7 +270,9 @@ class MessageQueue:
     def close(self) -> None:
         """The app ends: what is written so far is the answer."""
         now, self._now = self._now, None
-        if now is not None:
+        if now is not None and now.calls is not None:
+            now.calls.close()
+        elif now is not None:
             update = now.work.take()
             self.conversation.finish(now.writer, "cancelled", _info(update, now.thought_s))
 
@@ -260,17 +312,51 @@ class MessageQueue:
         *,
         before: int | None = None,
     ) -> None:
-        chat.messages = self.conversation.messages(before=question)
-        writer = self.conversation.answer(after=question)
+        chat.messages = self.conversation.messages(before=question, calls=chat.takes_tools)
+        answer, writer = self._new_answer(question, block or self._view.turn(question))
+        work = Generation(chat, draft.text, writer, self._toolbox)
+        self._now = _Running(chat, before, block, draft, answer, writer, work, time.monotonic())
+        work.start()
+
+    def _new_answer(self, after: int, above: Block | None) -> tuple[Answer, AnswerWriter]:
+        """An empty answer behind a turn, on screen and in the history."""
+        writer = self.conversation.answer(after=after)
         answer = Answer()
-        self._view.add(answer, after=block or self._view.turn(question))
+        self._view.add(answer, after=above)
         answer.turn = writer.turn
         siblings = self.conversation.siblings(writer.turn)
         answer.branch = answer.branches = max(len(siblings), 1)
         self._redraws = RedrawLimit()
-        work = Generation(chat, draft.text, writer)
-        self._now = _Running(before, block, draft, answer, writer, work, time.monotonic())
-        work.start()
+        return answer, writer
+
+    def _call(self, now: _Running, update: AnswerUpdate) -> None:
+        """The answer has ended with calls: begin with them."""
+        now.answer.calls = True
+        now.answer.finish()
+        self._view.changed(now.answer)
+        turns = begin_calls(self._toolbox, self.conversation, update.calls, now.writer.turn)
+        now.calls = AnswerCalls(turns, self._view, now.answer, self._ask, ctx=now.chat.capacity)
+        self._now = now
+
+    def _go_on(self, now: _Running, last_turn: int) -> None:
+        """The model goes on behind the results of its calls."""
+        above = self._view.turn(last_turn)
+        answer, writer = self._new_answer(last_turn, above)
+        now.chat.messages = self.conversation.messages(before=writer.turn)
+        now.rounds += 1
+        if now.rounds == ROUNDS:
+            self._view.add_notice(ROUNDS_OVER, after=above)
+        now.answer, now.writer, now.calls, now.thought_s = answer, writer, None, None
+        now.began = time.monotonic()
+        now.work = Generation(now.chat, None, writer, self._toolbox, last=now.rounds >= ROUNDS)
+        now.work.start()
+
+    def _tell_without_tools(self, chat: ChatSession) -> None:
+        """There are tools that the model cannot be given: once for each model."""
+        model = self.conversation.model
+        if model not in self._without_tools and lacks_tools(self._toolbox, chat):
+            self._without_tools.add(model)
+            self._view.add_notice(NO_TOOLS)
 
     def _show_until(self, last: int) -> None:
         """Take turns off the screen that do not lead to turn ``last``: they are another branch."""
@@ -301,6 +387,8 @@ def _info(update: AnswerUpdate, thought_s: float | None) -> dict[str, Any]:
         info["thinking_s"] = thought_s
     if update.error is not None:
         info["error"] = one_line(update.error)
+    if update.finish_reason == "tool_calls":
+        info["tool_calls"] = as_message_calls(update.calls)
     return info
 
 
@@ -314,10 +402,14 @@ def _block_of(turn: Turn) -> Block:
         seconds = turn.info.get("thinking_s")
         block = Answer(turn.content, thinking_s=seconds if isinstance(seconds, float) else None)
         block.mark = answer_note(turn.state, turn.info.get("finish_reason"))
+        block.calls = bool(turn.info.get("tool_calls"))
         if not turn.content:
-            block.mark = block.mark or "no answer"
+            block.mark = block.mark or ("" if block.calls else "no answer")
             block.finish()
     else:
-        block = Notice(f"{turn.role}: {turn.content}")
+        call = KeptCall.of_turn(turn)
+        block = CallBlock(call.line, turn.content)
+        block.mark = answer_note(turn.state) or call_mark(call.ending)
     block.turn, block.branch, block.branches = turn.id, turn.branch, turn.branches
+    block.changed()
     return block

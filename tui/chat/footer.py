@@ -15,7 +15,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from localrt.formatting import format_rate
-from localrt.tui.conversation.background import AnswerUpdate
+from localrt.tui.conversation.background import SERVERS, AnswerUpdate
 from localrt.tui.text import guess_texts, human_count
 from localrt.tui.themes import FAINT
 
@@ -29,8 +29,10 @@ class Phase(StrEnum):
 
     LOADING = "loading"
     READY = "ready"
+    SERVERS = "starting MCP servers"
     PREFILL = "reading prompt"
     GENERATING = "answering"
+    TOOLS = "using tools"
     FAILED = "failed"
     EMPTY = "no model"
 
@@ -39,8 +41,10 @@ class Phase(StrEnum):
 _SHOWN = {
     Phase.LOADING: ("$text-warning", "Ctrl+Q quit"),
     Phase.READY: ("$text-success", "/help"),
+    Phase.SERVERS: ("$text-accent", "Esc stop"),
     Phase.PREFILL: ("$text-accent", "Esc stop"),
     Phase.GENERATING: ("$text-accent", "Esc stop"),
+    Phase.TOOLS: ("$text-accent", "Esc stop"),
     Phase.FAILED: ("$text-error", "Enter quit"),
     Phase.EMPTY: ("$text-warning", "F4 models"),
 }
@@ -103,9 +107,12 @@ class Footer(Widget):
                 sources=metrics.accepted_by_source,
                 used=metrics.prompt_tokens + metrics.completion_tokens,
             )
-        elif prefill is not None and prefill.total:
-            percent = min(100 * prefill.done // prefill.total, 100)
-            self.change(phase=Phase.PREFILL, percent=percent)
+        elif prefill is not None:
+            phase = Phase.SERVERS if prefill.stage == SERVERS else Phase.PREFILL
+            percent = None
+            if prefill.total:
+                percent = min(100 * prefill.done // prefill.total, 100)
+            self.change(phase=phase, percent=percent)
 
     @property
     def full(self) -> bool:

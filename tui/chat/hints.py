@@ -66,7 +66,7 @@ def waiting_hint(count: int) -> str:
 def turn_hint(block: Block) -> str:
     """What can be done with the marked turn."""
     parts = ["Enter menu", "Alt+C copy"]
-    parts.append("Ctrl+R again" if isinstance(block, Answer) else "Alt+E edit")
+    parts.append("Alt+E edit" if isinstance(block, UserTurn) else "Ctrl+R again")
     if block.branches > 1:
         parts.append(f"Alt+←→ branch {block.branch}/{block.branches}")
     if block.foldable:

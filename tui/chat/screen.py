@@ -19,8 +19,8 @@ from textual.timer import Timer
 from textual.widgets import TextArea
 
 from localrt.errors import LocalrtError, OptionError
-from localrt.tools.toolbox import Toolbox
-from localrt.tui.chat.answering import FRAME_SECONDS, MessageQueue
+from localrt.tools.toolbox import Call, Toolbox
+from localrt.tui.chat.answering import FRAME_SECONDS, NOT_ANSWERED, MessageQueue
 from localrt.tui.chat.blocks import Kind
 from localrt.tui.chat.composer import Composer
 from localrt.tui.chat.editor import edited
@@ -35,9 +35,11 @@ from localrt.tui.conversation.attachments import draft_of, read_attachment, read
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
+from localrt.tui.conversation.tool_calls import Decision
 from localrt.tui.keys import bindings
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.preferences import PresetsFile
+from localrt.tui.screens.ask_call import AskCall
 from localrt.tui.screens.conversations import NEW, ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, Choose, Confirm, ask
 from localrt.tui.text import one_line
@@ -71,7 +73,7 @@ class ChatScreen(Screen[None]):
         self.state = state
         self.failed = False  # the first model could not be loaded: Enter leaves
         self.view = ConversationView()
-        self.queue = MessageQueue(self.view, state.conversation)
+        self.queue = MessageQueue(self.view, state.conversation, toolbox, self._ask_about_call)
         self.loading_line = LoadingLine()
         self.menu = CommandMenu()
         self.composer = Composer(self.menu, type_ahead=type_ahead)
@@ -189,6 +191,12 @@ class ChatScreen(Screen[None]):
         for line in self._toolbox.take_news():
             self.say(line, "error")
 
+    def _ask_about_call(self, call: Call, decide: Callable[[Decision], None]) -> bool:
+        if not self.is_current:  # keys are meant for the window that is open
+            return False
+        self.app.push_screen(AskCall(call), lambda decision: decide(decision or "refuse"))
+        return True
+
     # -- answering -------------------------------------------------------------------------------
 
     async def on_composer_submitted(self, event: Composer.Submitted) -> None:
@@ -236,13 +244,17 @@ class ChatScreen(Screen[None]):
     def _watch_answer(self) -> None:
         update = self.queue.look()
         if update is None:
+            if self.footer.status.phase is Phase.TOOLS and not self.queue.calling:
+                self._begin_watching()  # the model goes on
             return
         self.footer.show(update)
         if self.footer.status.percent is not None or self.footer.status.phase is Phase.GENERATING:
             self.panel.read(self.footer.status.percent)
         if update.done:
-            self.footer.change(phase=Phase.READY, percent=None)
-            if unanswered := self.queue.end(update, full=self.footer.full):
+            unanswered = self.queue.end(update, full=self.footer.full)
+            phase = Phase.TOOLS if self.queue.calling else Phase.READY
+            self.footer.change(phase=phase, percent=None)
+            if unanswered:
                 self.composer.put_back(unanswered)
             self.send_next()
             if not self.queue.answering and self._ticker is not None:
@@ -315,8 +327,8 @@ class ChatScreen(Screen[None]):
         self.queue.show(self.state.conversation)
         turns = self.state.conversation.turns
         self.composer.remember(draft_of(turn) for turn in turns if turn.role == "user")
-        if turns and turns[-1].role == "user":
-            self.view.add_notice("Not answered: Ctrl+R (or /retry) answers it", "mark")
+        if turns and (turns[-1].role != "assistant" or "tool_calls" in turns[-1].info):
+            self.view.add_notice(NOT_ANSWERED, "mark")
         self.view.follow()
 
     def action_conversations(self, search: str = "") -> None:

@@ -8,18 +8,22 @@ threads are daemons, told to stop and given a moment. Knows no widget.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from localrt.errors import CancelledError
-from localrt.progress import NOTE
+from localrt.progress import NOTE, Progress
+from localrt.tools.toolbox import Toolbox
+from localrt.tui.conversation.tool_calls import stream_answer
 
 if TYPE_CHECKING:
-    from localrt import AnswerWriter, ChatModel, ChatSession, Metrics, Progress
+    from localrt import AnswerWriter, ChatModel, ChatSession, Metrics, ToolCall
     from localrt.progress import ProgressCallback
 
-__all__ = ["AnswerUpdate", "Generation", "Task", "loading"]
+__all__ = ["SERVERS", "AnswerUpdate", "Generation", "Task", "loading"]
+
+SERVERS = "servers"  # the stage of progress in which MCP servers start
 
 _Result = TypeVar("_Result")
 
@@ -107,15 +111,31 @@ class AnswerUpdate:
     finish_reason: str | None
     error: Exception | None
     done: bool
+    calls: tuple[ToolCall, ...] = ()
 
 
 class Generation(Task[bool]):
-    """Streams one answer of ``chat`` in a thread, and saves it there with ``writer``."""
+    """Streams one answer of ``chat`` in a thread, and saves it there with ``writer``.
 
-    def __init__(self, chat: ChatSession, text: str, writer: AnswerWriter | None = None) -> None:
+    ``text`` is None where the results of tools are answered. The model is offered the tools of
+    ``toolbox``, once its servers have started; ``last`` says that it may call no more of them.
+    """
+
+    def __init__(
+        self,
+        chat: ChatSession,
+        text: str | None,
+        writer: AnswerWriter | None = None,
+        toolbox: Toolbox | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
         super().__init__(lambda task: self._stream(text), name="localrt-answer")
         self._chat = chat
         self._writer = writer
+        self._toolbox = toolbox
+        self._last = last
+        self._calls: tuple[ToolCall, ...] = ()
         self._lock = threading.Lock()
         self._pieces: list[str] = []
         self._metrics: Metrics | None = None
@@ -133,7 +153,13 @@ class Generation(Task[bool]):
             text = "".join(self._pieces)
             self._pieces.clear()
             return AnswerUpdate(
-                text, self._metrics, self.progress, self._finish_reason, self.error, done
+                text,
+                self._metrics,
+                self.progress,
+                self._finish_reason,
+                self.error,
+                done,
+                self._calls,
             )
 
     def show(self, progress: Progress) -> None:
@@ -141,16 +167,31 @@ class Generation(Task[bool]):
         super().show(progress)
         self._cancel_again()
 
-    def _stream(self, text: str) -> bool:
-        for chunk in self._chat.stream(text, on_progress=self.show):
+    def _stream(self, text: str | None) -> bool:
+        tools = self._tools()
+        if self.cancelled.is_set():
+            self._finish_reason = "cancelled"
+            return True
+        chunks = stream_answer(self._chat, text, tools, last=self._last, on_progress=self.show)
+        for chunk in chunks:
             with self._lock:
                 self._pieces.append(chunk.text)
                 self._metrics = chunk.metrics
                 self._finish_reason = chunk.finish_reason
+                self._calls = chunk.tool_calls
             if self._writer is not None:
                 self._writer.write(chunk.text)
             self._cancel_again()
         return True
+
+    def _tools(self) -> Sequence[Mapping[str, Any]]:
+        """What the model is offered; waits for servers that are starting."""
+        if self._toolbox is None or not self._chat.takes_tools:
+            return ()
+        if self._toolbox.starting:
+            self.show(Progress(SERVERS, 0, None, ""))
+        self._toolbox.wait(self.cancelled)
+        return self._toolbox.definitions()
 
     def _cancel_again(self) -> None:
         # A cancel that came before the chat had begun to answer did not reach it.

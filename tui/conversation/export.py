@@ -16,6 +16,7 @@ from localrt import split_thinking
 from localrt.errors import OptionError, StorageError
 from localrt.files import write_text
 from localrt.tui.conversation.open_conversation import OpenConversation
+from localrt.tui.conversation.tool_calls import KeptCall
 from localrt.tui.text import short_name
 
 if TYPE_CHECKING:
@@ -66,7 +67,13 @@ def as_markdown(conversation: OpenConversation) -> str:
         if turn.role == "user":
             parts += ["## You", turn.content]
             continue
-        parts.append("## Model" if turn.role == "assistant" else f"## {turn.role.capitalize()}")
+        if turn.role == "tool":
+            fence = "```" if "```" not in turn.content else "~~~~"
+            parts += [f"## {KeptCall.of_turn(turn).line}", f"{fence}\n{turn.content}\n{fence}"]
+            continue
+        if turn.info.get("tool_calls") and not turn.content:
+            continue  # the calls are said with their results
+        parts.append("## Model")
         thought = split_thinking(turn.content)
         if thought.thinking:
             # The empty lines let Markdown inside be Markdown.
@@ -83,7 +90,7 @@ def as_json(conversation: OpenConversation) -> str:
     if conversation.system:
         messages.append({"role": "system", "content": conversation.system})
     for turn in conversation.turns:
-        messages.append({"role": turn.role, "content": turn.content})
+        messages.append(dict(turn.message))
     record = {
         "version": 1,
         "title": conversation.title,

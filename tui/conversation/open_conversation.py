@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.errors import StorageError
 from localrt.history.copies import copy_to_memory, end_answer, merge
+from localrt.tui.conversation.call_messages import with_results, without_calls
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, Conversation, History, Message, Turn
@@ -98,8 +99,11 @@ class OpenConversation:
             self._turns = self._stored.turns
         return self._turns
 
-    def messages(self, before: int | None = None) -> list[Message]:
-        """What the model is to see, up to turn ``before``: system prompt, questions, answers."""
+    def messages(self, before: int | None = None, *, calls: bool = True) -> list[Message]:
+        """What the model is to see, up to turn ``before``: system prompt, questions, answers.
+
+        ``calls`` says whether it can be told of tools: without, calls and results are left out.
+        """
         messages: list[Message] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
@@ -107,10 +111,10 @@ class OpenConversation:
         for turn, following in zip(turns, (*turns[1:], None), strict=True):
             if before is not None and turn.id == before:
                 break
-            if unanswered(turn, following) or (turn.state == "failed" and not turn.content):
+            if turn.role != "tool" and (unanswered(turn, following) or _is_nothing(turn)):
                 continue
-            messages.append({"role": turn.role, "content": turn.content})
-        return messages
+            messages.append(turn.message)
+        return with_results(messages) if calls else without_calls(messages)
 
     @property
     def end(self) -> int:
@@ -119,7 +123,7 @@ class OpenConversation:
         A message that got no answer is not followed: the next one takes its place.
         """
         for turn in reversed(self.turns):
-            if turn.role != "user" and (turn.state != "failed" or turn.content):
+            if turn.role != "user" and not _is_nothing(turn):
                 return turn.id
         return 0
 
@@ -153,10 +157,12 @@ class OpenConversation:
         after = self._moved.get(after, after)
         return self._change(lambda: self._stored.add(role, content, after=after, info=info))
 
-    def answer(self, *, after: int) -> AnswerWriter:
-        """Begin an answer; ``finish`` ends it."""
+    def answer(
+        self, *, after: int, role: str = "assistant", info: Mapping[str, Any] | None = None
+    ) -> AnswerWriter:
+        """Begin an answer, or the result of a ``"tool"``; ``finish`` ends it."""
         after = self._moved.get(after, after)
-        return self._change(lambda: self._stored.answer(after=after))
+        return self._change(lambda: self._stored.answer(after=after, role=role, info=info))
 
     def finish(self, writer: AnswerWriter, state: str, info: Mapping[str, Any]) -> None:
         """The answer is whole: ``"done"``, ``"cancelled"`` or ``"failed"``."""
@@ -223,7 +229,12 @@ def unanswered(turn: Turn, following: Turn | None) -> bool:
         return False
     if following is None:
         return True
-    return following.role == "user" or (following.state == "failed" and not following.content)
+    return following.role == "user" or _is_nothing(following)
+
+
+def _is_nothing(turn: Turn) -> bool:
+    """Whether a turn failed without a word."""
+    return turn.state == "failed" and not turn.content
 
 
 def answer_note(state: str, finish_reason: str | None = None, *, full: bool = False) -> str:

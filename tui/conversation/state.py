@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from localrt import History
 from localrt.errors import LocalrtError, OptionError, StorageError
+from localrt.tui.conversation.call_messages import infos_of
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.conversation.session import Session
 
@@ -112,12 +113,12 @@ class ChatState:
         conversation = self._new()
         conversation.set(options={**options, **self.options})
         last = 0
-        for message in messages:
-            role, content = message["role"], str(message["content"])
+        for message, info in zip(messages, infos_of(messages), strict=True):
+            role, content = message["role"], str(message["content"] or "")
             if role == "system":
                 conversation.set(system=self.system or content)
             else:
-                last = conversation.add(role, content, after=last).id
+                last = conversation.add(role, content, after=last, info=info).id
         return self._open(conversation)
 
     def delete(self, id: str) -> Session | None:

@@ -77,7 +77,7 @@ def _facts_of(path: Path, _: int) -> ModelFacts:
             formats[tensor.format.name] += tensor.nbytes
         main = formats.most_common(1)[0][0] if formats else "unknown"
         capabilities = ["completion"]
-        if template is not None and "tools" in template.tool_source:
+        if template is not None and template.takes_tools:
             capabilities.append("tools")
         if template is not None and find_syntax(template).tags is not None:
             capabilities.append("thinking")

@@ -1,0 +1,329 @@
+"""Answers that call tools: shown, asked about, run, told to the model, kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+
+from localrt import History
+from localrt.errors import LocalrtError
+from localrt.text.tools import as_message_calls
+from localrt.tools.toolbox import ROUNDS
+from localrt.tui import ChatApp
+from localrt.tui.chat.footer import Phase
+from localrt.tui.conversation.tool_calls import NO_TOOLS, ROUNDS_OVER
+from localrt.tui.screens.ask_call import AskCall
+from tests.tui import screen
+from tests.tui.conftest import app_for, asked, running, until
+from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.test_snapshots import Compare, ready
+from tests.tui.tool_fakes import call, toolbox
+
+READ = 'files.read_file {"path": "a"}'
+
+
+def told(model: FakeModel) -> list[str]:
+    """The results that the model saw last."""
+    return [m["content"] for m in model.seen[-1].messages if m["role"] == "tool"]
+
+
+async def asked_about(pilot: Pilot[Any], text: str) -> AskCall:
+    """Send a message, and wait for the question about a call."""
+    await screen.say(pilot, text)
+    await until(pilot, lambda: isinstance(pilot.app.screen, AskCall))
+    assert isinstance(pilot.app.screen, AskCall)
+    return pilot.app.screen
+
+
+async def answered(pilot: Pilot[Any], app: ChatApp) -> None:
+    await until(pilot, lambda: screen.answers(app)[-1:] == ["Hello there."] and screen.idle(app))
+
+
+async def test_a_call_that_the_user_allows_is_run_and_told(model: FakeModel) -> None:
+    tools, servers = toolbox()
+    model.calls = [[call("read_file", path="a")]]
+    async with running(model, toolbox=tools) as (app, pilot):
+        await asked_about(pilot, "What is in a?")
+        assert screen.phase(app) is Phase.TOOLS
+        assert screen.calls(app) == [(READ, "", "waits for you to allow it")]
+        assert servers.called == []
+        await pilot.press("y")
+        await answered(pilot, app)
+        assert screen.calls(app) == [(READ, "milk", "")]
+        assert servers.called == [("read_file", {"path": "a"})]
+        shown = screen.shown(app)
+        assert shown.splitlines()[-6:] == [
+            "What is in a?",
+            "",
+            f"▸ {READ}",
+            "  milk",
+            "",
+            "Hello there.",
+        ]
+    offered = [tool["function"]["name"] for tool in model.seen[0].tools]
+    assert offered == [tool.name for tool in servers.tools]
+    question, answer, result = model.seen[1].messages
+    assert question == {"role": "user", "content": "What is in a?"}
+    assert answer["tool_calls"][0]["function"] == {
+        "name": "read_file",
+        "arguments": '{"path": "a"}',
+    }
+    assert result == {
+        "role": "tool",
+        "content": "milk",
+        "tool_call_id": answer["tool_calls"][0]["id"],
+    }
+
+
+@pytest.mark.parametrize("key", ["n", "escape", "ctrl+c"])
+async def test_a_refused_call_does_not_run_and_is_told(model: FakeModel, key: str) -> None:
+    tools, servers = toolbox()
+    model.calls = [[call("read_file", path="a")]]
+    async with running(model, toolbox=tools) as (app, pilot):
+        await asked_about(pilot, "What is in a?")
+        await pilot.press(key)
+        await answered(pilot, app)
+        assert screen.calls(app)[0][2] == "not allowed"
+    assert servers.called == []
+    assert told(model) == ["The user did not allow this call."]
+
+
+async def test_always_is_for_one_tool_of_this_conversation(model: FakeModel) -> None:
+    tools, servers = toolbox()
+    model.calls = [[call("read_file", path="a"), call("read_file", path="b")]]
+    async with running(model, toolbox=tools) as (app, pilot):
+        await asked_about(pilot, "What is in a and b?")
+        await pilot.press("a")
+        await answered(pilot, app)
+        model.calls = [[call("delete", path="a")]]
+        await asked_about(pilot, "Delete a")
+        await pilot.press("n")
+        await until(pilot, lambda: screen.idle(app))
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: not screen.users(app))
+        model.calls = [[call("read_file", path="c")]]
+        await asked_about(pilot, "And c?")
+        await pilot.press("escape")
+        await answered(pilot, app)
+    assert servers.called == [("read_file", {"path": "a"}), ("read_file", {"path": "b"})]
+
+
+async def test_calls_of_one_answer_are_run_in_order(model: FakeModel) -> None:
+    tools, servers = toolbox()
+    servers.results["list"] = None
+    model.calls = [[call("list"), call("read_file", path="a"), call("nonsense")]]
+    async with running(model, toolbox=tools) as (app, pilot):
+        await screen.say(pilot, "Go")
+        await until(pilot, lambda: servers.running)
+        assert [mark for _, _, mark in screen.calls(app)] == [
+            "runs; Esc stops it",
+            "waits",
+            "waits",
+        ]
+        servers.running[0].set_result(servers.results["delete"])
+        await until(pilot, lambda: isinstance(app.screen, AskCall))
+        await pilot.press("y")
+        await answered(pilot, app)
+        assert screen.calls(app) == [
+            ("files.list {}", "There is no such file.", "failed"),
+            (READ, "milk", ""),
+            ("nonsense {}", told(model)[2], "failed"),
+        ]
+    assert told(model) == [
+        "There is no such file.",
+        "milk",
+        "There is no such tool. There are: read_file, list, delete.",
+    ]
+
+
+@pytest.mark.parametrize("key", ["escape", "ctrl+c"])
+async def test_a_running_call_can_be_stopped(model: FakeModel, key: str) -> None:
+    tools, servers = toolbox()
+    servers.results["list"] = None
+    model.calls = [[call("list")]]
+    async with running(model, toolbox=tools) as (app, pilot):
+        await screen.say(pilot, "Go")
+        await until(pilot, lambda: servers.running)
+        await pilot.press(key)
+        await answered(pilot, app)
+        assert screen.calls(app)[0][2] == "stopped"
+    assert servers.running[0].cancelled()
+    assert told(model) == ["The user stopped this call."]
+
+
+async def test_after_many_rounds_the_model_answers_without(model: FakeModel) -> None:
+    tools, servers = toolbox()
+    model.calls = [[call("list")] for _ in range(ROUNDS)]
+    async with running(model, toolbox=tools) as (app, pilot):
+        await screen.say(pilot, "Go")
+        await answered(pilot, app)
+        assert screen.notices(app).count(ROUNDS_OVER) == 1
+    assert len(servers.called) == ROUNDS
+    assert [seen.options.get("tool_choice") for seen in model.seen] == [None] * ROUNDS + ["none"]
+
+
+async def test_a_model_without_tools_says_so_once(model: FakeModel) -> None:
+    tools, _ = toolbox()
+    model.takes_tools = False
+    async with running(model, toolbox=tools) as (app, pilot):
+        await asked(pilot, "One")
+        await asked(pilot, "Two")
+        assert screen.notices(app).count(NO_TOOLS) == 1
+    assert model.seen[0].tools == []
+
+
+async def test_a_message_waits_for_servers_that_start(model: FakeModel) -> None:
+    tools, servers = toolbox()
+    servers.ready = False
+    async with running(model, toolbox=tools) as (app, pilot):
+        await screen.say(pilot, "One")
+        await until(pilot, lambda: screen.phase(app) is Phase.SERVERS)
+        await pilot.press("escape")
+        await until(pilot, lambda: screen.idle(app))
+        assert screen.marks(app) == ["stopped"]
+        assert model.seen == []
+        await screen.say(pilot, "Two")
+        await until(pilot, lambda: screen.phase(app) is Phase.SERVERS)
+        servers.ready = True
+        await answered(pilot, app)
+    assert len(model.seen[0].tools) == 3
+
+
+async def test_letters_of_a_message_decide_nothing(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("localrt.tui.screens.ask_call._QUIET_SECONDS", 1e6)
+    tools, servers = toolbox()
+    model.calls = [[call("read_file", path="a")]]
+    async with running(model, toolbox=tools) as (app, pilot):
+        await asked_about(pilot, "What is in a?")
+        await pilot.press("a", "n", "y")
+        assert isinstance(app.screen, AskCall)
+        await pilot.press("escape")
+        await answered(pilot, app)
+    assert servers.called == []
+
+
+async def test_a_question_waits_until_no_other_window_is_open(model: FakeModel) -> None:
+    tools, servers = toolbox()
+    model.calls = [[call("read_file", path="a")]]
+    model.hold()
+    async with running(model, toolbox=tools) as (app, pilot):
+        await screen.say(pilot, "What is in a?")
+        await pilot.press("f1")
+        model.release()
+        await until(pilot, lambda: screen.calls(app))
+        await pilot.press("y")
+        assert not isinstance(app.screen, AskCall)
+        await pilot.press("escape")
+        await until(pilot, lambda: isinstance(app.screen, AskCall))
+        assert servers.called == []
+        await pilot.press("n")
+        await answered(pilot, app)
+
+
+async def test_what_fails_behind_calls_keeps_them(model: FakeModel) -> None:
+    tools, _ = toolbox()
+    model.calls = [[call("list")]]
+    model.answer, model.error = [], LocalrtError("out of luck")
+    async with running(model, toolbox=tools) as (app, pilot):
+        await screen.say(pilot, "Go")
+        await until(pilot, lambda: "out of luck" in screen.notices(app))
+        assert screen.users(app) == ["Go"]
+        assert screen.calls(app) == [("files.list {}", "a\nb", "")]
+        assert screen.composer(app).text == ""
+        model.answer, model.error = ["Hello there."], None
+        await asked(pilot, "Go on")
+    assert [m["role"] for m in model.seen[-1].messages] == ["user", "assistant", "tool", "user"]
+
+
+async def test_calls_are_kept_and_go_on(model: FakeModel, tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    tools, _ = toolbox()
+    model.calls = [[call("list"), call("list")]]
+    async with running(model, toolbox=tools, history=lambda: History(path)) as (app, pilot):
+        await screen.say(pilot, "Go")
+        await answered(pilot, app)
+        before = screen.shown(app)
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: screen.idle(app) and not screen.calls(app))
+        assert screen.answers(app) == ["Hello there."]
+        await pilot.press("alt+left")
+        await until(pilot, lambda: screen.calls(app))
+    again = FakeModel()
+    tools, _ = toolbox()
+    async with running(again, toolbox=tools, history=lambda: History(path), resume=True) as (
+        app,
+        pilot,
+    ):
+        assert "▸ files.list {}\n  a\n  b" in screen.shown(app)
+        assert before.splitlines()[-1] == "Hello there."
+        await asked(pilot, "And now?")
+        roles = [message["role"] for message in again.seen[0].messages]
+        assert roles == ["user", "assistant", "tool", "tool", "assistant", "user"]
+        assert [m["content"] for m in again.seen[0].messages if m["role"] == "tool"] == ["a\nb"] * 2
+        again.takes_tools = False
+        await asked(pilot, "And without?")
+        roles = [message["role"] for message in again.seen[1].messages]
+        assert roles == ["user", "assistant", "user", "assistant", "user"]
+
+
+async def test_a_killed_app_loses_only_the_result(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    wanted = [call("list"), call("read_file", path="a")]
+    with History(path) as history:
+        conversation = history.new(model="tiny-model")
+        conversation.add("user", "Go")
+        conversation.add("assistant", "", info={"tool_calls": as_message_calls(wanted)})
+        info = {"tool_call_id": wanted[0].id, "title": "files.list", "arguments": "{}"}
+        conversation.answer(role="tool", info=info)
+        with history._database.transaction() as connection:
+            connection.execute("UPDATE turn SET writer = '1@1' WHERE state = 'writing'")
+    model = FakeModel()
+    tools, _ = toolbox()
+    async with running(model, toolbox=tools, history=lambda: History(path), resume=True) as (
+        app,
+        pilot,
+    ):
+        assert screen.calls(app) == [("files.list {}", "", "cut off: the app ended here")]
+        assert "Not answered" in screen.notices(app)[0]
+        await asked(pilot, "Go on")
+    ended = "The app ended before this call did."
+    assert [m["content"] for m in model.seen[0].messages if m["role"] == "tool"] == [ended, ended]
+
+
+def test_question(snap_compare: Compare) -> None:
+    tools, _ = toolbox()
+    model = FakeModel()
+    model.calls = [[call("read_file", path="/home/me/notes.txt", lines=[1, 20])]]
+
+    async def before(pilot: Pilot[Any]) -> None:
+        await ready(pilot)
+        await asked_about(pilot, "What do I have to buy?")
+
+    app = app_for(FakeLoader(model), toolbox=tools)
+    assert snap_compare(app, terminal_size=(80, 24), run_before=before)
+
+
+async def test_exports_have_calls_and_load_again(model: FakeModel, tmp_path: Path) -> None:
+    tools, _ = toolbox()
+    model.calls = [[call("list")]]
+    saved = tmp_path / "chat.json"
+    async with running(model, toolbox=tools) as (app, pilot):
+        await screen.say(pilot, "Go")
+        await answered(pilot, app)
+        for path in (saved, tmp_path / "chat.md"):
+            await screen.say(pilot, f"/export {path}")
+            await until(pilot, path.exists)
+        roles = [message["role"] for message in json.loads(saved.read_text())["messages"]]
+        assert roles == ["user", "assistant", "tool", "assistant"]
+        text = (tmp_path / "chat.md").read_text()
+        assert "## files.list {}\n\n```\na\nb\n```\n\n## Model\n\nHello there." in text
+        await screen.say(pilot, f"/load {saved}")
+        await until(pilot, lambda: screen.calls(app) == [("list {}", "a\nb", "")])
+        await asked(pilot, "And now?")
+        assert [m["role"] for m in model.seen[-1].messages][:3] == ["user", "assistant", "tool"]
