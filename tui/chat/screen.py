@@ -192,7 +192,7 @@ class ChatScreen(Screen[None]):
             self.say(line, "error")
 
     def _ask_about_call(self, call: Call, decide: Callable[[Decision], None]) -> bool:
-        if not self.is_current:  # keys are meant for the window that is open
+        if not self.is_active:  # keys are meant for the window that is open
             return False
         self.app.push_screen(AskCall(call), lambda decision: decide(decision or "refuse"))
         return True

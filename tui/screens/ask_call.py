@@ -35,7 +35,7 @@ class AskCall(Dialog[Decision]):
         Binding("ctrl+c", "leave", show=False, priority=True),
     ]
     DEFAULT_CSS = """
-    AskCall VerticalScroll { height: auto; max-height: 12; margin: 1 0 0 0; }
+    AskCall VerticalScroll { height: auto; max-height: 50vh; margin: 1 0 0 0; }
     """
 
     def __init__(self, call: Call) -> None:
