@@ -194,19 +194,24 @@ async def test_a_message_waits_for_servers_that_start(model: FakeModel) -> None:
     assert len(model.seen[0].tools) == 3
 
 
-async def test_letters_of_a_message_decide_nothing(
+async def test_keys_decide_once_none_has_come_for_a_moment(
     model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localrt.tui.screens.ask_call._QUIET_SECONDS", 1e6)
+    now = 100.0
+    monkeypatch.setattr("localrt.tui.screens.ask_call._QUIET_SECONDS", 0.5)
+    monkeypatch.setattr("localrt.tui.screens.ask_call.monotonic", lambda: now)
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a")]]
     async with running(model, toolbox=tools) as (app, pilot):
         await asked_about(pilot, "What is in a?")
-        await pilot.press("a", "n", "y")
+        for seconds in (0.4, 0.8, 1.2):
+            now = 100 + seconds
+            await pilot.press("y")
         assert isinstance(app.screen, AskCall)
-        await pilot.press("escape")
+        now = 101.8
+        await pilot.press("y")
         await answered(pilot, app)
-    assert servers.called == []
+    assert servers.called == [("read_file", {"path": "a"})]
 
 
 async def test_a_question_waits_until_no_other_window_is_open(model: FakeModel) -> None:

@@ -7,12 +7,13 @@ none has come for a moment.
 from __future__ import annotations
 
 import json
-import time
+from time import monotonic
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.events import Key
 from textual.widgets import Static
 
 from localrt.tools.toolbox import Call
@@ -23,15 +24,13 @@ from localrt.tui.text import clean
 __all__ = ["AskCall"]
 
 _QUIET_SECONDS = 0.5
+_DECISIONS: dict[str, Decision] = {"y": "once", "a": "always", "n": "refuse"}
 
 
 class AskCall(Dialog[Decision]):
     """y runs it, a also runs its tool without a question in this conversation; n and Esc refuse."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "decide('once')", show=False),
-        Binding("a", "decide('always')", show=False),
-        Binding("n", "decide('refuse')", show=False),
         Binding("ctrl+c", "leave", show=False, priority=True),
     ]
     DEFAULT_CSS = """
@@ -44,15 +43,11 @@ class AskCall(Dialog[Decision]):
         shown = VerticalScroll(Static(clean(arguments), markup=False))
         keys = "y run once · a always in this conversation · n refuse"
         super().__init__(Static(question, markup=False), shown, keys=keys)
-        self._last_key = time.monotonic()
+        self._last_key = monotonic()
 
-    def action_decide(self, decision: Decision) -> None:
-        """Close with the decision, unless the key was a letter of a message."""
-        now = time.monotonic()
-        before, self._last_key = self._last_key, now
-        if now - before >= _QUIET_SECONDS:
+    def on_key(self, event: Key) -> None:
+        """Close with the decision, unless the key may be a letter of a message."""
+        before, self._last_key = self._last_key, monotonic()
+        decision = _DECISIONS.get(event.key)
+        if decision is not None and self._last_key - before >= _QUIET_SECONDS:
             self.dismiss(decision)
-
-    def on_key(self) -> None:
-        """Any key may be part of a message."""
-        self._last_key = time.monotonic()
