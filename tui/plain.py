@@ -22,6 +22,7 @@ from localrt.tools.toolbox import Toolbox
 from localrt.tui.commands import Command, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
+from localrt.tui.conversation.open_conversation import answer_note
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
 from localrt.tui.conversation.tool_calls import KeptCall
@@ -301,7 +302,8 @@ class PlainChat:
         for turn in self.state.conversation.turns:
             branch = f" ({turn.branch} of {turn.branches})" if turn.branches > 1 else ""
             if turn.role == "tool":
-                self.say(f"{KeptCall.of_turn(turn).line}: {beginning(turn.content)}")
+                result = answer_note(turn.state) or beginning(turn.content)
+                self.say(f"Call{branch}: {KeptCall.of_turn(turn).line}\nResult: {result}")
             elif turn.content or "tool_calls" not in turn.info:
                 who = "You" if turn.role == "user" else "Model"
                 self.say(f"{who}{branch}: {split_thinking(turn.content).answer}")

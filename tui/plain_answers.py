@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from localrt import split_thinking
 from localrt.formatting import format_seconds
-from localrt.text.tools import as_message_calls
 from localrt.tools.toolbox import ROUNDS, Toolbox
 from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
 from localrt.tui.conversation.tool_calls import (
@@ -111,7 +110,7 @@ class PlainAnswers:
         if printer.thought_s is not None:
             info["thinking_s"] = printer.thought_s
         if calls:
-            info["tool_calls"] = as_message_calls(calls)
+            info["tool_calls"] = [call.to_dict() for call in calls]
         conversation.finish(writer, state, info)
         if failure is not None:
             self._say(f"Error: {explained(failure)}")

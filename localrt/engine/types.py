@@ -55,6 +55,11 @@ class ToolCall:
     name: str
     arguments: str
 
+    def to_dict(self) -> dict[str, Any]:
+        """The call as an assistant's message has it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 @dataclass(slots=True)
 class Metrics:

@@ -51,14 +51,7 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
 
 def as_message_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     """``calls`` as an assistant's message has them."""
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in calls
-    ]
+    return [call.to_dict() for call in calls]
 
 
 def for_template(messages: Sequence[Any], *, arguments_as_text: bool = False) -> list[Any]:

@@ -53,6 +53,23 @@ def test_a_conversation_comes_back_as_it_was(tmp_path: Path) -> None:
         assert talk.turns[1].state == "done"
 
 
+def test_calls_of_tools_are_turns(history: History) -> None:
+    talk = history.new(model="m")
+    talk.add("user", "How warm is it?")
+    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
+    with talk.answer() as answer:
+        answer.finish("done", info={"tool_calls": calls})
+    begun = {"tool_call_id": "c1", "title": "web.weather"}
+    result = talk.answer(role="tool", info=begun)
+    assert talk.turns[-1].info == begun
+    result.write("20 degrees")
+    result.finish("done", info={**begun, "ending": "done"})
+    assert talk.messages[1:] == [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "20 degrees", "tool_call_id": "c1"},
+    ]
+
+
 def test_editing_begins_a_branch_and_loses_nothing(history: History) -> None:
     talk = history.new(model="m")
     first = talk.add("user", "one")

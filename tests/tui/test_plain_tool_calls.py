@@ -68,7 +68,7 @@ def test_calls_are_asked_about_run_and_told(model: FakeModel, chat: Chat) -> Non
         "Result: a\nb\n"
         "Hello there.\n"
         "You: What is in a?\n"
-        'files.read_file {"path": "a"}: milk\n'
+        'Call: files.read_file {"path": "a"}\nResult: milk\n'
     )
     assert servers.called == [("read_file", {"path": "a"}), ("list", {})]
     assert told(model) == ["milk", "The user did not allow this call.", "a\nb"]

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localrt.text.tools import as_message_calls
 from localrt.tools.toolbox import ROUNDS, Toolbox
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.blocks import Block, UserTurn
 from localrt.tui.chat.call_block import CallBlock
-from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, call_mark
+from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, ended_call
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.attachments import Draft, draft_of
 from localrt.tui.conversation.background import AnswerUpdate, Generation
@@ -388,7 +387,7 @@ def _info(update: AnswerUpdate, thought_s: float | None) -> dict[str, Any]:
     if update.error is not None:
         info["error"] = one_line(update.error)
     if update.finish_reason == "tool_calls":
-        info["tool_calls"] = as_message_calls(update.calls)
+        info["tool_calls"] = [call.to_dict() for call in update.calls]
     return info
 
 
@@ -408,8 +407,9 @@ def _block_of(turn: Turn) -> Block:
             block.finish()
     else:
         call = KeptCall.of_turn(turn)
-        block = CallBlock(call.line, turn.content)
-        block.mark = answer_note(turn.state) or call_mark(call.ending)
+        mark, result = ended_call(call.ending, turn.content)
+        block = CallBlock(call.line, result)
+        block.mark = answer_note(turn.state) or mark
     block.turn, block.branch, block.branches = turn.id, turn.branch, turn.branches
     block.changed()
     return block

@@ -14,17 +14,19 @@ from localrt.tui.chat.call_block import CallBlock
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.tool_calls import CallTurn, Decision
 
-__all__ = ["AnswerCalls", "AskAboutCall", "call_mark"]
+__all__ = ["AnswerCalls", "AskAboutCall", "ended_call"]
 
 AskAboutCall = Callable[[Call, Callable[[Decision], None]], bool]
 """Asks about a call; the decision comes later. False where nobody can be asked just now."""
 
-_MARKS = {"failed": "failed", "refused": "not allowed", "stopped": "stopped"}
+_WITHOUT_RESULT = {"refused": "not allowed", "stopped": "stopped"}
 
 
-def call_mark(ending: str) -> str:
-    """What to say below a call that has ended; empty for one that gave a result."""
-    return _MARKS.get(ending, "")
+def ended_call(ending: str, text: str) -> tuple[str, str]:
+    """What to say below a call that has ended, and the result to show."""
+    if ending in _WITHOUT_RESULT:
+        return _WITHOUT_RESULT[ending], ""
+    return "failed" if ending == "failed" else "", text
 
 
 class AnswerCalls:
@@ -105,7 +107,7 @@ class AnswerCalls:
 
     def _show_end(self, turn: CallTurn, block: CallBlock) -> None:
         assert turn.result is not None, "the call has ended"
-        self._stands(block, call_mark(turn.result.ending), turn.result.text)
+        self._stands(block, *ended_call(turn.result.ending, turn.result.text))
 
     def _stands(self, block: CallBlock, mark: str, result: str = "") -> None:
         if (block.mark, block.result) != (mark, result):
