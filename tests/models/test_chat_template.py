@@ -72,6 +72,9 @@ def test_tools_reach_the_template_and_choose_its_own_variant() -> None:
     assert ChatTemplate("{{ tools | tojson }}").render(HELLO, tools=tools) == json.dumps(tools)
     template = ChatTemplate("plain", with_tools="{{ tools[0].function.name }}")
     assert (template.render(HELLO), template.render(HELLO, tools=tools)) == ("plain", "f")
+    assert template.takes_tools
+    assert not ChatTemplate("plain").takes_tools
+    assert not PlainTemplate().takes_tools
 
 
 def test_text_parts_are_joined_for_templates_that_want_strings() -> None:

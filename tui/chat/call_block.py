@@ -38,6 +38,12 @@ class CallBlock(Block):
         return f"{self.call}\n\n{self.result}".rstrip()
 
     @property
+    def readable(self) -> str:
+        """The call, and as much of its result as is shown."""
+        lines = self.result.split("\n")
+        return "\n".join([self.call, *(lines if self._unfolded else lines[: _SHOWN + 1])])
+
+    @property
     def foldable(self) -> bool:
         """Whether something is not shown."""
         return self._unfolded or self._cut
