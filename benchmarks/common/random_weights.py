@@ -15,6 +15,7 @@ import numpy as np
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.quant.formats import BF16, F32, FORMATS, Format, PackedTensor
 from localrt.quant.formats.codebook import CODEBOOKS, join_fields, split_fields
+from localrt.quant.formats.published import PUBLISHED
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 
 __all__ = ["RandomCheckpoint", "RandomPackedCheckpoint", "random_packed"]
@@ -22,7 +23,7 @@ __all__ = ["RandomCheckpoint", "RandomPackedCheckpoint", "random_packed"]
 Shapes = dict[str, tuple[int, ...]]
 # Mean square of a code under each kind of format, for scales that keep a matrix's rows near 1.
 _SPREAD = {
-    **{"nf4": 0.3, "mxfp4": 2.7, "nvfp4": 2.7, "q6_k": 18.0, "q8_0": 74.0},
+    **{"nf4": 0.3, "nf4-f32": 0.3, "mxfp4": 2.7, "nvfp4": 2.7, "q6_k": 18.0, "q8_0": 74.0},
     **{"q2_k": 8.0, "q3_k": 45.0, "tq2_0": 1.0, "iq4_nl": 68.0, "iq4_xs": 1200.0},
 }
 
@@ -48,6 +49,13 @@ def random_packed(name: str, rows: int, columns: int, *, seed: int = 0) -> Packe
         blocks[..., 80:82], blocks[..., 82:] = halves, (1.5 * scales)[..., None].view(np.uint8)
     elif name in ("q3_k", "tq2_0"):
         blocks[..., -2:] = halves
+    elif name in PUBLISHED:  # each group's scale, then its minimum or zero point
+        codec, flat = PUBLISHED[name], scales.astype(np.float32).reshape(-1, 1)
+        codes, theirs = codec.split(blocks.reshape(-1, format_.block_bytes))
+        middle = 1 << (7 if name.startswith("int8") else 3)
+        second = np.full_like(flat, middle) if name.endswith("z") else -middle * flat
+        joined = np.concatenate([flat, second], axis=1)[:, : theirs.shape[1]]
+        blocks[...] = codec.join(codes, joined).reshape(blocks.shape)
     elif name in CODEBOOKS:
         fields = split_fields(name, blocks.reshape(-1, format_.block_bytes))
         scaled = replace(fields, d=(scales / 24).astype(np.float16).view(np.uint16).reshape(-1))

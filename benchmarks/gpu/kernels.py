@@ -50,7 +50,11 @@ LOW_BIT = (
     *("q2_k", "q3_k", "iq4_nl", "iq4_xs", "tq2_0"),
     *("iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m"),
 )
-OTHERS = ("q4_1", "q5_0", "q6_k", "q8_0", "int4-g32m", "int8-g128m")
+OTHERS = (
+    *("q4_1", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0"),
+    *("int4-g32m", "int6-g32", "int8-g128m"),
+)
+AS_PUBLISHED = ("int4-g128b", "int4-g128z", "int8-g128b", "int8-g128z", "nf4-f32")
 SHAPES = ((4096, 4096), (14336, 4096))
 PARTS = Cut(pairs=1, groups=1, parts=4)  # what short matrices get
 BATCHES = (1, 8, 16, 32, 64)
@@ -107,8 +111,9 @@ def product(name: str, device: str) -> Result:
     unpack_rows(weight, dense)
     unpacked = float(np.abs(dense.cpu().numpy() - values).max() / np.abs(values).max())
     # NF4's levels are 127ths; all else is exact but for the rounding of float32 sums.
-    bound = 8e-3 if name == "nf4" else 1e-5
-    ok = error < bound and same and unpacked < (bound if name == "nf4" else 1e-6)
+    rounded = name in ("nf4", "nf4-f32")
+    bound = 8e-3 if rounded else 1e-5
+    ok = error < bound and same and unpacked < (bound if rounded else 1e-6)
     found: dict[str, Any] = {"relative_error": error, "bound": bound}
     found |= {"rows_bitwise_equal": same, "unpack_error": unpacked}
     return Result(f"product {name}", ok, values=found)
@@ -163,6 +168,12 @@ def check_low_bit(device: str) -> list[Result]:
         names = tuple(name for name in names if name not in CODEBOOKS)
         results.append(Result("codebooks", True, values={"not run": "gguf is not installed"}))
     return results + of_each(names, device) + batches_of(names, device)
+
+
+def check_published(device: str) -> list[Result]:
+    """The same of groups that others publish, whose scales and zero points are not ours."""
+    names = AS_PUBLISHED if device.startswith("cuda") else ("int4-g128z", "nf4-f32")
+    return of_each(names, device) + batches_of(names, device)
 
 
 def batches_of(names: tuple[str, ...], device: str) -> list[Result]:

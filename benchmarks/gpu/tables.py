@@ -23,6 +23,7 @@ _PARTS = {
         "as_resident_bit_for_bit",
     ),
     "mixtures whose experts are in RAM": ("experts ", "hybrid_tok_s"),
+    "what adapters cost": ("adapters, decode", "cost_1"),
 }
 _VERSIONS = ("torch", "cuda", "driver", "triton", "cuda-bindings", "bitsandbytes")
 
@@ -43,7 +44,7 @@ def gpu_tables(record: Record) -> str:
     if missing := list(_not_run(record)):
         parts += ["Not run:", "\n".join(f"- {line}" for line in missing)]
     parts += [_one_row(results), _against_cublas(results), _per_clock(results), _peers(results)]
-    parts += [_whole(results), _loaded(results)]
+    parts += [_whole(results), _adapters(results), _loaded(results)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -178,3 +179,22 @@ def _whole(results: Sequence[Record]) -> str:
         )
     headers = ["resident, shape of Qwen2.5 1.5B", "decode tok/s", "without CUDA graphs"]
     return _table([*headers, "prefill tok/s"], rows)
+
+
+def _adapters(results: Sequence[Record]) -> str:
+    """What decoding costs with adapters, and the same of one product's kernels."""
+    rows = []
+    for name, values in _named(results, "adapters, "):
+        start, unit = ("tok_s", "tok/s") if name == "decode" else ("us", "µs")
+        rows += [
+            [
+                f"{name}, {count} at once",
+                f"{values[f'{start}_{count}_plain']:.1f} {unit}",
+                f"{values[f'{start}_{count}_adapted']:.1f} {unit}",
+                f"{values[f'cost_{count}']:.0%}",
+            ]
+            for count in _BATCHES
+            if f"cost_{count}" in values
+        ]
+    headers = ["adapters of rank 16", "without", "with one each", "takes longer by"]
+    return _table(headers, rows)

@@ -6,14 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.adapters import check_adapters
+from benchmarks.gpu.kernels import AS_PUBLISHED, FOUR_BIT, LOW_BIT, OTHERS
 from benchmarks.gpu.peers import parse_perf
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.gpu.timing import Result
+from localrt.quant.ops.cuda.kernels.formats import TYPES
+from tests.ops.cuda import target  # noqa: F401  kernels run on the CPU
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
@@ -69,6 +75,7 @@ def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
         "loaded small, compiled as resident",
         "loaded small mixture, compiled as resident",
         "peer cuBLAS bf16 32x64",
+        "adapters, decode",
     } <= set(names)
     found = {result["name"]: result["values"] for result in record["results"]}
     assert found["loaded small, compiled as resident"]["bitwise_equal"]
@@ -79,6 +86,25 @@ def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
     assert "- products on 24 processors of the card" in page
     assert "| small, compiled |" in page
     assert all(result["ok"] for result in record["results"])
+
+
+def test_adapters_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {result.name: result for result in check_adapters("cpu")}
+    assert all(result.ok for result in found.values()), capsys.readouterr().err
+    assert found["adapters, product of 4 rows"].values["same_bits_alone"]
+    assert found["adapters, model"].values["others_keep_their_bits"]
+    assert found["adapters, model"].values["changed_by"] > 0.05
+    machine = {"device": "a card"}
+    results = [asdict(result) for result in found.values()]
+    record = {"machine": machine, "command": "c", "seconds": 1.0, "results": results}
+    assert "| decode, 1 at once |" in gpu_tables(record)
+
+
+def test_every_format_of_the_kernels_is_checked() -> None:
+    def kinds(names: Iterable[str]) -> set[str]:  # but for the columns that share a scale
+        return {TYPES[name].rpartition(",")[0] for name in names}
+
+    assert kinds([*FOUR_BIT, *LOW_BIT, *AS_PUBLISHED, *OTHERS]) == kinds(TYPES)
 
 
 def test_what_llamacpp_prints_is_read() -> None:
