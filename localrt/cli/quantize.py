@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         out = args.out or settings.data_dir / "stores" / _store_name(model, merged, args)
         with closing(open_checkpoint(model.path)) as checkpoint:
             if adapter is not None:
-                change = read_adapter(adapter, checkpoint)
+                change = read_adapter(adapter, checkpoint, merging=True)
                 checkpoint = MergedCheckpoint(checkpoint, change)
                 name += f"{merged} ({change.key})"
             report = quantize_model(

@@ -3,7 +3,7 @@
 A folder has ``adapter_config.json`` and ``adapter_model.safetensors``: LoRA, rsLoRA
 (arXiv:2312.03732) and DoRA. Every matrix is checked against the base model's before any is read,
 and comes out under the name of the tensor that it changes, in the row order that the checkpoint of
-the base shows. Nothing is unpickled.
+the base shows (``adapter_places.py``). Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints.adapter_places import (
+    Place,
+    is_beside_text,
+    places,
+    text_module,
+    why_only_merged,
+)
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.gguf_file import GgufFile
-from localrt.models.checkpoints.gguf_names import INTERLEAVED_ROTARY, hf_tensor_name
+from localrt.models.checkpoints.gguf_names import (
+    INTERLEAVED_ROTARY,
+    QWEN_DELTA,
+    hf_tensor_name,
+)
+from localrt.models.checkpoints.hf_names import INTERLEAVED_ROTARY as PUBLISHED_IN_PAIRS
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.safetensors_header import read_header, read_json, unread_type_error
 from localrt.models.checkpoints.stored_tensor import StoredTensor
-from localrt.models.checkpoints.text_model import decoder_tensor, is_multimodal
 from localrt.quant.formats import unpack
 from localrt.quant.ops.adapters import Adapter, LowRank
 
@@ -45,8 +56,9 @@ _WRAPPER = "base_model.model."
 _PEFT = re.compile(
     r"(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?"
 )
-# Of modules whose matrices are kept in parts.
-_KEPT_OTHERWISE = (".kv_b_proj.weight", ".in_proj_qkvz.weight", ".in_proj_ba.weight")
+_MERGE = "merge it with 'localrt quantize MODEL --adapter PATH'"
+# What folders of these models keep in pairs, GGUF's converter leaves so.
+_IN_PAIRS = PUBLISHED_IN_PAIRS | {"ernie4_5", "ernie4_5-moe"}
 _COPIES = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 _GGUF = re.compile(r"(?P<module>.+)\.lora_(?P<part>[ab])")
 # What changes more than a matrix by a low rank.
@@ -55,10 +67,20 @@ _REFUSED = {
     "layer_replication": "that repeats layers",
     "megatron_config": "split for Megatron",
     "trainable_token_indices": "with rows of the embedding of its own",
-    "target_parameters": "of parameters that are no module's weight",
     "arrow_config": "with routing among adapters",
     "corda_config": "in the form of CorDA",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """How a file names and keeps things."""
+
+    path: Path
+    name_of: Callable[[str], str]  # from a module's name to the tensor that it changes
+    scale: Callable[[str, int], float]  # of a module's product, from its name and rank
+    pairs: bool  # rotary rows of queries and keys lie in pairs
+    converted: bool = False  # rows lie as in GGUF files
 
 
 @dataclass(slots=True)
@@ -81,25 +103,26 @@ def is_adapter(path: Path) -> bool:
         return file.metadata.text("general.type") == "adapter"
 
 
-def read_adapter(path: Path, base: Checkpoint) -> Adapter[LowRank]:
+def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adapter[LowRank]:
     """The adapter at ``path``, a folder or a ``.gguf`` file, for the model ``base``.
 
-    DoRA's factors need the base's matrices, which are then read once.
+    DoRA's factors need the base's matrices, which are then read once. ``merging``: also of matrices
+    that cannot be adapted while the model runs.
 
     Raises:
         CheckpointError: it is damaged, or belongs to another base.
         UnsupportedModelError: it is of another kind than those above.
     """
     if path.is_dir():
-        return _read_folder(path, base)
+        return _read_folder(path, base, merging=merging)
     if path.suffix == ".gguf":
-        return _read_gguf(path, base)
+        return _read_gguf(path, base, merging=merging)
     raise CheckpointError(
         f"{path} is no adapter: give PEFT's folder ({CONFIG_NAME}, {WEIGHTS_NAME}) or a .gguf file"
     )
 
 
-def _read_folder(path: Path, base: Checkpoint) -> Adapter[LowRank]:
+def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRank]:
     config_path = path / CONFIG_NAME
     if not config_path.exists():
         raise CheckpointError(f"{path} is no adapter: it has no {CONFIG_NAME}")
@@ -125,14 +148,21 @@ def _read_folder(path: Path, base: Checkpoint) -> Adapter[LowRank]:
                     f"{weights}: tensor {name!r:.120} is no part of a low rank: an adapter that "
                     "holds whole modules (modules_to_save, bias) must be merged into its model"
                 )
+            if is_beside_text(found["module"]):
+                continue  # the text part alone runs
             parts = modules.setdefault(found["module"], _Parts())
             kind = found["part"].removeprefix("embedding_")
             parts.of_tokens |= kind != found["part"]
             setattr(parts, {"A": "a", "B": "b"}.get(kind, "magnitude"), tensor)
-        scale = _peft_scale(config, config_path)
+        source = _Source(
+            weights,
+            lambda module: text_module(module, base),
+            _peft_scale(config, config_path),
+            pairs=base.architecture in _IN_PAIRS,
+        )
         with ThreadPoolExecutor(1) as pool:
             key = pool.submit(_digest, file, config_path.read_bytes())
-            return _assembled(weights, key.result, modules, base, _peft_names(base), scale)
+            return _assembled(source, key.result, modules, base, merging=merging)
 
 
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
@@ -182,20 +212,7 @@ def _peft_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], f
     return scale
 
 
-def _peft_names(base: Checkpoint) -> Callable[[str], str]:
-    """From a module's name to the tensor that it changes."""
-    multimodal = is_multimodal(base.config)
-
-    def name(module: str) -> str:
-        whole = f"{module}.weight"
-        if whole in base.tensors:
-            return whole
-        return decoder_tensor(whole, base.config, multimodal=multimodal) or whole
-
-    return name
-
-
-def _read_gguf(path: Path, base: Checkpoint) -> Adapter[LowRank]:
+def _read_gguf(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRank]:
     with closing(GgufFile(path)) as file:
         metadata = file.metadata
         kind = (metadata.text("general.type"), metadata.text("adapter.type"))
@@ -222,87 +239,72 @@ def _read_gguf(path: Path, base: Checkpoint) -> Adapter[LowRank]:
         def scale(_: str, rank: int) -> float:
             return float(alpha) / rank
 
+        source = _Source(
+            path, name_of, scale, pairs=architecture in INTERLEAVED_ROTARY, converted=True
+        )
+        if architecture in QWEN_DELTA and base.kind != "gguf":
+            raise UnsupportedModelError(
+                f"{path}: an adapter converted for GGUF files of {architecture} does not fit "
+                f"{base.path.name}, whose heads lie in another order: use the adapter's PEFT folder"
+            )
         with closing(RangedFile(path)) as ranged, ThreadPoolExecutor(1) as pool:
             key = pool.submit(_digest, ranged, b"")
-            adapter = _assembled(path, key.result, modules, base, name_of, scale)
-    if architecture not in INTERLEAVED_ROTARY:
-        return adapter
-    turned = {name: _turned(name, part, base) for name, part in adapter.matrices.items()}
-    return replace(adapter, matrices=turned)
-
-
-def _turned(name: str, part: LowRank, base: Checkpoint) -> LowRank:
-    """Rows of queries and keys as ``rotary_rows.py`` has the base's."""
-    stem = name.removesuffix(".weight")
-    if not stem.endswith(("self_attn.q_proj", "self_attn.k_proj")):
-        return part
-    heads = base.config.get("num_attention_heads")
-    if stem.endswith("k_proj"):
-        heads = base.config.get("num_key_value_heads", heads)
-    assert isinstance(heads, int), "the base was read with so many"
-    rows, rank = part.b.shape
-    pairs = part.b.reshape(heads, rows // heads // 2, 2, rank)
-    return replace(part, b=np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, rank))
+            return _assembled(source, key.result, modules, base, merging=merging)
 
 
 def _assembled(
-    path: Path,
+    source: _Source,
     key: Callable[[], str],
     modules: Mapping[str, _Parts],
     base: Checkpoint,
-    name_of: Callable[[str], str],
-    scale: Callable[[str, int], float],
+    *,
+    merging: bool,
 ) -> Adapter[LowRank]:
     """Check every module, then read them."""
     if not modules:
-        raise CheckpointError(f"{path} holds no adapter's tensors")
-    tied = _HEAD not in base.tensors
+        raise CheckpointError(f"{source.path} holds no adapter's tensors of a text model")
     checked = [
-        (module, *_checked(path, module, parts, base, name_of(module), tied))
+        (module, *_checked(source, module, parts, base, merging=merging))
         for module, parts in modules.items()
     ]
     matrices: dict[str, LowRank] = {}
     embedding = head = None
-    for module, name, a, b in checked:
+    for module, found, a, b in checked:
         parts = modules[module]
         rank = b.info.shape[1]
-        low = _values(a)
+        low, high = _values(a), _values(b)
         if parts.of_tokens and a.info.shape[0] != rank:
             low = np.ascontiguousarray(low.T)  # llama.cpp keeps a row for each token
-        factor = scale(module, rank)
-        part = LowRank(low, _values(b) if factor == 1 else _values(b) * np.float32(factor))
-        if parts.magnitude is not None:
-            part = _decomposed(part, _values(parts.magnitude).reshape(-1), name, base)
-        if name == _HEAD:
-            head = part
-        elif name == _EMBEDDING:
-            embedding = part
-        else:
-            matrices[name] = part
+        factor = source.scale(module, rank)
+        if factor != 1:
+            high = high * np.float32(factor)
+        magnitude = None if parts.magnitude is None else _values(parts.magnitude).reshape(-1)
+        for place in found:
+            part = LowRank(
+                low if place.columns is None else np.ascontiguousarray(low[:, place.columns]),
+                high if place.rows is None else high[place.rows],
+            )
+            if magnitude is not None:
+                own = magnitude if place.rows is None else magnitude[place.rows]
+                part = _decomposed(part, own, place.name, base)
+            if place.name == _HEAD:
+                head = part
+            elif place.name == _EMBEDDING:
+                embedding = part
+            else:
+                matrices[place.name] = part
     return Adapter(key(), matrices, embedding, head)
 
 
 def _checked(
-    path: Path, module: str, parts: _Parts, base: Checkpoint, name: str, tied: bool
-) -> tuple[str, StoredTensor, StoredTensor]:
-    a, b = parts.a, parts.b
+    source: _Source, module: str, parts: _Parts, base: Checkpoint, *, merging: bool
+) -> tuple[list[Place], StoredTensor, StoredTensor]:
+    """Where a module's change belongs, and its two matrices."""
+    a, b, path = parts.a, parts.b, source.path
     if a is None or b is None:
         raise CheckpointError(f"{path}: module {module!r:.100} has no lora_{'B' if a else 'A'}")
-    info = base.tensors.get(_EMBEDDING if name == _HEAD and tied else name)
-    if info is None:
-        why = "the adapter is for another model"
-        if ".experts" in name:
-            why = f"experts cannot be adapted, or {why}"
-        elif name.endswith(_KEPT_OTHERWISE):
-            why = "localrt keeps its matrix in parts: merge it with PEFT (merge_and_unload)"
-        raise CheckpointError(f"{path}: {base.path.name} has no module {module!r:.100}: {why}")
     if len(a.info.shape) != 2 or len(b.info.shape) != 2:
         raise CheckpointError(f"{path}: module {module!r:.100} is not two matrices")
-    if ".experts." in name:
-        raise UnsupportedModelError(
-            f"{path}: module {module!r:.100}: experts cannot be adapted: merge it with "
-            "'localrt quantize MODEL --adapter PATH'"
-        )
     rank = b.info.shape[1]
     of_rank = a.info.shape if a.info.shape[0] == rank else a.info.shape[::-1]
     if of_rank[0] != rank or (of_rank != a.info.shape and not parts.of_tokens):
@@ -310,19 +312,57 @@ def _checked(
             f"{path}: module {module!r:.100}: the ranks of A {a.info.shape} and B {b.info.shape} "
             "disagree"
         )
-    out, inner = info.shape if name != _EMBEDDING else info.shape[::-1]
-    if (b.info.shape[0], of_rank[1]) != (out, inner):
-        raise CheckpointError(
-            f"{path}: module {module!r:.100} is {b.info.shape[0]} x {of_rank[1]}, in "
-            f"{base.path.name} {out} x {inner}: the adapter is for another model"
-        )
+    shape = (b.info.shape[0], of_rank[1])
+    found = _places(source, module, shape, base)
+    for place in found:
+        what = None if merging else why_only_merged(place.name)
+        if what is not None:
+            raise UnsupportedModelError(
+                f"{path}: module {module!r:.100}: {what} cannot be adapted while the model runs: "
+                f"{_MERGE}"
+            )
     if (magnitude := parts.magnitude) is not None and (
-        int(np.prod(magnitude.info.shape)) != out or name == _EMBEDDING
+        int(np.prod(magnitude.info.shape)) != shape[0] or found[0].name == _EMBEDDING
     ):
         raise CheckpointError(
-            f"{path}: module {module!r:.100}: magnitudes {magnitude.info.shape} for {out} rows"
+            f"{path}: module {module!r:.100}: magnitudes {magnitude.info.shape} for {shape[0]} rows"
         )
-    return name, a, b
+    return found, a, b
+
+
+def _places(source: _Source, module: str, shape: tuple[int, int], base: Checkpoint) -> list[Place]:
+    """Of a module of ``shape``; the base has all of them, in these sizes."""
+    name = source.name_of(module)
+    try:
+        found = places(name, shape, base, pairs=source.pairs, converted=source.converted)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{source.path}: module {module!r:.100} has {shape[0]} rows, which are not those of "
+            f"{base.path.name}: the adapter is for another model"
+        ) from error
+    tied = _HEAD not in base.tensors
+    for place in found:
+        info = base.tensors.get(_EMBEDDING if place.name == _HEAD and tied else place.name)
+        if info is None or len(info.shape) != 2:
+            raise CheckpointError(
+                f"{source.path}: {base.path.name} has no module {module!r:.100}: {_why_not(name)}"
+            )
+        out, inner = info.shape if place.name != _EMBEDDING else info.shape[::-1]
+        rows = shape[0] if place.rows is None else len(place.rows)
+        if (rows, shape[1]) != (out, inner):
+            raise CheckpointError(
+                f"{source.path}: module {module!r:.100} is {rows} x {shape[1]}, in "
+                f"{base.path.name} {out} x {inner}: the adapter is for another model"
+            )
+    return found
+
+
+def _why_not(name: str) -> str:
+    if ".experts" in name:
+        return "adapters of all experts at once are not read: merge it with PEFT (merge_and_unload)"
+    if name.endswith(".kv_b_proj.weight"):
+        return "each head's part is computed by itself: merge it with PEFT (merge_and_unload)"
+    return "the adapter is for another model"
 
 
 def _decomposed(part: LowRank, magnitude: Floats, name: str, base: Checkpoint) -> LowRank:
