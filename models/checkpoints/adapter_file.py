@@ -37,7 +37,12 @@ from localrt.models.checkpoints.gguf_names import (
 )
 from localrt.models.checkpoints.hf_names import INTERLEAVED_ROTARY as PUBLISHED_IN_PAIRS
 from localrt.models.checkpoints.ranged_file import RangedFile
-from localrt.models.checkpoints.safetensors_header import read_header, read_json, unread_type_error
+from localrt.models.checkpoints.safetensors_header import (
+    is_raw,
+    read_header,
+    read_json,
+    unread_type_error,
+)
 from localrt.models.checkpoints.stored_tensor import StoredTensor
 from localrt.quant.formats import unpack
 from localrt.quant.ops.adapters import Adapter, LowRank
@@ -138,8 +143,9 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
     with closing(file):
         modules: dict[str, _Parts] = {}
         for name, tensor in read_header(file).items():
-            if isinstance(tensor, str):
-                raise unread_type_error(weights, name, tensor)
+            if isinstance(tensor, str) or is_raw(tensor.info.format):
+                kind = tensor if isinstance(tensor, str) else tensor.info.format.name.upper()
+                raise unread_type_error(weights, name, kind)
             found = _PEFT.fullmatch(name.removeprefix(_WRAPPER))
             if found is None and name.endswith(_COPIES):
                 continue  # of the base's, which PEFT saves beside what it has for tokens
@@ -154,6 +160,13 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
             kind = found["part"].removeprefix("embedding_")
             parts.of_tokens |= kind != found["part"]
             setattr(parts, {"A": "a", "B": "b"}.get(kind, "magnitude"), tensor)
+        if config.get("use_dora") and (
+            plain := next((name for name, parts in modules.items() if not parts.magnitude), None)
+        ):
+            raise CheckpointError(
+                f"{weights}: module {plain!r:.100} has no lora_magnitude_vector, though use_dora "
+                f"is set in {CONFIG_NAME}"
+            )
         source = _Source(
             weights,
             lambda module: text_module(module, base),
@@ -205,7 +218,10 @@ def _peft_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], f
     def scale(module: str, rank: int) -> float:
         told = of("rank_pattern", module, config["r"])
         if told != rank:
-            raise CheckpointError(f"{path}: module {module!r:.100} has rank {rank}, not {told:g}")
+            raise CheckpointError(
+                f"{path}: module {module!r:.100} has rank {rank}, the config's r or rank_pattern "
+                f"says {told:g}"
+            )
         alpha = of("alpha_pattern", module, config["lora_alpha"])
         return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)
 
@@ -389,7 +405,10 @@ def _values(tensor: StoredTensor) -> Floats:
     values = unpack(tensor.read()).reshape(tensor.info.shape)
     flat = values.reshape(-1)
     if not np.isfinite(np.dot(flat, flat)):
-        raise CheckpointError(f"tensor {tensor.info.name!r:.120} holds no finite numbers")
+        raise CheckpointError(
+            f"{tensor.file.path}: tensor {tensor.info.name!r:.120} holds no finite numbers: "
+            "train or download it again"
+        )
     return values
 
 

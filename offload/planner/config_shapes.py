@@ -121,8 +121,9 @@ def _published_formats(config: Mapping[str, Any], name: str, notes: list[str]) -
             return both
     try:
         method, scheme = read_scheme(config, Path(name))
-    except UnsupportedModelError:
+    except UnsupportedModelError as error:
         scheme = None
+        notes.append(str(error))
     if scheme is not None:
         notes += [f"weights as published: {method}, planned as {scheme.typical}", *scheme.notes]
         return scheme.typical, scheme.typical

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from localrt.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
@@ -219,8 +220,9 @@ def edited(folder: Path, old: str, new: str) -> None:
     [
         ('"peft_type": "LORA"', '"peft_type": "IA3"', "IA3"),
         ('"bias": "none"', '"bias": "all"', "bias"),
-        ('"r": 8', '"r": 4', "rank 8, not 4"),
+        ('"r": 8', '"r": 4', "rank 8, the config.s r .* says 4"),
         ('"r": 8', '"r": null', "r must be a number"),
+        ('"use_dora": false', '"use_dora": true', "no lora_magnitude_vector, though use_dora"),
         ('"rank_pattern": {}', '"rank_pattern": {"(": 4}', "rank_pattern"),
         ('"fan_in_fan_out": false', '"fan_in_fan_out": true', "fan_in_fan_out"),
     ],
@@ -231,6 +233,19 @@ def test_configs_that_cannot_be_used(tiny: Tiny, old: str, new: str, says: str) 
     with pytest.raises((CheckpointError, UnsupportedModelError), match=says) as caught:
         read_adapter(tiny.folder / "a", tiny.checkpoint)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_that_are_none(tiny: Tiny) -> None:
+    make_adapter(tiny.base, tiny.folder / "a", target_modules=["q_proj"])
+    path = tiny.folder / "a" / "adapter_model.safetensors"
+    whole = load_file(path)
+    name = next(iter(whole))
+    save_file({**whole, name: whole[name].astype(np.int32)}, path)
+    with pytest.raises(UnsupportedModelError, match="is I32, which localrt cannot read"):
+        read_adapter(path.parent, tiny.checkpoint)
+    save_file({**whole, name: whole[name] * np.float32("nan")}, path)
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors: .* no finite numbers"):
+        read_adapter(path.parent, tiny.checkpoint)
 
 
 def test_adapters_of_another_model(tiny: Tiny, tmp_path: Path) -> None:

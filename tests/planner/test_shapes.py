@@ -66,6 +66,12 @@ def test_packed_bytes_follow_the_format() -> None:
     assert len({unit.name for unit in small.units}) == len(small.units)
 
 
+def test_a_scheme_that_is_not_read_is_noted() -> None:
+    config = {**CONFIGS["llama-3-70b"], "quantization_config": {"quant_method": "quark"}}
+    notes = shape_from_config(config, name="m").notes
+    assert any("quantized with quark, which localrt cannot read" in note for note in notes)
+
+
 def test_keys_and_values_of_latent_attention_are_one_vector_a_token() -> None:
     shape = published("deepseek-v3")
     assert sum(shape.kv_token_nbytes("bf16")) == 61 * 2 * (512 + 64)

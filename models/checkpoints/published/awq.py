@@ -83,7 +83,9 @@ class Awq:
             raise wrong(words, f"has {columns} columns, which groups of {group} do not divide")
         if scales.info.format not in FLOATS:
             raise wrong(scales, "should be F16, BF16 or F32")
-        require_shape(scales, None, columns // group, rows)
+        require_shape(
+            scales, None, columns // group, rows, why=f"for groups of {group} (group_size)"
+        )
         if zeros is not None:
             require_shape(zeros, INT32, columns // group, rows // _EACH)
             codec = zero_point_codec(4, group_of(group))

@@ -95,7 +95,9 @@ class Gptq:
             raise wrong(words, f"has {columns} columns, which groups of {group} do not divide")
         if scales.info.format not in FLOATS:
             raise wrong(scales, "should be F16, BF16 or F32")
-        require_shape(scales, None, columns // group, rows)
+        require_shape(
+            scales, None, columns // group, rows, why=f"for groups of {group} (group_size)"
+        )
         if rows % each:
             raise wrong(words, f"has {rows} rows, whose zero points do not fill words of {each}")
         require_shape(zeros, INT32, columns // group, rows // each)

@@ -84,7 +84,9 @@ class Mlx:
             raise wrong(weight, f"does not hold rows of whole groups of {group} in {bits} bits")
         if scales.info.format not in FLOATS:
             raise wrong(scales, "should be F16, BF16 or F32")
-        require_shape(scales, None, rows, columns // group)
+        require_shape(
+            scales, None, rows, columns // group, why=f"for groups of {group} (group_size)"
+        )
         require_shape(minima, scales.info.format, rows, columns // group)
         codec = minimum_codec(4 if bits <= 4 else 8, group_of(group), scales.info.format)
         info = weight_info(parts.name, rows, columns, codec.format)

@@ -136,8 +136,13 @@ def _flat(tensor: StoredTensor) -> StoredTensor:
     return replace(tensor, info=replace(tensor.info, shape=(shape[0] * shape[1], shape[2])))
 
 
-def require_shape(tensor: StoredTensor, format_: Format | None, *shape: int | None) -> None:
-    """Raise ``CheckpointError`` unless a tensor has this type and shape; None is at least 1."""
+def require_shape(
+    tensor: StoredTensor, format_: Format | None, *shape: int | None, why: str = ""
+) -> None:
+    """Raise ``CheckpointError`` unless a tensor has this type and shape; None is at least 1.
+
+    ``why`` the shape is this one.
+    """
     info = tensor.info
     fits = len(info.shape) == len(shape) and all(
         size == wanted if wanted is not None else size > 0
@@ -146,7 +151,7 @@ def require_shape(tensor: StoredTensor, format_: Format | None, *shape: int | No
     if not fits or format_ not in (None, info.format):
         sizes = ", ".join("n" if size is None else str(size) for size in shape)
         kind = "" if format_ is None else f" in {format_.name.upper()}"
-        raise wrong(tensor, f"should be ({sizes}){kind}")
+        raise wrong(tensor, f"should be ({sizes}){kind}{why and f' {why}'}")
 
 
 def wrong(tensor: StoredTensor, reason: str) -> CheckpointError:

@@ -94,7 +94,7 @@ def replaced(ending: str, part: torch.Tensor) -> Callable[[Tensors], Tensors]:
         ("GPTQ", without("qzeros"), r"up_proj.qzeros' of .* is missing"),
         ("GPTQ", cut("qweight", 15), r"qweight' \(15, 64\) .* groups of 32 do not divide"),
         ("GPTQ", cut("qweight", 12), r"scales' .* should be \(3, 64\)"),
-        ("GPTQ", cut("scales", 3), r"scales' .* should be \(4, 64\)"),
+        ("GPTQ", cut("scales", 3), r"scales' .* should be \(4, 64\) for groups of 32"),
         ("GPTQ", cut("qzeros", 4, 7), r"qzeros' .* should be \(4, 8\) in I32"),
         ("GPTQ", replaced("g_idx", torch.zeros(9, dtype=torch.int32)), r"g_idx' .* be \(128\)"),
         (
