@@ -68,6 +68,7 @@ def _lines(model: ModelDescription) -> list[tuple[str, str]]:
         ("title", model.title),
         ("family", f"{model.architecture}, {format_count(model.weights)} parameters"),
         ("size", size),
+        *(("note", note) for note in model.notes),
         ("where", f"{_PLACES.get(model.place, model.place)}: {shown_path(model.path)}"),
         ("context", f"{model.context} tokens" if model.context else ""),
         ("template", f"{model.template}{abilities}"),

@@ -31,7 +31,8 @@ _THINKING = ("enable_thinking", "reasoning_effort", "<think>", "<|channel|>", "t
 class ModelDescription:
     """``place`` and ``packed`` are those of ``LocalModel``. ``template`` says where the chat
     template is from, ``abilities`` what it knows of: ``"tools"``, ``"thinking"``. ``parameters``
-    are defaults of its answers, ``context`` is what it was trained for, in tokens.
+    are defaults of its answers, ``context`` is what it was trained for, in tokens. ``notes`` say
+    what quantized weights are held as.
     """
 
     name: str
@@ -52,12 +53,14 @@ class ModelDescription:
     license: str = ""
     packed: tuple[Path, ...] = ()
     packed_bytes: int = 0
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as JSON has them."""
         paths = {"path": str(self.path), "adapters": [str(each) for each in self.adapters]}
         packed = [str(each) for each in self.packed]
-        return {**asdict(self), **paths, "packed": packed, "abilities": list(self.abilities)}
+        lists = {"abilities": list(self.abilities), "notes": list(self.notes)}
+        return {**asdict(self), **paths, "packed": packed, **lists}
 
 
 def describe_model(found: ResolvedModel, listed: LocalModel | None) -> ModelDescription:
@@ -94,6 +97,7 @@ def describe_model(found: ResolvedModel, listed: LocalModel | None) -> ModelDesc
             license=_license(checkpoint, extras),
             packed=() if listed is None else listed.packed,
             packed_bytes=0 if listed is None else listed.packed_bytes,
+            notes=tuple(checkpoint.notes),
         )
 
 

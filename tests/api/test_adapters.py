@@ -100,6 +100,15 @@ def test_adapters_come_and_go(model: localrt.Model, adapters: dict[str, str]) ->
         model.add_adapter("x", str(model.info.path))
 
 
+def test_an_answer_ends_when_its_adapter_is_removed(model: localrt.Model) -> None:
+    chunks = model.stream(PROMPT, adapter="first", **(GREEDY | {"max_tokens": 32}))
+    next(chunks)
+    model.remove_adapter("first")
+    with pytest.raises(OptionError, match="adapter was removed"):
+        list(chunks)
+    assert model.generate(PROMPT, adapter="second", **GREEDY).token_ids
+
+
 @needs_kernels
 def test_a_batch_of_different_adapters_says_what_each_says_alone(model: localrt.Model) -> None:
     chosen = [None, "first", "second", "first"]
@@ -163,6 +172,17 @@ def test_each_adapter_is_a_model_of_the_server(model: localrt.Model) -> None:
         status, answer, _ = server.chat(PROMPT, model="third", **fields)
         assert status == 404
         assert "'first'" in answer["error"]["message"]
+
+
+@needs_kernels
+def test_an_adapter_of_the_models_name_has_both(model: localrt.Model) -> None:
+    with serving(model, name="first") as server:
+        _, listed, _ = server.request("GET", "/v1/models")
+        assert [one["id"] for one in listed["data"]] == ["first", "first+first", "second"]
+        fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        _, answer, _ = server.chat(PROMPT, model="first+first", **fields)
+    want = model.generate(PROMPT, adapter="first", **GREEDY).text
+    assert answer["choices"][0]["message"]["content"] == want
 
 
 @needs_kernels

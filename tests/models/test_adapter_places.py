@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.adapter_file import read_adapter
-from localrt.models.checkpoints.adapter_places import why_only_merged
+from localrt.models.checkpoints.adapter_places import text_module, why_only_merged
 from localrt.models.checkpoints.merged_checkpoint import MergedCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
@@ -183,6 +183,20 @@ def test_experts_by_themselves_can_only_be_merged(tmp_path: Path) -> None:
         read_adapter(tmp_path / "a", tiny.checkpoint)
     (name,) = read_adapter(tmp_path / "a", tiny.checkpoint, merging=True).matrices
     assert name == "model.layers.0.mlp.experts.1.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "model.layers.0.mlp.up_proj",
+        "model.language_model.layers.0.mlp.up_proj",
+        "language_model.model.layers.0.mlp.up_proj",
+        "backbone.layers.0.mlp.up_proj",
+    ],
+)
+def test_a_text_model_takes_the_names_of_one_with_towers(module: str, tmp_path: Path) -> None:
+    tiny = Tiny("llama", tmp_path)
+    assert text_module(module, tiny.checkpoint) == "model.layers.0.mlp.up_proj.weight"
 
 
 def test_parts_of_another_size_are_another_models(tmp_path: Path) -> None:

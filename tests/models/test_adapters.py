@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -119,6 +120,18 @@ def test_a_mix_adds_each_ones_change(tiny: Tiny) -> None:
             module.scaling = {name: 0.7 * scale for name, scale in module.scaling.items()}
     less = run(decoder, cache(decoder, (first, 0.7)), ids)
     assert relative_error(less, peft_logits(theirs, ids)) < 1e-4
+
+
+def test_a_mix_is_the_weighted_adapter_that_peft_makes(tiny: Tiny) -> None:
+    first, second = (tiny.adapter(name, n, r=4 * n)[0] for n, name in enumerate("ab", 1))
+    theirs = peft.PeftModel.from_pretrained(tiny.base, tiny.folder / "a", adapter_name="a")
+    theirs.load_adapter(tiny.folder / "b", "b")
+    theirs.add_weighted_adapter(["a", "b"], [0.7, 0.3], "both", combination_type="cat")
+    theirs.set_adapter("both")
+    ids = tokens(9)
+    decoder = tiny.decoder(TorchOps(compute_format="f32"), first, second)
+    found = run(decoder, cache(decoder, (first, 0.7), (second, 0.3)), ids)
+    assert relative_error(found, peft_logits(theirs, ids)) < 1e-4
 
 
 @needs_kernels

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("compressed_tensors")
 
+from localrt.cli import main
 from localrt.errors import UnsupportedModelError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.store import pack_store
@@ -220,3 +221,14 @@ def test_streaming_changes_no_bit(name: str, tmp_path: Path) -> None:
             for part in (tokens(20), [5], [9]):
                 want = extend(model.resident, here, part)
                 np.testing.assert_array_equal(extend(placed, there, part), want)
+
+
+def test_show_and_plan_say_what_weights_are_held_as(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _, _ = publish(tmp_path, "llama", SMALL["FP8"])
+    for command in ("show", "plan"):
+        assert main([command, str(folder)]) == 0
+        said = capsys.readouterr().out
+        assert "published in fp8, held exactly as e4m3-g32" in said
+        assert "(W8A8): localrt runs it as weight-only" in said
