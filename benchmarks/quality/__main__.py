@@ -2,12 +2,13 @@
 
     python -m benchmarks.quality --text prose.txt [--models smollm2,./model.gguf]
         [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--peers bnb-nf4] [--mixes 3.5]
-        [--tokens 8192]
+        [--tokens 8192] [--again]
     python -m benchmarks.quality --text prose.txt --speeds
 
 The reference of a model is its published weights, unpacked, in float32. Rows are printed and saved
-as they are done, and those that are saved are not made again: stop it and start it at will. Decode
-speeds (``--speeds``) are measured on a quiet machine, all of a model's rows by turns.
+as they are done, and those that are saved are not made again: stop it and start it at will. With
+``--again`` those of our quantizer are, for the formats and methods that are given. Decode speeds
+(``--speeds``) are measured on a quiet machine, all of a model's rows by turns.
 """
 
 from __future__ import annotations
@@ -104,7 +105,11 @@ def _rows(
         work=options.work,
     )
     todo = jobs(options.formats, options.methods, options.peers, options.mixes)
-    missing = [job for job in todo if (bench.name, job.name) not in results]
+    missing = [
+        job
+        for job in todo
+        if (bench.name, job.name) not in results or (options.again and job.method is not None)
+    ]
     if missing:
         results.put("references", [bench.reference_row()], "model")
     for job in missing:
@@ -159,6 +164,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of each text")
     parser.add_argument("--calibration-tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--ctx", type=int, default=2048)
+    parser.add_argument("--again", action="store_true", help="make saved rows of formats anew")
     parser.add_argument("--speeds", action="store_true", help="the rows' decode speeds, and no row")
     parser.add_argument("--runs", type=int, default=5, help="turns of --speeds")
     parser.add_argument("--cache", type=Path, default=cache, help="for the reference's logits")

@@ -199,6 +199,13 @@ def test_a_run_goes_on_where_it_was(
     shown = capsys.readouterr().out
     assert shown.count("int8-g32 rtn") == 1
 
+    again = ["--formats", "int8-g32", "--methods", "rtn", "--again"]
+    assert quality.main([*common, *again]) == 0
+    assert capsys.readouterr().out.count("\n") == 1
+    second = json.loads(out.read_text())
+    assert [r["name"] for r in second["rows"]][-1] == "int8-g32 rtn"
+    assert len(second["rows"]) == 4
+
     assert quality.main([*common, "--formats", "mxfp4", "--tokens", "256"]) == 2
     assert "made with other tokens: choose another --json" in capsys.readouterr().err
     assert json.loads(out.read_text()) == second
