@@ -66,6 +66,8 @@ _MERGE = "merge it with 'localrt quantize MODEL --adapter PATH'"
 _IN_PAIRS = PUBLISHED_IN_PAIRS | {"ernie4_5", "ernie4_5-moe"}
 _COPIES = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 _GGUF = re.compile(r"(?P<module>.+)\.lora_(?P<part>[ab])")
+# GGUF architectures whose converter multiplies matrices by the config's factors.
+_SCALED = frozenset({"falcon-h1"})
 # What changes more than a matrix by a low rank.
 _REFUSED = {
     "fan_in_fan_out": "whose matrices are transposed",
@@ -133,6 +135,11 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
         raise CheckpointError(f"{path} is no adapter: it has no {CONFIG_NAME}")
     config = read_json(config_path)
     _check_config(config, config_path)
+    if base.kind == "gguf" and base.architecture in _SCALED:
+        raise UnsupportedModelError(
+            f"{path}: {base.path.name} has the model's factors in its matrices, which an adapter "
+            "does not: use the model's folder with it"
+        )
     weights = path / WEIGHTS_NAME
     if not weights.exists():
         pickled = " (only pickled weights, which could run code)" * (

@@ -40,6 +40,18 @@ _ONLY_MERGED = (
     (re.compile(r".+\baltup\w*\..+", re.DOTALL), "residual streams"),
     (re.compile(r".+\b(ngram_embedding|embed_tokens_per_layer)\.weight", re.DOTALL), "tables"),
 )
+_IN_FILES = (
+    # modules of folders, and what GGUF's names for their matrices stand for
+    (re.compile(r"\.feed_forward\.w1\."), ".mlp.gate_proj."),  # LFM2
+    (re.compile(r"\.feed_forward\.w3\."), ".mlp.up_proj."),
+    (re.compile(r"\.feed_forward\.w2\."), ".mlp.down_proj."),
+    (re.compile(r"\.self_attn\.out_proj\."), ".self_attn.o_proj."),
+    (re.compile(r"\.mlp\.shared_experts\."), ".mlp."),  # Granite without experts
+    (re.compile(r"\.mixer\.(?=(in|out)_proj\.)"), ".mamba."),  # Nemotron-H
+    (re.compile(r"\.mixer\.(?=[qkvo]_proj\.)"), ".self_attn."),
+    (re.compile(r"\.mixer\.(?=(up|down)_proj\.)"), ".mlp."),
+)
+_COUNTED = {"moe_num_experts": 0}  # where a config says nothing of experts
 _IN_MEMORY = ".forget_gate."  # how transformers groups some of Kimi Linear's matrices
 _DELTA = re.compile(r".+\.linear_attn\.(in_proj_(?P<part>qkv|z|b|a)|(?P<out>out_proj))\.weight")
 _IN_GROUPS = "qwen3next"  # whose GGUF files keep the value heads of a key head together
@@ -93,16 +105,23 @@ def places(
     if name in base.tensors and not pairs and not _DELTA.fullmatch(name):
         return [Place(name)]
     numbers: RowSource = _RowNumbers(TensorInfo(name, (rows, 1), F32, rows * F32.row_bytes(1)))
-    parts = plain_tensors(base.architecture, base.config, {name: numbers})
+    parts = plain_tensors(base.architecture, {**_COUNTED, **base.config}, {name: numbers})
     parts = delta_tensors(parts, base.config)
     if pairs:
         parts = parts | rotary_rows(parts, base.config, base.path)
     found = []
     for own, source in parts.items():
         taken = source.read().data.view("<f4").reshape(-1).astype(np.intp)
+        own = own if own in base.tensors else _in_file(own, base)
         place = Place(own, None if len(taken) == rows and _in_order(taken) else taken)
         found.append(place if converted else _in_turns(place, len(taken), columns, base))
     return found
+
+
+def _in_file(name: str, base: Checkpoint) -> str:
+    """A tensor by the name that it has in a GGUF file's checkpoint, if it is there."""
+    others = (pattern.sub(other, name) for pattern, other in _IN_FILES)
+    return next((other for other in others if other in base.tensors), name)
 
 
 def _in_order(numbers: Numbers) -> bool:

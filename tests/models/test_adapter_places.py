@@ -87,18 +87,40 @@ def test_logits_are_those_of_peft(name: str, config: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [("qwen3.5", {}), ("qwen3-next", {}), ("qwen3-next", {"together": True})]
+    ("name", "how"),
+    [
+        ("qwen3.5", {}),
+        ("qwen3-next", {}),
+        ("qwen3-next", {"together": True}),
+        ("lfm2", {}),
+        ("granite-hybrid", {}),
+        ("nemotron-h", {}),
+    ],
 )
 def test_files_of_llamacpp_take_the_adapter_of_the_folder(
     name: str, how: dict[str, bool], tmp_path: Path
 ) -> None:
     tiny = Tiny(name, tmp_path)
-    _, theirs = tiny.adapter("a", target_modules=linear_modules(tiny.base), use_dora=True)
+    base = save_tiny(name, tmp_path / "again")
+    base.config.model_type = "llama"  # PEFT leaves Mamba's modules out
+    modules = linear_modules(tiny.base)
+    theirs = make_adapter(base, tmp_path / "a", target_modules=modules, use_dora=True)
     path = write_hybrid(tiny.base, tmp_path / "base.gguf", name, **how)
     with closing(open_checkpoint(path)) as checkpoint:
         adapter = read_adapter(tmp_path / "a", checkpoint)
         found = adapted(checkpoint, TorchOps(compute_format="f32"), adapter)
     assert relative_error(found, peft_logits(theirs, IDS)) < 1e-4
+
+
+def test_files_with_factors_in_their_matrices_take_none(tmp_path: Path) -> None:
+    tiny = Tiny("falcon-h1", tmp_path)
+    make_adapter(save_tiny("falcon-h1", tmp_path / "b"), tmp_path / "a", target_modules=["q_proj"])
+    path = write_hybrid(tiny.base, tmp_path / "base.gguf", "falcon-h1")
+    with (
+        closing(open_checkpoint(path)) as checkpoint,
+        pytest.raises(UnsupportedModelError, match=r"base.gguf has the model's factors in"),
+    ):
+        read_adapter(tmp_path / "a", checkpoint)
 
 
 def everything(checkpoint: Checkpoint, size: float) -> Adapter[LowRank]:
