@@ -1,7 +1,8 @@
-"""``localrt plan MODEL``: where a model would live, how fast it would be, and what would help.
+"""``localrt plan [MODEL]``: whether a model is fast enough here, what to type, and what would help.
 
 Without further flags it plans for this machine; with them for one that need not exist, from a
-``config.json`` alone if there are no weights. Nothing is loaded.
+``config.json`` alone if there are no weights. Nothing is loaded. Without a model it lists what runs
+well.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import argparse
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
-from localrt.drafts.acceptance import known_acceptance
+from localrt.drafts.acceptance import known_acceptance, known_drafts
+from localrt.drafts.family import find_family_draft
 from localrt.errors import MemoryBudgetError, OptionError
 from localrt.files import write_text
-from localrt.offload.planner import Plan
+from localrt.offload.planner import ModelShape, Plan
 from localrt.offload.planner.pair import (
     PRIOR_ACCEPTANCE,
     AcceptanceSource,
@@ -28,13 +31,18 @@ from localrt.offload.planner.pair import (
 )
 from localrt.offload.planner.pc import PRESETS
 from localrt.offload.planner.picture import to_html, to_svg
-from localrt.planning.inputs import find_model, shape_of
-from localrt.planning.plan import plan
+from localrt.offload.planner.plan import Change
+from localrt.option_names import on_command_line
+from localrt.planning.inputs import Hardware, find_model, has_weights, shape_of
+from localrt.planning.plan import plan, with_texts
+from localrt.planning.what_runs import what_runs
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Examples = (
+    ("localrt plan", "what this PC runs well"),
+    ("localrt plan qwen3:8b", "is it fast enough here, what to type, and what would help"),
     ("localrt plan model.gguf --ram 2GB", "this machine, with 2 GB of memory for the model"),
     (
         'localrt plan qwen3:30b --pc "RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"',
@@ -44,8 +52,13 @@ EXAMPLES: Examples = (
 )
 
 _DRAFT_CTX, _DRAFT_NODES = 2048, 128
+_LEAST_GAIN = 1.05  # times as fast: less is not worth a line
 
 
+_MODEL_HELP = (
+    "a short name like qwen3:8b, org/name of the hub, a folder, a .gguf file, or a config.json (or "
+    "its folder) without weights (default: what this PC runs well)"
+)
 _ACCEPTANCE_HELP = (
     "share of the draft's first choices that are right, from 0 to 1 (default: as measured, or 0.7)"
 )
@@ -60,7 +73,12 @@ _SPECULATION: tuple[Flag, ...] = (
     ("--draft", str, "MODEL", "a smaller model that guesses the next tokens (default: none)"),
     ("--acceptance", float, "SHARE", _ACCEPTANCE_HELP),
 )
-_HARDWARE: tuple[Flag, ...] = (
+_DEFAULTS: dict[str, Any] = {"kv_format": "bf16", "batch": 1}
+_OF_A_MODEL = (
+    *("ctx", "format", "kv_format", "batch", "kv_on_ssd", "draft", "acceptance", "details"),
+    *("svg", "html", "remeasure", "revision"),
+)
+_MACHINE: tuple[Flag, ...] = (
     (
         "--pc",
         str,
@@ -80,18 +98,22 @@ _HARDWARE: tuple[Flag, ...] = (
     ("--ssd", str, "RATE", "speed of the disk, like 3.5GB/s (default: measured)"),
     ("--ram-speed", str, "SPEED", "of the RAM, like DDR5-5600 or 60GB/s (default: measured)"),
     ("--cores", int, "N", "cores of the processor (default: this machine's)"),
+)
+_HARDWARE: tuple[Flag, ...] = (
+    *_MACHINE,
     ("--remeasure", bool, None, "measure this machine again"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=_MODEL_HELP)
     parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="hub id, folder, .gguf file, or a config.json (or its folder) without weights",
+        "--details",
+        action="store_true",
+        help="show where the weights go, memory, where the time goes, and all notes",
     )
-    add_flags(parser, _PLAN, kv_format="bf16", batch=1)
+    add_flags(parser, _PLAN, **_DEFAULTS)
     add_flags(parser.add_argument_group("speculation"), _SPECULATION)
     add_flags(
         parser.add_argument_group(
@@ -115,23 +137,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan and print."""
     _check(args)
+    if args.model is None:
+        return _run_without_model(args)
     options = flag_values(args, (*_PLAN, *_HARDWARE, *HUB_FLAGS))
     found = plan(args.model, **options)
     pair = None if args.draft is None else _plan_draft(args, found)
+    if pair is None and (guessing := _measured_guessing(args, found)) is not None:
+        found = with_texts(replace(found, changes=(*found.changes, guessing)), args.model)
     if args.svg is not None:
         write_text(args.svg, to_svg(found))
     if args.html is not None:
         write_text(args.html, to_html(found))
     if args.json:
-        print(json.dumps(_report(found, pair), indent=2))
+        print(json.dumps(_report(found, pair)))
     else:
-        print(found.report)
+        print(found.details if args.details else found.report)
         if pair is not None:
             print("\n" + "\n".join(pair.table()))
     return 0
 
 
+def _run_without_model(args: argparse.Namespace) -> int:
+    found = what_runs(Hardware(**flag_values(args, _MACHINE)), Settings.from_environment())
+    print(json.dumps(found.to_dict()) if args.json else found.report())
+    return 0
+
+
 def _check(args: argparse.Namespace) -> None:
+    if args.model is None:
+        for name in _OF_A_MODEL:
+            if getattr(args, name) not in (None, False, _DEFAULTS.get(name)):
+                flag = "--" + name.replace("_", "-")
+                raise OptionError(f"{flag} is about one model: localrt plan MODEL {flag}")
     for name in ("ctx", "batch"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -159,17 +196,45 @@ def _plan_draft(args: argparse.Namespace, target_plan: Plan) -> PairPlan:
         acceptance, source = args.acceptance, AcceptanceSource.GIVEN
     elif known is not None:
         acceptance, source = known, AcceptanceSource.MEASURED
-    request = PairRequest(
-        target=target,
-        draft=draft,
-        draft_ctx=min(min(target.ctx, _DRAFT_CTX) + _DRAFT_NODES, draft.context_length),
-        acceptance=acceptance,
-        source=source,
-    )
-    pair = plan_pair(request)
+    pair = _pair_of(target_plan, draft, acceptance, source)
     if pair is None:
         raise MemoryBudgetError(f"{target.shape.name} fits neither with nor without a draft")
     return pair
+
+
+def _pair_of(
+    target_plan: Plan, draft: ModelShape, acceptance: float, source: AcceptanceSource
+) -> PairPlan | None:
+    target = target_plan.request
+    return plan_pair(
+        PairRequest(
+            target=target,
+            draft=draft,
+            draft_ctx=min(min(target.ctx, _DRAFT_CTX) + _DRAFT_NODES, draft.context_length),
+            acceptance=acceptance,
+            source=source,
+        )
+    )
+
+
+def _measured_guessing(args: argparse.Namespace, found: Plan) -> Change | None:
+    """Guessing ahead with the draft that is here, where what comes true was measured here."""
+    settings = Settings.from_environment()
+    known = known_drafts(settings, found.model)
+    if not known or found.hypothetical or found.request.sequences > 1:
+        return None
+    path = find_model(args.model, settings, revision=args.revision, offline=args.offline)
+    draft = find_family_draft(path, settings) if has_weights(path) else None
+    share = None if draft is None else known.get(draft.path.name)
+    if draft is None or share is None:
+        return None
+    pair = _pair_of(found, shape_of(draft.path), share, AcceptanceSource.MEASURED)
+    gain = 0.0 if pair is None else pair.best.tok_s / found.tok_s
+    if pair is None or pair.best.way == "no draft" or gain < _LEAST_GAIN:
+        return None
+    what = f"guesses by {draft.name}: {100 * share:.0f} % come true (measured)"
+    command = f"{found.command} {on_command_line('draft', draft.name)}"
+    return Change(what, pair.best.tok_s, gain, command=command)
 
 
 def _report(found: Plan, pair: PairPlan | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from localrt.files import write_text
 from localrt.settings import Settings
 
-__all__ = ["known_acceptance", "remember_acceptance"]
+__all__ = ["known_acceptance", "known_drafts", "remember_acceptance"]
 
 _FILE = "acceptance.json"
 _BLEND = 0.5  # of a new measurement
@@ -24,6 +24,13 @@ def known_acceptance(settings: Settings, target: str, draft: str) -> float | Non
     """The share of first choices that came true; None where nothing was measured."""
     value = _read(settings).get(f"{target} | {draft}")
     return float(value) if isinstance(value, (int, float)) and 0.0 <= value <= 1.0 else None
+
+
+def known_drafts(settings: Settings, target: str) -> dict[str, float]:
+    """What was measured with this target, by the drafts' names."""
+    drafts = [key.partition(" | ")[2] for key in _read(settings) if key.startswith(f"{target} | ")]
+    found = ((draft, known_acceptance(settings, target, draft)) for draft in drafts)
+    return {draft: share for draft, share in found if share is not None}
 
 
 def remember_acceptance(settings: Settings, target: str, draft: str, share: float) -> None:

@@ -56,7 +56,10 @@ __all__ = [
     "budgets_of",
     "card_here",
     "find_model",
+    "has_weights",
     "hypothetical",
+    "known_hardware",
+    "known_model_of",
     "machine_of",
     "planned_machine",
     "shape_of",
@@ -65,6 +68,7 @@ __all__ = [
 ]
 
 _CONFIG = "config.json"
+_CONFIGS = "configs"  # below the cache folder
 _WEIGHTS = (".safetensors", ".gguf")
 _LEAST_SAMPLE = 64 << 20
 # Of a card's free memory, what is left to the desktop.
@@ -123,6 +127,13 @@ def find_model(
         return found
 
 
+def known_model_of(path: Path, settings: Settings) -> KnownModel | None:
+    """The model of the table of names whose config ``find_model`` made, for it is not here."""
+    if path.name != _CONFIG or path.parent.parent != settings.cache_dir / _CONFIGS:
+        return None
+    return next((each for each in KNOWN_MODELS if _folder_of(each) == path.parent.name), None)
+
+
 def shape_of(path: Path, format: str | None = None) -> ModelShape:
     """The shape of the model at ``path``, or of its config without weights, packed in ``format``.
 
@@ -134,7 +145,7 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
     if format is not None and format not in FORMATS:
         raise OptionError(f"{option('format')} must be one of {', '.join(FORMATS)}, is {format!r}")
     config = path if path.name == _CONFIG else path / _CONFIG
-    if config.is_file() and not _has_weights(config.parent):
+    if config.is_file() and not has_weights(config.parent):
         return _shape_of_config(config, format)
     try:
         checkpoint = open_checkpoint(path)
@@ -153,9 +164,13 @@ def shape_of(path: Path, format: str | None = None) -> ModelShape:
 
 def _known_config(settings: Settings, known: KnownModel) -> Path:
     """A file with the config that comes with localrt."""
-    path = settings.cache_dir / "configs" / known.name.replace(":", "-") / _CONFIG
+    path = settings.cache_dir / _CONFIGS / _folder_of(known) / _CONFIG
     write_text(path, json.dumps(dict(known.config())), sync=False, folder=True)
     return path
+
+
+def _folder_of(known: KnownModel) -> str:
+    return known.name.replace(":", "-")
 
 
 def _cached_config(settings: Settings, repo: str) -> Path | None:
@@ -179,8 +194,11 @@ def _download_config(settings: Settings, repo: str, revision: str | None) -> Pat
     return cached.snapshot(remote.commit) / _CONFIG
 
 
-def _has_weights(folder: Path) -> bool:
-    return any(entry.suffix in _WEIGHTS for entry in folder.iterdir())
+def has_weights(path: Path) -> bool:
+    """Whether a model that was found is more than its config."""
+    if path.is_file():
+        return path.name != _CONFIG
+    return any(entry.suffix in _WEIGHTS for entry in path.iterdir())
 
 
 def _shape_of_config(config: Path, format: str | None) -> ModelShape:
@@ -259,7 +277,11 @@ def _kernels(settings: Settings, formats: set[str], remeasure: bool) -> MachineP
 
 
 def _with_disk(machine: MachineProfile, ssd: float, source: str) -> MachineProfile:
-    return replace(machine, ssd_bytes_s=ssd, sources={**machine.sources, "ssd_bytes_s": source})
+    return _with_source(replace(machine, ssd_bytes_s=ssd), ssd_bytes_s=source)
+
+
+def _with_source(machine: MachineProfile, **sources: str) -> MachineProfile:
+    return replace(machine, sources={**machine.sources, **sources})
 
 
 # -- the card ------------------------------------------------------------------------------------
@@ -286,13 +308,43 @@ def planned_machine(
     Raises:
         OptionError: a description that means nothing.
     """
+    if wanted.pc is not None:
+        return (*_that_pc(wanted.pc, wanted), "")
+    machine, note = machine_of(path, settings, shape, ssd=wanted.ssd, remeasure=remeasure)
+    return (*_this_machine(machine, settings, wanted), note)
+
+
+def known_hardware(settings: Settings, wanted: Hardware) -> tuple[MachineProfile, Budgets]:
+    """The same without a model, and without measuring: rates of this machine that are not known are
+    typical.
+
+    Raises:
+        OptionError: a description that means nothing.
+    """
+    if wanted.pc is not None:
+        return _that_pc(wanted.pc, wanted)
+    machine = unmeasured_machine(settings.hub_cache, settings)
+    if machine.sources.get("cores") != "measured":
+        cores = hardware.probe().cpu.usable_cores
+        machine = _with_source(machine.with_cores(cores), cores="measured")
+    if wanted.ssd is not None:
+        machine = _with_disk(machine, parse_bandwidth(wanted.ssd), "given")
+    return _this_machine(machine, settings, wanted)
+
+
+def _this_machine(
+    machine: MachineProfile, settings: Settings, wanted: Hardware
+) -> tuple[MachineProfile, Budgets]:
     ram = None if wanted.ram is None else parse_size(wanted.ram)
-    if wanted.pc is None:
-        machine, note = machine_of(path, settings, shape, ssd=wanted.ssd, remeasure=remeasure)
-        machine, vram = with_card(_with_processor(machine, wanted), wanted, settings.cache_dir)
-        # A plan is for this process only where its memory is.
-        return machine, budgets_of(machine, ram or ram_budget(None), vram), note
-    pc, card = parse_pc(wanted.pc), wanted
+    machine, vram = with_card(_with_processor(machine, wanted), wanted, settings.cache_dir)
+    # A plan is for this process only where its memory is.
+    machine = _with_source(machine, ram_bytes="given" if ram else "measured")
+    return machine, budgets_of(machine, ram or ram_budget(None), vram)
+
+
+def _that_pc(text: str, wanted: Hardware) -> tuple[MachineProfile, Budgets]:
+    ram = None if wanted.ram is None else parse_size(wanted.ram)
+    pc, card = parse_pc(text), wanted
     machine = pc.machine()
     if wanted.ssd is not None:
         machine = _with_disk(machine, parse_bandwidth(wanted.ssd), "given")
@@ -302,7 +354,9 @@ def planned_machine(
         card = replace(wanted, gpu=pc.card.name, gpu_memory=memory)
     if card.gpu is not None or card.gpu_memory is not None:
         machine, vram = with_card(machine, replace(card, gpu=card.gpu or DEFAULT_CARD))
-    return machine, budgets_of(machine, ram or pc.ram_budget, vram), ""
+    if ram is not None:
+        machine = _with_source(machine, ram_bytes="given")
+    return machine, budgets_of(machine, ram or pc.ram_budget, vram)
 
 
 def _with_processor(machine: MachineProfile, wanted: Hardware) -> MachineProfile:
@@ -316,7 +370,7 @@ def _with_processor(machine: MachineProfile, wanted: Hardware) -> MachineProfile
             raise OptionError(f"{option('cores')} must be at least 1, is {wanted.cores}")
         machine = machine.with_cores(wanted.cores)
         given["cores"] = "given"
-    return replace(machine, sources={**machine.sources, **given})
+    return _with_source(machine, **given)
 
 
 def with_card(

@@ -9,21 +9,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from localrt.errors import OptionError
-from localrt.offload.planner import Plan, PlanRequest, make_plan
-from localrt.offload.planner.explain import explain
+from localrt.errors import HubError, OptionError
+from localrt.hub.choosing import Offer
+from localrt.hub.names import looks_like_path, parse_hub_ref
+from localrt.hub.resolving import expand_name, offer_of
+from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan
+from localrt.offload.planner.plan import Change
 from localrt.option_names import option
+from localrt.planning.commands import with_commands
+from localrt.planning.contexts import largest_contexts
 from localrt.planning.inputs import (
     Hardware,
     find_model,
+    has_weights,
     hypothetical,
+    known_model_of,
     planned_machine,
     shape_of,
 )
+from localrt.planning.published import published_of
+from localrt.planning.recommending import (
+    Recommendation,
+    other_files,
+    recommend_on,
+    sized,
+    usual_offer,
+)
+from localrt.planning.report import details, report
 from localrt.planning.sizes import other_sizes
 from localrt.settings import Settings
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "plan", "with_texts"]
 
 _DEFAULT_CTX = 4096
 _KV_FORMATS = ("bf16", "int8", "int4")
@@ -100,6 +116,12 @@ def plan(
     path = find_model(str(model), settings, revision=revision, offline=offline)
     shape = shape_of(path, format)
     machine, budgets, note = planned_machine(path, settings, shape, wanted, remeasure=remeasure)
+    offer = None if format is not None else _offer(str(model), path, settings, offline)
+    chosen = None if offer is None else recommend_on(offer, machine, budgets, ram=ram)
+    if offer is not None and chosen is not None:
+        shape = _in_file(shape, offer, chosen)
+        # A processor has rates of its own for the file's format.
+        machine, budgets, note = planned_machine(path, settings, shape, wanted)
     request = PlanRequest(
         shape=shape,
         machine=machine,
@@ -110,7 +132,68 @@ def plan(
         kv_on_ssd=kv_on_ssd,
     )
     found = make_plan(request, advise=advise)
-    notes = (note, *found.notes) if note else found.notes
-    sizes = other_sizes(found, path, settings) if advise and format is None else ()
-    found = replace(found, notes=notes, hypothetical=hypothetical(wanted), sizes=sizes)
-    return replace(found, report=explain(found))
+    found = replace(
+        found,
+        notes=(note, *found.notes) if note else found.notes,
+        hypothetical=hypothetical(wanted),
+        quantization="" if chosen is None else chosen.name,
+    )
+    if advise:
+        others: tuple[Change, ...] = ()
+        if offer is not None and chosen is not None:
+            others = other_files(offer, chosen.name, found.request, found.tok_s)
+        changes = sorted((*found.changes, *others), key=lambda each: -each.gain)
+        sizes = other_sizes(found, path, settings) if format is None and offer is None else ()
+        found = replace(
+            found, changes=tuple(changes), sizes=sizes, contexts=largest_contexts(found)
+        )
+    name, weights = str(model), has_weights(path)
+    if weights or not looks_like_path(name):
+        found = with_commands(found, name, _given(found, wanted, ctx, format), weights=weights)
+    return with_texts(found, name)
+
+
+def with_texts(plan: Plan, name: str) -> Plan:
+    """``plan`` of the model that the user calls ``name``, with its texts."""
+    shape, gpu = plan.request.shape, plan.request.machine.gpu
+    same_card = () if gpu is None else published_of(shape, gpu.name)
+    return replace(
+        plan,
+        report=report(plan, name, same_card),
+        details=details(plan, published_of(shape)),
+    )
+
+
+def _offer(model: str, path: Path, settings: Settings, offline: bool | None) -> Offer | None:
+    """The files of a hub model of which only the config is here; None where there is no choice."""
+    known = known_model_of(path, settings)
+    if known is not None:
+        return usual_offer(known)
+    name = expand_name(model, settings)
+    ref = None if has_weights(path) or looks_like_path(name) else parse_hub_ref(name)
+    if ref is None or ref.variant is not None or (settings.offline if offline is None else offline):
+        return None
+    try:
+        offer = offer_of(ref.repo, settings)
+    except HubError:
+        return None
+    return offer if len(offer.sizes) > 1 and offer.config is not None else None
+
+
+def _in_file(shape: ModelShape, offer: Offer, chosen: Recommendation) -> ModelShape:
+    """The model in the file that was chosen for it."""
+    if len(offer.sizes) == 1:  # as it was published
+        return shape
+    shape = sized(shape, chosen.name, offer.sizes[chosen.name])
+    return replace(shape, notes=(f"{chosen.name} is {chosen.reason}",))
+
+
+def _given(plan: Plan, wanted: Hardware, ctx: int | None, format: str | None) -> dict[str, object]:
+    """The options of ``load`` that it was planned with, as far as they are this machine's too."""
+    options: dict[str, object] = {} if ctx is None else {"ctx": ctx}
+    if plan.request.kv_format != "bf16":
+        options["kv_format"] = plan.request.kv_format
+    if not plan.hypothetical:
+        given = {"ram": wanted.ram, "gpu_memory": wanted.gpu_memory}
+        options |= {name: value for name, value in given.items() if value is not None}
+    return options

@@ -41,8 +41,9 @@ class Preview:
     """``fits``: all weights stay where they are computed, ``place`` is ``"RAM"`` or ``"card"``.
 
     Else ``read_bytes`` come from the disk for each token, and ``copied_bytes`` over the link.
-    ``tok_s`` is None where nobody can tell. ``assumed``: rates are not this machine's. ``problem``
-    says why it cannot run.
+    ``tok_s`` is None where nobody can tell. ``assumed``: rates are not this machine's. ``verdict``
+    is the first line of ``localrt plan``, empty where nobody can tell. ``problem`` says why it
+    cannot run.
     """
 
     fits: bool
@@ -52,6 +53,7 @@ class Preview:
     copied_bytes: int = 0
     tok_s: float | None = None
     assumed: bool = False
+    verdict: str = ""
     problem: str = ""
 
     def __str__(self) -> str:
@@ -134,6 +136,7 @@ def _of_plan(plan: Plan) -> Preview:
         copied_bytes=plan.copied_bytes,
         tok_s=plan.tok_s,
         assumed=plan.request.machine.sources.get("kernels") != "measured",
+        verdict=str(plan.verdict),
     )
 
 

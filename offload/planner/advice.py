@@ -1,7 +1,7 @@
 """What would help most: each change is planned and replayed, and those that pay are named.
 
-More RAM, a faster disk, more GPU memory, a smaller format, smaller keys and values, speculation.
-It judges by tokens per second alone.
+More RAM, a faster disk, more GPU memory, a smaller format, smaller keys and values. It judges by
+tokens per second alone, and knows nothing of guessing ahead: what that gains only running tells.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 from localrt.formatting import format_bytes
 from localrt.offload.planner.plan import Change, Plan, PlanRequest
 from localrt.offload.planner.search import predicted_rate
-from localrt.offload.planner.simulate import simulate
 from localrt.offload.shapes import ModelShape, aligned
 from localrt.quant.formats import FORMATS
 
@@ -24,17 +23,14 @@ _MOST_LINES = 5
 _LAYERS = ("attention", "mlp", "expert")
 _TABLE = FORMATS["int8-g32"]
 _SMALLEST_FORMAT = "int4-g128"
-# A drafted tree of eight tokens, of which four come out right, one of them for free.
-_DRAFT_ROWS = 8
-_ACCEPTED = 4.0
 
 
 def helpful_changes(plan: Plan) -> tuple[Change, ...]:
     """The changes that make the plan faster, best first."""
     now = plan.prediction.tok_s
     found = [
-        Change(what, tok_s, tok_s / now)
-        for what, tok_s in _changes(plan)
+        Change(what, tok_s, tok_s / now, option)
+        for what, tok_s, option in _changes(plan)
         if tok_s > _LEAST_GAIN * now
     ]
     return tuple(sorted(found, key=lambda each: each.gain, reverse=True)[:_MOST_LINES])
@@ -79,8 +75,8 @@ def layer_bits(shape: ModelShape) -> float:
     return 8 * sum(unit.nbytes for unit in units) / sum(unit.macs for unit in units)
 
 
-def _changes(plan: Plan) -> Iterator[tuple[str, float]]:
-    """(what is changed, tokens per second)."""
+def _changes(plan: Plan) -> Iterator[tuple[str, float, tuple[str, str] | None]]:
+    """(what is changed, tokens per second, the option that does it)."""
 
     def rate(changed: PlanRequest) -> float:
         return predicted_rate(changed, like=plan.placement)
@@ -96,28 +92,22 @@ def _changes(plan: Plan) -> Iterator[tuple[str, float]]:
         )
         for more in dict.fromkeys((_round(on_ssd / 4), _round(1.05 * on_ssd + 64e6))):
             bigger = replace(budgets, ram=budgets.ram + more)
-            yield f"{format_bytes(more)} more RAM", rate(replace(request, budgets=bigger))
+            yield f"{format_bytes(more)} more RAM", rate(replace(request, budgets=bigger)), None
         faster = replace(machine, ssd_bytes_s=2 * machine.ssd_bytes_s)
-        yield "a disk twice as fast", rate(replace(request, machine=faster))
+        yield "a disk twice as fast", rate(replace(request, machine=faster)), None
     if request.uses_gpu:
         assert machine.link_bytes_s is not None, "a GPU has a link"
         bigger = replace(budgets, vram=budgets.vram + (4 << 30))
-        yield "4 GB more GPU memory", rate(replace(request, budgets=bigger))
+        yield "4 GB more GPU memory", rate(replace(request, budgets=bigger)), None
         faster = replace(machine, link_bytes_s=2 * machine.link_bytes_s)
-        yield "a link twice as fast", rate(replace(request, machine=faster))
+        yield "a link twice as fast", rate(replace(request, machine=faster)), None
     small = in_format(request.shape, _SMALLEST_FORMAT)
     if small.pass_nbytes < 0.95 * request.shape.pass_nbytes:
-        yield f"weights in {_SMALLEST_FORMAT}", rate(replace(request, shape=small))
+        option = ("format", _SMALLEST_FORMAT)
+        yield f"weights in {_SMALLEST_FORMAT}", rate(replace(request, shape=small)), option
     if request.kv_format == "bf16":
-        yield "keys and values in int8", rate(replace(request, kv_format="int8"))
-    if request.rows == 1 and request.sequences == 1:
-        costs = request.costs(rows=_DRAFT_ROWS)
-        seconds = simulate(costs, plan.placement).seconds
-        yield (
-            f"speculation, {_ACCEPTED:.0f} tokens accepted of {_DRAFT_ROWS} in a pass "
-            "(drafting not counted)",
-            _ACCEPTED / seconds,
-        )
+        faster_kv = rate(replace(request, kv_format="int8"))
+        yield "keys and values in int8", faster_kv, ("kv_format", "int8")
 
 
 def _round(nbytes: float) -> int:

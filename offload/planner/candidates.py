@@ -26,7 +26,7 @@ from localrt.offload.planner.problem import (
 from localrt.offload.planner.simulate import Simulation, simulate
 from localrt.offload.planner.solve import SolverError, solve_exactly
 
-__all__ = ["Candidate", "Rooms", "best_candidate", "can_place"]
+__all__ = ["Candidate", "Rooms", "best_candidate", "can_place", "quick_solutions"]
 
 _PAGE = 4096
 _MOST_SLOTS = 6
@@ -128,16 +128,39 @@ def can_place(costs: Costs, rooms: Rooms) -> bool:
     )
 
 
+def quick_solutions(
+    costs: Costs, rooms: Rooms, expert_times: int = 1
+) -> Iterator[tuple[Problem, Counts]]:
+    """Counts by rules for usual rings; ``expert_times`` as many experts are there as are listed."""
+    if rooms.ram <= 0 or rooms.vram < 0:
+        return
+    search = _Search(costs, rooms, prefill_rows=1, expert_times=expert_times)
+    # None at all, for what fits; else the smallest that any unit may pass.
+    none, *others = search.ram_rings
+    for ram in (none, *sorted(others, key=lambda ring: (-ring.slot, ring.nbytes))):
+        found = [each for vram in search.vram_rings for each in search.solutions(ram, vram)]
+        yield from found
+        if found:
+            return
+
+
 class _Search:
     """Rings of RAM first, with a middling one of VRAM; then rings of VRAM with the best of RAM."""
 
-    def __init__(self, costs: Costs, rooms: Rooms, prefill_rows: int) -> None:
+    def __init__(
+        self, costs: Costs, rooms: Rooms, prefill_rows: int, expert_times: int = 0
+    ) -> None:
         self._costs, self._rooms, self._prefill_rows = costs, rooms, prefill_rows
         kv = tuple(0 if layer in rooms.kv_ssd else size for layer, size in enumerate(rooms.kv))
         self._classes = classes_of(costs, kv)
         self._gpu = costs.machine.gpu is not None and rooms.vram > 0
         slots = _slots(self._classes)
-        few = costs.shape.experts is not None
+        few = bool(costs.shape.experts or expert_times)
+        if expert_times > 1:
+            self._classes = tuple(
+                replace(group, names=group.names * (expert_times if group.kind == "expert" else 1))
+                for group in self._classes
+            )
         self.ram_rings = list(_ram_rings(slots, rooms, few=few))
         self.vram_rings = list(_vram_rings(slots, rooms, few=few)) if self._gpu else [_Ring(0, 0)]
         self._patterns: tuple[Pattern, ...] = ("spread", "block")

@@ -17,7 +17,7 @@ from localrt.offload.planner.plan import Plan, PlannedSize, PlanRequest
 from localrt.offload.planner.simulate import Resource
 from localrt.offload.shapes import ModelShape
 
-__all__ = ["explain", "figures", "one_line"]
+__all__ = ["explain", "figures", "hypothetical_line", "one_line"]
 
 _PLACES = {
     Where.VRAM: "in GPU memory, computed there",
@@ -54,11 +54,18 @@ def explain(plan: Plan) -> str:
     return "\n".join(_lines(plan))
 
 
+def hypothetical_line(options: Sequence[str]) -> str:
+    """``options`` are those that describe another PC than this one."""
+    rest = "what you did not give is this machine's, or the card's usual figure"
+    if "--pc" in options:
+        rest = "what you did not say of it is typical, and nothing was measured on it"
+    return f"A hypothetical PC ({', '.join(options)}): {rest}."
+
+
 def _lines(plan: Plan) -> Iterator[str]:
     request, shape = plan.request, plan.request.shape
     if plan.hypothetical:
-        given = ", ".join(plan.hypothetical)
-        yield f"A hypothetical PC ({given}); what was not given is this machine's or the card's."
+        yield hypothetical_line(plan.hypothetical)
         yield ""
     yield f"{shape.name}: {_model(shape)}"
     yield from _machine(request)
@@ -128,7 +135,7 @@ def figures(machine: MachineProfile) -> Iterator[str]:
     yield rate("disk", "ssd_bytes_s", machine.ssd_bytes_s)
     yield rate("RAM", "ram_bytes_s", machine.ram_bytes_s)
     yield figure(f"{machine.threads} cores", "cores")
-    yield figure("their rates", "kernels")
+    yield figure("speed of the cores", "kernels")
     if machine.gpu is not None and machine.link_bytes_s is not None:
         yield f"{machine.gpu.name} with {rate('memory at', 'gpu', machine.gpu.bytes_s)}"
         yield rate("link", "link_bytes_s", machine.link_bytes_s)

@@ -151,7 +151,8 @@ def _with_disk(pc: Pc, part: str) -> Pc:
 
 def _with_memory(pc: Pc, part: str, size: re.Match[str] | None, memory: re.Match[str] | None) -> Pc:
     if size is not None:
-        pc = replace(pc, ram_bytes=int(size["count"] or 1) * parse_size(size["size"]))
+        nbytes = int(size["count"] or 1) * parse_size(size["size"])
+        pc = _given(replace(pc, ram_bytes=nbytes), ram_bytes="given")
     channels = _CHANNELS.search(part)
     if memory is not None:
         word = "2" if channels is None else channels["count"].lower()

@@ -9,16 +9,18 @@ from typing import Any, Literal
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes
 from localrt.offload.account import LONG_PREFILL_ROWS, PREFILL_ROWS, Account, Budgets
-from localrt.offload.placement import Placement
+from localrt.offload.placement import Placement, Where
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.simulate import Resource, Simulation
+from localrt.offload.planner.verdict import Expected, Verdict, judge
 from localrt.offload.shapes import KvFormat, ModelShape
 
 __all__ = [
     "Change",
     "Plan",
     "PlanRequest",
+    "PlannedContext",
     "PlannedPlace",
     "PlannedSize",
     "Prediction",
@@ -56,11 +58,16 @@ class Prediction:
 class Change:
     """One thing to change (``"54 MB more RAM"``), and the tokens per second that planning with it
     gives: ``gain`` times what it gives without.
+
+    ``option`` is what of ``load`` changes it, with its value; ``command`` is what to type. Hardware
+    has neither, and plans without a model's name have no commands.
     """
 
     what: str
     tok_s: float
     gain: float
+    option: tuple[str, str] | None = None
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,18 @@ class PlannedSize:
     tok_s: float
     place: PlannedPlace
     loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedContext:
+    """A context of ``tokens`` fits, and with all of them held answers come at ``tok_s``. ``whole``:
+    it is all that the model has. ``command`` is what to type.
+    """
+
+    tokens: int
+    tok_s: float
+    whole: bool
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +191,15 @@ class Plan:
     """Where a model lives on a machine, what to expect of it, and what would help.
 
     Sizes are in bytes, rates in tokens per second. ``changes`` would help, best first; ``sizes``
-    are the weights as they are, then smaller ones. Both are there where they were asked for.
-    ``hypothetical`` names what was given and is not this machine's. ``report`` is the text that
-    ``localrt plan`` prints, in plans that ``localrt.plan`` made.
+    are the weights as they are, then smaller ones; ``contexts`` are the largest that fits and,
+    where that is slow, the largest that is not. They are there where they were asked for.
+    ``hypothetical`` names what was given and is not this machine's.
+
+    ``quantization`` names the file that was planned for, where a repository has several.
+
+    Plans that ``localrt.plan`` made have texts too: ``command`` runs the model (empty where there
+    are no weights to run), ``report`` and ``details`` are what ``localrt plan`` prints without and
+    with ``--details``.
     """
 
     request: PlanRequest
@@ -185,8 +210,12 @@ class Plan:
     changes: tuple[Change, ...] = ()
     sizes: tuple[PlannedSize, ...] = ()
     notes: tuple[str, ...] = ()
+    contexts: tuple[PlannedContext, ...] = ()
     hypothetical: tuple[str, ...] = ()
+    quantization: str = ""
+    command: str = ""
     report: str = field(default="", repr=False)
+    details: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         """``"streams 4.1 GB per token, about 6 tok/s"``."""
@@ -243,6 +272,25 @@ class Plan:
         """``"ssd"``, ``"link"``, ``"cpu"`` or ``"gpu"``."""
         return self.prediction.bottleneck
 
+    @property
+    def expected(self) -> Expected:
+        """What it comes to, in a few numbers."""
+        where = self.placement.where
+        return Expected(
+            tok_s=self.tok_s,
+            prefill_tok_s=self.prefill_tok_s,
+            nbytes=self.weight_bytes,
+            needed=round(self.request.shape.pass_nbytes),
+            read=self.read_bytes,
+            copied=self.copied_bytes,
+            on_card=sum(u.nbytes for u in self.request.shape.units if where[u.name] is Where.VRAM),
+        )
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it is fast enough to chat with, and why: ``str`` is one line."""
+        return judge(self.expected)
+
     def busy_share(self, resource: Resource) -> float:
         """The share of a pass that a resource works, from 0 to 1."""
         seconds = self.request.sequences / self.prediction.tok_s
@@ -291,6 +339,9 @@ class Plan:
                 "layers": shape.layers,
                 "experts": None if shape.experts is None else asdict(shape.experts),
             },
+            "verdict": asdict(self.verdict),
+            "quantization": self.quantization or None,
+            "command": self.command,
             "ctx": request.ctx,
             "sequences": request.sequences,
             "kv_format": request.kv_format,
@@ -310,6 +361,7 @@ class Plan:
             "memory": [asdict(part) for part in self.memory.parts],
             "changes": [asdict(change) for change in self.changes],
             "sizes": [asdict(size) for size in self.sizes],
+            "contexts": [asdict(context) for context in self.contexts],
             "notes": list(self.notes),
             "hypothetical": list(self.hypothetical),
         }

@@ -20,7 +20,10 @@ from localrt.offload.planner.candidates import Candidate, Rooms, best_candidate,
 from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
 from localrt.offload.planner.simulate import RESOURCES, simulate
 
-__all__ = ["find_plan", "fits", "predicted_rate"]
+__all__ = ["EVEN_EXPERTS", "find_plan", "fits", "predicted_rate", "prepare"]
+
+EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the text reads less"
+"""Said of every mixture."""
 
 _NEARLY = 1.1  # times the least
 
@@ -29,7 +32,7 @@ def fits(request: PlanRequest) -> bool:
     """Whether there is a plan; sooner known than found."""
     if request.uses_gpu and fits(request.without_gpu()):
         return True
-    request, rooms, _ = _prepare(request)
+    request, rooms, _ = prepare(request)
     if can_place(request.costs(), rooms):
         return True
     if not request.kv_on_ssd or request.uses_gpu:
@@ -44,7 +47,7 @@ def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> fl
     experts to try many.
     """
     longest = PREFILL_ROWS if like is None else max(PREFILL_ROWS, like.prefill_rows)
-    request, rooms, prefill_rows = _prepare(request, longest)
+    request, rooms, prefill_rows = prepare(request, longest)
     if like is not None and request.shape.experts is not None:
         costs = request.costs()
         best = best_candidate(costs, rooms, prefill_rows=prefill_rows, exact=False, rings=like)
@@ -58,7 +61,7 @@ def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> fl
 def find_plan(request: PlanRequest, *, exact: bool = True) -> Plan | None:
     """The best plan, or None where nothing fits."""
     notes: list[str] = list(request.shape.notes)
-    request, rooms, prefill_rows = _prepare(request, _best_rows(request))
+    request, rooms, prefill_rows = prepare(request, _best_rows(request))
     best = _search(request, rooms, prefill_rows, exact, notes)
     if best is not None:
         return _finish(request, best, notes)
@@ -82,7 +85,7 @@ def _best_rows(request: PlanRequest) -> int:
     most = request.most_prefill_rows
     longer = card_rows_choices(request.shape.pass_sizes, request.budgets, most)
     tried = (
-        (rows, _search(*_prepare(request, rows), False, [])) for rows in (*longer, PREFILL_ROWS)
+        (rows, _search(*prepare(request, rows), False, [])) for rows in (*longer, PREFILL_ROWS)
     )
     found = {rows: each for rows, each in tried if each is not None}
     least = _NEARLY * min((each.seconds for each in found.values()), default=0.0)
@@ -132,7 +135,7 @@ def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
     return replace(rooms, ram=rooms.ram - buffers - tails, kv_ssd=on_ssd)
 
 
-def _prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequest, Rooms, int]:
+def prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequest, Rooms, int]:
     """The request without a card that it may not use, what the fixed parts leave, and the rows of a
     pass, at most ``longest`` of a prompt.
     """
@@ -186,9 +189,7 @@ def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
         waits=dict(steady.waits),
     )
     if request.shape.experts is not None:
-        notes.append(
-            "experts are taken to be chosen evenly: a cache that follows the text reads less"
-        )
+        notes.append(EVEN_EXPERTS)
     if placement.prefill_rows < min(PREFILL_ROWS, request.most_prefill_rows):
         notes.append(f"prompts go {placement.prefill_rows} tokens at a time, to fit the budget")
     return Plan(

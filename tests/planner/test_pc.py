@@ -15,7 +15,12 @@ def test_parts_in_any_order() -> None:
     assert (pc.ram_bytes, pc.cores) == (32_000_000_000, 8)
     assert pc.ram_bytes_s == pytest.approx(0.8 * 89.6e9)
     assert pc == parse_pc("NVMe, 8-core CPU, DDR5-5600 32 GB, rtx 4060 ti 16gb")
-    assert pc.sources == {"ram_bytes_s": "typical", "cores": "given", "ssd_bytes_s": "typical"}
+    assert pc.sources == {
+        "ram_bytes": "given",
+        "ram_bytes_s": "typical",
+        "cores": "given",
+        "ssd_bytes_s": "typical",
+    }
     assert parse_pc("2x16GB DDR4 single channel").ram_bytes_s == pytest.approx(0.8 * 25.6e9)
     assert parse_pc("2x16GB DDR4").ram_bytes == 32_000_000_000
     assert parse_pc("LPDDR5X-7500").ram_bytes_s == pytest.approx(0.8 * 120e9)

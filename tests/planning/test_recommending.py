@@ -8,7 +8,8 @@ import pytest
 
 from localrt.hub.choosing import Offer
 from localrt.hub.known_models import find_known
-from localrt.planning.recommending import READING_TOK_S, recommend
+from localrt.offload.planner.verdict import READING_TOK_S
+from localrt.planning.recommending import recommend
 from localrt.settings import Settings
 
 BITS = {"Q2_K": 3.0, "Q3_K_M": 3.9, "Q4_K_M": 4.85, "Q6_K": 6.6, "Q8_0": 8.5, "BF16": 16.0}

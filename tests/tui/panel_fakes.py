@@ -50,7 +50,6 @@ OUTSTYLES = Outlook(
     96_000_000,
     (
         Change("110 MB more RAM", 210.0, 3.8),
-        Change("speculation, 4 tokens accepted of 8 in a pass", 100.0, 2.5),
         Change("a disk twice as fast", 80.0, 2.0),
     ),
 )

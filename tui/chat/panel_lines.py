@@ -56,12 +56,9 @@ class PanelData:
 
     @property
     def changes(self) -> list[Change]:
-        """What would help. Guesses are tried all the time: nobody needs to be told of them."""
-        metrics = None if self.status is None else self.status.metrics
-        guessing = metrics is not None and metrics.speculation is not None
+        """What would help."""
         found = () if self.outlook is None else self.outlook.changes
-        wanted = (c for c in found if not (guessing and c.what.startswith("speculation")))
-        return list(wanted)[:_MOST_CHANGES]
+        return list(found)[:_MOST_CHANGES]
 
     @property
     def guesses(self) -> tuple[str, str] | tuple[()]:

@@ -178,7 +178,7 @@ class ModelsScreen(SearchDialog[_Row]):
             self._say("Enter shows what can be had" if isinstance(row, FoundModel) else "")
             return
         known = self._previews.get(_name(row))
-        self._say(f"{_title(row)}: {'…' if known is None else known}")
+        self._say(f"{_title(row)}: {'…' if known is None else _expected(known)}")
         if known is None:
             self._wait = self.set_timer(_PAUSE, lambda: self._later(self._plan(row), "plan"))
 
@@ -193,7 +193,7 @@ class ModelsScreen(SearchDialog[_Row]):
             if isinstance(row, LocalModel | Path) and _name(row) == name:
                 self.rows.replace_option_prompt_at_index(place, self.draw(row))
                 if place == self.rows.highlighted:
-                    self._say(f"{_title(row)}: {found}")
+                    self._say(f"{_title(row)}: {_expected(found)}")
 
     def _say(self, text: str) -> None:
         self._about.update(clean(text))
@@ -393,6 +393,13 @@ def _free_bytes(folder: Path) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
+
+
+def _expected(known: Preview | str) -> str:
+    """The verdict, where there is one."""
+    if isinstance(known, str) or not known.verdict:
+        return str(known)
+    return f"{known.verdict} (on a typical machine)" if known.assumed else known.verdict
 
 
 def _where(known: Preview | str) -> str:

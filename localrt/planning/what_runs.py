@@ -1,0 +1,151 @@
+"""What a PC runs well, of the models that have short names: ``localrt plan`` without a model.
+
+Estimates by configs that come with localrt, in seconds for all of them and without the network. Of
+each model the file that ``localrt chat`` would choose is taken, as usual repositories have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from localrt.formatting import format_bytes, format_rate, table
+from localrt.hub.known_models import KNOWN_MODELS, KnownModel
+from localrt.offload.planner import Budgets, MachineProfile
+from localrt.offload.planner.explain import figures
+from localrt.offload.planner.verdict import Expected, Level
+from localrt.planning.inputs import Hardware, hypothetical, known_hardware
+from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
+from localrt.settings import Settings
+
+__all__ = ["Runnable", "WhatRuns", "what_runs"]
+
+_ORDER: dict[Level, int] = {"good": 0, "usable": 1, "slow": 2}
+_WORDS: dict[Level, str] = {"good": "good", "usable": "usable", "slow": "too slow"}
+
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """A model in one ``quantization``, and what to expect of it; both None where it cannot run."""
+
+    model: KnownModel
+    quantization: str | None
+    expected: Expected | None
+
+    @property
+    def level(self) -> Level:
+        """What does not fit is too slow."""
+        return "slow" if self.expected is None else self.expected.level
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        expected = {} if self.expected is None else asdict(self.expected)
+        return {
+            "name": self.model.name,
+            "repo": self.model.repo,
+            "parameters": round(self.model.parameters * 1e9),
+            "quantization": self.quantization,
+            "verdict": self.level,
+            "fits": self.expected is not None,
+            **expected,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class WhatRuns:
+    """On ``machine`` within ``budgets``: all models, the best of them first."""
+
+    machine: MachineProfile
+    budgets: Budgets
+    models: tuple[Runnable, ...]
+    hypothetical: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> tuple[Runnable, ...]:
+        """Of each family the largest that is good for chat, else usable."""
+        found: dict[str, Runnable] = {}
+        for each in self.models:
+            if each.level != "slow":
+                found.setdefault(each.model.family, each)
+        return tuple(found.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "simulated": True,
+            "hypothetical": list(self.hypothetical),
+            "machine": self.machine.to_dict(),
+            "budgets": asdict(self.budgets),
+            "models": [each.to_dict() for each in self.models],
+        }
+
+    def report(self) -> str:
+        """The table, and what to type."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterable[str]:
+        where = "a PC like that" if self.hypothetical else "this PC"
+        best = self.best
+        if not best:
+            yield f"None of the known models runs well on {where}. The smallest is smollm2:"
+            yield "  localrt chat smollm2"
+            return
+        yield f"What {where} runs well: of each family the largest, for 4,096 tokens of context"
+        yield ""
+        rows = [(*_row(each),) for each in best]
+        headers = ("MODEL", "FILE", "SIZE", "TOK/S", "FIRST TOKEN", "WEIGHTS IN", "FOR CHAT")
+        yield table(rows, headers, "llrrr")
+        yield ""
+        shown = {each.model.family for each in best}
+        slow = dict.fromkeys(
+            each.model.name for each in self.models if each.model.family not in shown
+        )
+        if slow:
+            yield f"Too slow or too large: {', '.join(slow)}"
+        yield f"Forecasts from {', '.join(figures(self.machine))}"
+        yield f"{_memory(self.budgets)}; sizes of files are estimates."
+        yield ""
+        first = best[0].model.name
+        yield f"  localrt chat {first}    downloads it, and chats"
+        yield f"  localrt plan {first}    says more about it; smaller ones: localrt plan qwen3:4b"
+
+
+def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
+    """Estimate all models of the table of names.
+
+    Raises:
+        OptionError: a description of hardware that means nothing.
+    """
+    machine, budgets = known_hardware(settings, wanted)
+    found: dict[tuple[str, float], Recommendation] = {}  # some models differ in their weights alone
+    models = []
+    for model in KNOWN_MODELS:
+        key = model.shape, model.parameters
+        if key not in found:
+            found[key] = recommend_on(usual_offer(model), machine, budgets)
+        best = found[key]
+        models.append(Runnable(model, best.name if best.expected else None, best.expected))
+    return WhatRuns(machine, budgets, tuple(sorted(models, key=_rank)), hypothetical(wanted))
+
+
+def _rank(each: Runnable) -> tuple[int, bool, float]:
+    """The better first, then what is in memory, then the larger."""
+    streamed = each.expected is None or each.expected.read > 0
+    return _ORDER[each.level], streamed, -each.model.parameters
+
+
+def _row(each: Runnable) -> Iterable[str]:
+    assert each.expected is not None, "it runs"
+    yield each.model.name
+    yield each.quantization or ""
+    yield format_bytes(each.expected.nbytes)
+    yield format_rate(each.expected.tok_s)
+    yield f"{each.expected.wait_s:.0f} s" if each.expected.wait_s >= 1 else "< 1 s"
+    yield each.expected.place
+    yield _WORDS[each.level]
+
+
+def _memory(budgets: Budgets) -> str:
+    text = f"Memory for a model: {format_bytes(budgets.ram)} of RAM"
+    return f"{text}, {format_bytes(budgets.vram)} of GPU memory" if budgets.vram else text

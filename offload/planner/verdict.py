@@ -1,0 +1,142 @@
+"""Whether a model is fast enough to chat with, and why: one line.
+
+Answers should come as fast as people read, and a prompt of a page should not keep them waiting. It
+judges numbers of a forecast, whoever made it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from localrt.formatting import format_bytes, format_rate, format_seconds
+
+__all__ = [
+    "PROMPT_TOKENS",
+    "READING_TOK_S",
+    "USABLE_TOK_S",
+    "Expected",
+    "Level",
+    "Verdict",
+    "judge",
+    "speed",
+]
+
+READING_TOK_S = 7.0
+"""About as fast as people read."""
+
+USABLE_TOK_S = 2.0
+"""Below this a short answer takes minutes."""
+
+PROMPT_TOKENS = 500
+"""A page of text."""
+
+_GOOD_WAIT_S, _USABLE_WAIT_S = 20.0, 60.0  # for the first token of an answer to a page
+_MERE_SHARE = 0.05  # of what a token needs: less that is copied is not worth a word
+_WHOLE_SHARE = 0.98
+
+Level = Literal["good", "usable", "slow"]
+
+_WORDS: dict[Level, str] = {
+    "good": "Good for chat",
+    "usable": "Usable for chat",
+    "slow": "Too slow for chat",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """Tokens per second of answers and prompts, and bytes: of all weights, of those that a token
+    needs, of what is read from the disk and copied to the card for it, and of what the card keeps.
+    """
+
+    tok_s: float
+    prefill_tok_s: float
+    nbytes: int
+    needed: int
+    read: int = 0
+    copied: int = 0
+    on_card: int = 0
+
+    @property
+    def wait_s(self) -> float:
+        """Until the first token of an answer to a page."""
+        return PROMPT_TOKENS / self.prefill_tok_s
+
+    @property
+    def level(self) -> Level:
+        """How good it is for chat."""
+        if self.tok_s < USABLE_TOK_S or self.wait_s > _USABLE_WAIT_S:
+            return "slow"
+        return "good" if self.tok_s >= READING_TOK_S and self.wait_s <= _GOOD_WAIT_S else "usable"
+
+    @property
+    def place(self) -> str:
+        """Where the weights lie, in three words."""
+        if self.read:
+            return "partly on the SSD"
+        if self.on_card >= _WHOLE_SHARE * self.nbytes:
+            return "GPU memory"
+        return "GPU memory and RAM" if self.on_card else "RAM"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``text`` is one line, which begins with the level in words."""
+
+    level: Level
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def judge(expected: Expected) -> Verdict:
+    """``"Good for chat: 23 tok/s, all of it in memory"``."""
+    level, slow = expected.level, expected.tok_s < READING_TOK_S
+    text = f"{_WORDS[level]}: {speed(expected.tok_s)}"
+    text += f", because {_burden(expected)}" if slow else f", {_where(expected)}"
+    if expected.wait_s > _GOOD_WAIT_S:
+        text += f"; a page of text takes {format_seconds(expected.wait_s)} to read"
+    return Verdict(level, text)
+
+
+def speed(tok_s: float) -> str:
+    """``"23 tok/s"``, ``"0.9 tok/s"``: two digits, since it is a forecast."""
+    if tok_s >= 9.95:
+        return f"{tok_s:.0f} tok/s"
+    return f"{tok_s:.1f} tok/s" if tok_s >= 0.95 else f"{format_rate(tok_s)} tok/s"
+
+
+def _where(expected: Expected) -> str:
+    if expected.read:
+        return _moved(expected)
+    if expected.on_card >= _WHOLE_SHARE * expected.nbytes:
+        return "all of it in GPU memory"
+    if expected.on_card:
+        return f"{_of(expected.on_card, expected.nbytes)} in GPU memory, the rest in RAM"
+    return "all of it in memory"
+
+
+def _burden(expected: Expected) -> str:
+    """What makes it slow."""
+    if expected.read or expected.copied > _MERE_SHARE * expected.needed:
+        return _moved(expected)
+    left = expected.needed - expected.on_card
+    if expected.on_card and left > 0:
+        return f"the CPU computes {_of(left, expected.needed)} for every token"
+    who = "GPU" if expected.on_card else "CPU"
+    return f"the {who} has to go through {format_bytes(expected.needed)} for every token"
+
+
+def _moved(expected: Expected) -> str:
+    if expected.read:
+        return f"{_of(expected.read, expected.needed)} are read from the SSD for every token"
+    return f"{_of(expected.copied, expected.needed)} are copied to the GPU for every token"
+
+
+def _of(part: int, whole: int) -> str:
+    """``"31 of 40 GB"``."""
+    some, unit = format_bytes(part).rsplit(" ", 1)
+    total = format_bytes(whole)
+    return f"{some} of {total}" if total.endswith(f" {unit}") else f"{some} {unit} of {total}"
