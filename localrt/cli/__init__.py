@@ -32,7 +32,7 @@ COMMANDS = {
     "rm": "delete downloaded models",
     "quantize": "write a smaller copy of a model, with fewer bits per weight",
     "draft": "train a draft head: a small model that guesses a model's next tokens",
-    "plan": "show where a model's weights would go, how fast it would run, and what would help",
+    "plan": "say how fast a model would be here and what would help, or what this PC runs well",
     "bench": "measure engines side by side on one model",
     "eval": "measure how well a model predicts a text",
     "doctor": "show this machine, what is installed and what is missing",
@@ -45,7 +45,7 @@ _EXAMPLES: Examples = (
     ("localrt chat model.gguf --ram 4GB", "within 4 GB of memory"),
     ('git diff | localrt run model.gguf "Write a commit message:"', "text from a pipe"),
     ("localrt serve model.gguf", "OpenAI's protocol at http://127.0.0.1:8080/v1"),
-    ('localrt plan org/name --gpu "RTX 4060"', "how fast another machine would be"),
+    ("localrt plan", "what this PC runs well"),
 )
 
 _USAGE = 2

@@ -28,7 +28,9 @@ def config_folder(tmp_path: Path, name: str) -> Path:
 
 def as_json(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Any:
     assert main(["plan", *map(str, args), "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert text.count("\n") == 1
+    return json.loads(text)
 
 
 @pytest.mark.slow
@@ -53,13 +55,80 @@ def test_text_picture_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str
         main(["plan", str(folder), "--ram", "600MB", "--svg", str(svg), "--html", str(html)]) == 0
     )
     text = capsys.readouterr().out
-    assert "tok/s predicted" in text
+    assert text.startswith("Too slow for chat: ")
     assert "hypothetical" not in text  # a smaller budget is not another machine
     assert svg.read_text().startswith("<svg")
     assert "What would help most" in html.read_text()
     assert main(["plan", str(folder), "--ram", "600MB", "--ssd", "3GB/s"]) == 0
-    assert capsys.readouterr().out.startswith("A hypothetical PC (--ssd)")
+    assert "\nA hypothetical PC (--ssd)" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {folder.name, "p.svg", "p.html"}
+
+
+def test_the_tables_are_behind_details(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("plan", str(config_folder(tmp_path, "qwen2.5-coder-1.5b")), "--ram", "600MB")
+    assert main(list(options)) == 0
+    short = capsys.readouterr().out
+    assert main([*options, "--details"]) == 0
+    long = capsys.readouterr().out
+    for title in ("Where the weights are", "RAM: ", "Prediction", "tok/s predicted"):
+        assert title in long
+        assert title not in short
+    assert "disk 1 GB/s (measured)" in short
+    assert "600 MB of RAM to use (given)" in short
+    assert short.count("\n") <= 25
+    assert "localrt chat" not in short  # there is nothing to run but a config
+
+
+@pytest.mark.usefixtures("by_rules")
+def test_what_to_type_has_the_options_that_were_given(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--ctx", "64", "--kv-format", "int8", "--ram", "1GB")
+    assert main(["plan", str(tiny_folder), *options]) == 0
+    text = capsys.readouterr().out
+    assert f"  localrt chat {tiny_folder} --ctx 64 --kv-format int8 --ram 1GB\n" in text
+    assert text.startswith("Good for chat: ")
+    assert "all of it in memory" in text
+
+
+def test_a_short_name_is_planned_in_the_file_that_chat_would_choose(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = as_json(capsys, "qwen3:8b", "--pc", "office-laptop")
+    assert report["verdict"]["text"].startswith("Good for chat: ")
+    assert (report["quantization"], report["command"]) == ("Q3_K_M", "localrt chat qwen3:8b")
+    assert report["model"]["weight_bytes"] == pytest.approx(8.2e9 * 3.9 / 8, rel=0.01)
+    roomy = as_json(capsys, "qwen3:8b", "--pc", "gaming-pc")
+    assert roomy["quantization"] == "Q8_0"
+    commands = [change["command"] for change in roomy["changes"]]
+    assert "localrt chat unsloth/Qwen3-8B-GGUF:Q6_K" in commands
+    assert as_json(capsys, "qwen3:8b", "--format", "int4-g32")["quantization"] is None
+
+
+def test_without_a_model_it_says_what_runs_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--pc", "office-laptop"]) == 0
+    title, _, header, *rows = capsys.readouterr().out.splitlines()
+    assert title.startswith("What a PC like that runs well")
+    for column in ("MODEL", "FILE", "SIZE", "TOK/S", "FIRST TOKEN", "WEIGHTS IN", "FOR CHAT"):
+        assert column in header
+    assert rows[0].endswith("  good")
+    first = rows[0].split()[0]
+    assert f"  localrt chat {first}    downloads it, and chats" in rows
+    found = as_json(capsys, "--pc", "office-laptop")
+    assert found["simulated"] is True
+    assert found["models"][0]["name"] == first
+    verdicts = [model["verdict"] for model in found["models"]]
+    assert verdicts == sorted(verdicts, key=["good", "usable", "slow"].index)
+
+
+@pytest.mark.parametrize("option", [("--ctx", "512"), ("--details",), ("--draft", "smollm2")])
+def test_some_options_are_about_one_model(
+    capsys: pytest.CaptureFixture[str], option: tuple[str, ...]
+) -> None:
+    assert main(["plan", *option]) == 2
+    flag = option[0]
+    expected = f"localrt: {flag} is about one model: localrt plan MODEL {flag}\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_the_config_file_itself_and_other_formats(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from localrt.cli import main
+from localrt.cli import plan as plan_command
 from localrt.drafts.acceptance import remember_acceptance
+from localrt.drafts.family import FamilyDraft
 from localrt.settings import Settings
 from tests.planner.models import CONFIGS
 
@@ -78,6 +81,24 @@ def test_what_was_measured_is_planned_with(
     remember_acceptance(Settings.from_environment(), TARGET, DRAFT, 0.85)
     pair = as_json(capsys, folders)
     assert (pair["acceptance"], pair["acceptance_source"]) == (0.85, "measured")
+
+
+def test_guesses_are_listed_only_where_they_were_measured(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = FamilyDraft("small", tiny_folder, 1)
+    monkeypatch.setattr(plan_command, "find_family_draft", lambda path, settings: draft)
+    assert main(["plan", str(tiny_folder), "--ctx", "64"]) == 0
+    assert "guesses" not in capsys.readouterr().out
+    name = tiny_folder.name
+    remember_acceptance(Settings.from_environment(), name, name, 1.0)
+    candidate = SimpleNamespace(tok_s=1e9, way="draft on CPU")
+    pair = SimpleNamespace(best=candidate)
+    monkeypatch.setattr(plan_command, "plan_pair", lambda request: pair)
+    assert main(["plan", str(tiny_folder), "--ctx", "64"]) == 0
+    text = capsys.readouterr().out
+    assert "guesses by small: 100 % come true (measured)" in text
+    assert f"localrt chat {tiny_folder} --ctx 64 --draft small" in text
 
 
 def test_without_a_card(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

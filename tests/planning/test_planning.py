@@ -38,11 +38,13 @@ def test_what_fits_and_what_streams(tmp_path: Path) -> None:
     assert less.hypothetical == ("--ssd",)
     assert less.changes
     assert less.changes[0].gain > 1
-    assert "tok/s predicted" in less.report
+    assert "tok/s predicted" in less.details
+    assert less.report.splitlines()[0] == str(less.verdict)
+    assert "tok/s predicted" not in less.report
     assert less.to_dict()["prediction"]["tok_s"] == less.tok_s
     card = localrt.plan(folder, gpu="virtual:1GB@12GB/s,256GB/s,20TFLOPS", advise=False)
     assert 0 < card.vram_bytes <= 1e9
-    assert "memory at 256 GB/s (given)" in card.report
+    assert "memory at 256 GB/s (given)" in card.details
 
 
 def test_this_machines_card_has_the_rates_that_were_measured(
@@ -60,8 +62,8 @@ def test_this_machines_card_has_the_rates_that_were_measured(
         assert each.gpu is not None
         assert not each.gpu.kernels
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
-    report = localrt.plan(folder, format="int4-g32", advise=False).report
-    assert "memory at 250 GB/s (measured), link 12 GB/s (measured)" in report
+    found = localrt.plan(folder, format="int4-g32", advise=False)
+    assert "memory at 250 GB/s (measured), link 12 GB/s (measured)" in found.details
 
 
 def test_a_whole_pc_and_what_replaces_parts_of_it(tmp_path: Path) -> None:
@@ -151,8 +153,9 @@ def test_smaller_weights_say_what_they_lose_where_that_was_measured(
         assert (smaller.place, smaller.loss) == (place, None)
         assert smaller.bits < 4.5
         assert as_they_are.tok_s < smaller.tok_s
-        assert "what is lost is unknown" in found.report
-        assert f"localrt quantize MODEL --bits {smaller.bits:.1f}" in found.report
+        assert "what is lost is unknown" in found.details
+        assert f"localrt quantize MODEL --bits {smaller.bits:.1f}" in found.details
+        assert f"weights of {smaller.bits:.1f} bits" in found.report
         assert found.to_dict()["sizes"][-1]["place"] == place
     assert not localrt.plan(folder, ram="64GB").sizes
 
@@ -163,7 +166,7 @@ def test_smaller_weights_say_what_they_lose_where_that_was_measured(
     LossTable(fingerprint(model), "text", 1024, groups, 0.5).save(settings.data_dir / "losses")
     found = localrt.plan(folder, ram="900MB")
     assert [size.loss for size in found.sizes] == [0, 0.25]
-    assert "loses 0.250 nats a token, perplexity about +28.4 %" in found.report
+    assert "loses 0.250 nats a token, perplexity about +28.4 %" in found.details
     # Much larger ones may be streamed in four and a half bits too.
     wide = localrt.plan(folder, ram="900MB", format="bf16", advise=False)
     three = sizes.other_sizes(wide, folder, settings)

@@ -9,11 +9,18 @@ import pytest
 from localrt.hub.choosing import Offer
 from localrt.hub.known_models import find_known
 from localrt.offload.planner.verdict import READING_TOK_S
+from localrt.planning import recommending
 from localrt.planning.recommending import recommend
 from localrt.settings import Settings
 
 BITS = {"Q2_K": 3.0, "Q3_K_M": 3.9, "Q4_K_M": 4.85, "Q6_K": 6.6, "Q8_0": 8.5, "BF16": 16.0}
 CARD = "virtual:8GB@12GB/s,256GB/s,20TFLOPS"
+
+
+@pytest.fixture(autouse=True)
+def all_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of this machine's memory is free."""
+    monkeypatch.setattr(recommending, "ram_budget", lambda ram: ram)
 
 
 @pytest.fixture

@@ -156,7 +156,7 @@ async def test_what_is_here_and_what_to_expect_of_it(monkeypatch: pytest.MonkeyP
         assert "not used yet" in shown[1]
         room = str(app.models.query_one("#room", Static).render())
         assert room == "3 models take 94 GB, 81 GB free"
-        await until(pilot, lambda: "fits in RAM, about 45 tok/s" in about(app))
+        await until(pilot, lambda: "Good for chat: 45 tok/s" in about(app))
         await until(pilot, lambda: "· in RAM" in rows(app)[1])
         # What does not fit is asked about.
         await pilot.press("down")

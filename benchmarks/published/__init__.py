@@ -1,0 +1,1 @@
+"""Forecasts of the planner beside speeds that users published."""

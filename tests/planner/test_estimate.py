@@ -1,0 +1,60 @@
+"""Rates in milliseconds, beside those of whole plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from localrt.offload.planner import Budgets, PlanRequest, make_plan
+from localrt.offload.planner.cards import CARDS
+from localrt.offload.planner.estimate import estimate, outline, whole_nbytes
+from localrt.offload.planner.machine import MachineProfile, typical_machine
+from tests.planner.models import CONFIGS, published
+
+GB = 10**9
+
+
+def with_card() -> MachineProfile:
+    card = CARDS["RTX 4060 8GB"]
+    return replace(typical_machine(), gpu=card.profile, link_bytes_s=card.link_bytes_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "ram", "card", "nearly"),
+    [
+        ("qwen2.5-coder-1.5b", 4 * GB, False, 0.001),
+        ("qwen2.5-coder-1.5b", 700_000_000, False, 0.1),
+        ("phi-3-mini", 4 * GB, True, 0.1),
+        ("llama-3-70b", 32 * GB, True, 0.2),
+        ("gpt-oss-20b", 8 * GB, False, 0.25),
+        ("gpt-oss-20b", 32 * GB, True, 0.2),
+    ],
+)
+def test_near_the_plan(name: str, ram: int, card: bool, nearly: float) -> None:
+    machine = with_card() if card else typical_machine()
+    budgets = Budgets(ram=ram, vram=8 * GB if card else 0)
+    request = PlanRequest(shape=published(name), machine=machine, budgets=budgets, ctx=2048)
+    expected, plan = estimate(request), make_plan(request, exact=False)
+    assert expected is not None
+    assert expected.tok_s == pytest.approx(plan.tok_s, rel=nearly)
+    assert expected.needed == pytest.approx(request.shape.pass_nbytes, rel=0.001)
+    assert (expected.read > 0) == (plan.read_bytes > 0)
+    assert expected.place == plan.expected.place
+    # Of an outline too, which lists few of a mixture's experts.
+    short = outline(CONFIGS[name], name=name)
+    assert len(short.units) <= len(request.shape.units)
+    assert whole_nbytes(short) == pytest.approx(request.shape.nbytes, rel=0.02)
+    quick = estimate(replace(request, shape=short))
+    assert quick is not None
+    assert quick.tok_s == pytest.approx(expected.tok_s, rel=0.1)
+
+
+def test_what_fits_nowhere_has_none() -> None:
+    request = PlanRequest(
+        shape=published("llama-3-70b"),
+        machine=typical_machine(),
+        budgets=Budgets(ram=GB),
+        ctx=131_072,
+    )
+    assert estimate(request) is None

@@ -1,0 +1,67 @@
+"""What a PC runs well, of the models with short names; and how long conversations may be."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+import localrt
+from localrt.hub.known_models import KNOWN_MODELS
+from localrt.planning.inputs import Hardware
+from localrt.planning.what_runs import what_runs
+from localrt.settings import Settings
+
+pytestmark = pytest.mark.usefixtures("quiet_machine")
+
+
+def test_every_model_once_the_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object) -> None:
+        raise AssertionError("the network is not asked")
+
+    monkeypatch.setattr(socket, "create_connection", refused)
+    settings = Settings.from_environment()
+    found = what_runs(Hardware(pc="gaming-pc"), settings)
+    assert sorted(each.model.name for each in found.models) == sorted(
+        model.name for model in KNOWN_MODELS
+    )
+    best = found.best
+    assert len({each.model.family for each in best}) == len(best)
+    assert best[0].level == "good"
+    assert best[0].expected is not None
+    assert not best[0].expected.read  # what is in memory comes before what is streamed
+    large = next(each for each in found.models if each.model.name == "llama3.3:70b")
+    assert large.level == "slow"
+    assert large not in best
+    assert "Too slow or too large: llama3.3:70b" in found.report()
+    poor = what_runs(Hardware(pc="4GB, SATA SSD, 2 cores"), settings)
+    assert len(poor.best) < len(best)
+    assert set(found.machine.sources.values()) <= {"given", "typical"}
+
+
+def test_this_machine_is_not_measured_for_it() -> None:
+    found = what_runs(Hardware(ram="8GB"), Settings.from_environment())
+    assert found.machine.sources["kernels"] == "typical"
+    assert found.machine.sources["cores"] == "measured"
+    assert found.hypothetical in ((), ("--ram",))  # as this machine has them or not
+    assert "What this PC runs well" in found.report() or found.hypothetical
+
+
+def test_nothing_runs_on_next_to_nothing() -> None:
+    found = what_runs(Hardware(pc="1GB, HDD, 2 cores, DDR3"), Settings.from_environment())
+    if not found.best:
+        assert "localrt chat smollm2" in found.report()
+
+
+def test_contexts_the_largest_that_fits_and_the_largest_that_is_fast() -> None:
+    found = localrt.plan("qwen3:8b", pc="office-laptop", format="int4-g32")
+    largest, fast = found.contexts
+    assert (largest.tokens, largest.whole) == (40_960, True)
+    assert largest.tok_s < fast.tok_s
+    assert fast.tokens < largest.tokens
+    assert largest.command == "localrt chat qwen3:8b --ctx 40960"
+    assert "all that the model has" in found.report
+    tight = localrt.plan("qwen3:8b", pc="8GB", format="int4-g32", advise=True)
+    assert not tight.contexts[0].whole
+    assert "the most that fits" in tight.report
+    assert not localrt.plan("qwen3:8b", pc="office-laptop", advise=False).contexts
