@@ -84,7 +84,9 @@ if TYPE_CHECKING:
     from localrt.live import LiveModel as LiveModel
     from localrt.offload.planner.plan import Change as Change
     from localrt.offload.planner.plan import Plan as Plan
+    from localrt.offload.planner.plan import PlannedContext as PlannedContext
     from localrt.offload.planner.plan import PlannedSize as PlannedSize
+    from localrt.offload.planner.verdict import Verdict as Verdict
     from localrt.planning import plan as plan
     from localrt.planning.outlook import Outlook as Outlook
     from localrt.planning.preview import Preview as Preview
@@ -114,7 +116,8 @@ _NAMES = {
     "localrt.hub.searching": "FoundModel Variant",
     "localrt.library": "list_models list_variants pull remove_model search_models uses",
     "localrt.live": "LiveModel",
-    "localrt.offload.planner.plan": "Change Plan PlannedSize",
+    "localrt.offload.planner.plan": "Change Plan PlannedContext PlannedSize",
+    "localrt.offload.planner.verdict": "Verdict",
     "localrt.planning.outlook": "Outlook",
     "localrt.planning.plan": "plan",
     "localrt.planning.preview": "Preview preview preview_size",

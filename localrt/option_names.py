@@ -64,7 +64,7 @@ def flag_value(value: object) -> str:
 _FLAGS = {"adapters": "adapter", "dry_sequence_breakers": "dry_sequence_breaker"}
 _NO_FLAGS = frozenset(
     {
-        *("ignore_eos", "kv_on_ssd", "line_seconds", "logit_bias", "logprobs", "min_indent"),
+        *("ignore_eos", "line_seconds", "logit_bias", "logprobs", "min_indent"),
         *("token_ids", "tool_choice", "tree_depth"),
     }
 )

@@ -402,7 +402,7 @@ def with_card(
         return machine, 0
     if vram > card.vram_bytes:
         raise OptionError(
-            f"--gpu-memory {wanted.gpu_memory} is more than {card.name} has: "
+            f"{option('gpu_memory', wanted.gpu_memory)} is more than {card.name} has: "
             f"{card.vram_bytes / 1e9:.3g} GB"
         )
     profile, rate, latency = card.profile, card.link_bytes_s, machine.link_latency_s

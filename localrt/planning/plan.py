@@ -185,7 +185,7 @@ def _in_file(shape: ModelShape, offer: Offer, chosen: Recommendation) -> ModelSh
     if len(offer.sizes) == 1:  # as it was published
         return shape
     shape = sized(shape, chosen.name, offer.sizes[chosen.name])
-    return replace(shape, notes=(f"{chosen.name} is {chosen.reason}",))
+    return replace(shape, notes=(f"planned in {chosen.name}: {chosen.reason}",))
 
 
 def _given(plan: Plan, wanted: Hardware, ctx: int | None, format: str | None) -> dict[str, object]:

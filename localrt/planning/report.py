@@ -9,10 +9,10 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from localrt.formatting import format_bytes, format_seconds, table
+from localrt.formatting import format_bytes, format_count, format_seconds, table
 from localrt.hub.names import looks_like_path
 from localrt.offload.planner.explain import explain, figures, hypothetical_line
-from localrt.offload.planner.plan import Plan
+from localrt.offload.planner.plan import Plan, expected_of
 from localrt.offload.planner.search import EVEN_EXPERTS
 from localrt.offload.planner.verdict import PROMPT_TOKENS, READING_TOK_S, speed
 from localrt.planning.commands import typed
@@ -59,7 +59,7 @@ def _lines(plan: Plan, name: str, published: tuple[Published, ...]) -> Iterator[
     size = f"{format_bytes(shape.nbytes)} of weights"
     kind = f" in {plan.quantization}" if plan.quantization else ""
     called = shape.name if looks_like_path(name) else name
-    yield f"{called}: {shape.parameters / 1e9:.3g} billion parameters, {size}{kind}"
+    yield f"{called}: {format_count(shape.parameters)} parameters, {size}{kind}"
     yield from _wrapped(f"Forecast from {', '.join(figures(plan.request.machine))}, {_room(plan)}")
     yield f"{_prompt(plan)}."
     if plan.command:
@@ -100,7 +100,7 @@ def _room(plan: Plan) -> str:
 
 
 def _prompt(plan: Plan) -> str:
-    wait = format_seconds(plan.expected.wait_s)
+    wait = format_seconds(expected_of(plan).wait_s)
     return f"A page of text ({PROMPT_TOKENS} tokens) is read in {wait}"
 
 
@@ -113,20 +113,34 @@ def _contexts(plan: Plan) -> list[tuple[str, ...]]:
             if plan.tok_s < READING_TOK_S:
                 why = "the most that does not slow it down"
         rows.append(
-            (f"{each.tokens:,} tokens", why, f"{speed(each.tok_s)} when full", each.command)
+            (
+                f"{each.tokens:,} tokens",
+                why,
+                f"{speed(each.tok_s)} when full",
+                _shown(each.command, plan),
+            )
         )
     return rows
 
 
 def _gains(plan: Plan, name: str) -> list[_Gain]:
     """Changes, and smaller weights: the best first."""
-    gains = [_Gain(each.what, each.tok_s, each.gain, each.command) for each in plan.changes]
+    gains = [
+        _Gain(each.what, each.tok_s, each.gain, _shown(each.command, plan)) for each in plan.changes
+    ]
     for size in plan.sizes[1:]:
         what = f"weights of {size.bits:.1f} bits, {format_bytes(size.nbytes)}"
         bits = typed("quantize", name, {"bits": f"{size.bits:.1f}"}) if plan.command else ""
         gains.append(_Gain(what, size.tok_s, size.tok_s / plan.tok_s, bits))
     gains.sort(key=lambda each: each.gain, reverse=True)
     return gains[:_MOST_GAINS]
+
+
+def _shown(command: str, plan: Plan) -> str:
+    """Of the plan's own command with another option, the option."""
+    if plan.command and command.startswith(f"{plan.command} --"):
+        return f"add {command.removeprefix(plan.command).strip()}"
+    return command
 
 
 def _indented(rows: list[tuple[str, ...]], align: str = "r") -> Iterator[str]:

@@ -35,7 +35,8 @@ def make_plan(request: PlanRequest, *, exact: bool = True, advise: bool = False)
     """
     if request.kv_format == "int4" and any(layer.latent for layer in request.shape.kv):
         raise OptionError(
-            f"kv_format int4 is not for latent attention ({request.shape.architecture}), whose "
+            f"{option('kv_format', 'int4')} is not for latent attention "
+            f"({request.shape.architecture}), whose "
             "cache is small as it is: use bf16 or int8"
         )
     if request.uses_gpu and (missing := request.shape.off_card):
@@ -102,7 +103,7 @@ def _options(request: PlanRequest) -> Iterator[str]:
     if request.sequences > 1 and fits(replace(request, sequences=1)):
         yield "one sequence at a time fits"
     if not request.kv_on_ssd and not request.uses_gpu and fits(replace(request, kv_on_ssd=True)):
-        yield "keys and values on the SSD fit ({option('kv_on_ssd', True)})"
+        yield f"keys and values on the SSD fit ({option('kv_on_ssd')})"
     shorter = replace(request, ctx=min(request.ctx, SMALLEST_CONTEXT), kv_format="int8")
     if (least := least_ram(shorter)) is not None:
         yield (

@@ -24,6 +24,7 @@ __all__ = [
     "PlannedPlace",
     "PlannedSize",
     "Prediction",
+    "expected_of",
     "in_words",
 ]
 
@@ -273,23 +274,9 @@ class Plan:
         return self.prediction.bottleneck
 
     @property
-    def expected(self) -> Expected:
-        """What it comes to, in a few numbers."""
-        where = self.placement.where
-        return Expected(
-            tok_s=self.tok_s,
-            prefill_tok_s=self.prefill_tok_s,
-            nbytes=self.weight_bytes,
-            needed=round(self.request.shape.pass_nbytes),
-            read=self.read_bytes,
-            copied=self.copied_bytes,
-            on_card=sum(u.nbytes for u in self.request.shape.units if where[u.name] is Where.VRAM),
-        )
-
-    @property
     def verdict(self) -> Verdict:
         """Whether it is fast enough to chat with, and why: ``str`` is one line."""
-        return judge(self.expected)
+        return judge(expected_of(self))
 
     def busy_share(self, resource: Resource) -> float:
         """The share of a pass that a resource works, from 0 to 1."""
@@ -365,3 +352,17 @@ class Plan:
             "notes": list(self.notes),
             "hypothetical": list(self.hypothetical),
         }
+
+
+def expected_of(plan: Plan) -> Expected:
+    """What a plan comes to, in the few numbers that it is judged by."""
+    shape, where = plan.request.shape, plan.placement.where
+    return Expected(
+        tok_s=plan.tok_s,
+        prefill_tok_s=plan.prefill_tok_s,
+        nbytes=plan.weight_bytes,
+        needed=round(shape.pass_nbytes),
+        read=plan.read_bytes,
+        copied=plan.copied_bytes,
+        on_card=sum(unit.nbytes for unit in shape.units if where[unit.name] is Where.VRAM),
+    )

@@ -10,7 +10,9 @@ import pytest
 
 from localrt.cli import main
 from localrt.errors import OfflineError
+from localrt.hub.choosing import Offer
 from localrt.planning import inputs as plan_inputs
+from localrt.planning import plan as planning
 from tests.planner.models import CONFIGS
 
 WHAT_IF = ("--gpu-memory", "8GB", "--ram", "32GB", "--ssd", "3.5GB/s", "--link", "12GB/s")
@@ -210,3 +212,21 @@ def test_of_a_hub_model_the_config_alone_will_do(
     report = as_json(capsys, "org/small", *WHAT_IF)
     assert report["model"]["name"] == "org/small"
     assert report["model"]["layers"] == 28
+
+
+def test_of_a_hub_models_files_the_one_that_chat_would_choose_is_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "HF_HOME/hub/models--org--small/snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIGS["qwen2.5-coder-1.5b"]))
+    sizes = {"Q8_0": 1_900_000_000, "Q4_K_M": 1_100_000_000}
+    offer = Offer("org/small", sizes, CONFIGS["qwen2.5-coder-1.5b"])
+    monkeypatch.setattr(planning, "offer_of", lambda repo, settings: offer)
+    monkeypatch.setenv("LOCALRT_OFFLINE", "0")
+    report = as_json(capsys, "org/small", "--pc", "office-laptop")
+    assert report["quantization"] == "Q8_0"
+    assert report["model"]["weight_bytes"] == pytest.approx(sizes["Q8_0"], rel=0.01)
+    faster = {change["command"]: change["what"] for change in report["changes"]}
+    assert faster["localrt chat org/small:Q4_K_M"] == "Q4_K_M instead of Q8_0, 1.1 GB"
+    assert as_json(capsys, "org/small", "--offline", *WHAT_IF)["quantization"] is None

@@ -98,7 +98,7 @@ def test_guesses_are_listed_only_where_they_were_measured(
     assert main(["plan", str(tiny_folder), "--ctx", "64"]) == 0
     text = capsys.readouterr().out
     assert "guesses by small: 100 % come true (measured)" in text
-    assert f"localrt chat {tiny_folder} --ctx 64 --draft small" in text
+    assert "add --draft small\n" in text
 
 
 def test_without_a_card(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

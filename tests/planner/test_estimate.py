@@ -10,6 +10,7 @@ from localrt.offload.planner import Budgets, PlanRequest, make_plan
 from localrt.offload.planner.cards import CARDS
 from localrt.offload.planner.estimate import estimate, outline, whole_nbytes
 from localrt.offload.planner.machine import MachineProfile, typical_machine
+from localrt.offload.planner.plan import expected_of
 from tests.planner.models import CONFIGS, published
 
 GB = 10**9
@@ -40,7 +41,7 @@ def test_near_the_plan(name: str, ram: int, card: bool, nearly: float) -> None:
     assert expected.tok_s == pytest.approx(plan.tok_s, rel=nearly)
     assert expected.needed == pytest.approx(request.shape.pass_nbytes, rel=0.001)
     assert (expected.read > 0) == (plan.read_bytes > 0)
-    assert expected.place == plan.expected.place
+    assert expected.place == expected_of(plan).place
     # Of an outline too, which lists few of a mixture's experts.
     short = outline(CONFIGS[name], name=name)
     assert len(short.units) <= len(request.shape.units)

@@ -292,7 +292,7 @@ def test_numbers_below_one_are_refused(name: str) -> None:
 def test_latents_are_not_kept_in_four_bits() -> None:
     model = published("deepseek-v2-lite")
     budgets = Budgets(ram=32_000 * MB)
-    with pytest.raises(OptionError, match="int4 is not for latent attention"):
+    with pytest.raises(OptionError, match='kv_format="int4" is not for latent attention'):
         planned(model, machine(), budgets, ctx=4096, kv_format="int4", exact=False)
 
 
