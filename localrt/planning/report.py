@@ -22,6 +22,7 @@ __all__ = ["details", "report"]
 
 _WIDTH = 100
 _MOST_GAINS = 5
+_MOST_PUBLISHED = 2  # all are among the details
 _MOST_NOTES = 2
 
 
@@ -80,7 +81,7 @@ def _lines(plan: Plan, name: str, published: tuple[Published, ...]) -> Iterator[
     if published:
         yield ""
         yield "What others measured with this model and card"
-        yield from (f"  {each}" for each in published)
+        yield from (f"  {each}" for each in published[:_MOST_PUBLISHED])
     notes = [note for note in plan.notes if note != EVEN_EXPERTS][:_MOST_NOTES]
     if notes:
         yield ""
