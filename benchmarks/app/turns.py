@@ -103,7 +103,9 @@ Turns = AsyncIterator[tuple[int, str, float]]
 
 async def _shrinking(files: dict[str, Path], tokens: int, rounds: int) -> Turns:
     pool = ModelPool(
-        lambda path, shrinkable: localrt.load(path, shrinkable=shrinkable, ctx=CTX),
+        lambda path, shrinkable, cancel: localrt.load(
+            path, shrinkable=shrinkable, cancel=cancel, ctx=CTX
+        ),
         lambda: [LocalFile(name, str(path), path.stat().st_size) for name, path in files.items()],
         ServeOptions(keep_alive_s=-1),
     )

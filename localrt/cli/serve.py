@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import threading
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -32,6 +33,8 @@ from localrt.errors import MissingExtraError, OptionError
 from localrt.formatting import parse_duration, parse_size
 from localrt.hub import list_models
 from localrt.hub.client_names import client_names
+from localrt.option_names import on_command_line, spelled
+from localrt.progress import NOTE, Progress
 from localrt.remote.local_servers import LocalServer, announced
 from localrt.serve.options import ServeOptions, is_loopback
 from localrt.settings import SERVE_KEY, Settings
@@ -162,8 +165,8 @@ def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, A
     settings = Settings.from_environment()
     given = load_options(args) | {"offline": True}
 
-    def load(name: str, shrinkable: bool) -> localrt.Model:
-        model = localrt.load(name, shrinkable=shrinkable, **given)
+    def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
+        model = localrt.load(name, shrinkable=shrinkable, cancel=cancel, progress=say_note, **given)
         _set_defaults(model, defaults)
         return model
 
@@ -178,6 +181,10 @@ def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, A
             _print_json(event="models", time=round(time.time(), 3), text=text)
         elif not args.quiet:
             print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+    def say_note(progress: Progress) -> None:
+        if progress.stage == NOTE:
+            say(spelled(progress.detail, on_command_line))
 
     ram = None if args.ram is None else parse_size(args.ram)
     return ModelPool(load, files, options, ram=ram, on_change=say)

@@ -28,7 +28,7 @@ from localrt.serve.bodies import prepare_checks
 from localrt.serve.calls import Call, chat_call, completion_call, prompts_of
 from localrt.serve.embedding import embedded
 from localrt.serve.endpoints import fields_of, service_of
-from localrt.serve.errors import ApiError, JsonResponse, failure, invalid
+from localrt.serve.errors import ANTHROPIC_HEADER, ApiError, JsonResponse, failure, invalid
 from localrt.serve.generating import answer
 from localrt.serve.guard import Guard, LogLine
 from localrt.serve.infill import routes as infill
@@ -45,7 +45,6 @@ from localrt.serve.service import Service
 __all__ = ["create_app"]
 
 _WORKERS = 4
-_ANTHROPIC = "anthropic-version"  # a header of Anthropic's clients
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -114,7 +113,7 @@ def _model_object(service: Service, model: Offered) -> dict[str, Any]:
 
 async def models(request: Request) -> Response:
     """GET /v1/models"""
-    if _ANTHROPIC in request.headers:
+    if ANTHROPIC_HEADER in request.headers:
         return await anthropic.models(request)
     service = service_of(request)
     data = [_model_object(service, model) for model in service.models.offered()]
@@ -123,7 +122,7 @@ async def models(request: Request) -> Response:
 
 async def model(request: Request) -> Response:
     """GET /v1/models/NAME"""
-    if _ANTHROPIC in request.headers:
+    if ANTHROPIC_HEADER in request.headers:
         return await anthropic.model(request)
     service = service_of(request)
     found = service.models.find(request.path_params["name"])
@@ -228,4 +227,4 @@ async def _sample(service: Service) -> None:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return failure(error).response(request.url.path)
+    return failure(error).response(request.url.path, request.headers)

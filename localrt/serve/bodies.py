@@ -196,12 +196,44 @@ def _described(error: Any) -> tuple[str, str | None]:
     definition = error.definition if isinstance(error.definition, dict) else {}
     if error.rule == "anyOf" and "description" in definition:
         rest = f"must be {definition['description']}"
-    elif error.rule == "type" and isinstance(definition.get("type"), list):
-        kinds = [kind for kind in definition["type"] if kind != "null"]
-        rest = f"must be {' or '.join(kinds)}"
+    elif error.rule in _WORDS:
+        rest = _WORDS[error.rule](error.rule_definition)
     elif error.rule == "required":
-        rest = rest.replace("must contain", "must have").replace(" properties", "")
+        missing = [name for name in error.rule_definition if name not in error.value]
+        rest = f"must have {' and '.join(missing)}"
     return f"{where or 'the body'} {rest}", where or _missing(error)
+
+
+def _kinds(given: str | list[str]) -> str:
+    kinds = [given] if isinstance(given, str) else [kind for kind in given if kind != "null"]
+    return "must be " + " or ".join(_KINDS[kind] for kind in kinds)
+
+
+def _values(given: list[Any]) -> str:
+    return "must be " + " or ".join(json.dumps(value) for value in given if value is not None)
+
+
+_KINDS = {
+    "array": "a list",
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "null": "null",
+    "number": "a number",
+    "object": "an object",
+    "string": "a text",
+}
+# What a value must be, by the schema's rule that it breaks.
+_WORDS: Mapping[str, Callable[[Any], str]] = {
+    "type": _kinds,
+    "enum": _values,
+    "const": lambda value: _values([value]),
+    "minimum": lambda least: f"must be at least {least}",
+    "maximum": lambda most: f"must be at most {most}",
+    "minItems": lambda least: "must not be empty" if least == 1 else f"must have {least} items",
+    "maxItems": lambda most: f"must have at most {most} items",
+    "minLength": lambda least: "must not be empty",
+    "maxLength": lambda most: f"must have at most {most} characters",
+}
 
 
 def _missing(error: Any) -> str | None:

@@ -16,11 +16,22 @@ from localrt.serve.schemas import EFFORTS, THINKING_LIMITS
 from localrt.text.content import check_text_only
 from localrt.text.thinking import THOUGHT_FIELDS
 
-__all__ = ["SEEDS", "Call", "chat_call", "chosen_tool", "completion_call", "prompts_of", "thought"]
+__all__ = [
+    "ANY_SEED",
+    "SEEDS",
+    "Call",
+    "chat_call",
+    "chosen_tool",
+    "completion_call",
+    "prompts_of",
+    "thought",
+]
 
 Fields = Mapping[str, Any]
 
 SEEDS = 1 << 64
+ANY_SEED = -1  # of llama.cpp, LM Studio and Ollama: another every time
+_NO_LIMIT = -1  # of theirs, for tokens
 _AS_THEY_ARE = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "stop", "ignore_eos", "max_tokens"),
@@ -68,15 +79,15 @@ def chat_call(fields: Fields) -> Call:
     for name in ("functions", "function_call"):
         if fields.get(name):
             raise invalid(f"{name} is not supported: use tools", name)
-    options = _options(fields) | _thinking(fields)
     if fields.get("max_completion_tokens") is not None:
-        options["max_tokens"] = fields["max_completion_tokens"]
+        fields = {**fields, "max_tokens": fields["max_completion_tokens"]}
+    options = _options(fields) | _thinking(fields)
     if fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs") or 0
     tools = list(fields.get("tools") or ())
     wanted = fields.get("response_format") or {}
-    if wanted.get("type") == "json_object":
-        options["json_schema"] = {"type": "object"}
+    if wanted.get("type") == "json_object":  # llama.cpp's may have a schema, too
+        options["json_schema"] = wanted.get("schema") or {"type": "object"}
     elif wanted.get("type") == "json_schema":
         options["json_schema"] = wanted["json_schema"]["schema"]
     given = fields.get("tool_choice") or "auto"
@@ -156,7 +167,11 @@ def _streaming(fields: Fields) -> dict[str, Any]:
 
 def _options(fields: Fields) -> dict[str, Any]:
     options = {name: fields[name] for name in _AS_THEY_ARE if fields.get(name) is not None}
-    if fields.get("seed") is not None:
+    if options.get("max_tokens") == _NO_LIMIT:
+        del options["max_tokens"]
+    if fields.get("repeat_penalty") is not None:  # llama.cpp's and LM Studio's name
+        options.setdefault("repetition_penalty", fields["repeat_penalty"])
+    if fields.get("seed") not in (None, ANY_SEED):
         options["seed"] = fields["seed"] % SEEDS
     if fields.get("top_k") is not None:
         options["top_k"] = max(0, fields["top_k"])  # elsewhere -1 switches it off

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +22,10 @@ from localrt.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
+from localrt.option_names import on_command_line, python_option
 
 __all__ = [
+    "ANTHROPIC_HEADER",
     "ApiError",
     "JsonResponse",
     "anthropic_error",
@@ -32,6 +35,7 @@ __all__ = [
     "invalid",
     "ollama_error",
     "to_json",
+    "without_folders",
 ]
 
 _TYPES = {
@@ -56,6 +60,23 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
+ANTHROPIC_HEADER = "anthropic-version"  # of Anthropic's clients, which ask for models as well
+
+_NO_PATH = "there is nothing at this path: /openapi.json lists what this server answers"
+
+# A path from a root or a home folder, up to its last part. Names may have spaces inside.
+_FOLDERS = re.compile(
+    r"""(?<![\w/:.~-])(?:~|[A-Za-z]:)?[/\\]"""
+    r"""(?:(?=\S)(?:(?![:;,]\ )[^/\\\n"'])*[^/\\\s"':;,][/\\])+"""
+)
+
+# Options that no request has: flags of `localrt serve`.
+_OF_THE_SERVER = frozenset(
+    {
+        *("adapters", "chat_template", "ctx", "device", "draft", "engine", "format", "gpu_memory"),
+        *("kv_format", "overflow", "ram", "threads", "tree_budget"),
+    }
+)
 # Options that requests have under another name.
 _FIELDS = {"json_schema": "response_format", "token_ids": "prompt"}
 _FIELDS |= {"grammar": "grammar", "suffix": "suffix"}  # known without an underscore
@@ -94,13 +115,14 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def response(self, path: str) -> Response:
+    def response(self, path: str, headers: Mapping[str, str]) -> Response:
         """As a whole HTTP response to a request of ``path``, in the words of its dialect."""
-        dialects = {"/v1/messages": anthropic_error, "/api/": ollama_error}
-        found = (make for start, make in dialects.items() if path.startswith(start))
-        return JsonResponse(
-            next(found, error_body)(self), status_code=self.status, headers=self.headers
-        )
+        make = error_body
+        if path.startswith("/api/"):
+            make = ollama_error
+        elif path.startswith("/v1/messages") or ANTHROPIC_HEADER in headers:
+            make = anthropic_error
+        return JsonResponse(make(self), status_code=self.status, headers=self.headers)
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -131,9 +153,20 @@ def ollama_error(error: ApiError) -> dict[str, Any]:
     return {"error": str(error)}
 
 
+def without_folders(text: str) -> str:
+    """``text`` with files by their own names: where they lie is not for clients."""
+    return _FOLDERS.sub("", text)
+
+
+def _in_a_request(name: str, value: object) -> str:
+    """An option as a client writes it, or else as the server's flag."""
+    spelling = on_command_line if name in _OF_THE_SERVER else python_option
+    return spelling(name, value)
+
+
 def api_error(error: LocalrtError) -> ApiError:
     """The library's error in HTTP's words."""
-    message = str(error)
+    message = without_folders(error.told(_in_a_request))
     if isinstance(error, ContextOverflowError):
         return invalid(message, code="context_length_exceeded")
     if isinstance(error, OptionError | TemplateError | TokenizerError):
@@ -157,7 +190,8 @@ def failure(error: BaseException) -> ApiError:
     if isinstance(error, LocalrtError):
         return api_error(error)
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, error.detail, headers=error.headers)
+        detail = _NO_PATH if error.status_code == 404 else error.detail
+        return ApiError(error.status_code, detail, headers=error.headers)
     if isinstance(error, asyncio.CancelledError):
         return ApiError(503, "the server is stopping", code="stopping")
     return ApiError(500, f"the server failed: {type(error).__name__}")

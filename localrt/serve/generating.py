@@ -67,7 +67,7 @@ async def answer(
         stack.enter_context(service.admitted(len(submissions)))
         entering = stack.enter_async_context(service.using(call.model))
         served = await until_gone(request, entering)
-        name, adapting = _addressed(served, call.model)
+        name, adapting = _addressed(served, service.models.find(call.model).name)
         served.check_options(**call.options)
         reply = make(served, call, name)
         answers: list[AsyncAnswer] = []
@@ -104,12 +104,11 @@ async def prompt_tokens(request: Request, service: Service, call: Call) -> int:
         return await until_gone(request, work())
 
 
-def _addressed(served: ServedModel, name: str | None) -> tuple[str, dict[str, str]]:
+def _addressed(served: ServedModel, name: str) -> tuple[str, dict[str, str]]:
     """The name that answers, and the option that says which adapter that is."""
-    adapter = served.names.get(name or "")
     if not served.model.adapters:
         return served.name, {}
-    return served.name if adapter is None or not name else name, {"adapter": adapter or "none"}
+    return name, {"adapter": served.names.get(name) or "none"}
 
 
 def _ended(service: Service, answers: Sequence[AsyncAnswer]) -> None:

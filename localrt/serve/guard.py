@@ -79,7 +79,8 @@ class Guard:
         except BaseException as error:  # a native library's panic too
             # An answer that has begun gets nothing more: the connection is closed.
             if status == _GONE:
-                await failure(error).response(scope["path"])(scope, receive, watched)
+                answer = failure(error).response(scope["path"], Headers(scope=scope))
+                await answer(scope, receive, watched)
             if isinstance(error, asyncio.CancelledError):
                 raise
         finally:

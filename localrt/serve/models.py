@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from localrt.api import Model
 from localrt.hub.names import client_name
@@ -17,7 +18,7 @@ from localrt.serve.errors import ApiError
 from localrt.serve.options import ServeOptions
 from localrt.serve.served import ServedModel
 
-__all__ = ["Models", "Offered", "OneModel", "not_here"]
+__all__ = ["Models", "Offered", "OneModel", "meant", "not_here"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +123,8 @@ class OneModel(Models):
         offered = self.offered()
         if not name or name == self._model.name:
             return offered[0]
-        return next((one for one in offered if one.name == name), None) or not_here(name, offered)
+        found = meant(name, [one.name for one in offered])
+        return next((one for one in offered if one.name == found), None) or not_here(name, offered)
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
@@ -145,7 +147,25 @@ class OneModel(Models):
             served.close()
 
 
-def not_here(name: str, offered: Sequence[Offered]) -> Offered:
+def meant(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that a client means by ``name``: capitals do not count, nor does the
+    tag ``latest``, which Ollama's clients add; other tags may be left out where that leaves no
+    choice.
+    """
+    known = list(names)
+    if name in known:
+        return name
+    given = name.lower().removesuffix(":latest")
+    for forms in (
+        [one.lower().removesuffix(":latest") for one in known],
+        [one.lower().rpartition(":")[0] for one in known],
+    ):
+        if forms.count(given) == 1:
+            return known[forms.index(given)]
+    return None
+
+
+def not_here(name: str, offered: Sequence[Offered]) -> NoReturn:
     """Raise what tells a client that there is no model ``name``.
 
     Raises:

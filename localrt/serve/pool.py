@@ -10,19 +10,22 @@ moved in a thread, for one model at a time.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from localrt.api import Model
-from localrt.errors import MemoryBudgetError
+from localrt.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
 from localrt.offload.memory.process import current_rss, ram_budget
-from localrt.serve.errors import ApiError
-from localrt.serve.models import Models, Offered, not_here
+from localrt.option_names import on_command_line
+from localrt.serve.errors import ApiError, without_folders
+from localrt.serve.models import Models, Offered, meant, not_here
 from localrt.serve.options import ServeOptions
 from localrt.serve.served import ServedModel
 
@@ -49,14 +52,15 @@ class LocalFile:
 class _Slot:
     """A model that has been asked for. ``awake``: it has its share of the memory.
 
-    ``left`` are the bytes of weights that it has given back, ``contested`` says that it had to be
-    unloaded for others: it is loaded so that it can shrink.
+    ``keep_s`` is how long it stays where a client has said so. ``left`` are the bytes of weights
+    that it has given back, ``contested`` says that it had to be unloaded for others: it is loaded
+    so that it can shrink.
     """
 
     file: LocalFile
     served: ServedModel | None = None
     users: int = 0
-    used: float = field(default_factory=time.monotonic)
+    used: float = 0.0
     keep_s: float | None = None
     awake: bool = False
     left: int = 0
@@ -70,7 +74,8 @@ class _Slot:
 
 
 class ModelPool(Models):
-    """``load(model, shrinkable)`` loads one, ``files`` lists those of this machine.
+    """``load(model, shrinkable, cancel)`` loads one, unless ``cancel`` is set meanwhile; ``files``
+    lists those of this machine.
 
     ``ram`` bytes are for all of them, None: what is free. A model that nobody has used for
     ``keep_s`` seconds shrinks, and is unloaded after as long again; below zero it stays.
@@ -79,7 +84,7 @@ class ModelPool(Models):
 
     def __init__(
         self,
-        load: Callable[[str, bool], Model],
+        load: Callable[[str, bool, threading.Event], Model],
         files: Callable[[], Sequence[LocalFile]],
         options: ServeOptions,
         *,
@@ -90,6 +95,8 @@ class ModelPool(Models):
         self._list: tuple[float, Sequence[LocalFile]] = (float("-inf"), ())
         self._ram = ram
         self._say = on_change
+        self._memory = threading.Lock()  # held by the thread that moves it
+        self._closing = threading.Event()
         self._slots: dict[str, _Slot] = {}
         self._moving = asyncio.Lock()  # memory, from one model to another
         self._freed = asyncio.Event()  # a model has no user any more
@@ -99,11 +106,10 @@ class ModelPool(Models):
 
     def offered(self) -> Sequence[Offered]:
         """See ``Models``: the one used last is first, then by name."""
-        files = sorted(self._listed(), key=lambda file: (-self._used(file), file.name))
-        return [self._describe(file) for file in files]
+        return [self._describe(file) for file in self._ordered()]
 
     def find(self, name: str | None) -> Offered:
-        """See ``Models``; a name without its tag will do where that leaves no choice."""
+        """See ``Models``."""
         return self._describe(self._file(name))
 
     def at_work(self) -> Sequence[ServedModel]:
@@ -113,6 +119,10 @@ class ModelPool(Models):
     def keep(self, name: str, seconds: float) -> None:
         """See ``Models``."""
         self._slot(name).keep_s = seconds
+
+    def _ordered(self) -> list[LocalFile]:
+        """Those of this machine, the one used last first, then by name."""
+        return sorted(self._listed(), key=lambda file: (-self._used(file), file.name))
 
     def _listed(self) -> Sequence[LocalFile]:
         """The models of this machine; requests that come close together look once."""
@@ -150,19 +160,20 @@ class ModelPool(Models):
         return 0.0 if slot is None else slot.used
 
     def _file(self, name: str | None) -> LocalFile:
-        files = self._listed()
+        slot = self._slots.get(name or "")
+        if slot is not None and slot.served is not None:
+            return slot.file  # no need to look at the disk
+        files = {file.name: file for file in self._ordered()}
         if not files:
             raise ApiError(
                 404, "there is no model on this machine: download one with `localrt pull`"
             )
         if not name:
-            return max(files, key=self._used)
-        exact = [file for file in files if name == file.name]
-        near = exact or [f for f in files if f.name.rpartition(":")[0].lower() == name.lower()]
-        near = near or [f for f in files if f.name.lower() in (name.lower(), f"{name}:latest")]
-        if len(near) != 1:
-            not_here(name, [self._describe(file) for file in files])
-        return near[0]
+            return next(iter(files.values()))
+        found = meant(name, files)
+        if found is None:
+            not_here(name, [self._describe(file) for file in files.values()])
+        return files[found]
 
     def _slot(self, name: str | None) -> _Slot:
         file = self._file(name)
@@ -186,7 +197,8 @@ class ModelPool(Models):
             yield slot.served
         finally:
             slot.users -= 1
-            slot.used = time.monotonic()
+            if slot.served is not None:
+                slot.used = time.monotonic()
             self._freed.set()
 
     async def _bring(self, slot: _Slot) -> None:
@@ -215,28 +227,43 @@ class ModelPool(Models):
     # -- moving memory, in a thread ----------------------------------------------------------------
 
     def _make_ready(self, slot: _Slot) -> None:
-        others = self._others(slot)
+        with self._memory:
+            if self._closing.is_set():
+                raise CancelledError("the server is stopping")
+            self._give_share(slot, self._others(slot))
+
+    def _give_share(self, slot: _Slot, others: Sequence[_Slot]) -> None:
         for other in others:
             _withdraw(other)
             if other.on_card and not other.users:  # what has left a card does not come back to it
                 self._put_away(other)
         self._make_room(_wanted(slot), others)
         if slot.served is None:
-            began = time.monotonic()
-            try:
-                model = self._load(slot.file.model, slot.contested)
-            except MemoryBudgetError:
-                if not sum([self._put_away(other) for other in others if not other.users]):
-                    raise
-                model = self._load(slot.file.model, slot.contested)
-            slot.served = ServedModel(model, slot.file.name, self._options)
-            self._say(f"loaded {slot.file.name} in {time.monotonic() - began:.1f} s")
+            self._load_into(slot, others)
         else:
             free = self._free()
             slot.served.model.leave_ram(-max(0, free))
         slot.left = 0
         # Beside answers of others it has less than it could have: the next request looks again.
         slot.awake = not any(other.users for other in others)
+
+    def _load_into(self, slot: _Slot, others: Sequence[_Slot]) -> None:
+        began = time.monotonic()
+        load = partial(self._load, slot.file.model, slot.contested, self._closing)
+        try:
+            try:
+                model = load()
+            except MemoryBudgetError:
+                if not sum([self._evict(other) for other in others if not other.users]):
+                    raise
+                model = load()
+        except LocalrtError as error:
+            reason = without_folders(error.told(on_command_line))
+            self._say(f"could not load {slot.file.name}: {reason}")
+            raise
+        slot.served = ServedModel(model, slot.file.name, self._options)
+        slot.used = time.monotonic()
+        self._say(f"loaded {slot.file.name} in {slot.used - began:.1f} s")
 
     def _free(self) -> int:
         """Bytes that this process may still take."""
@@ -248,24 +275,27 @@ class ModelPool(Models):
             missing = nbytes - self._free()
             if missing <= 0:
                 return
-            if not other.users:
-                self._shrink(other, missing)
+            if not other.users and not self._shrink(other, missing):
+                self._evict(other)
 
-    def _shrink(self, slot: _Slot, nbytes: int) -> None:
-        """Have a model that nobody uses leave ``nbytes`` or, if it cannot, all that it takes."""
+    def _shrink(self, slot: _Slot, nbytes: int) -> bool:
+        """Have a model that nobody uses leave ``nbytes``, if it can; whether it could."""
         assert slot.served is not None, "it is loaded"
         model = slot.served.model
         held = slot.served.live.stats().kv_bytes
         slot.served.live.park()
         if held >= nbytes:
-            return
+            return True
         left = 0 if slot.on_card else model.leave_ram(nbytes - held)
         if left:
             slot.left += left
             self._say(f"{slot.file.name} leaves {format_bytes(left)}, and keeps the rest")
-            return
+        return left > 0
+
+    def _evict(self, slot: _Slot) -> bool:
+        """Unload a model for others: from now on it is loaded so that it can shrink."""
         slot.contested = True
-        self._put_away(slot)
+        return self._put_away(slot)
 
     def _put_away(self, slot: _Slot) -> bool:
         """Unload a model; whether it was loaded."""
@@ -275,7 +305,7 @@ class ModelPool(Models):
         served.live.park()
         served.close()
         served.model.unload()
-        slot.left, slot.awake = 0, False
+        slot.left, slot.awake, slot.keep_s = 0, False, None
         self._say(f"unloaded {slot.file.name}")
         return True
 
@@ -306,16 +336,20 @@ class ModelPool(Models):
         return idle >= (2 * keep if slot.left else keep)
 
     def _let_go(self, slot: _Slot) -> None:
-        if slot.left:
-            self._put_away(slot)
-        else:
+        with self._memory:
+            if slot.left:
+                self._put_away(slot)
+                return
             _withdraw(slot)
-            self._shrink(slot, 1 << 60)
+            if not self._shrink(slot, 1 << 60):
+                self._put_away(slot)
 
     def close(self) -> None:
-        """See ``Models``."""
-        for slot in list(self._slots.values()):
-            self._put_away(slot)
+        """See ``Models``. What is being loaded is given up."""
+        self._closing.set()
+        with self._memory:
+            for slot in list(self._slots.values()):
+                self._put_away(slot)
 
 
 def _wanted(slot: _Slot) -> int:

@@ -44,7 +44,7 @@ _BIAS: Schema = {"type": "number", "minimum": -100, "maximum": 100}
 
 _SAMPLING: dict[str, Schema] = {
     "model": TEXT,
-    "max_tokens": integer(1, MOST_ID),
+    "max_tokens": integer(-1, MOST_ID),
     "temperature": number(0, 100),
     "top_p": number(0, 1),
     "n": integer(1, 1024),
@@ -70,6 +70,7 @@ _SAMPLING: dict[str, Schema] = {
     "xtc_probability": number(0, 1),
     "xtc_threshold": number(0, 1),
     "repetition_penalty": number(0.01, 100),
+    "repeat_penalty": number(0.01, 100),
     "ignore_eos": FLAG,
     "grammar": TEXT,
 }
@@ -126,6 +127,7 @@ _RESPONSE_FORMAT: Schema = {
         object_of(
             "type",
             type={"enum": ["text", "json_object", "json_schema"]},
+            schema={"type": "object"},
             json_schema=object_of(
                 "schema", name=TEXT, description=TEXT, schema={"type": "object"}, strict=FLAG
             ),
@@ -147,7 +149,7 @@ CHAT = object_of(
     "messages",
     **_SAMPLING,
     messages=list_of(_MESSAGE, minItems=1),
-    max_completion_tokens=integer(1, MOST_ID),
+    max_completion_tokens=integer(-1, MOST_ID),
     logprobs=FLAG,
     top_logprobs=integer(0, 20),
     tools=nullable(list_of(whole(type={"enum": ["function"]}, function=_FUNCTION))),

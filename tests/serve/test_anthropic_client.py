@@ -9,6 +9,8 @@ import pytest
 
 from localrt.serve.anthropic.calls import messages_call
 from localrt.serve.bodies import check_fields
+from localrt.serve.options import ServeOptions
+from localrt.serve.pool import ModelPool
 from tests.serve.conftest import Running, needs_kernels, serving
 from tests.waits import wait_for
 
@@ -55,6 +57,19 @@ def test_a_message_says_what_the_library_says(client: Any, server: Running) -> N
         expected.metrics.prompt_tokens
     )
     assert got.usage.output_tokens == 12
+
+
+def test_models_and_what_is_none_in_anthropics_form(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.models.retrieve("nothing")
+    assert caught.value.body["type"] == "error"
+    assert caught.value.body["error"]["type"] == "not_found_error"
+    pool = ModelPool(lambda *_: pytest.fail("there is none"), lambda: [], ServeOptions())
+    with serving(pool) as empty, client_of(empty) as other:
+        assert list(other.models.list()) == []
+        with pytest.raises(anthropic.NotFoundError, match="localrt pull"):
+            other.messages.create(messages=HI, **GREEDY)
 
 
 def test_a_streamed_message_is_the_same(client: Any) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.option_names import option
 from localrt.serve import bodies
 from localrt.serve.bodies import check_fields, parse_json
 from localrt.serve.calls import chat_call, completion_call
@@ -106,6 +107,37 @@ def test_what_the_model_cannot_take(server: Running) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": "hi"}, "messages must be a list"),
+        ({"messages": []}, "messages must not be empty"),
+        ({"messages": HI, "max_tokens": "9"}, "max_tokens must be a whole number"),
+        ({"messages": HI, "stream": "yes"}, "stream must be true or false"),
+        ({"messages": HI, "top_p": 1.5}, "top_p must be at most 1"),
+        ({"messages": HI, "tools": [{"type": "x"}]}, "tools[0] must have function"),
+        ({"messages": HI, "response_format": {"type": "x"}}, 'must be "text" or "json_object" or'),
+        ([], "the body must be an object"),
+    ],
+)
+def test_messages_say_what_a_field_must_be(server: Running, fields: Any, message: str) -> None:
+    refused(server.request("POST", "/v1/chat/completions", fields), 400, message)
+
+
+def test_errors_are_spelled_for_clients() -> None:
+    """Files are told without their folders, and what is the server's to choose as its flag."""
+    for text, told in (
+        ("/home/jane/a.gguf: damaged; see /b/c.gguf", "a.gguf: damaged; see c.gguf"),
+        ("'/home/Jane Doe/my models/a b.gguf' is damaged", "'a b.gguf' is damaged"),
+        ("~/models/a.gguf or C:\\models\\b.gguf", "a.gguf or b.gguf"),
+        ("org/name of https://example.org/a/b as text/plain", None),
+        ("one / two or three/four", None),
+    ):
+        assert str(api_error(LocalrtError(text))) == (told or text)
+    error = OptionError(f"raise {option('ctx', 512)}, or lower {option('max_tokens')}")
+    assert str(api_error(error)) == "raise --ctx 512, or lower max_tokens"
+
+
 def test_what_is_no_json(server: Running) -> None:
     path = "/v1/chat/completions"
     for body, word in (
@@ -119,6 +151,17 @@ def test_what_is_no_json(server: Running) -> None:
         (b'{"seed": ' + b"9" * 9999 + b"}", "digit"),
     ):
         refused(server.request("POST", path, body), 400, word)
+
+
+def test_what_users_of_llama_cpp_send_means_the_same_here() -> None:
+    given = {"max_tokens": -1, "seed": -1, "repeat_penalty": 1.1, "messages": HI}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    given["response_format"] = {"type": "json_object", "schema": schema}
+    call = chat_call(check_fields("CHAT", given))
+    assert call.options == {"repetition_penalty": 1.1, "json_schema": schema}
+    assert "seed" not in call.submissions()[0]
+    call = completion_call(check_fields("COMPLETION", {"prompt": "a", "seed": 3, "max_tokens": 5}))
+    assert call.options == {"seed": 3, "max_tokens": 5}
 
 
 def test_half_a_character_pair_becomes_a_mark(server: Running) -> None:
@@ -146,7 +189,7 @@ def test_unknown_fields_and_nulls_are_ignored(server: Running) -> None:
 
 
 def test_paths_and_methods(server: Running) -> None:
-    refused(server.request("GET", "/nothing"), 404)
+    refused(server.request("GET", "/nothing"), 404, "/openapi.json")
     refused(server.request("GET", "/v1/nothing"), 404)
     status, body, headers = server.request("GET", "/v1/chat/completions")
     refused((status, body, headers), 405)

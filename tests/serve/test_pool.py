@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.errors import MemoryBudgetError
+from localrt.errors import CancelledError, MemoryBudgetError
 from localrt.offload.memory.process import current_rss
 from localrt.serve.errors import ApiError
 from localrt.serve.options import ServeOptions
@@ -26,7 +27,7 @@ TEXT = "Count from one to twenty in words. Then do it backwards, and say which w
 class Pool:
     """A pool of tiny models, and what has become of them."""
 
-    def __init__(self, folder: Path, names: str = "ab", **options: Any) -> None:
+    def __init__(self, folder: Path, names: Sequence[str] = "ab", **options: Any) -> None:
         self.folder = folder
         self.loaded: list[tuple[str, bool]] = []
         self.said: list[str] = []
@@ -36,7 +37,7 @@ class Pool:
             self.load, lambda: files, ServeOptions(**options), on_change=self.said.append
         )
 
-    def load(self, name: str, shrinkable: bool) -> localrt.Model:
+    def load(self, name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
         self.before_load(name)
         self.loaded.append((name, shrinkable))
         return localrt.load(self.folder, ctx=512)
@@ -54,6 +55,13 @@ async def opened(folder: Path, **options: Any) -> AsyncIterator[Pool]:
         yield pool
     finally:
         pool.pool.close()
+
+
+async def tended(pool: Pool) -> None:
+    """What a server does once a second, to its end."""
+    pool.pool.tend()
+    assert pool.pool._tending is not None
+    await pool.pool._tending
 
 
 def run(work: Awaitable[None]) -> None:
@@ -87,11 +95,18 @@ def test_many_who_ask_at_once_wait_for_one_loading(tiny_folder: Path) -> None:
                 async with pool.pool.using("a") as served:
                     return served.name
 
+            go_on, began = threading.Event(), threading.Event()
+
+            def wait(name: str) -> None:
+                began.set()
+                assert go_on.wait(60)
+
+            pool.before_load = wait
             first = asyncio.ensure_future(ask())
-            await asyncio.sleep(0)
             others = [asyncio.ensure_future(ask()) for _ in range(4)]
-            await asyncio.sleep(0.01)
+            await asyncio.to_thread(began.wait, 60)
             first.cancel()  # the others are not to suffer from it
+            go_on.set()
             assert set(await asyncio.gather(*others)) == {"a"}
             assert len(pool.loaded) == 1
 
@@ -125,13 +140,77 @@ def test_what_fails_to_load_tells_why_and_is_tried_again(tiny_folder: Path) -> N
     run(work())
 
 
+def test_a_failed_load_is_told_without_paths_and_changes_no_order(tiny_folder: Path) -> None:
+    async def work() -> None:
+        async with opened(tiny_folder) as pool:
+
+            def fail(name: str) -> None:
+                raise localrt.CheckpointError("/home/jane/models/b.gguf: truncated")
+
+            async with pool.pool.using("a"):
+                pass
+            pool.before_load = fail
+            with pytest.raises(localrt.CheckpointError):
+                async with pool.pool.using("b"):
+                    pass
+            assert pool.said[-1] == "could not load b: b.gguf: truncated"
+            assert pool.pool.find(None).name == "a"
+
+    run(work())
+
+
+def test_names_as_clients_of_ollama_write_them(tiny_folder: Path) -> None:
+    pool = Pool(tiny_folder, names=("org/Model:Q4_K_M", "org/Model:Q8_0", "plain"))
+    for given, name in (
+        ("org/model:q8_0", "org/Model:Q8_0"),
+        ("plain:latest", "plain"),
+        ("PLAIN", "plain"),
+        (None, "org/Model:Q4_K_M"),  # the first that is listed
+    ):
+        assert pool.pool.find(given).name == name
+    assert pool.pool.offered()[0].name == "org/Model:Q4_K_M"
+    for given in ("org/model", "org/model:latest", "plain:q4_0"):
+        with pytest.raises(ApiError, match="not here"):
+            pool.pool.find(given)
+
+
+def test_closing_gives_up_what_is_being_loaded(tiny_folder: Path) -> None:
+    async def work() -> None:
+        pool = Pool(tiny_folder)
+        began = threading.Event()
+
+        def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
+            began.set()
+            assert cancel.wait(60)
+            raise CancelledError("loading was cancelled")
+
+        pool.pool._load = load
+
+        async def ask() -> None:
+            async with pool.pool.using("a"):
+                pass
+
+        asking = asyncio.ensure_future(ask())
+        await asyncio.to_thread(began.wait, 60)
+        await asyncio.to_thread(pool.pool.close)
+        with pytest.raises(CancelledError):
+            await asking
+        with pytest.raises(CancelledError, match="stopping"):
+            await ask()
+        assert pool.pool.at_work() == []
+
+    run(work())
+
+
 def test_it_waits_for_answers_of_others_where_memory_is_short(tiny_folder: Path) -> None:
     async def work() -> None:
         async with opened(tiny_folder) as pool:
             order: list[str] = []
+            refused = threading.Event()
 
             def refuse(name: str) -> None:
                 if pool.states["a"] == "loaded":
+                    refused.set()
                     raise MemoryBudgetError("there is no room beside a")
 
             async def ask() -> None:
@@ -141,7 +220,7 @@ def test_it_waits_for_answers_of_others_where_memory_is_short(tiny_folder: Path)
             async with pool.pool.using("a"):
                 pool.before_load = refuse
                 waiting = asyncio.ensure_future(ask())
-                await asyncio.sleep(0.2)
+                await asyncio.to_thread(refused.wait, 60)
                 order.append("a")
             await waiting
             assert order == ["a", "b"]
@@ -167,20 +246,38 @@ def test_nobody_waits_for_ever_where_it_fits_in_no_case(tiny_folder: Path) -> No
 
 def test_a_model_that_nobody_uses_gives_its_memory_back(tiny_folder: Path) -> None:
     async def work() -> None:
-        async with opened(tiny_folder, keep_alive_s=0.2) as pool:
-            async with pool.pool.using("a"):
-                await asyncio.sleep(0.3)
-                pool.pool.tend()
-                await asyncio.sleep(0.1)
-                assert pool.states["a"] == "loaded"
+        async with opened(tiny_folder, keep_alive_s=0) as pool:
             async with pool.pool.using("b"):
                 pool.pool.keep("b", -1)
-            for _ in range(50):
-                pool.pool.tend()
-                await asyncio.sleep(0.05)
-                if pool.states["a"] == "unloaded":
-                    break
+            async with pool.pool.using("a"):
+                for _ in range(3):
+                    await tended(pool)
+                assert pool.states["a"] == "loaded"
+            await tended(pool)
             assert pool.states == {"b": "loaded", "a": "unloaded"}
+
+    run(work())
+
+
+def test_a_keep_alive_of_a_client_is_for_one_loading(tiny_folder: Path) -> None:
+    """A model that was only idle is loaded as before: no packed copy is written for it."""
+
+    async def work() -> None:
+        async with opened(tiny_folder) as pool:
+
+            async def used() -> float | None:
+                async with pool.pool.using("a"):
+                    pass
+                return pool.pool.find("a").unload_s
+
+            pool.pool.keep("a", 0)
+            await used()
+            await tended(pool)
+            assert pool.states["a"] == "unloaded"
+            left = await used()
+            assert left is not None
+            assert left > 100
+            assert pool.loaded == [("a", False), ("a", False)]
 
     run(work())
 
@@ -217,7 +314,7 @@ def by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     pool = Pool(tmp_path)
     budget = current_rss() + int(2.2 * path.stat().st_size)
 
-    def load(name: str, shrinkable: bool) -> localrt.Model:
+    def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
         pool.loaded.append((name, shrinkable))
         options = {"ctx": 1024, "draft": "off", "ram": budget, "shrinkable": shrinkable}
         return localrt.load(path, **options)

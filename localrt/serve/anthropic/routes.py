@@ -38,7 +38,8 @@ async def models(request: Request) -> Response:
     """GET /v1/models, for a client that sends ``anthropic-version``"""
     service = service_of(request)
     data = [_model(service, offered) for offered in service.models.offered()]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    ids = [one["id"] for one in data] or [None]
+    ends = {"first_id": ids[0], "last_id": ids[-1]}
     return JsonResponse({"data": data, "has_more": False, **ends})
 
 

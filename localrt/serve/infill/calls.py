@@ -34,8 +34,6 @@ def infill_call(fields: Fields) -> Call:
     count = fields.get("n_predict")
     if count is not None:  # below zero there is no limit; 0 only reads the prompt
         known["max_tokens"] = max(1, count) if count >= 0 else None
-    if fields.get("repeat_penalty") is not None:
-        known["repetition_penalty"] = fields["repeat_penalty"]
     before = fields["input_prefix"] + (fields.get("prompt") or "")
     call = completion_call({**known, "prompt": before})
     files = [

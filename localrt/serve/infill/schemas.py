@@ -37,7 +37,6 @@ INFILL = object_of(
     n_predict=integer(-2, MOST_ID),
     n_indent=integer(0, MOST_ID),
     t_max_predict_ms=number(-1, MOST_ID),
-    repeat_penalty=_SAMPLING["repetition_penalty"],
     response_fields=nullable(list_of(STRING, maxItems=256)),
 )
 INFILL_RESPONSE: Schema = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from localrt.errors import OptionError
 from localrt.formatting import parse_duration
-from localrt.serve.calls import SEEDS, Call, thought
+from localrt.serve.calls import ANY_SEED, SEEDS, Call, thought
 from localrt.serve.errors import invalid
 
 __all__ = ["chat_call", "generate_call", "keep_alive_s"]
@@ -102,7 +102,7 @@ def _call(fields: Fields, prompt: dict[str, Any], options: dict[str, Any]) -> Ca
 def _options(fields: Fields) -> dict[str, Any]:
     given = fields.get("options") or {}
     options = {name: given[name] for name in _SAME_NAMES if given.get(name) is not None}
-    if given.get("seed") is not None:
+    if given.get("seed") not in (None, ANY_SEED):
         options["seed"] = int(given["seed"]) % SEEDS
     if given.get("top_k") is not None:
         options["top_k"] = max(0, int(given["top_k"]))
