@@ -118,23 +118,33 @@ def _is_plain(args: argparse.Namespace) -> bool:
 
 
 def _use_running_server(args: argparse.Namespace) -> None:
-    """Where a server of this user has MODEL, use that one, and say so."""
-    from localrt.remote.local_servers import local_servers
+    """Where a server of this user has MODEL, use that one, and say so.
+
+    A server that does not answer, or does not list it, is left alone: it may be gone, or may have
+    been started with other folders.
+    """
+    from localrt.remote.local_servers import local_servers, models_of
 
     settings = Settings.from_environment()
     servers = local_servers(settings)
     if not servers:
         return
     try:
-        path: Path | None = resolve(args.model, settings=settings, download=False).path
+        found = resolve(args.model, settings=settings, download=False)
+        path: Path | None = found.path.resolve()
     except LocalrtError:
         path = None  # it may be the server's own name for one
     for server in servers:
+        try:
+            listed = {each.name for each in models_of(server)}
+        except LocalrtError:
+            continue
         paths = server.models
         if paths is None:
             named = client_names(list_models(settings))
             paths = {name: str(model.path) for name, model in named.items()}
-        same = (name for name, at in paths.items() if Path(at) == path or name == args.model)
+        here = {name: at for name, at in paths.items() if name in listed}
+        same = (n for n, at in here.items() if Path(at).resolve() == path or n == args.model)
         name = next(same, None)
         if name is not None:
             args.endpoint, args.model, args.api_key = server.url, name, server.key or ""

@@ -9,10 +9,8 @@ from dataclasses import asdict
 from localrt.cli.help import Examples
 from localrt.errors import LocalrtError
 from localrt.formatting import format_bytes, format_seconds, table
-from localrt.remote.address import read_address
 from localrt.remote.answer import ListedModel
-from localrt.remote.local_servers import local_servers
-from localrt.remote.model import list_remote
+from localrt.remote.local_servers import local_servers, models_of
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
@@ -31,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     servers = local_servers(Settings.from_environment())
     for server in servers:
         try:
-            listed = list_remote(read_address(server.url, server.key))
+            listed = models_of(server)
         except LocalrtError:
             continue  # it is starting, or has just stopped
         found += [(server.url, model) for model in listed if model.state != "unloaded"]

@@ -12,10 +12,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from socket import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import localrt
 from localrt.cli.help import Examples
@@ -52,6 +53,8 @@ EXAMPLES: Examples = (
     ("LOCALRT_API_KEY=secret localrt serve model.gguf --host 0.0.0.0", "for the network"),
 )
 
+
+Number = TypeVar("Number", int, float)
 
 _HOST_HELP = "address to listen on (default: 127.0.0.1); 0.0.0.0 lets other machines in"
 _CORS_HELP = (
@@ -223,16 +226,28 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         host=args.host,
         port=args.port,
         name=args.name,
-        api_key=args.api_key or Settings.from_environment().serve_key,
+        api_key=Settings.from_environment().serve_key if args.api_key is None else args.api_key,
         origins=tuple(args.cors),
         max_running=args.max_running,
         max_queued=args.max_queued,
         max_connections=args.max_connections,
-        max_body=parse_size(args.max_body),
+        max_body=_value("--max-body", args.max_body, parse_size),
         drain_s=args.drain,
-        keep_alive_s=parse_duration(args.keep_alive),
+        keep_alive_s=_value("--keep-alive", args.keep_alive, parse_duration),
         allow_pull=args.allow_pull,
     )
+
+
+def _value(flag: str, given: str, parse: Callable[[str], Number]) -> Number:
+    """A flag's value.
+
+    Raises:
+        OptionError: it has none; says which flag that is.
+    """
+    try:
+        return parse(given)
+    except OptionError as error:
+        raise OptionError(f"{flag}: {error}") from error
 
 
 def _log(line: LogLine) -> None:

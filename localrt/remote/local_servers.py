@@ -7,15 +7,23 @@ user can read it. Those of servers that are gone are ignored, and removed.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from localrt.errors import LocalrtError
 from localrt.files import private_folder, write_text
 from localrt.settings import Settings
 
-__all__ = ["LocalServer", "announced", "local_servers"]
+if TYPE_CHECKING:  # the client takes its time to import
+    from localrt.remote.answer import ListedModel
+
+__all__ = ["LocalServer", "announced", "local_servers", "models_of"]
+
+_ANSWER_S = 10.0  # of a server of this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,24 @@ def local_servers(settings: Settings) -> list[LocalServer]:
                 else:
                     file.unlink(missing_ok=True)
     return found
+
+
+def models_of(server: LocalServer) -> list[ListedModel]:
+    """What ``server`` lists.
+
+    Raises:
+        LocalrtError: it does not answer: it is starting, suspended, or gone.
+    """
+    from localrt.remote.address import read_address
+    from localrt.remote.model import list_remote
+
+    end = time.monotonic() + _ANSWER_S
+
+    def look() -> None:
+        if time.monotonic() > end:
+            raise LocalrtError(f"{server.url} does not answer within {_ANSWER_S:g} s")
+
+    return list_remote(read_address(server.url, server.key), look=look)
 
 
 def _folder(settings: Settings) -> Path:

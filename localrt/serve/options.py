@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass, field
 
 from localrt.errors import OptionError
+from localrt.option_names import option
 
 __all__ = ["ServeOptions", "is_loopback"]
 
@@ -58,7 +59,7 @@ class ServeOptions:
             if not getattr(self, name) >= 0:
                 raise OptionError(f"{name} must be 0 or more, is {getattr(self, name)!r}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
-            raise OptionError("api_key must be ASCII text and not empty")
+            raise OptionError(f"{option('api_key')} must be ASCII text and not empty")
         if not self.host:
             raise OptionError("host must not be empty: 127.0.0.1 is this machine, 0.0.0.0 all")
 

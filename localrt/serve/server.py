@@ -34,6 +34,10 @@ __all__ = ["Server", "open_socket", "serve"]
 _BACKLOG = 1024
 _ACCEPTED = 8  # at a time: they take open files before one can be closed for them
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_REASONS = {
+    errno.EADDRINUSE: "the port is in use: choose another with --port",
+    errno.EADDRNOTAVAIL: "this machine does not have this address",
+}
 _SEND_BUFFER = 256 << 10
 _KEEP_ALIVE_S = 30
 _AFTER_DRAIN_S = 5  # for what has been cut off to be told
@@ -55,9 +59,7 @@ def open_socket(options: ServeOptions) -> socket.socket:
     except socket.gaierror as error:
         raise LocalrtError(f"cannot listen on {host}: {error.strerror or error}") from error
     except OSError as error:
-        in_use = error.errno == errno.EADDRINUSE
-        reason = "the port is in use: choose another with --port" if in_use else None
-        reason = reason or os.strerror(error.errno or 0)
+        reason = _REASONS.get(error.errno or 0) or os.strerror(error.errno or 0)
         raise LocalrtError(f"cannot listen on {host}:{port}: {reason}") from error
     # Connections get what the listening socket has. What the system holds for a client that does
     # not read is bounded, and so is the time until it gives its connection up.

@@ -9,6 +9,8 @@ from unittest import mock
 
 import localrt as library
 from localrt.remote.local_servers import LocalServer, announced
+from localrt.serve.options import ServeOptions
+from localrt.serve.pool import ModelPool
 from localrt.settings import Settings
 from tests.cli.test_cli import FAST, home, localrt
 from tests.serve.conftest import serving
@@ -40,10 +42,35 @@ def test_a_running_server_is_used_and_shown(tiny_folder: Path, home: dict[str, s
         assert len([line for line in running.log if line.path.endswith("completions")]) == 1
 
 
+def test_servers_that_do_not_have_the_model_are_left_alone(
+    tiny_folder: Path, home: dict[str, str], tmp_path: Path
+) -> None:
+    """One is gone, and another program has its number; the other one was started elsewhere."""
+    pool = ModelPool(lambda *_: library.load(tiny_folder), lambda: [], ServeOptions())
+    link = tmp_path / "link"
+    link.symlink_to(tiny_folder)
+    with mock.patch.dict(os.environ, home, clear=True), serving(pool) as other:
+        settings = Settings.from_environment()
+        for number, url in ((1, "http://127.0.0.1:1/v1"), (os.getppid(), f"{other.url}/v1")):
+            file = settings.data_dir / "servers" / f"{number}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"url": url, "pid": number, "models": None}))
+        found = localrt("run", tiny_folder, "hi", "--max-tokens", "3", env=home)
+        assert (found.returncode, found.stderr) == (0, b"")
+        with library.load(tiny_folder, draft="off") as model, serving(model, name="tiny") as one:
+            server = LocalServer(f"{one.url}/v1", os.getpid(), None, {"tiny": str(link)})
+            with announced(server, settings):
+                found = localrt("run", tiny_folder, "hi", "--max-tokens", "3", env=home)
+                assert b"using tiny of the server" in found.stderr
+
+
 def test_flags_of_one_model_need_one(home: dict[str, str]) -> None:
     result = localrt("serve", "--name", "x", "--port", "0", env=home)
     assert result.returncode == 2
     assert b"--name is for one model: give MODEL" in result.stderr
     result = localrt("serve", "--keep-alive", "soon", "--port", "0", env=home)
     assert result.returncode == 2
-    assert b"write it like 30s, 5m or 2h" in result.stderr
+    assert b"--keep-alive: 'soon' is not a duration: write it like 30s" in result.stderr
+    result = localrt("serve", "--api-key", "", "--port", "0", env=home)
+    assert result.returncode == 2
+    assert b"--api-key must be ASCII text and not empty" in result.stderr

@@ -51,7 +51,8 @@ def responses_call(fields: Fields, messages: Sequence[Message]) -> Call:
         options["json_schema"] = wanted["schema"]
     if fields.get("truncation") == "auto":
         options["overflow"] = "drop_oldest"
-    tools = [_tool(number, tool) for number, tool in enumerate(fields.get("tools") or ())]
+    # Coding agents offer tools of other kinds as well, which the model then does not have.
+    tools = [_tool(tool) for tool in fields.get("tools") or () if tool["type"] == "function"]
     given = fields.get("tool_choice") or "auto"
     named = None if isinstance(given, str) else given["name"]
     choice = chosen_tool(given if named is None else None, named, tools)
@@ -71,14 +72,8 @@ def responses_call(fields: Fields, messages: Sequence[Message]) -> Call:
     )
 
 
-def _tool(number: int, tool: Fields) -> dict[str, Any]:
-    """A tool in the form that templates take."""
-    if tool["type"] != "function":
-        raise invalid(
-            f"tools[{number}] is of the type {tool['type'][:60]!r}: only functions, which the "
-            "client runs, are supported",
-            "tools",
-        )
+def _tool(tool: Fields) -> dict[str, Any]:
+    """A function in the form that templates take."""
     function = {name: tool[name] for name in ("name", "description") if tool.get(name)}
     return {
         "type": "function",
