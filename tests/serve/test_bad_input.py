@@ -216,15 +216,12 @@ def test_large_requests_are_cut_off(model: Any) -> None:
 
 
 def test_a_request_that_does_not_come_is_given_up(model: Any) -> None:
-    with serving(model, read_timeout_s=0.2) as running:
+    with serving(model, read_timeout_s=1.0) as running:
         with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
             raw.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
             )
             assert b" 408 " in raw.recv(1000)
-        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
-            raw.sendall(b"no http at all\r\n\r\n")
-            assert b" 400 " in raw.recv(1000)
         wait_for(running.idle)
 
 

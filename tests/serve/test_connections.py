@@ -211,18 +211,20 @@ def test_what_is_no_http_is_told_in_json(server: Running, sent: bytes, status: i
 
 
 def test_heads_must_come_in_time(model: Any) -> None:
-    with serving(model, read_timeout_s=0.3) as running:
-        status, body, _ = exchanged(running.port, HALF_A_HEAD)
-        refused((status, body, {}), 408, "0.3 s")
-        with connected(running.port) as silent:
-            assert silent.recv(100) == b""
+    # Long enough for a slow machine to send half a head; all three run out together.
+    with serving(model, read_timeout_s=1.5) as running, ExitStack() as stack:
+        half = stack.enter_context(connected(running.port, HALF_A_HEAD))
+        silent = stack.enter_context(connected(running.port))
         kept = http.client.HTTPConnection("127.0.0.1", running.port, timeout=120)
-        with closing(kept):
-            kept.request("GET", "/health")
-            assert kept.getresponse().read()
-            kept.sock.sendall(HALF_A_HEAD)
-            with kept.sock.makefile("rb") as reader:
-                assert read_answer(reader.read())[0] == 408
+        stack.callback(kept.close)
+        kept.request("GET", "/health")
+        assert kept.getresponse().read()
+        kept.sock.sendall(HALF_A_HEAD)
+        for late in (half, kept.sock):
+            with late.makefile("rb") as reader:
+                status, body, _ = read_answer(reader.read())
+            refused((status, body, {}), 408, "1.5 s")
+        assert silent.recv(100) == b""
         wait_for(lambda: len(running.service.connections) == 0)
 
 

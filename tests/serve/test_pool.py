@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import pytest
 
 import localrt
 from localrt.errors import CancelledError, MemoryBudgetError
+from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.memory.process import current_rss
 from localrt.serve.errors import ApiError
 from localrt.serve.options import ServeOptions
@@ -312,6 +314,8 @@ def by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
     monkeypatch.delenv("LOCALRT_KV_DISK")
     path = real_model("smollm2")
     pool = Pool(tmp_path)
+    gc.collect()  # what other tests left is not to become room later
+    return_free_memory()
     budget = current_rss() + int(2.2 * path.stat().st_size)
 
     def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:

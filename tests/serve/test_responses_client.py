@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from localrt.serve.responses.calls import conversation
+from localrt.serve.responses.calls import conversation, responses_call
 from localrt.serve.responses.store import ResponseStore
 from tests.serve.conftest import Running
 from tests.waits import wait_for
@@ -165,12 +165,20 @@ def test_items_become_messages() -> None:
     assert told == {"role": "system", "content": "Brief."}
 
 
+def test_tools_that_are_no_functions_are_left_out() -> None:
+    paint = {"type": "function", "name": "paint", "parameters": None}
+    others = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [paint]}]
+    call = responses_call({"tools": [*others, paint]}, [])
+    (tool,) = call.prompts[0]["tools"]
+    assert tool["function"]["name"] == "paint"
+    assert responses_call({"tools": others}, []).prompts[0]["tools"] is None
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "previous_response_id"),
-        ({"tools": [{"type": "web_search"}]}, "web_search"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
