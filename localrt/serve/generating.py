@@ -39,6 +39,7 @@ __all__ = ["answer", "prompt_tokens", "until_gone"]
 
 T = TypeVar("T")
 
+_SILENT_S = 15.0  # that a stream may be
 _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
@@ -156,15 +157,16 @@ async def _gathered(
     """Every answer as one chunk."""
     parts: list[list[Chunk]] = [[] for _ in answers]
     async with aclosing(_merged(service, call, answers, began)) as merged:
-        async for index, chunk in merged:
-            parts[index].append(chunk)
+        async for found in merged:
+            if found is not None:
+                parts[found[0]].append(found[1])
     return [joined(chunks) for chunks in parts]
 
 
 async def _merged(
     service: Service, call: Call, answers: Sequence[AsyncAnswer], began: float
-) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """The chunks of all, with the answer's number, as they come.
+) -> AsyncGenerator[tuple[int, Chunk] | None, None]:
+    """The chunks of all, with the answer's number, as they come; None when none came for long.
 
     Raises:
         LocalrtError: what went wrong with one of them, or that it was cancelled.
@@ -175,7 +177,11 @@ async def _merged(
     first = True
     try:
         while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                waiting, timeout=_SILENT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                yield None
             for task in done:
                 index, one = waiting.pop(task)
                 chunk = task.result()
@@ -209,7 +215,12 @@ async def _events(
         for event in reply.begin():
             yield event
         async with aclosing(_merged(service, call, answers, began)) as merged:
-            async for index, chunk in merged:
+            async for each in merged:
+                if each is None:
+                    if words := reply.alive():
+                        yield words
+                    continue
+                index, chunk = each
                 held[index].append(chunk)
                 if chunk.finish_reason is None and not chunk.text:
                     continue  # there is nothing to show yet: a character, or a call, is open

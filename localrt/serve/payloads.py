@@ -15,7 +15,7 @@ from localrt.engine.types import Chunk, Metrics
 from localrt.models.tokenizers import Tokenizer
 from localrt.serve.calls import Call
 from localrt.serve.errors import ApiError, error_body
-from localrt.serve.replies import EVENT_STREAM, Payload, event
+from localrt.serve.replies import COMMENT, EVENT_STREAM, Payload, event
 from localrt.text.thought_stream import ThoughtStream, parted
 from localrt.text.tools import as_message_calls
 from localrt.version import __version__
@@ -202,6 +202,10 @@ class Completion:
         """The role, or the prompt, of each choice."""
         for index in range(len(self._call.prompts) * self._call.choices):
             yield from self._events(self._shape.first(index))
+
+    def alive(self) -> bytes:
+        """A comment."""
+        return COMMENT
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
         """An event for each kind of content in it."""

@@ -11,11 +11,13 @@ from typing import Any, Protocol, TypeAlias
 from localrt.engine.types import Chunk
 from localrt.serve.errors import ApiError, to_json
 
-__all__ = ["EVENT_STREAM", "Payload", "Reply", "event"]
+__all__ = ["COMMENT", "EVENT_STREAM", "Payload", "Reply", "event"]
 
 Payload: TypeAlias = dict[str, Any]
 
 EVENT_STREAM = "text/event-stream"
+COMMENT = b": still at work\n\n"
+"""A line of an event stream that clients skip."""
 
 
 class Reply(Protocol):
@@ -30,6 +32,11 @@ class Reply(Protocol):
 
     def begin(self) -> Iterator[bytes]:
         """What a stream says before any answer."""
+
+    def alive(self) -> bytes:
+        """What a stream says when there has been nothing to say for long: clients and proxies give
+        up on one that is silent. May be empty.
+        """
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
         """What a stream says of a piece of the answer ``index``; the last has a finish reason."""

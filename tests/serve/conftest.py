@@ -16,6 +16,7 @@ import pytest
 import localrt
 from localrt.live import LiveModel
 from localrt.quant.ops.native.abi import find_library
+from localrt.serve import generating
 from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
 from localrt.serve.models import Models
@@ -125,6 +126,13 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         model.defaults.update(temperature=0.0, max_tokens=40, ignore_eos=True)
         with serving(model, name="thinker") as running:
             yield running
+
+
+@pytest.fixture(params=[1000.0, 0.001], ids=["at pace", "silent"])
+def silence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether streams show signs of life in between, as they do when prompts take long to read."""
+    monkeypatch.setattr(generating, "_SILENT_S", request.param)
+    return request.param < 1
 
 
 @pytest.fixture

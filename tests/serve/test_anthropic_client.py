@@ -72,7 +72,7 @@ def test_models_and_what_is_none_in_anthropics_form(client: Any) -> None:
             other.messages.create(messages=HI, **GREEDY)
 
 
-def test_a_streamed_message_is_the_same(client: Any) -> None:
+def test_a_streamed_message_is_the_same(client: Any, silence: bool) -> None:
     whole = client.messages.create(messages=HI, **GREEDY)
     with client.messages.stream(messages=HI, **GREEDY) as stream:
         kinds = [event.type for event in stream]

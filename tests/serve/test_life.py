@@ -126,6 +126,22 @@ def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
         raw.close()
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "sign"),
+    [
+        ("/v1/chat/completions", {"messages": HI}, "\n: still at work\n"),
+        ("/v1/responses", {"input": "hi"}, "event: response.in_progress"),
+        ("/v1/messages", {"messages": HI, "model": "tiny", "max_tokens": 4}, "event: ping"),
+    ],
+)
+def test_a_stream_shows_signs_of_life(
+    slow: None, server: Running, silence: bool, path: str, fields: dict[str, Any], sign: str
+) -> None:
+    status, text, _ = server.request("POST", path, {**fields, "stream": True})
+    assert status == 200
+    assert (text.count(sign) > 1) is silence
+
+
 def test_too_many_are_told_to_come_back(slow: None, model: Any) -> None:
     with serving(model, max_running=1, max_queued=1) as running:
         inside = [send(running, LONG), send(running, LONG)]

@@ -54,7 +54,7 @@ def test_a_chat_says_what_the_library_says(client: Any, server: Running) -> None
     assert got.total_duration >= got.eval_duration > 0
 
 
-def test_a_streamed_chat_is_the_same(client: Any) -> None:
+def test_a_streamed_chat_is_the_same(client: Any, silence: bool) -> None:
     whole = client.chat(messages=HI, **GREEDY)
     *pieces, last = client.chat(messages=HI, stream=True, **GREEDY)
     assert "".join(piece.message.content for piece in pieces) == whole.message.content

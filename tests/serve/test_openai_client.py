@@ -53,7 +53,7 @@ def test_a_chat_says_what_the_library_says(client: Any, server: Running) -> None
     assert again.usage.prompt_tokens_details.cached_tokens == got.usage.prompt_tokens - 1
 
 
-def test_a_streamed_chat_is_the_same_text(client: Any) -> None:
+def test_a_streamed_chat_is_the_same_text(client: Any, silence: bool) -> None:
     whole = client.chat.completions.create(model="tiny", messages=HI, **GREEDY)
     events = list(
         client.chat.completions.create(

@@ -60,7 +60,7 @@ def test_a_response_says_what_the_library_says(client: Any, server: Running) -> 
     assert counted.input_tokens == got.usage.input_tokens
 
 
-def test_a_streamed_response_is_the_same(client: Any) -> None:
+def test_a_streamed_response_is_the_same(client: Any, silence: bool) -> None:
     whole = client.responses.create(input="hi", **GREEDY)
     with client.responses.stream(input="hi", **GREEDY) as stream:
         events = list(stream)
@@ -69,7 +69,7 @@ def test_a_streamed_response_is_the_same(client: Any) -> None:
     assert "".join(deltas) == whole.output_text
     assert [event.sequence_number for event in events] == list(range(len(events)))
     kinds = [event.type for event in events if not event.type.endswith("delta")]
-    assert kinds == [
+    assert list(dict.fromkeys(kinds)) == [
         *("response.created", "response.in_progress", "response.output_item.added"),
         *("response.content_part.added", "response.output_text.done"),
         *("response.content_part.done", "response.output_item.done", "response.incomplete"),

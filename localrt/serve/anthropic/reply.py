@@ -61,6 +61,10 @@ class MessageReply:
         """Nothing: the first event has the length of the prompt."""
         yield from ()
 
+    def alive(self) -> bytes:
+        """A ping."""
+        return _event("ping")
+
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
         """Events of blocks that begin, grow and end; the last chunk says why it was the last."""
         if not self._begun:

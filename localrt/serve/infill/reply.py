@@ -10,7 +10,7 @@ from typing import Any
 
 from localrt.engine.types import Chunk, Metrics
 from localrt.serve.errors import ApiError, error_body
-from localrt.serve.replies import EVENT_STREAM, Payload, event
+from localrt.serve.replies import COMMENT, EVENT_STREAM, Payload, event
 
 __all__ = ["InfillReply"]
 
@@ -34,6 +34,10 @@ class InfillReply:
     def begin(self) -> Iterator[bytes]:
         """Nothing: the first event has text."""
         yield from ()
+
+    def alive(self) -> bytes:
+        """A comment."""
+        return COMMENT
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
         """A piece of the text; the last event has all but the text before."""

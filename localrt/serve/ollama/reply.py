@@ -50,6 +50,10 @@ class OllamaReply:
         """Nothing."""
         yield from ()
 
+    def alive(self) -> bytes:
+        """Nothing: each line is a piece of the answer."""
+        return b""
+
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
         """A line for what there is to show, and one for the end."""
         ends = chunk.finish_reason is not None

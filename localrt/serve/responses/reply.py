@@ -91,6 +91,10 @@ class ResponseReply:
         yield self._event("response.created", response=self._response)
         yield self._event("response.in_progress", response=self._response)
 
+    def alive(self) -> bytes:
+        """That it goes on: coding agents count events, not comments."""
+        return self._event("response.in_progress", response=self._response)
+
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
         """Events of items that begin, grow and end."""
         ends = chunk.finish_reason is not None
