@@ -80,14 +80,20 @@ def _leaks(record: dict[str, Any]) -> Iterator[Row]:
         yield f"memory that {record[name]} {what} leave behind", format_bytes(max(0, grown))
 
 
+_OTHER_WAYS = {
+    "reloading": "unloaded and loaded again",
+    "llama.cpp": "llama.cpp unloaded and loaded again",
+}
+
+
 def _turns(record: dict[str, Any]) -> Iterator[Row]:
     models = " and ".join(name.removesuffix(".gguf") for name in record["models"])
     for row in record["results"]:
-        ways = {way: row[way] for way in ("shrinking", "reloading", "llama.cpp")}
-        for name, seconds in ways["shrinking"].items():
+        for name, seconds in row["shrinking"].items():
             others = ", ".join(
-                f"{way} {ways[way][name]:.2f} s ({ways[way][name] / seconds:.1f}x)"
-                for way in ("reloading", "llama.cpp")
+                f"{what} {row[way][name]:.2f} s ({row[way][name] / seconds:.1f}x)"
+                for way, what in _OTHER_WAYS.items()
+                if way in row
             )
             yield (
                 f"{models} by turns within {record['limit']}, conversations of {row['tokens']:,} "

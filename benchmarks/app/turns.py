@@ -5,7 +5,8 @@
 Each turn asks the other model to go on with its own conversation, which has so many tokens. Three
 ways, each in a process of its own whose memory, page cache included, is limited: the pool of
 ``localrt serve``, whose models shrink; localrt's models unloaded and loaded again; llama.cpp's, the
-same. Unloading is not counted, loading and reading the prompt are.
+same, where llama-cpp-python is installed. Unloading is not counted, loading and reading the prompt
+are.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import localrt
@@ -42,10 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in asyncio.run(_way(args)):
             print(json.dumps(line), flush=True)
         return 0
+    ways = [way for way in _WAYS if way != "llama.cpp" or find_spec("llama_cpp") is not None]
     results = []
     for tokens in map(int, args.tokens):
         row: Record = {"tokens": tokens}
-        for way in _WAYS:
+        for way in ways:
             row[way] = _measured(args, way, tokens)
             print(tokens, way, row[way], flush=True)
         results.append(row)
@@ -61,6 +64,7 @@ def _measured(args: argparse.Namespace, way: str, tokens: int) -> dict[str, floa
     limit = MemoryLimit.create(parse_size(args.limit))
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         env = {**os.environ, "LOCALRT_CACHE": folder, "LOCALRT_KV_DISK": "2GB"}
+        env["XDG_DATA_HOME"] = folder  # no way finds what another one packed
         words = ["--way", way, "--tokens", str(tokens), "--rounds", str(args.rounds)]
         command = [sys.executable, "-m", "benchmarks.app.turns", *words]
         command += ["--models", ",".join(args.models)]

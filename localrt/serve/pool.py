@@ -258,8 +258,9 @@ class ModelPool(Models):
                     raise
                 model = load()
         except LocalrtError as error:
-            reason = without_folders(error.told(on_command_line))
-            self._say(f"could not load {slot.file.name}: {reason}")
+            if not self._closing.is_set():
+                reason = without_folders(error.told(on_command_line))
+                self._say(f"could not load {slot.file.name}: {reason}")
             raise
         slot.served = ServedModel(model, slot.file.name, self._options)
         slot.used = time.monotonic()

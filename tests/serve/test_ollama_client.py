@@ -87,6 +87,14 @@ def test_answers_that_follow_a_schema(client: Any) -> None:
     assert some.response.lstrip()[0] == "{"
 
 
+def test_minus_one_is_no_seed() -> None:
+    for seed, options in ((-1, {}), (3, {"seed": 3})):
+        fields = {"model": "m", "messages": HI, "truncate": False, "options": {"seed": seed}}
+        call = chat_call(check_fields("OLLAMA_CHAT", fields))
+        assert call is not None
+        assert call.options == options
+
+
 def test_tools_and_their_results() -> None:
     messages: list[Any] = [
         *HI,
