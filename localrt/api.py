@@ -95,7 +95,8 @@ def load(
             (``Model.leave_ram``, ``set_budget``). It is packed once, as one that is streamed.
         revision: branch, tag or commit of a hub model.
         offline: never use the network; None follows the environment.
-        progress: called with ``Progress`` from the loading thread.
+        progress: called with ``Progress`` from the loading thread; one of the stage ``"note"`` says
+            what will be downloaded or written to the disk, before it is.
         cancel: set it from another thread to stop with ``CancelledError``.
 
     Raises:

@@ -17,6 +17,7 @@ _VERBS = {
     "download": "downloading",
     "verify": "checking",
     "measure": "measuring the card",
+    "pack": "packing",
     "load": "loading",
     "compile": "compiling",
     "losses": "measuring what formats cost",

@@ -121,7 +121,7 @@ def load_placed(
     )
     config = read_config(checkpoint, context=choice.ctx)
     stores = settings.data_dir / "stores"
-    _announce(checkpoint, shape, stores, progress)
+    _announce(checkpoint, shape, options, stores, progress)
     store = cached_store(checkpoint, stores, progress=packed, cancel=cancel)
     shape = shape_from_checkpoint(store)
     # What measures and solves runs beside this process, within the same budget.
@@ -176,7 +176,7 @@ def load_placed(
     if card.accelerator is not None and card.accelerator.unpinned:
         notes.append(
             f"the system does not let {format_bytes(card.accelerator.unpinned)} of RAM be pinned: "
-            "copies of it to the card take about twice as long; a smaller --ram may help"
+            f"copies of it to the card take about twice as long; a smaller {option('ram')} may help"
         )
     rate = resident / streamed.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
     engine = NativeEngine(
@@ -202,7 +202,11 @@ def _with_ring(plan: Plan) -> Plan:
 
 
 def _announce(
-    checkpoint: Checkpoint, shape: ModelShape, stores: Path, progress: ProgressCallback | None
+    checkpoint: Checkpoint,
+    shape: ModelShape,
+    options: LoadOptions,
+    stores: Path,
+    progress: ProgressCallback | None,
 ) -> None:
     """Say what will be written to the disk, and how not to, before it is."""
     if isinstance(checkpoint, StoreCheckpoint):
@@ -210,10 +214,14 @@ def _announce(
     folder = store_folder(checkpoint, stores)
     if (folder / MANIFEST_NAME).is_file():
         return
+    why = f"with more {option('ram')}, or a smaller file of the model, no copy is needed"
+    if options.device.startswith("virtual:"):
+        why = "a simulated card reads the weights from there"
+    elif options.shrinkable:
+        why = "the model can then leave its memory to others"
     note_to(progress)(
-        f"does not fit in memory: a packed copy of {format_bytes(shape.nbytes)} is written once, "
-        f"to {shown_path(stores)} (`localrt rm --packed MODEL` deletes it); "
-        f"with more {option('ram')}, or a smaller file of the model, none is needed"
+        f"packing the model for streaming: {format_bytes(shape.nbytes)} in {shown_path(stores)} "
+        f"(`localrt rm --packed MODEL` deletes the copy; {why})"
     )
 
 

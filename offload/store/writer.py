@@ -263,7 +263,7 @@ class StoreWriter(Closing):
         if missing > free:
             raise StorageError(
                 f"{self.out} needs {format_bytes(missing)} more and the disk has "
-                f"{format_bytes(free)} free: make room, or choose another folder with --out"
+                f"{format_bytes(free)} free: make room, or choose another folder"
             )
 
     def _save(self, manifest: Manifest) -> None:

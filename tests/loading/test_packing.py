@@ -1,0 +1,47 @@
+"""What loading writes to the disk is said before it is written."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import localrt
+from localrt.progress import NOTE, Progress
+
+
+@pytest.fixture
+def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return tmp_path / "localrt" / "stores"
+
+
+def test_a_packed_copy_is_announced_before_it_is_written(tiny_folder: Path, stores: Path) -> None:
+    told: list[tuple[Progress, bool]] = []
+
+    def show(progress: Progress) -> None:
+        told.append((progress, any(path.is_file() for path in stores.glob("*/**/*"))))
+
+    localrt.load(tiny_folder, shrinkable=True, progress=show).close()
+    note, anything_there = told[0]
+    assert note.stage == NOTE
+    assert note.detail.startswith(f"packing the model for streaming: 406 kB in {stores} (")
+    assert "`localrt rm --packed MODEL`" in note.detail
+    assert not anything_there
+    assert {"pack", "load"} <= {progress.stage for progress, _ in told}
+
+    told.clear()
+    localrt.load(tiny_folder, shrinkable=True, progress=show).close()
+    assert not any(progress.stage in (NOTE, "pack") for progress, _ in told)
+
+
+def test_a_full_disk_is_said_before_anything_is_written(
+    tiny_folder: Path, stores: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(localrt.StorageError, match=r"needs .* more and the disk has 1 kB free"):
+        localrt.load(tiny_folder, shrinkable=True)
+    left = [path for path in stores.glob("*/**/*") if path.is_file()]
+    assert sum(path.stat().st_size for path in left) < 10_000, left
