@@ -101,10 +101,12 @@ class Skipped:
 class Outcome:
     """What came of it, in the order asked for.
 
-    ``page_cache`` says what was dropped from it before and after each engine, if anything was.
+    ``page_cache`` says what was dropped from it before and after each engine, if anything was;
+    ``interrupted``, that some runs are missing.
     """
 
     results: Sequence[Result]
     skipped: Sequence[Skipped]
     interleaved: bool
     page_cache: str | None = None
+    interrupted: bool = False

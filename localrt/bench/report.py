@@ -44,6 +44,7 @@ def to_json(
         **{name: getattr(options, name) for name in _OPTIONS},
         "interleaved": outcome.interleaved,
         "page_cache_dropped": outcome.page_cache,
+        "interrupted": outcome.interrupted,
         "results": [
             {
                 "engine": result.engine,
@@ -67,6 +68,9 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     limit = f", at most {format_bytes(options.memory_limit)}" if options.memory_limit else ""
     measured = any(result.samples for result in outcome.results)
     runs = f", median of {work.runs}" if measured else ""
+    if measured and outcome.interrupted:
+        done = sorted({len(result.samples) for result in outcome.results})
+        runs = f", interrupted: median of {' or '.join(map(str, done))} of {work.runs} runs"
     heading = (
         f"{name}: {work.prompt_tokens} prompt and {work.tokens} answer tokens{runs}, on"
         f" {machine.cpu.name} with {machine.cpu.usable_cores} threads{limit}"

@@ -24,6 +24,7 @@ from localrt.bench.page_cache import drop_from_cache, model_files
 from localrt.bench.process import ChildError, ChildProcess, child_command
 from localrt.bench.workload import LONG_ANSWER, make_long_prompt, make_prompts
 from localrt.errors import LocalrtError, OptionError
+from localrt.formatting import format_rate
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory.state import memory_state
@@ -71,9 +72,11 @@ def run_bench(
     notify: Callable[[str], None],
     command: Sequence[str] | None = None,
 ) -> Outcome:
-    """Run every engine that can be run; ``notify`` gets a line before each step that takes time.
+    """Run every engine that can be run; ``notify`` gets a line before each step that takes time,
+    and one with what it measured.
 
-    ``command`` starts a child; tests pass one that loads no model.
+    Ctrl+C ends it with what was measured until then. ``command`` starts a child; tests pass one
+    that loads no model.
 
     Raises:
         LocalrtError: a memory limit was asked for and cannot be set.
@@ -89,6 +92,7 @@ class _Bench:
         self._prompts: list[list[int]] | None = None
         self._long_prompt: list[int] = []
         self._skipped: list[Skipped] = []
+        self._running: list[_Running] = []
         self._folder: Path | None = None
         self._dropped: str | None = None
 
@@ -96,22 +100,25 @@ class _Bench:
         candidates = list(_candidates(self._options))
         together = len(candidates) > 1 and _fit_together(self._options, candidates)
         groups = [candidates] if together else [[candidate] for candidate in candidates]
-        results = [result for group in groups for result in self._run_group(group)]
-        return Outcome(results, self._skipped, together, self._dropped)
+        interrupted = False
+        try:
+            for group in groups:
+                self._run_group(group)
+        except KeyboardInterrupt:
+            interrupted = True
+        results = [_result(each) for each in self._running if each.samples]
+        return Outcome(results, self._skipped, together, self._dropped, interrupted)
 
-    def _run_group(self, group: Sequence[tuple[str, Launch]]) -> list[Result]:
+    def _run_group(self, group: Sequence[tuple[str, Launch]]) -> None:
         """Load, warm up and run the members of a group in turns; those that fail drop out."""
-        runs = self._options.workload.runs
         with ExitStack() as children:
             running = [r for r in (self._start(*c, children) for c in group) if r is not None]
             running = [r for r in running if self._try(self._warm_up, r)]
-            for index in range(1, runs + 1):
-                if running:
-                    self._notify(f"run {index} of {runs}")
+            self._running += running
+            for index in range(1, self._options.workload.runs + 1):
                 running = [r for r in running if self._try(self._time, r, index)]
             for each in running:
                 self._look(each)
-        return [_result(r) for r in running]
 
     def _start(self, setting: str, launch: Launch, children: ExitStack) -> _Running | None:
         engine, options = launch.engine, self._options
@@ -197,7 +204,13 @@ class _Bench:
         last = index == self._options.workload.runs
         traced = last and self._options.trace and running.engine == "native"
         before = running.child.ask("trace") if traced else None  # recording begins when asked for
-        running.samples.append(self._generate(running, index))
+        sample = self._generate(running, index)
+        running.samples.append(sample)
+        rates = [format_rate(sample.get(name)) for name in ("prefill_tok_s", "decode_tok_s")]
+        self._notify(
+            f"{_name(running.engine, running.setting)}, run {index} of "
+            f"{self._options.workload.runs}: prefill {rates[0]}, decode {rates[1]} tok/s"
+        )
         if traced:
             running.trace = _new_events(before, running.child.ask("trace"))
         if running.limit is not None:
@@ -227,6 +240,7 @@ class _Bench:
             step(running, *args)
         except ChildError as error:
             self._skip(running.engine, running.setting, error)
+            running.samples.clear()
             running.child.close()
             return False
         return True
@@ -234,6 +248,7 @@ class _Bench:
     def _skip(self, engine: str, setting: str, error: ChildError) -> None:
         missing = error.kind == "MissingExtraError"
         setting = "" if missing else setting
+        self._notify(f"{_name(engine, setting)}: {error}")
         self._skipped.append(Skipped(engine, setting, str(error), missing, error.kind))
 
 

@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 1 when no engine could run."""
+    """Measure and print, also what was measured until Ctrl+C; 1 when no engine could run."""
     sizes = {name: getattr(args, name) for name in ("memory_limit", "ram", "gpu_memory")}
     sizes = {name: text if text is None else parse_size(text) for name, text in sizes.items()}
     same = ("engines", "threads", "format", "device", "kv_format", "ctx")
@@ -125,10 +125,14 @@ def run(args: argparse.Namespace) -> int:
     floor = hardware.measure_memory_read(args.threads or machine.cpu.usable_cores)
     machine = replace(machine, memory_read_bytes_s=floor)
     outcome = run_bench(options, notify=_notify)
+    if outcome.interrupted and not outcome.results:
+        raise KeyboardInterrupt
     if args.json:
-        print(json.dumps(_report(outcome, options, name, machine), indent=2))
+        print(json.dumps(_report(outcome, options, name, machine)))
     else:
         print(to_table(outcome, options, name=name, machine=machine))
+    if outcome.interrupted:
+        raise KeyboardInterrupt
     if not outcome.results:
         reasons = "; ".join(f"{skip.engine}: {skip.reason}" for skip in outcome.skipped)
         misused = all(skip.kind == "OptionError" for skip in outcome.skipped)
@@ -160,7 +164,7 @@ def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where:
     machine = hardware.probe()
     if args.json:
         report = _report(run.outcome, options, name, machine)
-        print(json.dumps({**report, "runs": 0, **run.to_dict()}, indent=2))
+        print(json.dumps({**report, "runs": 0, **run.to_dict()}))
     else:
         print(f"{run.text}\n\n{to_table(run.outcome, options, name=name, machine=machine)}")
     return 0

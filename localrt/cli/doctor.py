@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; always 0: what is missing is an answer, not a failure."""
     report = _examine(quick=args.quick)
-    print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report)))
+    print(json.dumps(report) if args.json else "\n".join(_lines(report)))
     return 0
 
 

@@ -91,11 +91,8 @@ def run(args: argparse.Namespace) -> int:
         )
     seconds = time.monotonic() - started
     if args.json:
-        print(
-            json.dumps(
-                {"model": model.name, **asdict(report), "seconds": seconds}, indent=2, default=str
-            )
-        )
+        record = {"model": model.name, **asdict(report), "seconds": seconds}
+        print(json.dumps(record, default=str))
     else:
         print(_summary(model.name, report, seconds))
     return 0

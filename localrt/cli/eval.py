@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             against=against,
             progress=lambda step: line.show(f"window {step.done} of {step.total}"),
         )
-    print(json.dumps(found.to_dict(), indent=2) if args.json else _describe(found))
+    print(json.dumps(found.to_dict()) if args.json else _describe(found))
     return 0
 
 

@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - started
     if args.json:
         record = {"model": model.name, **report.to_dict(), "seconds": seconds, "notes": notes}
-        print(json.dumps(record, indent=2))
+        print(json.dumps(record))
         return 0
     for note in notes:
         print(f"localrt: {note}", file=sys.stderr)

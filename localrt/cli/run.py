@@ -153,7 +153,7 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
             "finish_reason": last.finish_reason,
             "metrics": last.metrics.to_dict(),
         }
-        print(json.dumps(record, indent=2, ensure_ascii=False))
+        print(json.dumps(record, ensure_ascii=False))
     if args.stats:
         print(_stats(last.metrics), file=sys.stderr)
     return 0

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -73,8 +74,28 @@ def test_every_engine_and_setting_is_measured_the_same_number_of_times(tmp_path:
         # What one generation takes: later runs may keep more sessions.
         assert result.metrics["peak_ram_bytes"] == 1_000_000
     assert len({result.info["pid"] for result in outcome.results}) == 6
-    assert lines[-1] == "run 3 of 3"
+    assert re.fullmatch(
+        r"transformers \(q8\), run 3 of 3: prefill [\d.]+, decode [\d.]+ tok/s", lines[-1]
+    )
     assert all(_gone(result.info["pid"]) for result in outcome.results)
+
+
+def test_what_was_measured_until_an_interrupt_is_kept(tmp_path: Path) -> None:
+    options = _options(tmp_path, "good", "native transformers")
+
+    def notify(line: str) -> None:
+        if line.startswith("transformers (q8), run 2"):
+            raise KeyboardInterrupt
+
+    outcome = run_bench(options, notify=notify, command=FAKE)
+    assert outcome.interrupted
+    assert [len(result.samples) for result in outcome.results] == [2, 2]
+    assert all(_gone(result.info["pid"]) for result in outcome.results)
+    table = to_table(outcome, options, name="m", machine=probe())
+    assert "interrupted: median of 2 of 3 runs" in table
+    assert to_json(outcome, options, name="m", machine=probe(), versions={}, command="localrt")[
+        "interrupted"
+    ]
 
 
 def test_json_has_the_names_of_metrics_and_flags_the_best_setting(tmp_path: Path) -> None:
@@ -138,7 +159,8 @@ def test_models_too_large_to_be_loaded_together_run_one_after_another(
     outcome = _run(_options(tmp_path, "good", "native transformers"), lines)
     assert not outcome.interleaved
     assert len(outcome.results) == 2
-    assert lines.index("run 3 of 3") < lines.index("loading transformers")
+    last = next(i for i, line in enumerate(lines) if "native (q8), run 3 of 3" in line)
+    assert last < lines.index("loading transformers")
 
 
 def test_a_limit_that_cannot_be_set_is_one_clear_error(
