@@ -11,7 +11,14 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.answering.arguments import check_call, check_model, check_path
+from localrt.answering.arguments import (
+    check_call,
+    check_flag,
+    check_messages,
+    check_model,
+    check_path,
+    check_text,
+)
 from localrt.answering.batching import Errors, Prompts, gathered, stream_batch
 from localrt.answering.core import Core, open_core
 from localrt.answering.embedding import embed
@@ -24,7 +31,7 @@ from localrt.engine.batch.live import LiveLimits
 from localrt.engine.options import read_options
 from localrt.engine.protocol import Logits, check_ids
 from localrt.engine.types import Chunk, Message
-from localrt.errors import ContextOverflowError, OptionError
+from localrt.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.formatting import format_bytes, parse_size
 from localrt.live import LiveModel
 from localrt.loading.options import LoadOptions
@@ -104,14 +111,16 @@ def load(
     """
     check_model(model, adapters)
     check_call(cancel=cancel, on_progress=progress, name="progress")
+    if offline is not None:
+        check_flag(option("offline"), offline)
     if chat_template is not None:
         check_path(option("chat_template"), chat_template)
     options = LoadOptions(
         engine=engine,
         format=format,
         device=device,
-        gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
-        ram=None if ram is None else parse_size(ram),
+        gpu_memory=None if gpu_memory is None else parse_size(gpu_memory, option("gpu_memory")),
+        ram=None if ram is None else parse_size(ram, option("ram")),
         ctx=ctx,
         kv_format=kv_format,
         activations=activations,
@@ -240,6 +249,7 @@ class Model(Closing):
 
         ``tools`` are functions that the model may ask to be called, in OpenAI's form.
         """
+        self._check_open()
         return ChatSession(self._core, system=system, tools=tools, **options)
 
     def load_chat(self, path: str | Path) -> ChatSession:
@@ -325,10 +335,10 @@ class Model(Closing):
         one after another. ``reserve_ram`` bytes of the budget are left to the program meanwhile,
         where weights are streamed.
         """
+        self._check_open()
         limits = LiveLimits(ctx=self.info.ctx, most=most, buffer=buffer, patience_s=patience_s)
-        live = LiveModel(
-            self._core, limits, reserve_ram=0 if reserve_ram is None else parse_size(reserve_ram)
-        )
+        reserved = 0 if reserve_ram is None else parse_size(reserve_ram, option("reserve_ram"))
+        live = LiveModel(self._core, limits, reserve_ram=reserved)
         self._batches = [*(other for other in self._batches if not other.closed), live]
         return live
 
@@ -345,13 +355,18 @@ class Model(Closing):
 
     def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of plain text."""
-        if not isinstance(text, str):
-            raise OptionError(f"text must be a string, is {text!r:.80}")
+        check_text("text", text)
         return self.tokenizer.encode(text, add_special=add_special)
 
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of token ids."""
-        return self.tokenizer.decode(tokens, skip_special=skip_special)
+        """Text of token ids.
+
+        Raises:
+            OptionError: an id outside the vocabulary.
+        """
+        ids = whole_ids(tokens, "tokens")
+        check_ids(ids, self.info.vocab_size)
+        return self.tokenizer.decode(ids, skip_special=skip_special)
 
     def count(
         self,
@@ -366,6 +381,7 @@ class Model(Closing):
         """
         if isinstance(prompt, str):
             return len(self.tokenize(prompt))
+        check_messages(prompt)
         chosen = read_options(self.defaults, options)
         tools = None if chosen.tool_choice == "none" else tools
         return len(self._core.requests.render(prompt, tools, options=chosen))
@@ -432,6 +448,9 @@ class Model(Closing):
                 damaged, of another model, or of a kind that is not read.
             MemoryBudgetError: there is no room for it beside those in use.
         """
+        self._check_open()
+        check_text("name", name)
+        check_path("path", path)
         self._core.add_adapter(name, str(path))
 
     def remove_adapter(self, name: str) -> None:
@@ -478,8 +497,8 @@ class Model(Closing):
                 streaming makes enough room; nothing changes then.
         """
         self._core.set_budget(
-            ram=None if ram is None else parse_size(ram),
-            gpu_memory=None if gpu_memory is None else parse_size(gpu_memory),
+            ram=None if ram is None else parse_size(ram, option("ram")),
+            gpu_memory=None if gpu_memory is None else parse_size(gpu_memory, option("gpu_memory")),
         )
 
     @property
@@ -490,6 +509,8 @@ class Model(Closing):
     @property
     def weights_in_ram(self) -> int:
         """Bytes of RAM that the weights take now."""
+        if self._closed:
+            return 0
         memory = self._core.engine.residency.memory
         on_card = self.info.device.startswith("cuda") and not memory.streams
         return memory.ram_nbytes if memory.streams else 0 if on_card else self.info.weight_bytes
@@ -502,6 +523,8 @@ class Model(Closing):
         there is room for them. A model that was loaded whole leaves nothing: see ``shrinkable`` of
         ``load``.
         """
+        if not isinstance(nbytes, int):
+            raise OptionError(f"nbytes must be an integer, is {nbytes!r:.80}")
         return self._core.leave_ram(nbytes)
 
     def unload(self) -> None:
@@ -516,6 +539,10 @@ class Model(Closing):
         """Free weights and caches; running batches (``live``) end."""
         self._end_batches()
         self._core.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LocalrtError("the model is closed: load it again")
 
     def _end_batches(self) -> None:
         self._closed = True

@@ -47,6 +47,12 @@ class Loading:
             target=self._run, args=(model, options), name="localrt-load", daemon=True
         ).start()
 
+    def __repr__(self) -> str:
+        """What is loaded, and how far that is."""
+        step = self._progress
+        state = "ended" if self.done else "loading" if step is None else step.stage
+        return f"<localrt.Loading {self.name!r}: {state}>"
+
     @property
     def progress(self) -> Progress | None:
         """The latest step; None before the first."""

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from localrt.answering.arguments import check_path, check_text, check_tools
 from localrt.answering.status import ModelInfo, Status
 from localrt.answering.streams import in_thread, joined
 from localrt.engine.parking.keeper import Tier
@@ -135,8 +136,10 @@ class ChatSession:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> None:
-        if system is not None and not isinstance(system, str):
-            raise OptionError(f"system must be a string, is {system!r:.80}")
+        if system is not None:
+            check_text("system", system)
+        if tools is not None:
+            check_tools(tools)
         self._host = host
         self._cache = host.open_chat()
         self._cancel = threading.Event()
@@ -209,9 +212,9 @@ class ChatSession:
         Raises:
             OptionError: no call of that id waits for its result.
         """
-        call_id = call if isinstance(call, str) else call.id
+        call_id = call.id if isinstance(call, ToolCall) else call
         if call_id not in self._waiting_calls():
-            raise OptionError(f"no call {call_id!r} waits for a result")
+            raise OptionError(f"no call {call_id!r:.80} waits for a result")
         content = result if isinstance(result, str) else _json(result)
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
@@ -347,6 +350,7 @@ class ChatSession:
         Raises:
             StorageError: the file cannot be written; what was there stays.
         """
+        check_path("path", path)
         record = {
             "version": _VERSION,
             "model": self._host.name,

@@ -23,8 +23,10 @@ _BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]I?)?B?", re.IGNORECASE)
 
 
-def parse_size(size: str | int) -> int:
+def parse_size(size: str | int, of: str = "") -> int:
     """Bytes of ``"8GB"`` (decimal), ``"512MiB"`` (binary), ``"1.5 G"``, ``"4096"`` or ``4096``.
+
+    ``of`` names the option in the message.
 
     Raises:
         OptionError: not a size, or not positive.
@@ -35,23 +37,27 @@ def parse_size(size: str | int) -> int:
     else:
         match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
         if match is None:
-            raise OptionError(f"{size!r} is not a size: write it like 8GB, 1.5GB or 512MiB")
+            said = f"{of} must be a size, is {size!r:.80}" if of else f"{size!r:.80} is not a size"
+            raise OptionError(f"{said}: write it like 8GB, 1.5GB or 512MiB")
         unit = (match[2] or "").upper()
         value = round(float(match[1]) * {**_UNITS, **_BINARY_UNITS}[unit])
     if value <= 0:
-        raise OptionError(f"a size must be above zero, not {size!r}")
+        raise OptionError(f"{of or 'a size'} must be above zero, is {size!r:.80}")
     return value
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: str, of: str = "") -> float:
     """Seconds of ``"30s"``, ``"5m"``, ``"2h"`` or ``"300"``; a negative number means for ever.
+
+    ``of`` names the option in the message.
 
     Raises:
         OptionError: not a duration.
     """
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     if match is None:
-        raise OptionError(f"{text!r} is not a duration: write it like 30s, 5m or 2h")
+        said = f"{of} must be a time, is {text!r:.80}" if of else f"{text!r:.80} is not a duration"
+        raise OptionError(f"{said}: write it like 30s, 5m or 2h")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 from localrt import hub
+from localrt.answering.arguments import check_call, check_model, check_text
 from localrt.hub import HubRef, LocalModel, ResolvedModel, searching
 from localrt.hub.resolving import offer_of
 from localrt.hub.searching import FoundModel, Variant
@@ -26,7 +28,7 @@ def list_models() -> list[LocalModel]:
 
 
 def pull(
-    model: str = "smollm2",
+    model: str | Path = "smollm2",
     *,
     revision: str | None = None,
     refresh: bool = True,
@@ -46,9 +48,11 @@ def pull(
         StorageError: the disk is full, or cannot be written.
         CancelledError: ``cancel`` was set.
     """
+    check_model(model)
+    check_call(cancel=cancel, on_progress=progress, name="progress")
     settings = Settings.from_environment()
     return hub.resolve(
-        model,
+        str(model),
         settings=settings,
         revision=revision,
         refresh=refresh,
@@ -69,6 +73,7 @@ def search_models(words: str, *, limit: int = 20) -> list[FoundModel]:
     Raises:
         OfflineError, HubError: the hub cannot be asked.
     """
+    check_text("words", words)
     return searching.search_models(words, settings=Settings.from_environment(), limit=limit)
 
 
@@ -86,6 +91,7 @@ def list_variants(
     Raises:
         ModelNotFoundError, GatedModelError, OfflineError, HubError: it cannot be seen.
     """
+    check_text("repo", repo)
     settings = Settings.from_environment()
     found = searching.list_variants(repo, settings=settings)
     offer = offer_of(repo, settings)
@@ -108,4 +114,5 @@ def remove_model(name: str, *, packed_only: bool = False) -> int:
         OptionError: they are the user's own files, another program's, or an installed package's.
         StorageError: a file cannot be deleted.
     """
+    check_text("name", name)
     return hub.remove_model(name, Settings.from_environment(), packed_only=packed_only)

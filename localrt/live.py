@@ -58,6 +58,12 @@ class LiveModel(Closing):
         # Long prompts take turns, and keep no short one waiting.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="localrt-prompt")
 
+    def __repr__(self) -> str:
+        """Whose it is, and what it does."""
+        stats = self._live.stats()
+        state = f"{stats.running} running, {stats.waiting} waiting"
+        return f"<localrt.LiveModel of {self._core.name!r}: {'closed' if self.closed else state}>"
+
     def submit(
         self,
         prompt: str | Sequence[Message] | None = None,

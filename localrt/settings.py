@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["ENDPOINT_KEY", "SERVE_KEY", "Settings"]
+__all__ = ["ENDPOINT_KEY", "KV_DISK", "SERVE_KEY", "Settings"]
 
 ENDPOINT_KEY, SERVE_KEY = "OPENAI_API_KEY", "LOCALRT_API_KEY"  # for help texts too
+KV_DISK = "LOCALRT_KV_DISK"
 
 _OLLAMA_SERVICES = (  # where packages of Linux systems keep what Ollama's service downloads
     Path("/usr/share/ollama/.ollama/models"),
@@ -70,7 +71,7 @@ class Settings:
             data_dir=xdg_data / "localrt",
             config_dir=xdg_config / "localrt",
             hub_token=_first(env, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if implicit_token else None,
-            kv_disk=_first(env, "LOCALRT_KV_DISK") or "8GB",
+            kv_disk=_first(env, KV_DISK) or "8GB",
             endpoint_key=_first(env, ENDPOINT_KEY),
             serve_key=_first(env, SERVE_KEY),
             ollama_dirs=_folders(

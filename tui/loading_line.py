@@ -23,7 +23,6 @@ __all__ = ["LoadingLine", "loading_line"]
 _STAGES = {
     "download": "Downloading",
     "measure": "Measuring the card",
-    "pack": "Packing",
     "load": "Loading",
     "pack": "Packing",
     "compile": "Compiling",

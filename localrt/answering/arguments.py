@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from localrt.errors import OptionError
 from localrt.option_names import option
 
-__all__ = ["check_call", "check_list", "check_model", "check_path"]
+__all__ = [
+    "check_call",
+    "check_flag",
+    "check_list",
+    "check_messages",
+    "check_model",
+    "check_path",
+    "check_text",
+    "check_tools",
+]
+
+_TOOLS = "functions in OpenAI's form, each a mapping"
 
 
 def check_call(*, cancel: Any = None, on_progress: Any = None, name: str = "on_progress") -> None:
@@ -26,7 +37,32 @@ def check_list(name: str, value: Any, of: str) -> None:
         raise OptionError(f"{name} must be a list of {of}, is {value!r:.80}")
 
 
-def check_model(model: Any, adapters: Any) -> None:
+def check_text(name: str, value: Any) -> None:
+    """Raise ``OptionError`` unless the value is a string."""
+    if not isinstance(value, str):
+        raise OptionError(f"{name} must be a string, is {value!r:.80}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ``OptionError`` unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be true or false, is {value!r:.80}")
+
+
+def check_messages(prompt: Any) -> None:
+    """Raise ``OptionError`` unless the value is a list, as conversations are."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
+        raise OptionError(f"a prompt is a string or a list of messages, is {prompt!r:.80}")
+
+
+def check_tools(tools: Any) -> None:
+    """Raise ``OptionError`` unless the value is a list of mappings."""
+    check_list("tools", tools, _TOOLS)
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise OptionError(f"tools must be a list of {_TOOLS}")
+
+
+def check_model(model: Any, adapters: Any = None) -> None:
     """Raise ``OptionError`` unless these are a model's name or path, and adapters by names."""
     if not isinstance(model, str | Path):
         raise OptionError(f"a model is a name or a path, is {model!r:.80}")

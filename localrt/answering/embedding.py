@@ -14,6 +14,7 @@ from localrt.answering.core import Core
 from localrt.answering.requests import whole_ids
 from localrt.engine.protocol import Check, Engine
 from localrt.errors import CancelledError, ContextOverflowError, OptionError
+from localrt.option_names import option
 
 __all__ = ["POOLINGS", "Pooling", "Rows", "embed", "pooled_states"]
 
@@ -104,7 +105,7 @@ def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> 
         if count > core.ctx:
             raise ContextOverflowError(
                 f"{which} has {count} tokens or more and the context holds {core.ctx}: split it, "
-                "or raise --ctx"
+                f"or raise {option('ctx')}"
             )
 
     if isinstance(text, str):
@@ -120,6 +121,6 @@ def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> 
     if len(ids) > core.ctx:
         raise ContextOverflowError(
             f"{which} has {len(ids)} tokens and the context holds {core.ctx}: split it, or "
-            "raise --ctx"
+            f"raise {option('ctx')}"
         )
     return ids

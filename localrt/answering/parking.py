@@ -17,7 +17,7 @@ from localrt.errors import MemoryBudgetError
 from localrt.files import keep_private
 from localrt.formatting import parse_size
 from localrt.loading.parts import LoadedModel
-from localrt.settings import Settings
+from localrt.settings import KV_DISK, Settings
 
 __all__ = ["Parking", "prompt_cache"]
 
@@ -30,7 +30,7 @@ def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
     key = model_key(parts.path, info.engine, info.format)
     folder = settings.cache_dir / "kv"
     keep_private(folder)
-    return PromptCache(folder / key, limit=parse_size(settings.kv_disk))
+    return PromptCache(folder / key, limit=parse_size(settings.kv_disk, KV_DISK))
 
 
 class Parking:

@@ -13,7 +13,7 @@ from operator import index
 from typing import Any
 
 from localrt.answering.adapters import Adapters
-from localrt.answering.arguments import check_call, check_list
+from localrt.answering.arguments import check_call, check_list, check_messages, check_tools
 from localrt.answering.thinking import ThinkingControl
 from localrt.drafts.choice import Drafts
 from localrt.engine.options import Options, read_options
@@ -46,7 +46,6 @@ __all__ = ["RequestBuilder", "whole_ids"]
 _ANSWER_SHARE = 4
 # Tokens beyond the context until a prompt is given up: up to here its length can be told exactly.
 _TOLD = 8192
-_TOOLS = "functions in OpenAI's form, each a mapping"
 
 
 def _with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
@@ -208,9 +207,7 @@ class RequestBuilder:
             options = replace(options, thinking=False)
         told = self._thinking.variables(options)
         if tools is not None:
-            check_list("tools", tools, _TOOLS)
-            if not all(isinstance(tool, Mapping) for tool in tools):
-                raise OptionError(f"tools must be a list of {_TOOLS}")
+            check_tools(tools)
         given = messages if self._thinking.reads_thoughts else thoughts_apart(messages)
         as_text = _have_calls(messages) and self._syntax.calls.as_text
         shaped = for_template(given, arguments_as_text=as_text)
@@ -342,8 +339,7 @@ class RequestBuilder:
             assert prompt is not None
             if raw:
                 raise OptionError("raw takes a string, not a list of messages")
-            if isinstance(prompt, Mapping) or not hasattr(prompt, "__len__"):
-                raise OptionError(f"a prompt is a string or a list of messages, is {prompt!r:.80}")
+            check_messages(prompt)
             if not prompt:
                 raise OptionError("the list of messages is empty")
             ids = self._fitted(prompt, tools, options, watch)
@@ -396,7 +392,7 @@ class RequestBuilder:
             if start >= len(messages):
                 raise ContextOverflowError(
                     f"the last message alone has {count} with the system prompt and the context "
-                    f"holds {ctx}: shorten it or raise --ctx"
+                    f"holds {ctx}: shorten it or raise {option('ctx')}"
                 )
             shown = [*messages[:head], *messages[start:]]
 

@@ -105,12 +105,13 @@ class _CommandParser(HelpfulParser):
         finally:
             self._mixing = False
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(self.unknown(unknown))
         return found, unknown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 on failure, 2 on bad usage, 130 when interrupted."""
+    _open_closed_streams()
     try:
         args = build_parser().parse_args(argv)
         status: int = _command(args.command).run(args)
@@ -129,6 +130,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"localrt: {place}{error.strerror or error}", file=sys.stderr)
         return 1
     return status
+
+
+def _open_closed_streams() -> None:
+    """A stream that the caller closed leads nowhere; a model's file would take its number else."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
 
 
 def _command(name: str) -> ModuleType:

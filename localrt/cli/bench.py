@@ -36,6 +36,7 @@ from localrt.formatting import parse_size
 from localrt.hub import resolve
 from localrt.machine import hardware
 from localrt.models.checkpoints import open_checkpoint
+from localrt.option_names import option
 from localrt.planning.chooser import chooser
 from localrt.progress import note_to
 from localrt.settings import Settings
@@ -103,7 +104,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure and print, also what was measured until Ctrl+C; 1 when no engine could run."""
     sizes = {name: getattr(args, name) for name in ("memory_limit", "ram", "gpu_memory")}
-    sizes = {name: text if text is None else parse_size(text) for name, text in sizes.items()}
+    sizes = {
+        name: text if text is None else parse_size(text, option(name))
+        for name, text in sizes.items()
+    }
     same = ("engines", "threads", "format", "device", "kv_format", "ctx")
     settings = Settings.from_environment()
     name, path = _resolve(args.model)

@@ -7,8 +7,11 @@ few people need go into the group ``advanced(parser)``. Knows no command.
 from __future__ import annotations
 
 import argparse
+import difflib
 import shutil
+import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 __all__ = ["Examples", "HelpfulParser", "advanced"]
 
@@ -39,6 +42,31 @@ class HelpfulParser(argparse.ArgumentParser):
         """
         self._usage = self._usage or self._make_usage()
         return self._usage
+
+    def error(self, message: str) -> NoReturn:
+        """Usage, and what is wrong, as all other errors are said."""
+        self.print_usage(sys.stderr)
+        said = message.removeprefix("argument ").replace(": must be ", " must be ", 1)
+        self.exit(2, f"localrt: {said}\n")
+
+    def unknown(self, words: Sequence[str]) -> str:
+        """What to say of arguments that are not known, with an option that may have been meant."""
+        said = f"unrecognized arguments: {' '.join(words)}"
+        flag = words[0].partition("=")[0]
+        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+        if near and flag.startswith("--"):
+            return f"{said} (did you mean {near[0]}?)"
+        return f"{said} (`{self.prog} --help` lists the options)"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        if isinstance(action, argparse._SubParsersAction):
+            near = difflib.get_close_matches(str(value), action.choices, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"`{self.prog} --help` lists them"
+            raise argparse.ArgumentError(None, f"no command {value!r:.80} ({hint})")
+        choices = ", ".join(map(str, action.choices))
+        raise argparse.ArgumentError(action, f"must be one of {choices}, is {value!r:.80}")
 
     def _make_usage(self) -> str:
         words = [self.prog, "[OPTIONS]"]

@@ -38,6 +38,7 @@ __all__ = [
     "constraint_options",
     "flag_values",
     "load_options",
+    "number",
     "sampling_options",
 ]
 
@@ -207,7 +208,7 @@ _CONSTRAINTS: tuple[Flag, ...] = (
 def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defaults: Any) -> None:
     """Declare ``flags``; without a default one that is not given is None, a switch False."""
     for name, kind, metavar, text in flags:
-        how: dict[str, Any] = {"type": kind, "metavar": metavar}
+        how: dict[str, Any] = {"type": _NUMBERS.get(kind, kind), "metavar": metavar}
         if kind is bool:
             how = {"action": "store_true"}
         elif kind is list:
@@ -216,6 +217,24 @@ def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defau
             how = {"choices": kind, "metavar": metavar}
         default = defaults.get(_option(name), False if kind is bool else None)
         parser.add_argument(name, help=text, default=default, **how)
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, is {text!r:.80}") from None
+
+
+def number(text: str) -> float:
+    """What converts the text of a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, is {text!r:.80}") from None
+
+
+_NUMBERS: dict[Any, Any] = {int: _whole_number, float: number}
 
 
 def flag_values(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:

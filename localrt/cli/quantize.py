@@ -16,7 +16,7 @@ from pathlib import Path
 
 from localrt.cli.help import Examples
 from localrt.cli.loading import resolve_model
-from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments
+from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments, number
 from localrt.cli.progress import ProgressLine
 from localrt.errors import OptionError, TokenizerError
 from localrt.formatting import format_bytes, format_seconds
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument(
         "--format", metavar="F", help="format of the layers, like int4-g32; see below"
     )
-    size.add_argument("--bits", type=float, metavar="B", help=_BITS_HELP)
+    size.add_argument("--bits", type=number, metavar="B", help=_BITS_HELP)
     add_flags(parser, _FLAGS, seed=0)
     add_hub_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

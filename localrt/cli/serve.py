@@ -12,11 +12,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from socket import socket
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import localrt
 from localrt.cli.help import Examples
@@ -34,7 +33,7 @@ from localrt.errors import MissingExtraError, OptionError
 from localrt.formatting import parse_duration, parse_size
 from localrt.hub import list_models
 from localrt.hub.client_names import client_names
-from localrt.option_names import on_command_line, spelled
+from localrt.option_names import on_command_line, option, spelled
 from localrt.progress import NOTE, Progress
 from localrt.remote.local_servers import LocalServer, announced
 from localrt.serve.options import ServeOptions, is_loopback
@@ -54,7 +53,6 @@ EXAMPLES: Examples = (
 )
 
 
-Number = TypeVar("Number", int, float)
 
 _HOST_HELP = "address to listen on (default: 127.0.0.1); 0.0.0.0 lets other machines in"
 _CORS_HELP = (
@@ -189,7 +187,7 @@ def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, A
         if progress.stage == NOTE:
             say(spelled(progress.detail, on_command_line))
 
-    ram = None if args.ram is None else parse_size(args.ram)
+    ram = None if args.ram is None else parse_size(args.ram, option("ram"))
     return ModelPool(load, files, options, ram=ram, on_change=say)
 
 
@@ -231,23 +229,11 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         max_running=args.max_running,
         max_queued=args.max_queued,
         max_connections=args.max_connections,
-        max_body=_value("--max-body", args.max_body, parse_size),
+        max_body=parse_size(args.max_body, option("max_body")),
         drain_s=args.drain,
-        keep_alive_s=_value("--keep-alive", args.keep_alive, parse_duration),
+        keep_alive_s=parse_duration(args.keep_alive, option("keep_alive")),
         allow_pull=args.allow_pull,
     )
-
-
-def _value(flag: str, given: str, parse: Callable[[str], Number]) -> Number:
-    """A flag's value.
-
-    Raises:
-        OptionError: it has none; says which flag that is.
-    """
-    try:
-        return parse(given)
-    except OptionError as error:
-        raise OptionError(f"{flag}: {error}") from error
 
 
 def _log(line: LogLine) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt.closing import Closing
-from localrt.errors import StorageError
+from localrt.errors import OptionError, StorageError
 from localrt.files import keep_private
 from localrt.history.conversation import Conversation
 from localrt.history.database import Database, insert
@@ -74,6 +74,8 @@ class History(Closing):
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
+        if not isinstance(path, str | Path | None):
+            raise OptionError(f"path must be a path, is {path!r:.80}")
         if path is None:
             folder = Settings.from_environment().data_dir
             keep_private(folder)

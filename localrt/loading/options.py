@@ -16,6 +16,7 @@ __all__ = ["LoadOptions", "byte_counter", "pick_context"]
 
 ENGINES = ("auto", "native", "llamacpp")
 FORMATS = (None, "bf16", "f32")
+_MOST_THREADS = 1024
 KV_FORMATS = (None, "bf16", "int8", "int4")
 
 
@@ -73,6 +74,14 @@ class LoadOptions:
                 raise OptionError(f"{option(name)} must be an integer, is {value!r}")
             if value is not None and value < 1:
                 raise OptionError(f"{option(name)} must be at least 1, is {value}")
+        if self.threads is not None and self.threads > _MOST_THREADS:
+            raise OptionError(
+                f"{option('threads')} must be at most {_MOST_THREADS}, is {self.threads}"
+            )
+        if not isinstance(self.shrinkable, bool):
+            raise OptionError(
+                f"{option('shrinkable')} must be true or false, is {self.shrinkable!r:.80}"
+            )
 
 
 def pick_context(

@@ -134,7 +134,9 @@ def _choose_engine(checkpoint: Checkpoint, options: LoadOptions, notes: list[str
     is_gguf = isinstance(checkpoint, GgufCheckpoint)  # a store of one has its kind, not its file
     if options.engine == "llamacpp":
         if not is_gguf:
-            raise OptionError("the llamacpp engine reads GGUF files only: use --engine native")
+            raise OptionError(
+                f"the llamacpp engine reads GGUF files only: use {option('engine', 'native')}"
+            )
         return "llamacpp"
     try:
         find_architecture(checkpoint.architecture)

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from localrt.errors import OptionError
+
 __all__ = [
     "CLOSE",
     "OPEN",
@@ -54,6 +56,8 @@ def split_thinking(text: str) -> Thinking:
     >>> split_thinking("<think>Hm, two and")
     Thinking(thinking='Hm, two and', answer='', open=True)
     """
+    if not isinstance(text, str):
+        raise OptionError(f"text must be a string, is {text!r:.80}")
     thoughts: list[str] = []
     rest = text.lstrip()
     while opening := next((each for each in OPENINGS if rest.startswith(each)), ""):

@@ -37,6 +37,7 @@ __all__ = [
 
 Message = Mapping[str, Any]
 _PROBE = "localrt probe"
+_SPEAKING = ("system", "user")  # others' messages may be calls alone
 
 
 class MessageTemplate(ABC):
@@ -370,6 +371,8 @@ def _shape(message: Message, *, parts: bool) -> dict[str, Any]:
             shaped["content"] = [{"type": "text", "text": content}]
     elif content is not None:
         shaped["content"] = content if parts else _flatten(content)
+    elif message["role"] in _SPEAKING:
+        raise TemplateError(f'a {message["role"]} message must have a "content", its text')
     return shaped
 
 

@@ -105,6 +105,8 @@ def test_bad_prompts(tiny: localrt.Model) -> None:
         tiny.generate(token_ids=[10**6])
     with pytest.raises(localrt.ContextOverflowError, match="512"):
         tiny.generate("x" * 600)
+    with pytest.raises(localrt.TemplateError, match='a user message must have a "content"'):
+        tiny.generate([{"role": "user"}])
 
 
 def test_a_prompt_that_is_much_too_long_is_refused_by_its_length(
@@ -244,7 +246,11 @@ def test_context_and_memory_are_checked_before_loading(tiny_folder: Path) -> Non
         ({"kv_format": "int8", "format": "f32"}, "CPU kernels"),
         ({"ctx": 0}, "ctx"),
         ({"ctx": 2.5}, "ctx"),
-        ({"ram": "lots"}, "lots"),
+        ({"ram": "lots"}, "ram must be a size, is 'lots'"),
+        ({"gpu_memory": -1}, "gpu_memory must be above zero, is -1"),
+        ({"threads": 10**9}, "threads must be at most 1024"),
+        ({"shrinkable": "a"}, "shrinkable must be true or false"),
+        ({"offline": "a"}, "offline must be true or false"),
         ({"draft": ""}, "draft"),
         ({"engine": "llamacpp"}, "GGUF"),
         ({"device": 5}, "device must be"),
@@ -276,7 +282,11 @@ def test_a_closed_model_says_so(tiny_folder: Path) -> None:
     model.close()
     with pytest.raises(localrt.LocalrtError, match="closed"):
         model.generate("hi")
+    model.close()
     assert repr(model) == f"<localrt.Model {model.name!r}: closed>"
+    for work in (model.chat, model.live, lambda: model.add_adapter("a", "b")):
+        with pytest.raises(localrt.LocalrtError, match="the model is closed: load it again"):
+            work()  # type: ignore[operator]
 
 
 def test_what_is_no_prompt_is_said_in_one_line(tiny: localrt.Model) -> None:
@@ -286,6 +296,8 @@ def test_what_is_no_prompt_is_said_in_one_line(tiny: localrt.Model) -> None:
         (None, {"token_ids": 7}, "token_ids must be a list of integers, is 7"),
         ("hi", {"logit_bias": {1: math.inf}}, "logit_bias of token 1 must be a finite number"),
         ({"role": "user"}, {}, "a prompt is a string or a list of messages"),
+        ({"a", "b"}, {}, "a prompt is a string or a list of messages"),
+        (b"hi", {}, "a prompt is a string or a list of messages"),
         ("hi", {"tools": 5}, "tools must be a list of functions"),
         ("hi", {"suffix": "a", "files": [("a", 1)]}, "files must be a list of pairs"),
         ("hi", {"cancel": 5}, "cancel must be a threading.Event"),
@@ -303,6 +315,20 @@ def test_what_is_no_prompt_is_said_in_one_line(tiny: localrt.Model) -> None:
         (lambda: tiny.chat().send(5), "a message must be a string"),  # type: ignore[arg-type]
         (lambda: tiny.chat(system=5), "system must be a string"),  # type: ignore[arg-type]
         (lambda: tiny.tokenize(5), "text must be a string"),  # type: ignore[arg-type]
+        (lambda: tiny.detokenize("x"), "tokens must be a list of integers"),  # type: ignore[arg-type]
+        (lambda: tiny.detokenize([-1]), "token ids must be from 0 to"),
+        (lambda: tiny.count(5), "a prompt is a string or a list of messages"),  # type: ignore[arg-type]
+        (lambda: tiny.chat(tools="x"), "tools must be a list of functions"),  # type: ignore[arg-type]
+        (lambda: tiny.chat().add_tool_result(5, 5), "no call 5 waits"),  # type: ignore[arg-type]
+        (lambda: tiny.chat().save(5), "path must be a path"),  # type: ignore[arg-type]
+        (lambda: tiny.leave_ram(1.5), "nbytes must be an integer"),  # type: ignore[arg-type]
+        (lambda: localrt.pull(5), "a model is a name or a path, is 5"),  # type: ignore[arg-type]
+        (lambda: localrt.pull(progress=5), "progress must be a function"),  # type: ignore[arg-type]
+        (lambda: localrt.remove_model(5), "name must be a string"),  # type: ignore[arg-type]
+        (lambda: localrt.search_models(5), "words must be a string"),  # type: ignore[arg-type]
+        (lambda: localrt.list_variants(5), "repo must be a string"),  # type: ignore[arg-type]
+        (lambda: localrt.split_thinking(5), "text must be a string"),  # type: ignore[arg-type]
+        (lambda: localrt.History(5), "path must be a path"),  # type: ignore[arg-type]
     ):
         with pytest.raises(localrt.OptionError, match=says):
             work()
@@ -312,3 +338,6 @@ def test_a_model_says_what_it_is(tiny: localrt.Model) -> None:
     assert repr(tiny).startswith(f"<localrt.Model {tiny.name!r}: f32, ")
     assert repr(tiny).endswith(", ctx 512, on cpu (native)>")
     assert repr(tiny.chat()) == f"<localrt.ChatSession with {tiny.name!r}: 0 messages>"
+    with tiny.live() as live:
+        assert repr(live) == f"<localrt.LiveModel of {tiny.name!r}: 0 running, 0 waiting>"
+    assert repr(live) == f"<localrt.LiveModel of {tiny.name!r}: closed>"

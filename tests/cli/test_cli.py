@@ -128,7 +128,8 @@ def test_bad_usage_is_status_2(tiny_folder: Path, home: dict[str, str]) -> None:
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "1.5"], "--top-p"),
         (["--max-tokens", "0"], "--max-tokens"),
-        (["--ram", "lots"], "lots"),
+        (["--ram", "lots"], "--ram must be a size, is 'lots'"),
+        (["--threads", "1000000000"], "--threads must be at most 1024"),
         (["--ctx", "0"], "ctx"),
         (["--device", "abacus"], "abacus"),
     ):
@@ -196,6 +197,15 @@ def test_an_unwritable_data_folder_costs_only_continue(
     assert result.returncode == 0
     assert result.stdout
     assert b"--continue" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes descriptors in a shell")
+def test_closed_streams_lead_nowhere(home: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "localrt", "list", "--json"]
+    for closed in (">&-", "<&-", ">&- 2>&-"):
+        shell = ["sh", "-c", f'"$@" {closed}', "sh", *command]
+        done = subprocess.run(shell, capture_output=True, env=home, timeout=600)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_closed_pipe_ends_quietly(tiny_folder: Path, home: dict[str, str]) -> None:

@@ -57,3 +57,25 @@ def test_an_unknown_option_is_refused_with_the_commands_own_usage(
     told = capsys.readouterr().err
     assert told.startswith("usage: localrt run [OPTIONS] [MODEL] [PROMPT]\n")
     assert "--colour" in told
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["run", "m", "hi", "--ctx", "x"], "--ctx must be a whole number, is 'x'"),
+        (["run", "m", "hi", "--temperature", "hot"], "--temperature must be a number, is 'hot'"),
+        (["run", "m", "--kv-format", "q"], "--kv-format must be one of bf16, int8, int4, is 'q'"),
+        (["run", "m", "--temprature=1"], "--temprature=1 (did you mean --temperature?)"),
+        (["lst"], "no command 'lst' (did you mean list?)"),
+        (["model.gguf"], "no command 'model.gguf' (`localrt --help` lists them)"),
+    ],
+)
+def test_bad_usage_is_said_in_plain_words(
+    args: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(args)
+    usage, said = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: localrt ")
+    assert said.startswith("localrt: ")
+    assert said.endswith(says)

@@ -70,7 +70,7 @@ def test_flags_of_one_model_need_one(home: dict[str, str]) -> None:
     assert b"--name is for one model: give MODEL" in result.stderr
     result = localrt("serve", "--keep-alive", "soon", "--port", "0", env=home)
     assert result.returncode == 2
-    assert b"--keep-alive: 'soon' is not a duration: write it like 30s" in result.stderr
+    assert b"--keep-alive must be a time, is 'soon': write it like 30s" in result.stderr
     result = localrt("serve", "--api-key", "", "--port", "0", env=home)
     assert result.returncode == 2
     assert b"--api-key must be ASCII text and not empty" in result.stderr
