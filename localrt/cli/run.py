@@ -29,10 +29,11 @@ from localrt.cli.options import (
 )
 from localrt.cli.run_batch import read_stdin, run_batch
 from localrt.engine.types import Chunk, Metrics
-from localrt.errors import LocalrtError, OptionError
+from localrt.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.files import keep_private, private_folder
-from localrt.formatting import format_bytes, format_rate, format_seconds
-from localrt.hub import resolve
+from localrt.formatting import format_bytes, format_rate, format_seconds, one_line
+from localrt.hub import DEMO_NAME
+from localrt.hub.resolving import may_be_a_name
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "answer", "read_prompt", "run"]
@@ -185,9 +186,18 @@ def _read_prompt(args: argparse.Namespace) -> str:
     try:
         return read_prompt(args.prompt, whole=args.suffix is not None)
     except OptionError:
-        if " " in (args.model or ""):  # a prompt, most likely: what was made of it is said first
-            resolve(args.model, settings=Settings.from_environment(), download=False)
+        if args.endpoint is None:
+            _check_name(args.model)
         raise
+
+
+def _check_name(model: str) -> None:
+    """There is no prompt: maybe MODEL is one."""
+    if not may_be_a_name(model, Settings.from_environment()):
+        raise ModelNotFoundError(
+            f"{one_line(model)!r} was taken for a model's name, which comes before the prompt: "
+            f"localrt run {DEMO_NAME} {json.dumps(one_line(model), ensure_ascii=False)}"
+        )
 
 
 def read_prompt(prompt: str | None, *, whole: bool = False) -> str:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from localrt.cli.help import Examples
+from localrt.cli.progress import ProgressLine
 from localrt.errors import ModelNotFoundError
 from localrt.formatting import format_bytes, format_count, one_line
-from localrt.hub import list_models, resolve
+from localrt.hub import HubRef, list_models, resolve
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel
-from localrt.hub.names import shown_path
+from localrt.hub.names import looks_like_path, parse_hub_ref, shown_path
 from localrt.hub.resolving import expand_name
+from localrt.hub.searching import Variant
+from localrt.library import list_variants
 from localrt.loading.describing import ModelDescription, describe_model
+from localrt.planning.chooser import chooser
+from localrt.progress import note_to
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
@@ -33,16 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is known; returns the exit status. Nothing is downloaded."""
+    """Print what is known; returns the exit status. No model is downloaded."""
     settings = Settings.from_environment()
     try:
-        found = resolve(args.model, settings=settings, download=False)
+        with ProgressLine() as line:
+            choose = chooser(settings, say=note_to(line))
+            found = resolve(args.model, settings=settings, download=False, choose=choose)
     except ModelNotFoundError:
         name = expand_name(args.model, settings)
         known = next((each for each in KNOWN_MODELS if each.repo == name), None)
-        if known is None:
+        if known is not None:
+            return _print(args, _known_record(known), _known_lines(known))
+        if parse_hub_ref(name) != HubRef(name) or looks_like_path(name) or settings.offline:
             raise
-        return _print(args, _known_record(known), _known_lines(known))
+        variants = list_variants(name)
+        return _print(args, _offer_record(name, variants), _offer_lines(args.model, variants))
     listed = next((m for m in list_models(settings) if m.name == found.listed_name), None)
     model = describe_model(found, listed)
     return _print(args, model.to_dict(), _lines(model))
@@ -101,3 +113,18 @@ def _known_lines(known: KnownModel) -> list[tuple[str, str]]:
         ("context", f"{known.config()['max_position_embeddings']} tokens"),
         ("source", known.page),
     ]
+
+
+def _offer_record(name: str, variants: Sequence[Variant]) -> dict[str, Any]:
+    return {"name": name, "here": False, "variants": [asdict(each) for each in variants]}
+
+
+def _offer_lines(name: str, variants: Sequence[Variant]) -> list[tuple[str, str]]:
+    """What the hub has of it, and which of several files to take."""
+    files = ", ".join(f"{each.label} {format_bytes(each.bytes)}" for each in variants)
+    lines = [
+        ("name", name),
+        ("where", f"not on this machine: `localrt pull {name}` downloads it"),
+        ("files", files),
+    ]
+    return lines + [("recommended", f"{each.name}: {each.why}") for each in variants if each.why]

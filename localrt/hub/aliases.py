@@ -65,7 +65,7 @@ def write_alias(name: str, model: str, settings: Settings) -> None:
     """Have ``name`` stand for ``model``; comments and other lines of the file stay.
 
     Raises:
-        OptionError: not a name, or the demo's.
+        OptionError: not a name, or the demo's, or one that would stand for itself.
         StorageError: the file cannot be read or written.
     """
     if name == DEMO_NAME or _NAME.fullmatch(name) is None:
@@ -74,6 +74,12 @@ def write_alias(name: str, model: str, settings: Settings) -> None:
         )
     if not model.strip():
         raise OptionError(f"say which MODEL {name} stands for")
+    seen, target = [name], model
+    while target not in seen:
+        seen.append(target)
+        target = read_aliases(settings).get(target, "")
+    if target == name:
+        raise OptionError(f"{name} would stand for itself: {' -> '.join([*seen, name])}")
     _file(settings).change({name: model}, table=_TABLE)
 
 

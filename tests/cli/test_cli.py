@@ -137,6 +137,7 @@ def test_bad_usage_is_status_2(tiny_folder: Path, home: dict[str, str]) -> None:
     assert_one_line(localrt("run", tiny_folder, env=home), 2, "prompt is empty")
     sentence = localrt("run", "What is a quine?", env=home)
     assert_one_line(sentence, 1, "taken for a model's name", 'smollm2 "What is a quine?"')
+    assert_one_line(localrt("run", "Why?", env=home), 1, 'localrt run smollm2 "Why?"')
     assert_one_line(localrt("run", tiny_folder, env=home, stdin=b"ab\xff"), 2, "UTF-8", "0xff")
 
 

@@ -71,6 +71,15 @@ def test_what_cannot_be_a_name(name: str, settings: Settings) -> None:
         write_alias(name, "org/name", settings)
 
 
+def test_no_name_stands_for_itself(settings: Settings) -> None:
+    write_alias("a", "b", settings)
+    write_alias("b", "c", settings)
+    for name, model in (("x", "x"), ("c", "a")):
+        with pytest.raises(OptionError, match=f"{name} would stand for itself: {name} -> "):
+            write_alias(name, model, settings)
+    assert read_aliases(settings) == {"a": "b", "b": "c"}
+
+
 @pytest.mark.usefixtures("environment")
 def test_the_command(settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["alias"]) == 0

@@ -12,8 +12,9 @@ import pytest
 from localrt.cli import list as list_command
 from localrt.cli import pull as pull_command
 from localrt.cli import rm as rm_command
+from localrt.cli import show as show_command
 from localrt.cli.progress import ProgressLine, describe
-from localrt.errors import ModelNotFoundError
+from localrt.errors import ModelNotFoundError, OfflineError
 from localrt.library import list_variants
 from localrt.progress import Progress
 from localrt.settings import Settings
@@ -37,6 +38,29 @@ def call(command: ModuleType, *argv: str) -> int:
     command.add_arguments(parser)
     status: int = command.run(parser.parse_args(argv))
     return status
+
+
+def test_of_a_repository_that_is_not_here_show_recommends_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(show_command, "org/quants") == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["where"] == "not on this machine: `localrt pull org/quants` downloads it"
+    assert lines["files"] == "Q8_0 4 kB, Q4_K_M 6 kB, F16 11 kB"
+    assert lines["recommended"].startswith("org/quants:Q4_K_M: the largest of up to 8 bits")
+    assert call(show_command, "org/quants", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["here"] is False
+
+    monkeypatch.setenv("LOCALRT_OFFLINE", "1")
+    with pytest.raises(ModelNotFoundError, match="get it with `localrt pull org/quants`"):
+        call(show_command, "org/quants")
+
+
+def test_offline_a_short_name_is_said_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCALRT_OFFLINE", "1")
+    says = r"llama3\.2 \(unsloth/Llama-3\.2-3B-Instruct-GGUF\) is not on this machine and offline"
+    with pytest.raises(OfflineError, match=rf"{says} .*`localrt pull llama3\.2`"):
+        call(pull_command, "llama3.2")
 
 
 class Terminal(io.StringIO):
