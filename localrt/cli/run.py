@@ -49,8 +49,8 @@ EXAMPLES: Examples = (
 
 
 _BATCH_HELP = (
-    "answer every line of FILE (-: stdin): all text, or all JSON objects with prompt or messages "
-    "(default: none)"
+    "answer every line of FILE (-: stdin): all text, or all JSON objects with prompt or messages; "
+    "a file with a wrong line is refused whole (default: none)"
 )
 _SUFFIX_HELP = (
     "write what stands between the prompt and TEXT, with a model that fills in the middle "

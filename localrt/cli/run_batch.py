@@ -1,7 +1,8 @@
 """``localrt run MODEL --batch FILE``: the answers to a file of prompts, in its order.
 
-FILE has one prompt a line: text, or JSON objects with ``prompt`` or ``messages``. An answer is
-printed as soon as those before it are. A prompt that fails has its error there, the others are
+FILE has one prompt a line: text, or JSON objects with ``prompt`` or ``messages``; one with a wrong
+line is refused whole, before a model is loaded. An answer is printed as soon as those before it
+are. A prompt that cannot be answered, since it is too long, has its error there, the others are
 answered, and the exit status is 1.
 """
 
@@ -73,10 +74,12 @@ def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
         if not any(asking):
             return [BatchPrompt(number, line) for number, line in lines]
         if not all(asking):
-            plain, json_object = (lines[asking.index(each)][0] for each in (False, True))
+            plain, json_object = (lines[asking.index(each)] for each in (False, True))
+            if plain[1].lstrip().startswith("{"):
+                _parse_json(plain[1], plain[0], f"line {plain[0]} of {name}")
             raise OptionError(
-                f"{name} mixes text (line {plain}) with JSON objects (line {json_object}): make "
-                'every line an object with "prompt" or "messages", or every line text'
+                f"{name} mixes text (line {plain[0]}) with JSON objects (line {json_object[0]}): "
+                'make every line an object with "prompt" or "messages", or every line text'
             )
     return [_parse_json(line, number, f"line {number} of {name}") for number, line in lines]
 
@@ -105,7 +108,18 @@ def _parse_json(line: str, number: int, where: str) -> BatchPrompt:
     if not isinstance(prompt, str if "prompt" in value else list):
         kind = "a string" if "prompt" in value else "a list"
         raise OptionError(f"{where} has a prompt that is not {kind}")
+    if not prompt:
+        raise OptionError(f"{where} has an empty prompt")
+    if not isinstance(prompt, str) and not all(map(_is_message, prompt)):
+        raise OptionError(
+            f'{where} has a message that is not an object like {{"role": "user", "content": "..."}}'
+        )
     return BatchPrompt(number, prompt, value.get("id"))
+
+
+def _is_message(value: Any) -> bool:
+    is_object = isinstance(value, dict) and isinstance(value.get("role"), str)
+    return is_object and (value.get("content") is not None or "tool_calls" in value)
 
 
 def read_stdin() -> str:

@@ -28,13 +28,13 @@ def test_lines_of_text() -> None:
 
 def test_lines_of_json() -> None:
     messages = [{"role": "user", "content": "hi"}]
-    lines = [{"prompt": "a\nb", "id": 7}, {"messages": messages, "id": "x"}, {"prompt": ""}]
+    lines = [{"prompt": "a\nb", "id": 7}, {"messages": messages, "id": "x"}, {"prompt": "c"}]
     for name in ("stdin", "f.jsonl"):
         prompts = parse_prompts("\n".join(map(json.dumps, lines)) + "\n", name)
         assert [(p.line, p.prompt, p.id) for p in prompts] == [
             (1, "a\nb", 7),
             (2, messages, "x"),
-            (3, "", None),
+            (3, "c", None),
         ]
 
 
@@ -51,6 +51,11 @@ def test_lines_of_json() -> None:
         ('{"prompt": "a", "temperature": 0}', "f", "'temperature'"),
         ('{"prompt": 3}', "f", "not a string"),
         ('{"messages": "a"}', "f", "not a list"),
+        ('{"prompt": "a"}\n{"prompt": "b"', "f", "line 2 of f is not JSON"),
+        ('{"prompt": "a"}\n{"prompt": ""}', "f", "line 2 of f has an empty prompt"),
+        ('{"prompt": "a"}\n\n{"messages": []}', "f", "line 3 of f has an empty prompt"),
+        ('{"messages": [1]}', "f", "line 1 of f has a message that is not an object"),
+        ('{"messages": [{"role": "user"}]}', "f", "line 1 of f has a message that is not"),
     ],
 )
 def test_lines_that_are_no_prompts(text: str, name: str, message: str) -> None:
@@ -83,13 +88,13 @@ def test_answers_come_in_order_as_text_or_json(
 def test_a_prompt_that_fails_is_one_record(
     tiny_folder: Path, tmp_path: Path, home: dict[str, str]
 ) -> None:
-    lines = [{"prompt": "a", "id": 1}, {"prompt": "x" * 600, "id": 2}, {"messages": []}]
+    lines = [{"prompt": "a", "id": 1}, {"prompt": "x" * 600, "id": 2}, {"prompt": "b"}]
     stdin = "\n".join(map(json.dumps, lines)).encode()
     result = localrt("run", tiny_folder, *FAST, "--batch", "-", "--json", env=home, stdin=stdin)
-    assert_one_line(result, 1, "2 of 3 prompts failed")
+    assert_one_line(result, 1, "1 of 3 prompts failed")
     records = [json.loads(line) for line in result.stdout.splitlines()]
     assert [record.get("id") for record in records] == [1, 2, None]
-    assert ["error" in record for record in records] == [False, True, True]
+    assert ["error" in record for record in records] == [False, True, False]
     assert "holds 512" in records[1]["error"]
 
 

@@ -102,6 +102,8 @@ def test_files_that_were_run_are_listed_and_never_deleted(
     assert (model.path, model.place, model.quantization) == (file, "yours", "Q4_0")
     with pytest.raises(OptionError, match=r"you: delete it yourself; .* `localrt rm --packed "):
         remove_model(str(file), settings)
+    with pytest.raises(ModelNotFoundError, match=rf"did you mean .*{file.name}"):
+        resolve(file.name, settings=settings)
     assert file.exists()
     assert remove_model(str(file), settings, packed_only=True) > 1000
     assert not folder.exists()
