@@ -61,7 +61,12 @@ def flag_value(value: object) -> str:
 
 
 # Flags that are called otherwise than their options in Python, and options without a flag.
-_FLAGS = {"adapters": "adapter", "dry_sequence_breakers": "dry_sequence_breaker"}
+_FLAGS = {
+    "adapters": "adapter",
+    "dry_sequence_breakers": "dry_sequence_breaker",
+    "drain_s": "drain",
+    "long_prompt_tokens": "long_prompt",
+}
 _NO_FLAGS = frozenset(
     {
         *("ignore_eos", "line_seconds", "logit_bias", "logprobs", "min_indent"),

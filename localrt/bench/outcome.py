@@ -9,6 +9,7 @@ from typing import Any
 
 from localrt.bench.workload import Workload
 from localrt.errors import OptionError
+from localrt.option_names import option
 
 __all__ = ["BenchOptions", "Outcome", "Result", "Skipped"]
 
@@ -42,12 +43,14 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         work = self.workload
+        if self.threads is not None and self.threads < 1:
+            raise OptionError(f"{option('threads')} must be at least 1, is {self.threads}")
         if self.ctx is not None and self.ctx < work.ctx:
             held = f"{work.prompt_tokens} prompt and {work.tokens} answer tokens"
             if work.ctx > work.prompt_tokens + work.tokens:
                 held = f"a prompt of {work.long_prompt_tokens} tokens"
             raise OptionError(
-                f"a context of {self.ctx} does not hold {held}: it must be at least {work.ctx}"
+                f"{option('ctx')} must be at least {work.ctx} to hold {held}, is {self.ctx}"
             )
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from localrt.errors import OptionError
+from localrt.option_names import option
 
 __all__ = ["LONG_ANSWER", "Workload", "make_long_prompt", "make_prompts"]
 
@@ -48,7 +49,9 @@ class Workload:
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
-                raise OptionError(f"{name} must be at least {least}, not {getattr(self, name)}")
+                raise OptionError(
+                    f"{option(name)} must be at least {least}, is {getattr(self, name)}"
+                )
 
     @property
     def ctx(self) -> int:

@@ -88,7 +88,7 @@ class DraftTraining:
         for name, (low, high) in _BOUNDS.items():
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
-                raise OptionError(f"{name} must be from {low} to {high}, is {value}")
+                raise OptionError(f"{option(name)} must be from {low} to {high}, is {value}")
         if self.device.partition(":")[0] not in ("cpu", "cuda"):
             raise OptionError(f"{option('device')} must be cpu or cuda, is {self.device!r}")
 

@@ -155,6 +155,12 @@ _ON_OFF = {"on": True, "off": False}
 _SAMPLING_NAMES = frozenset(f.name for f in fields(Sampling))
 _OTHER_NAMES = frozenset(f.name for f in fields(Options)) - {"sampling"}
 OPTION_NAMES = tuple(sorted(_SAMPLING_NAMES | _OTHER_NAMES))
+_OF_LOADING = frozenset(
+    {
+        *("activations", "adapters", "chat_template", "ctx", "device", "engine", "format"),
+        *("gpu_memory", "kv_format", "offline", "ram", "revision", "shrinkable", "threads"),
+    }
+)
 
 
 def read_options(*layers: Mapping[str, Any]) -> Options:
@@ -166,6 +172,10 @@ def read_options(*layers: Mapping[str, Any]) -> Options:
     merged: dict[str, Any] = {}
     for layer in layers:
         for name, value in layer.items():
+            if name in _OF_LOADING:
+                raise OptionError(
+                    f"{option(name)} is set when a model is loaded, and not for an answer"
+                )
             if name not in OPTION_NAMES:
                 close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
                 hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join(OPTION_NAMES)

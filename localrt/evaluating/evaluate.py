@@ -18,6 +18,7 @@ import numpy as np
 from localrt.api import Model
 from localrt.errors import OptionError
 from localrt.evaluating.scoring import Tally, log_softmax
+from localrt.option_names import option
 from localrt.progress import Progress, ProgressCallback
 
 __all__ = ["Comparison", "Evaluation", "Windows", "evaluate", "text_windows"]
@@ -118,7 +119,7 @@ def evaluate(
         _require_same_vocabulary(model, against, tokens, text)
     if limit_tokens is not None:
         if limit_tokens < 1:
-            raise OptionError(f"limit_tokens must be at least 1, is {limit_tokens}")
+            raise OptionError(f"{option('limit_tokens')} must be at least 1, is {limit_tokens}")
         tokens = tokens[:limit_tokens]
     cut = _cut(tokens, ctx, stride, bos)
     tally, seconds = Tally(), 0.0
@@ -172,11 +173,13 @@ def _window_sizes(
     if ctx is None:
         ctx = min(_DEFAULT_CTX, room)
     if not _SMALLEST_CTX <= ctx <= room:
-        raise OptionError(f"ctx must be from {_SMALLEST_CTX} to the model's {room}, is {ctx}")
+        raise OptionError(
+            f"{option('ctx')} must be from {_SMALLEST_CTX} to the model's {room}, is {ctx}"
+        )
     if stride is None:
         stride = ctx
     if not 1 <= stride <= ctx:
-        raise OptionError(f"stride must be from 1 to the window's {ctx}, is {stride}")
+        raise OptionError(f"{option('stride')} must be from 1 to the window's {ctx}, is {stride}")
     return ctx, stride
 
 

@@ -30,6 +30,7 @@ from localrt.models.moe import ResidentExperts
 from localrt.models.parts import PassState, Residual, SideBySide
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
+from localrt.option_names import option
 from localrt.quant.ops.protocol import Batch
 
 if TYPE_CHECKING:
@@ -236,7 +237,8 @@ class Calibration:
         length = min(_WINDOW, config.context_length)
         if not length <= count <= _MOST_TOKENS:
             raise OptionError(
-                f"calibration_tokens must be from {length} to {_MOST_TOKENS}, is {count}"
+                f"{option('calibration_tokens')} must be from {length} to {_MOST_TOKENS}, "
+                f"is {count}"
             )
         if len(tokens) and not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
             raise OptionError(f"calibration token ids must be from 0 to {config.vocab_size - 1}")

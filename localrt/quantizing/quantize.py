@@ -25,6 +25,7 @@ from localrt.offload.store import StoreWriter, fast_tiler
 from localrt.offload.store.layout import FilePlan, plan_files
 from localrt.offload.store.pack import describe_source, main_format, stored_infos
 from localrt.offload.store.text import text_files
+from localrt.option_names import option
 from localrt.progress import Progress, ProgressCallback
 from localrt.quant.formats import CODECS, FORMATS, Format
 from localrt.quant.methods import (
@@ -312,7 +313,7 @@ def _method(recipe: Recipe, target: Format | None) -> str:
         assert recipe.bits is not None, "one of them is there"
         most = CODECS[MIX_FORMATS[-1]].format.bits_per_weight
         if not 2 <= recipe.bits <= most:
-            raise OptionError(f"bits must be from 2 to {most:g}, is {recipe.bits:g}")
+            raise OptionError(f"{option('bits')} must be from 2 to {most:g}, is {recipe.bits:g}")
         if method not in (None, MIX_METHOD):
             raise OptionError(f"a mix is quantized by {MIX_METHOD}: leave method out")
         if not calibrated:
@@ -321,7 +322,7 @@ def _method(recipe: Recipe, target: Format | None) -> str:
     if method is None:
         return default_method(target, calibrated=calibrated)
     if method not in METHODS:
-        raise OptionError(f"method must be one of {', '.join(METHODS)}, is {method!r}")
+        raise OptionError(f"{option('method')} must be one of {', '.join(METHODS)}, is {method!r}")
     if method != "rtn" and target.name not in CODECS:
         raise OptionError(f"{target.name} is only rounded to: leave method out")
     if method != "rtn" and not calibrated:

@@ -54,10 +54,12 @@ class ServeOptions:
         ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise OptionError(f"{name} must be an integer from {low} to {high}, is {value!r}")
+                raise OptionError(
+                    f"{option(name)} must be an integer from {low} to {high}, is {value!r}"
+                )
         for name in ("read_timeout_s", "write_timeout_s", "drain_s"):
             if not getattr(self, name) >= 0:
-                raise OptionError(f"{name} must be 0 or more, is {getattr(self, name)!r}")
+                raise OptionError(f"{option(name)} must be 0 or more, is {getattr(self, name)!r}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise OptionError(f"{option('api_key')} must be ASCII text and not empty")
         if not self.host:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from localrt.errors import OptionError
+from localrt.option_names import option
 from localrt.quant.formats import AFFINE, BF16, CODECS, F16, FORMATS, PUBLISHED, Format
 from localrt.quant.formats.tiled import tile_span
 
@@ -66,7 +67,7 @@ def quantized_format(name: str) -> Format:
         return CODECS[name].format
     if name in (F16.name, BF16.name):
         return FORMATS[name]
-    raise OptionError(f"format must be one of {format_names()}, is {name!r}")
+    raise OptionError(f"{option('format')} must be one of {format_names()}, is {name!r}")
 
 
 def format_names() -> str:

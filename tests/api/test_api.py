@@ -80,6 +80,7 @@ def test_same_seed_same_text(tiny: localrt.Model) -> None:
     ("options", "message"),
     [
         ({"temprature": 1}, "did you mean temperature"),
+        ({"ctx": 512}, "ctx is set when a model is loaded"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ""}, "stop"),

@@ -134,6 +134,13 @@ def test_bad_usage_is_status_2(tiny_folder: Path, home: dict[str, str]) -> None:
         (["--device", "abacus"], "abacus"),
     ):
         assert_one_line(localrt("run", tiny_folder, "hi", *args, env=home), 2, word)
+    for command, option in (
+        ("bench", "--runs"),
+        ("bench", "--threads"),
+        ("bench", "--long-prompt"),
+    ):
+        result = localrt(command, tiny_folder, option, "-1", env=home)
+        assert_one_line(result, 2, f"{option} must be at least ")
     assert_one_line(localrt("run", tiny_folder, env=home), 2, "prompt is empty")
     sentence = localrt("run", "What is a quine?", env=home)
     assert_one_line(sentence, 1, "taken for a model's name", 'smollm2 "What is a quine?"')
