@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 from localrt import hub
-from localrt.answering.arguments import check_call, check_model, check_text
+from localrt.answering.arguments import check_call, check_text
 from localrt.hub import HubRef, LocalModel, ResolvedModel, searching
 from localrt.hub.resolving import offer_of
 from localrt.hub.searching import FoundModel, Variant
@@ -28,7 +27,7 @@ def list_models() -> list[LocalModel]:
 
 
 def pull(
-    model: str | Path = "smollm2",
+    model: str = "smollm2",
     *,
     revision: str | None = None,
     refresh: bool = True,
@@ -48,11 +47,11 @@ def pull(
         StorageError: the disk is full, or cannot be written.
         CancelledError: ``cancel`` was set.
     """
-    check_model(model)
+    check_text("model", model)
     check_call(cancel=cancel, on_progress=progress, name="progress")
     settings = Settings.from_environment()
     return hub.resolve(
-        str(model),
+        model,
         settings=settings,
         revision=revision,
         refresh=refresh,

@@ -46,7 +46,7 @@ __all__ = [
 # the text, ``bool`` for a switch, ``list`` for a text that may be repeated, or a tuple of choices.
 Flag: TypeAlias = tuple[str, Any, str | None, str]
 
-BARE_MODEL_HELP = "smollm2, org/name of the hub, a folder or a .gguf file"
+BARE_MODEL_HELP = "a name like llama3.2:3b, org/name of the hub, a folder or a .gguf file"
 
 HUB_FLAGS: tuple[Flag, ...] = (
     ("--revision", str, "NAME", "branch, tag or commit of a hub model (default: main)"),

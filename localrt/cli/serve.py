@@ -21,6 +21,7 @@ import localrt
 from localrt.cli.help import Examples
 from localrt.cli.loading import load_model
 from localrt.cli.options import (
+    BARE_MODEL_HELP,
     Flag,
     add_flags,
     add_load_arguments,
@@ -91,7 +92,7 @@ _FLAGS: tuple[Flag, ...] = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    every = "hub id, folder or .gguf file (default: all models of this machine)"
+    every = f"{BARE_MODEL_HELP} (default: all models of this machine)"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=every)
     group = parser.add_argument_group("server")
     unset = ServeOptions()

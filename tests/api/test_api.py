@@ -323,7 +323,7 @@ def test_what_is_no_prompt_is_said_in_one_line(tiny: localrt.Model) -> None:
         (lambda: tiny.chat().add_tool_result(5, 5), "no call 5 waits"),  # type: ignore[arg-type]
         (lambda: tiny.chat().save(5), "path must be a path"),  # type: ignore[arg-type]
         (lambda: tiny.leave_ram(1.5), "nbytes must be an integer"),  # type: ignore[arg-type]
-        (lambda: localrt.pull(5), "a model is a name or a path, is 5"),  # type: ignore[arg-type]
+        (lambda: localrt.pull(5), "model must be a string, is 5"),  # type: ignore[arg-type]
         (lambda: localrt.pull(progress=5), "progress must be a function"),  # type: ignore[arg-type]
         (lambda: localrt.remove_model(5), "name must be a string"),  # type: ignore[arg-type]
         (lambda: localrt.search_models(5), "words must be a string"),  # type: ignore[arg-type]
