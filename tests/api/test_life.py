@@ -353,7 +353,7 @@ def test_budgets_of_a_model_that_was_loaded_whole(tiny: localrt.Model) -> None:
         tiny.set_budget(ram="1MB")
     with pytest.raises(localrt.OptionError, match="no GPU memory"):
         tiny.set_budget(gpu_memory="8GB")
-    with pytest.raises(localrt.OptionError, match="not a size"):
+    with pytest.raises(localrt.OptionError, match="ram must be a size"):
         tiny.set_budget(ram="lots")
     assert tiny.generate("hi", max_tokens=2, ignore_eos=True).token_ids
 
