@@ -54,7 +54,6 @@ EXAMPLES: Examples = (
 )
 
 
-
 _HOST_HELP = "address to listen on (default: 127.0.0.1); 0.0.0.0 lets other machines in"
 _CORS_HELP = (
     "let web pages of this origin send requests, like https://example.org, or all (*); "
