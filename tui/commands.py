@@ -63,7 +63,7 @@ COMMANDS = (
     Entry("retry", "", "answer the marked or last message again", "retry"),
     Entry("branch", "[prev]", "show the next branch, or the previous one"),
     Entry("copy", "[code]", "copy the marked or last answer, or its code", idle=False),
-    Entry("fold", "", "show or hide thinking and pasted text", "fold", idle=False),
+    Entry("fold", "", "show or hide thinking, pasted text and what tools gave", "fold", idle=False),
     Entry("attach", "PATH", "put a text file into the message", idle=False, path=True),
     Entry("editor", "", "write the message in $VISUAL or $EDITOR", "editor", idle=False),
     Entry("system", "[TEXT]", "show or set the system prompt"),

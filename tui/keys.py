@@ -55,7 +55,7 @@ KEYS = (
     Key("branch-next", "alt+right", "branch(1)", "Next branch"),
     Key("copy", "alt+c", "copy", "Copy the marked or last answer"),
     Key("copy-code", "alt+y", "copy_code", "Copy its last code block; again: the one before"),
-    Key("fold", "ctrl+t,alt+t", "fold", "Show or hide thinking and pasted text"),
+    Key("fold", "ctrl+t,alt+t", "fold", "Show or hide thinking, pasted text and what tools gave"),
     Key("editor", "ctrl+g", "editor", "Write in $VISUAL or $EDITOR (also Ctrl+X Ctrl+E)"),
     Key("export", "alt+x", "export", "Export the conversation as Markdown"),
     Key("saved", "ctrl+s", "saved", "Say where the conversation is kept", palette=False),

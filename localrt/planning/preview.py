@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localrt.errors import MemoryBudgetError, UnsupportedModelError
+from localrt.errors import MemoryBudgetError, OptionError, UnsupportedModelError
 from localrt.formatting import format_bytes, parse_size
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory.process import ram_budget
@@ -115,7 +115,13 @@ def preview(
 
 
 def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:
-    """Of a dense model of which nothing but its files' size is known."""
+    """Of a dense model of which nothing but its files' size, in bytes, is known.
+
+    Raises:
+        OptionError: ``nbytes`` is not a number of bytes.
+    """
+    if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+        raise OptionError(f"nbytes must be a number of bytes, at least 0, is {nbytes!r:.80}")
     budget = ram_budget(None if ram is None else parse_size(ram))
     found = _whole(nbytes, budget)
     if found.fits:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import localrt
+from localrt.errors import OptionError
 from localrt.hub.uses import forget_use, last_used, note_use
 from localrt.offload.planner import measure
 from localrt.planning.preview import Preview, preview, preview_size
@@ -65,6 +66,12 @@ def test_by_size_alone() -> None:
     assert not preview_size(10**9, ram="900MB").fits
     text = str(preview_size(10**9, ram="900MB"))
     assert text.startswith("streams 310 MB per token")
+
+
+@pytest.mark.parametrize("nbytes", ["1GB", -5, 1.5, True])
+def test_a_size_is_a_number_of_bytes(nbytes: object) -> None:
+    with pytest.raises(OptionError, match="nbytes must be a number of bytes"):
+        preview_size(nbytes)  # type: ignore[arg-type]
 
 
 def test_words() -> None:
