@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -111,7 +113,11 @@ class _CommandParser(HelpfulParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status: 0, 1 on failure, 2 on bad usage, 130 when interrupted."""
-    _open_closed_streams()
+    with _open_streams():
+        return _run(argv)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         args = build_parser().parse_args(argv)
         status: int = _command(args.command).run(args)
@@ -132,11 +138,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _open_closed_streams() -> None:
+@contextmanager
+def _open_streams() -> Iterator[None]:
     """A stream that the caller closed leads nowhere; a model's file would take its number else."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
+    with ExitStack() as opened:
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:
+                opened.callback(setattr, sys, name, None)
+                stream = opened.enter_context(Path(os.devnull).open(mode, encoding="utf-8"))
+                setattr(sys, name, stream)
+        yield
 
 
 def _command(name: str) -> ModuleType:

@@ -44,17 +44,16 @@ async def test_matches_are_highlighted_and_walked(model: FakeModel) -> None:
         assert not bar.display
         await pilot.press("ctrl+f", *"whales sleep")
         assert screen.composer(app).text == ""
-        assert count(app) == "1 of 2"
+        await until(pilot, lambda: count(app) == "1 of 2")
         assert highlighted(app) == ["[Whales sleep]", "whales", " sleep"]  # bold and plain
         await pilot.press("enter")
-        assert count(app) == "2 of 2"
+        await until(pilot, lambda: count(app) == "2 of 2")
         assert highlighted(app) == ["Whales sleep", "[whales]", "[ sleep]"]
-        for key, place in (("ctrl+f", 1), ("up", 2), ("down", 1)):  # round the ends
-            await pilot.press(key)
-            assert count(app) == f"{place} of 2"
+        for key, text in (("ctrl+f", "1 of 2"), ("up", "2 of 2"), ("down", "1 of 2")):
+            await pilot.press(key)  # round the ends
+            await until(pilot, lambda text=text: count(app) == text)
         app.query_one(FindBar).query_one(Input).value = "no such"
-        await pilot.pause()
-        assert count(app) == "not found"
+        await until(pilot, lambda: count(app) == "not found")
         assert highlighted(app) == []
         await pilot.press("enter", "escape")
         assert not bar.display
@@ -67,7 +66,7 @@ async def test_a_match_may_go_on_in_the_next_line(model: FakeModel) -> None:
     async with running(model, size=(60, 24)) as (app, pilot):
         await asked(pilot, "Hi")
         await screen.say(pilot, "/find many  sailors cross it, the SEA is wide")
-        assert count(app) == "1 of 2"
+        await until(pilot, lambda: count(app) == "1 of 2")
         parts = highlighted(app)
         assert len(parts) > 2
         assert " ".join(parts[:2]).strip("[]").replace("] [", " ").startswith("many sailors")
@@ -83,15 +82,15 @@ async def test_a_match_out_of_sight_is_scrolled_to(model: FakeModel) -> None:
             turns += [UserTurn(f"question {number}"), Answer(f"answer {number}\n\n" * 3)]
         view.add(*turns)
         await pilot.press("ctrl+f", *"question 17")
-        assert highlighted(app) == ["[question 17]"]
+        await until(pilot, lambda: highlighted(app) == ["[question 17]"])
         assert "question 179" in screen.shown(app), "the nearest one above"
         assert count(app) == "11 of 11"  # 17, and 170 to 179
         for _ in range(10):
             await pilot.press("up")
-        assert count(app) == "1 of 11"
-        assert "question 17\n" in screen.shown(app)
+        await until(pilot, lambda: count(app) == "1 of 11")
+        await until(pilot, lambda: "question 17\n" in screen.shown(app))
         await pilot.press("up")
-        assert "question 179" in screen.shown(app)
+        await until(pilot, lambda: "question 179" in screen.shown(app))
         laid_out = sum(block.laid_out for block in view.blocks)
         assert laid_out < 100, "what has no match and is out of sight is not laid out"
 
@@ -104,10 +103,8 @@ async def test_an_answer_may_grow_meanwhile(model: FakeModel) -> None:
         model.allow(1)
         await until(pilot, lambda: screen.answers(app) == ["One whale. "])
         await pilot.press("ctrl+f", *"whale")
-        assert highlighted(app) == ["[whale]"]
+        await until(pilot, lambda: highlighted(app) == ["[whale]"])
         model.release()
-        await until(pilot, lambda: screen.idle(app))
-        assert highlighted(app) == ["[whale]", "whale"]
+        await until(pilot, lambda: highlighted(app) == ["[whale]", "whale"])
         await pilot.press("f3")  # wraps anew
-        await pilot.pause()
-        assert highlighted(app) == ["[whale]", "whale"]
+        await until(pilot, lambda: highlighted(app) == ["[whale]", "whale"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from rich.style import Style
 
+from localrt.tui import ChatApp
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.blocks import Block, UserTurn
 from localrt.tui.chat.markdown import code_blocks
@@ -181,18 +183,15 @@ async def test_the_panel_wraps_the_conversation_anew(model: FakeModel) -> None:
     async with running(model, size=(120, 30)) as (app, pilot):
         await asked(pilot, "Hi " * 50)
         wide = screen.shown(app)
+        view = screen.conversation(app)
         await pilot.press("f3")
-        await pilot.pause()
-        narrow = screen.shown(app)
-        width = screen.conversation(app).size.width
-        assert width < 80
-        assert all(len(line) <= width for line in narrow.splitlines())
-        assert narrow.split() == wide.split(), "nothing is cut off"
+        await until(pilot, lambda: view.size.width < 80)
+        await until(pilot, lambda: screen.shown(app).split() == wide.split())  # none is cut off
+        assert all(len(line) <= view.size.width for line in screen.shown(app).splitlines())
         await pilot.press("f3")
-        await pilot.pause()
-        assert screen.shown(app) == wide
+        await until(pilot, lambda: screen.shown(app) == wide)
         await pilot.resize_terminal(60, 40)
-        assert screen.shown(app).split() == wide.split()
+        await until(pilot, lambda: screen.shown(app).split() == wide.split())
 
 
 async def test_without_colour(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +201,10 @@ async def test_without_colour(model: FakeModel, monkeypatch: pytest.MonkeyPatch)
         await asked(pilot, "Hi")
         for keys in ([], ["/", "down"], ["escape", "ctrl+f", "t"], ["f5"], ["escape", "ctrl+p"]):
             await pilot.press(*keys)
-            styles = [part.style for line in screen.lines(app) for part in line if part.style]
-            assert not any(style.color or style.bgcolor for style in styles), keys
             if keys:  # the row, the match or the option that is chosen is told apart all the same
-                assert any(style.reverse or style.underline for style in styles), keys
+                await until(pilot, lambda: any(s.reverse or s.underline for s in _styles(app)))
+            assert not any(style.color or style.bgcolor for style in _styles(app)), keys
+
+
+def _styles(app: ChatApp) -> list[Style]:
+    return [part.style for line in screen.lines(app) for part in line if part.style]

@@ -538,7 +538,8 @@ class ChatScreen(Screen[None]):
 
     def on_key(self, event: Key) -> None:
         """Text that was typed before there was a composer is for it: it would have taken it."""
-        if self._starting and (event.is_printable or event.key in ("enter", "ctrl+j")):
+        is_text = event.is_printable or event.key in ("enter", "ctrl+j")
+        if self._starting and is_text and self.focused in (None, self.composer):
             event.stop()
             self.composer.post_message(Key(event.key, event.character))
 
