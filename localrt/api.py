@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from localrt.answering.arguments import (
     check_call,
     check_flag,
-    check_messages,
     check_model,
     check_path,
     check_text,
@@ -381,7 +380,7 @@ class Model(Closing):
         """
         if isinstance(prompt, str):
             return len(self.tokenize(prompt))
-        check_messages(prompt)
+        self._core.requests.check_messages(prompt)
         chosen = read_options(self.defaults, options)
         tools = None if chosen.tool_choice == "none" else tools
         return len(self._core.requests.render(prompt, tools, options=chosen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ __all__ = [
     "check_tools",
 ]
 
-_TOOLS = "functions in OpenAI's form, each a mapping"
+_TOOLS = "functions in OpenAI's form, each a mapping with a name"
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_call(*, cancel: Any = None, on_progress: Any = None, name: str = "on_progress") -> None:
@@ -49,17 +51,34 @@ def check_flag(name: str, value: Any) -> None:
         raise OptionError(f"{name} must be true or false, is {value!r:.80}")
 
 
-def check_messages(prompt: Any) -> None:
-    """Raise ``OptionError`` unless the value is a list, as conversations are."""
+def check_messages(prompt: Any, template: str = "") -> None:
+    """Raise ``OptionError`` unless the value is a list of messages, as conversations are.
+
+    Roles are the usual ones, and those that the source of the chat ``template`` names.
+    """
     if not isinstance(prompt, Sequence) or isinstance(prompt, str | bytes):
         raise OptionError(f"a prompt is a string or a list of messages, is {prompt!r:.80}")
+    for message in prompt:
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str):
+            raise OptionError(
+                'a message is a mapping with a role, such as {"role": "user", "content": "Hi"}, is '
+                f"{message!r:.80}"
+            )
+        if role not in _ROLES and not re.search(rf"""(["']){re.escape(role)}\1""", template):
+            raise OptionError(
+                f"a message's role must be one of {', '.join(_ROLES)}, is {role!r:.80}"
+            )
 
 
 def check_tools(tools: Any) -> None:
-    """Raise ``OptionError`` unless the value is a list of mappings."""
+    """Raise ``OptionError`` unless the value is a list of functions with names."""
     check_list("tools", tools, _TOOLS)
-    if not all(isinstance(tool, Mapping) for tool in tools):
-        raise OptionError(f"tools must be a list of {_TOOLS}")
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise OptionError(f"tools must be a list of {_TOOLS}, one is {tool!r:.80}")
 
 
 def check_model(model: Any, adapters: Any = None) -> None:

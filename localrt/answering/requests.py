@@ -13,7 +13,13 @@ from operator import index
 from typing import Any
 
 from localrt.answering.adapters import Adapters
-from localrt.answering.arguments import check_call, check_list, check_messages, check_tools
+from localrt.answering.arguments import (
+    check_call,
+    check_flag,
+    check_list,
+    check_messages,
+    check_tools,
+)
 from localrt.answering.thinking import ThinkingControl
 from localrt.drafts.choice import Drafts
 from localrt.engine.options import Options, read_options
@@ -66,9 +72,12 @@ def whole_ids(ids: Sequence[int], what: str) -> list[int]:
         OptionError: they are no list of integers.
     """
     try:
-        return [index(token) for token in ids]
+        found = [index(token) for token in ids]
     except TypeError:
-        raise OptionError(f"{what} must be a list of integers, is {ids!r:.80}") from None
+        found = None
+    if found is None or any(isinstance(token, bool) for token in ids):
+        raise OptionError(f"{what} must be a list of integers, is {ids!r:.80}")
+    return found
 
 
 class RequestBuilder:
@@ -119,6 +128,14 @@ class RequestBuilder:
             if chosen.grammar is not None:
                 gbnf_to_lark(chosen.grammar, self._tokenizer.token_id)
 
+    def check_messages(self, messages: Any) -> None:
+        """Whether this can be a conversation with the model.
+
+        Raises:
+            OptionError: no list of messages, or a role that the chat template does not know.
+        """
+        check_messages(messages, self._template.tool_source)
+
     def make(
         self,
         prompt: str | Sequence[Message] | None,
@@ -139,6 +156,7 @@ class RequestBuilder:
         """
         chosen = read_options(self._defaults, options)
         check_call(cancel=cancel, on_progress=on_progress)
+        check_flag("raw", raw)
         tools = None if chosen.tool_choice == "none" else tools
         cancel = cancel or threading.Event()
         ends = self._parts.eos_ids
@@ -339,7 +357,7 @@ class RequestBuilder:
             assert prompt is not None
             if raw:
                 raise OptionError("raw takes a string, not a list of messages")
-            check_messages(prompt)
+            self.check_messages(prompt)
             if not prompt:
                 raise OptionError("the list of messages is empty")
             ids = self._fitted(prompt, tools, options, watch)
