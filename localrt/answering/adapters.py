@@ -8,8 +8,9 @@ and that no conversation holds tokens of go first. It does not know how they are
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 from localrt.engine.protocol import Engine
@@ -70,6 +71,7 @@ class Adapters:
                 raise OptionError(f"there is an adapter {name!r} already: remove it first")
             known = _Known(path)
             self._load(known)
+            known.path = path.absolute()  # it may be read again from another working folder
             self._known[name] = known
 
     def remove(self, name: str) -> None:
@@ -98,17 +100,19 @@ class Adapters:
         weights = {choice: 1.0} if isinstance(choice, str) else dict(choice)
         with self._lock:
             self._clock += 1
-            mix: dict[str, float] = {}
+            wanted: list[tuple[_Known, float]] = []
             for name, weight in weights.items():
-                if isinstance(weight, bool) or not isinstance(weight, int | float):
+                if not _is_number(weight):
                     raise OptionError(
                         f"adapter: the weight of {name!r} is {weight!r:.40}, no number"
                     )
-                known = self._find(name)
+                wanted.append((self._find(name), float(weight)))
+            mix: dict[str, float] = {}
+            for known, weight in wanted:
                 known.asked = self._clock
                 if not self._here(known.key):
-                    self._load(known)
-                mix[known.key] = mix.get(known.key, 0.0) + float(weight)
+                    self._load(known, needed=[other.key for other, _ in wanted])
+                mix[known.key] = mix.get(known.key, 0.0) + weight
             return tuple(sorted((key, weight) for key, weight in mix.items() if weight))
 
     def close(self) -> None:
@@ -128,7 +132,8 @@ class Adapters:
             raise OptionError(f"there is no adapter {name!r:.80}: known: {known}")
         return self._known[name]
 
-    def _load(self, known: _Known) -> None:
+    def _load(self, known: _Known, needed: Collection[str] = ()) -> None:
+        """Have it here; where room is short, others than those with ``needed`` keys leave."""
         if self._base is None:
             self._base = self._open_base()
         adapter = read_adapter(known.path, self._base)
@@ -141,7 +146,8 @@ class Adapters:
                 return
             except MemoryBudgetError:
                 here = [other for other in self._known.values() if other.nbytes]
-                idle = [one for one in here if not self._engine.uses_adapter(one.key)]
+                others = [one for one in here if one.key not in needed]
+                idle = [one for one in others if not self._engine.uses_adapter(one.key)]
                 if not idle:
                     raise
                 self._drop(min(idle, key=lambda one: one.asked))
@@ -150,3 +156,7 @@ class Adapters:
         if known.nbytes:
             self._engine.remove_adapter(known.key)
             known.nbytes = 0
+
+
+def _is_number(weight: object) -> bool:
+    return isinstance(weight, int | float) and not isinstance(weight, bool) and isfinite(weight)

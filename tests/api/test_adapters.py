@@ -51,8 +51,9 @@ def test_names_choose(model: localrt.Model, tiny: localrt.Model) -> None:
     assert one == said["first"]
     with pytest.raises(OptionError, match="no adapter 'third': known: first, second"):
         model.generate(PROMPT, adapter="third", **GREEDY)
-    with pytest.raises(OptionError, match="no number"):
-        model.generate(PROMPT, adapter={"first": "much"}, **GREEDY)
+    for weight in ("much", float("nan")):
+        with pytest.raises(OptionError, match="no number"):
+            model.generate(PROMPT, adapter={"first": weight}, **GREEDY)
     with pytest.raises(OptionError, match="none is loaded"):
         tiny.generate(PROMPT, adapter="first", **GREEDY)
 
@@ -152,6 +153,9 @@ def test_where_room_is_short_the_idle_one_leaves(
     model.generate(PROMPT, adapter="first", **GREEDY)  # it comes back, and the other leaves
     model._core._pool.free()
     assert model.generate(PROMPT, adapter="second", **GREEDY).token_ids == want
+    model._core._pool.free()
+    with pytest.raises(MemoryBudgetError):  # none of them makes room for the other
+        model.generate(PROMPT, adapter={"first": 0.5, "second": 0.5}, **GREEDY)
 
 
 @needs_kernels
