@@ -41,7 +41,7 @@ class Extras:
         found: dict[str, Any] = {}
         for name, value in self.params.items():
             ours = _OPTIONS.get(name)
-            if ours is None or (ours in ("max_tokens", "seed") and value < 0):
+            if ours is None or (ours in ("max_tokens", "seed") and _is_below_zero(value)):
                 continue
             found[ours] = [value] if ours == "stop" and isinstance(value, str) else value
         return found
@@ -51,3 +51,7 @@ class Extras:
         """The context length, in tokens."""
         value = self.params.get("num_ctx")
         return value if isinstance(value, int) and value > 0 else None
+
+
+def _is_below_zero(value: object) -> bool:
+    return isinstance(value, int | float) and value < 0

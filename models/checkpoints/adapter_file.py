@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,13 +28,14 @@ from localrt.models.checkpoints.adapter_places import (
     why_only_merged,
 )
 from localrt.models.checkpoints.base import Checkpoint
-from localrt.models.checkpoints.gguf_file import GgufFile
+from localrt.models.checkpoints.gguf_file import GgufFile, is_gguf
 from localrt.models.checkpoints.gguf_names import (
     INTERLEAVED_ROTARY,
     QWEN_DELTA,
     hf_tensor_name,
 )
 from localrt.models.checkpoints.hf_names import INTERLEAVED_ROTARY as PUBLISHED_IN_PAIRS
+from localrt.models.checkpoints.peft_config import check_peft_config, peft_scale
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.safetensors_header import (
     is_raw,
@@ -47,7 +47,7 @@ from localrt.models.checkpoints.stored_tensor import StoredTensor
 from localrt.quant.formats import unpack
 from localrt.quant.ops.adapters import Adapter, LowRank
 
-__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "is_adapter", "read_adapter"]
+__all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "read_adapter"]
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -68,15 +68,6 @@ _COPIES = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 _GGUF = re.compile(r"(?P<module>.+)\.lora_(?P<part>[ab])")
 # GGUF architectures whose converter multiplies matrices by the config's factors.
 _SCALED = frozenset({"falcon-h1"})
-# What changes more than a matrix by a low rank.
-_REFUSED = {
-    "fan_in_fan_out": "whose matrices are transposed",
-    "layer_replication": "that repeats layers",
-    "megatron_config": "split for Megatron",
-    "trainable_token_indices": "with rows of the embedding of its own",
-    "arrow_config": "with routing among adapters",
-    "corda_config": "in the form of CorDA",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +91,6 @@ class _Parts:
     of_tokens: bool = False
 
 
-def is_adapter(path: Path) -> bool:
-    """Whether a file or folder is an adapter and no model."""
-    if path.is_dir():
-        return (path / CONFIG_NAME).exists()
-    if path.suffix != ".gguf" or not path.is_file():
-        return False
-    with closing(GgufFile(path)) as file:
-        return file.metadata.text("general.type") == "adapter"
-
-
 def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adapter[LowRank]:
     """The adapter at ``path``, a folder or a ``.gguf`` file, for the model ``base``.
 
@@ -122,7 +103,7 @@ def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adap
     """
     if path.is_dir():
         return _read_folder(path, base, merging=merging)
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" or is_gguf(path):  # other programs' files have no suffix
         return _read_gguf(path, base, merging=merging)
     raise CheckpointError(
         f"{path} is no adapter: give PEFT's folder ({CONFIG_NAME}, {WEIGHTS_NAME}) or a .gguf file"
@@ -134,7 +115,7 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
     if not config_path.exists():
         raise CheckpointError(f"{path} is no adapter: it has no {CONFIG_NAME}")
     config = read_json(config_path)
-    _check_config(config, config_path)
+    check_peft_config(config, config_path)
     if base.kind == "gguf" and base.architecture in _SCALED:
         raise UnsupportedModelError(
             f"{path}: {base.path.name} has the model's factors in its matrices, which an adapter "
@@ -177,62 +158,12 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
         source = _Source(
             weights,
             lambda module: text_module(module, base),
-            _peft_scale(config, config_path),
+            peft_scale(config, config_path),
             pairs=base.architecture in _IN_PAIRS,
         )
         with ThreadPoolExecutor(1) as pool:
             key = pool.submit(_digest, file, config_path.read_bytes())
             return _assembled(source, key.result, modules, base, merging=merging)
-
-
-def _check_config(config: Mapping[str, Any], path: Path) -> None:
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise UnsupportedModelError(
-            f"{path}: adapters of type {kind!r:.40} are not read: LoRA, rsLoRA and DoRA are"
-        )
-    for name, what in _REFUSED.items():
-        if config.get(name):
-            raise UnsupportedModelError(f"{path}: {name}: an adapter {what} is not read")
-    if config.get("bias", "none") != "none":
-        raise UnsupportedModelError(f"{path}: bias: an adapter with biases of its own is not read")
-    for name in ("r", "lora_alpha"):
-        value = config.get(name)
-        if not _is_size(value):
-            raise CheckpointError(f"{path}: {name} must be a number above 0, is {value!r:.40}")
-    for name in ("rank_pattern", "alpha_pattern"):
-        pattern = config.get(name) or {}
-        if not isinstance(pattern, dict) or not all(map(_is_size, pattern.values())):
-            raise CheckpointError(f"{path}: {name} must give modules numbers above 0")
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
-
-
-def _peft_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
-    """What a module's product is times, from its name and rank."""
-
-    def of(kind: str, module: str, default: float) -> float:
-        for pattern, value in (config.get(kind) or {}).items():
-            try:
-                if re.fullmatch(rf"(.*\.)?({pattern})", module):
-                    return float(value)
-            except re.error as error:
-                raise CheckpointError(f"{path}: {kind}: {pattern!r:.60}: {error}") from error
-        return default
-
-    def scale(module: str, rank: int) -> float:
-        told = of("rank_pattern", module, config["r"])
-        if told != rank:
-            raise CheckpointError(
-                f"{path}: module {module!r:.100} has rank {rank}, the config's r or rank_pattern "
-                f"says {told:g}"
-            )
-        alpha = of("alpha_pattern", module, config["lora_alpha"])
-        return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)
-
-    return scale
 
 
 def _read_gguf(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRank]:

@@ -21,7 +21,7 @@ from localrt.models.checkpoints.ranged_file import RangedFile, describe_start
 from localrt.models.checkpoints.stored_tensor import StoredTensor
 from localrt.quant.formats import GGML_FORMATS, GGML_UNREAD, Format
 
-__all__ = ["GgufFile", "open_gguf_parts", "split_part"]
+__all__ = ["GgufFile", "is_gguf", "open_gguf_parts", "split_part"]
 
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
 _MAGIC = b"GGUF"
@@ -29,6 +29,14 @@ _MAGIC = b"GGUF"
 _MOST_TENSORS = 1 << 20
 _LONGEST_NAME = 256
 _LARGEST_ALIGNMENT = 1 << 16
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is a file that begins as GGUF files do."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as stream:
+        return stream.read(len(_MAGIC)) == _MAGIC
 
 
 class GgufFile:

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from localrt.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.checkpoints.adapter_file import is_adapter, read_adapter
+from localrt.models.checkpoints.adapter_file import read_adapter
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store.pack import pack_store
@@ -214,9 +214,8 @@ def test_gguf_adapters_are_the_same(tiny: Tiny) -> None:
     path = tiny.folder / "a.gguf"
     keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 16.0}
     write_gguf(path, architecture, keys, tensors)
-    assert is_adapter(path)
-    assert not is_adapter(tiny.folder / "base")
-    again = read_adapter(path, tiny.checkpoint)
+    blob = path.rename(tiny.folder / "sha256-0123")  # as Ollama calls its files
+    again = read_adapter(blob, tiny.checkpoint)
     assert len(again.matrices) == len(tensors) // 2
     for name, part in again.matrices.items():
         np.testing.assert_allclose(part.a, adapter.matrices[name].a)

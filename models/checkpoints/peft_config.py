@@ -1,0 +1,81 @@
+"""PEFT's ``adapter_config.json``: which adapters are read, and what their products are times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+
+__all__ = ["check_peft_config", "peft_scale"]
+
+# What changes more than a matrix by a low rank.
+_REFUSED = {
+    "fan_in_fan_out": "whose matrices are transposed",
+    "layer_replication": "that repeats layers",
+    "megatron_config": "split for Megatron",
+    "trainable_token_indices": "with rows of the embedding of its own",
+    "arrow_config": "with routing among adapters",
+    "corda_config": "in the form of CorDA",
+}
+
+
+def check_peft_config(config: Mapping[str, Any], path: Path) -> None:
+    """Whether this is the ``adapter_config.json`` at ``path`` of an adapter that is read here.
+
+    Raises:
+        CheckpointError: a key is malformed.
+        UnsupportedModelError: it is of another kind than LoRA, rsLoRA and DoRA.
+    """
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedModelError(
+            f"{path}: adapters of type {kind!r:.40} are not read: LoRA, rsLoRA and DoRA are"
+        )
+    for name, what in _REFUSED.items():
+        if config.get(name):
+            raise UnsupportedModelError(f"{path}: {name}: an adapter {what} is not read")
+    if config.get("bias", "none") != "none":
+        raise UnsupportedModelError(f"{path}: bias: an adapter with biases of its own is not read")
+    for name in ("r", "lora_alpha"):
+        value = config.get(name)
+        if not _is_size(value):
+            raise CheckpointError(f"{path}: {name} must be a number above 0, is {value!r:.40}")
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, dict) or not all(map(_is_size, pattern.values())):
+            raise CheckpointError(f"{path}: {name} must give modules numbers above 0")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
+
+
+def peft_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
+    """What a module's product is times, from its name and rank.
+
+    Calling it raises ``CheckpointError`` where the config says another rank.
+    """
+
+    def of(kind: str, module: str, default: float) -> float:
+        for pattern, value in (config.get(kind) or {}).items():
+            try:
+                if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                    return float(value)
+            except re.error as error:
+                raise CheckpointError(f"{path}: {kind}: {pattern!r:.60}: {error}") from error
+        return default
+
+    def scale(module: str, rank: int) -> float:
+        told = of("rank_pattern", module, config["r"])
+        if told != rank:
+            raise CheckpointError(
+                f"{path}: module {module!r:.100} has rank {rank}, the config's r or rank_pattern "
+                f"says {told:g}"
+            )
+        alpha = of("alpha_pattern", module, config["lora_alpha"])
+        return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)
+
+    return scale
