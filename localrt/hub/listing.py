@@ -87,25 +87,33 @@ def list_models(settings: Settings) -> list[LocalModel]:
     stores = list(own_stores(settings))
     quantized = [store for store in stores if store.quantized and store.finished]
     models += [_of_store(store, store.path.name) for store in quantized]
-    models += _used_files(settings, {model.path for model in models})
+    models += _used_files(settings, {_identity(model.path) for model in models})
     models = _with_packed(models, [store for store in stores if not store.quantized])
     models = _with_aliases(models, settings)
     return sorted(models, key=lambda model: (model.name != DEMO_NAME, model.name.lower()))
 
 
 def models_named(
-    name: str, models: Iterable[LocalModel], settings: Settings
+    name: str, models: Iterable[LocalModel], settings: Settings, *, linked: bool = False
 ) -> Iterator[LocalModel]:
-    """Those of ``models`` that an expanded name means: ``org/name`` may mean several."""
+    """Those of ``models`` that an expanded name means: ``org/name`` may mean several.
+
+    ``linked``: a path means whatever model is the same file.
+    """
     store = own_store(name, settings)
     path = store or _expanded(name)
+    file = _identity(path)
     ref = None if store else parse_hub_ref(name)
     for model in models:
         if ref is not None and ref.variant is None and model.place == "hub cache":
             own = model.name.partition(":")[0]
             if (own if ref.revision else own.partition("@")[0]) == name:
                 yield model
-        elif model.path == path or (store is None and model.name.lower() == name.lower()):
+        elif (
+            model.path == path
+            or (store is None and model.name.lower() == name.lower())
+            or (linked and _identity(model.path) == file)
+        ):
             yield model
 
 
@@ -148,13 +156,18 @@ def _of_other_programs(settings: Settings) -> Iterator[LocalModel]:
             )
 
 
-def _used_files(settings: Settings, known: set[Path]) -> Iterator[LocalModel]:
-    """Files and folders of the user's own that were run before."""
-    for name in last_used(settings):
+def _used_files(settings: Settings, known: set[object]) -> Iterator[LocalModel]:
+    """Files and folders of the user's own that were run before, the latest first, but for links to
+    what is ``known``.
+    """
+    used = last_used(settings)
+    for name in sorted(used, key=lambda each: -used[each]):
         path = Path(name).expanduser()
-        if not path.is_absolute() or path in known:
-            continue
         with suppress(OSError, ValueError):
+            identity = _identity(path)
+            if not path.is_absolute() or identity in known:
+                continue
+            known.add(identity)
             if path.is_file():
                 variants = gguf_variants(each.name for each in path.parent.iterdir())
                 own = [v.files for v in variants if path.name == v.files[0]] or [(path.name,)]
@@ -186,12 +199,15 @@ def _with_packed(models: list[LocalModel], copies: list[OwnStore]) -> list[Local
 
 
 def _place_of_source(store: OwnStore, models: list[LocalModel]) -> int | None:
-    """The model that was packed; where it has moved, or the store does not say where it lay, the
-    first one with its file name.
+    """The model that was packed, or another link to its file; where it has moved, or the store does
+    not say where it lay, the first one with its file name.
     """
     paths = [model.path for model in models]
     if store.origin in paths:
         return paths.index(store.origin)
+    files = [_identity(path) for path in paths]
+    if store.origin is not None and (file := _identity(store.origin)) in files:
+        return files.index(file)
     return next((i for i, path in enumerate(paths) if path.name == store.source), None)
 
 
@@ -204,6 +220,15 @@ def _with_aliases(models: list[LocalModel], settings: Settings) -> list[LocalMod
             if len(named) == 1:
                 found.setdefault(named[0].name, []).append(alias)
     return [replace(model, aliases=tuple(found.get(model.name, ()))) for model in models]
+
+
+def _identity(path: Path) -> object:
+    """The same for all links to a file, hard or soft."""
+    try:
+        stat = path.stat()
+    except (OSError, ValueError):
+        return path
+    return stat.st_dev, stat.st_ino
 
 
 def _expanded(name: str) -> Path:

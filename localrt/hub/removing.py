@@ -50,7 +50,7 @@ def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) ->
     """
     full = expand_name(name, settings)
     listed = list_models(settings)
-    models = list(models_named(full, listed, settings))
+    models = list(models_named(full, listed, settings, linked=packed_only))
     if not packed_only:
         _refuse_what_is_not_ours(name, full, models)
     if not models and (packed_only or not _is_begun(full, settings)):

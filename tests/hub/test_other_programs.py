@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from localrt.errors import CheckpointError, ModelNotFoundError, OptionError
 from localrt.hub import list_models, remove_model, resolve
 from localrt.hub.extras import Extras
+from localrt.hub.uses import note_use
 from localrt.settings import Settings
 from tests.hub.other_stores import add_ollama_model
 
@@ -85,6 +87,17 @@ def test_what_is_kept_beside_the_weights_comes_along(here: Settings, tmp_path: P
 
 def test_a_single_stop_text_and_no_limit() -> None:
     assert Extras(params={"stop": "x", "seed": -1}).options == {"stop": ["x"]}
+    assert Extras(params={"seed": "x", "num_predict": None}).options["seed"] == "x"  # refused later
+
+
+def test_a_link_to_a_file_of_another_program_is_no_other_model(
+    here: Settings, tmp_path: Path
+) -> None:
+    blob = add_ollama_model(tmp_path / "ollama", f"{LIBRARY}/llama3.2/3b")
+    link = tmp_path / "mine.gguf"
+    os.link(blob, link)
+    note_use(str(link), here)
+    assert names(here) == ["ollama:llama3.2:3b"]
 
 
 def test_parameters_that_are_not_json_are_said(here: Settings, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,21 @@ def test_copies_of_files_that_are_called_the_same_are_told_apart(
         note_use(str(file), settings)
     folder = add_store(settings, "model-abc", files[1])
     assert [model.packed for model in list_models(settings)] == [(), (folder,)]
+
+
+def test_links_to_one_file_are_one_model(settings: Settings, tmp_path: Path) -> None:
+    file, hard, soft = (tmp_path / name for name in ("model.gguf", "hard.gguf", "soft.gguf"))
+    file.write_bytes(b"GGUF")
+    os.link(file, hard)
+    soft.symlink_to(file)
+    for path in (file, hard, soft):
+        note_use(str(path), settings)
+    folder = add_store(settings, "model-abc", soft)
+    (model,) = list_models(settings)
+    assert model.path in (file, hard, soft)
+    assert model.packed == (folder,)
+    for path in (file, hard, soft):
+        assert plan_removal(str(path), settings, packed_only=True).packed == (folder,)
 
 
 def test_a_copy_without_its_model_can_be_deleted(settings: Settings) -> None:
