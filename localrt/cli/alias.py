@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.name} is no name of yours: set it with `localrt alias {args.name} MODEL`"
             )
         return _say(args, f"{args.name} is {model}", settings)
-    write_alias(args.name, args.model, settings)
+    model = write_alias(args.name, args.model, settings)
     missing = "" if _is_here(args.name, settings) else " (not on this machine yet)"
-    return _say(args, f"{args.name} is {args.model}{missing}", settings)
+    return _say(args, f"{args.name} is {model}{missing}", settings)
 
 
 def _is_here(name: str, settings: Settings) -> bool:

@@ -10,12 +10,15 @@ that localrt knows (``known_models.py``).
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.errors import ModelNotFoundError, OptionError
 from localrt.formatting import one_line
 from localrt.hub.demo import DEMO_NAME
+from localrt.hub.names import looks_like_path, shown_path
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
@@ -61,8 +64,10 @@ def expand_alias(model: str, settings: Settings) -> str:
     return seen[-1]
 
 
-def write_alias(name: str, model: str, settings: Settings) -> None:
+def write_alias(name: str, model: str, settings: Settings) -> str:
     """Have ``name`` stand for ``model``; comments and other lines of the file stay.
+
+    Returns what it stands for: a path is written so that it is right from every folder.
 
     Raises:
         OptionError: not a name, or the demo's, or one that would stand for itself.
@@ -80,7 +85,10 @@ def write_alias(name: str, model: str, settings: Settings) -> None:
         target = read_aliases(settings).get(target, "")
     if target == name:
         raise OptionError(f"{name} would stand for itself: {' -> '.join([*seen, name])}")
+    if model != DEMO_NAME and model not in read_aliases(settings):
+        model = _from_everywhere(model)
     _file(settings).change({name: model}, table=_TABLE)
+    return model
 
 
 def remove_alias(name: str, settings: Settings) -> None:
@@ -93,6 +101,12 @@ def remove_alias(name: str, settings: Settings) -> None:
     if name not in read_aliases(settings):
         raise ModelNotFoundError(f"{one_line(name, 60)} is no name of yours (see `localrt alias`)")
     _file(settings).change({name: None}, table=_TABLE)
+
+
+def _from_everywhere(model: str) -> str:
+    path = Path(os.path.expanduser(model))  # noqa: PTH111  Path's own fails on "~nobody"
+    is_path = looks_like_path(model) or os.path.exists(path)  # noqa: PTH110  as in resolving
+    return shown_path(path.absolute()) if is_path else model
 
 
 def _file(settings: Settings) -> TomlFile:

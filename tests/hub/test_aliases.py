@@ -32,6 +32,20 @@ def test_a_name_stands_for_a_model(settings: Settings, tmp_path: Path, hub: Fake
     assert resolve("best", settings=settings).name == "org/quants:Q8_0"
 
 
+def test_a_path_is_right_from_every_folder(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.gguf").write_bytes(b"GGUF")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, typed in (("file", "mine.gguf"), ("folder", "./elsewhere"), ("other", "org/name")):
+        write_alias(name, typed, settings)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resolve("file", settings=settings).path == tmp_path / "mine.gguf"
+    assert resolve("folder", settings=settings).path == tmp_path / "elsewhere"
+    assert expand_alias("other", settings) == "org/name"
+
+
 def test_names_may_go_before_the_known_ones(settings: Settings) -> None:
     write_alias("llama3.2", "org/quants:Q8_0", settings)
     assert resolve("llama3.2", settings=settings).name == "org/quants:Q8_0"
