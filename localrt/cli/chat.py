@@ -23,7 +23,7 @@ from localrt.cli.options import (
     load_options,
     sampling_options,
 )
-from localrt.cli.run import answer, read_prompt
+from localrt.cli.run import answer, prompt_of
 from localrt.engine.options import read_options
 from localrt.errors import OptionError
 from localrt.progress import ProgressCallback
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             raise OptionError(
                 "--continue is for the app: for a single answer use localrt run --continue"
             )
-        return answer(args, read_prompt(args.prompt), None)
+        return answer(args, prompt_of(args, "chat"), None)
     options = sampling_options(args)
     read_options(options)
 

@@ -43,9 +43,19 @@ def load(name: str, options: dict[str, Any]) -> localrt.Model:
     return model
 
 
-def load_model(args: argparse.Namespace) -> localrt.Model:
-    """The model of this machine that the arguments ask for; its notes go to stderr."""
+def load_model(args: argparse.Namespace, *, reads_text: bool = True) -> localrt.Model:
+    """The model of this machine that the arguments ask for; its notes go to stderr.
+
+    Raises:
+        TokenizerError: it has to read text, and has no tokenizer.
+    """
     model = load(args.model, load_options(args))
+    if reads_text:
+        try:
+            _ = model.tokenizer
+        except LocalrtError:
+            model.close()
+            raise
     _print_notes(model)
     return model
 

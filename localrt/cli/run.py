@@ -36,7 +36,7 @@ from localrt.hub import DEMO_NAME
 from localrt.hub.resolving import may_be_a_name
 from localrt.settings import Settings
 
-__all__ = ["EXAMPLES", "add_arguments", "answer", "read_prompt", "run"]
+__all__ = ["EXAMPLES", "add_arguments", "answer", "prompt_of", "run"]
 
 EXAMPLES: Examples = (
     ('localrt run smollm2 "Name three rivers"', "one answer"),
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         return run_batch(args)
     if args.batch_size is not None:
         raise OptionError("--batch-size needs --batch FILE")
-    return answer(args, _read_prompt(args), last_run_path())
+    return answer(args, prompt_of(args, "run"), last_run_path())
 
 
 def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
@@ -182,28 +182,28 @@ def _stats(m: Metrics) -> str:
     return "\n".join(lines)
 
 
-def _read_prompt(args: argparse.Namespace) -> str:
+def prompt_of(args: argparse.Namespace, command: str) -> str:
+    """``read_prompt`` of what ``localrt COMMAND`` was given.
+
+    Raises:
+        ModelNotFoundError: there is none, and MODEL reads like one.
+    """
     try:
-        return read_prompt(args.prompt, whole=args.suffix is not None)
+        return read_prompt(args.prompt, whole=getattr(args, "suffix", None) is not None)
     except OptionError:
-        if args.endpoint is None:
-            _check_name(args.model)
+        if args.endpoint is None and not may_be_a_name(args.model, Settings.from_environment()):
+            words, flag = one_line(args.model), " -p" if command == "chat" else ""
+            raise ModelNotFoundError(
+                f"{words!r} was taken for a model's name, which comes before the prompt: "
+                f"localrt {command} {DEMO_NAME}{flag} {json.dumps(words, ensure_ascii=False)}"
+            ) from None
         raise
-
-
-def _check_name(model: str) -> None:
-    """There is no prompt: maybe MODEL is one."""
-    if not may_be_a_name(model, Settings.from_environment()):
-        raise ModelNotFoundError(
-            f"{one_line(model)!r} was taken for a model's name, which comes before the prompt: "
-            f"localrt run {DEMO_NAME} {json.dumps(one_line(model), ensure_ascii=False)}"
-        )
 
 
 def read_prompt(prompt: str | None, *, whole: bool = False) -> str:
     """The prompt from the command line, from stdin when that is not a terminal, or both.
 
-    ``whole`` takes one of them as it is, and be it empty.
+    ``whole`` takes one of them as it is, even if it is empty.
 
     Raises:
         OptionError: neither is there, or stdin is not UTF-8.

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         from localrt.serve.models import OneModel
 
-        with load_model(args) as model:
+        with load_model(args, reads_text=False) as model:
             _set_defaults(model, defaults)
             served = OneModel(model, options)
             _serve(args, options, bound, served, {served.name: str(model.info.path)})

@@ -145,7 +145,17 @@ def test_bad_usage_is_status_2(tiny_folder: Path, home: dict[str, str]) -> None:
     sentence = localrt("run", "What is a quine?", env=home)
     assert_one_line(sentence, 1, "taken for a model's name", 'smollm2 "What is a quine?"')
     assert_one_line(localrt("run", "Why?", env=home), 1, 'localrt run smollm2 "Why?"')
+    assert_one_line(localrt("chat", "Why?", env=home), 1, 'localrt chat smollm2 -p "Why?"')
     assert_one_line(localrt("run", tiny_folder, env=home, stdin=b"ab\xff"), 2, "UTF-8", "0xff")
+
+
+def test_a_model_without_a_tokenizer_says_so_once(tmp_path: Path, home: dict[str, str]) -> None:
+    folder = write_tiny_model(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    (tmp_path / "prompts.txt").write_text("hi\n")
+    for args in (["hi"], ["hi", "--raw"], ["--batch", str(tmp_path / "prompts.txt")]):
+        assert_one_line(localrt("run", folder, *args, env=home), 1, "has no tokenizer")
 
 
 def test_files_that_are_no_model(tmp_path: Path, home: dict[str, str]) -> None:
