@@ -31,6 +31,7 @@ from localrt.quantizing.quantize import (
     CALIBRATION_TOKENS,
     QuantizeReport,
     Recipe,
+    method_of,
     quantize_model,
 )
 from localrt.quantizing.text import BUILTIN, builtin_text, read_text
@@ -64,7 +65,7 @@ _BITS_HELP = "bits per weight of the layers, like 3.5: each matrix gets the form
 _FLAGS: tuple[Flag, ...] = (
     ("--method", str, "M", "rtn, gptq or mr-gptq (default: the best for the format)"),
     ("--calibration", Path, "PATH", _CALIBRATION_HELP),
-    ("--calibration-tokens", int, "N", "tokens of it to use (default: 16384)"),
+    ("--calibration-tokens", int, "N", f"tokens of it to use (default: {CALIBRATION_TOKENS})"),
     (
         "--adapter",
         str,
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format", metavar="F", help="format of the layers, like int4-g32; see below"
     )
     size.add_argument("--bits", type=number, metavar="B", help=_BITS_HELP)
-    add_flags(parser, _FLAGS, seed=0)
+    add_flags(parser, _FLAGS, seed=0, calibration_tokens=CALIBRATION_TOKENS)
     add_hub_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings.from_environment()
     notes: list[str] = []
     started = time.monotonic()
+    text = None if args.calibration is None else read_text(args.calibration)
     with ProgressLine() as line:
         model = resolve_model(args, settings, line)
         name = model.name
@@ -115,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
                 Recipe(
                     args.format,
                     method=args.method,
-                    calibration=_calibration(args, checkpoint, notes),
-                    calibration_tokens=args.calibration_tokens or CALIBRATION_TOKENS,
+                    calibration=_calibration(args, checkpoint, text, notes),
+                    calibration_tokens=args.calibration_tokens,
                     seed=args.seed,
                     head_format=args.head_format,
                     bits=args.bits,
@@ -153,9 +155,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be said before anything is downloaded."""
-    if args.format is not None:
-        quantized_format(args.format)
+    """What can be said before anything is downloaded; that a text is needed, is said later."""
+    method_of(
+        Recipe(
+            args.format,
+            method=args.method,
+            calibration=(),
+            head_format=args.head_format,
+            bits=args.bits,
+        )
+    )
     if args.method == "rtn" and args.calibration is not None:
         raise OptionError(
             "method rtn uses no text: leave out --calibration, or choose gptq or mr-gptq"
@@ -181,9 +190,12 @@ def _store_name(model: ResolvedModel, merged: str, args: argparse.Namespace) -> 
 
 
 def _calibration(
-    args: argparse.Namespace, checkpoint: Checkpoint, notes: list[str]
+    args: argparse.Namespace, checkpoint: Checkpoint, text: str | None, notes: list[str]
 ) -> list[int] | None:
-    """Token ids of the text to calibrate with; None where only rounding is possible or wanted."""
+    """Token ids of the text to calibrate with; None where only rounding is possible or wanted.
+
+    ``text`` is what the user gave.
+    """
     method = args.method or (
         MIX_METHOD
         if args.format is None
@@ -193,7 +205,6 @@ def _calibration(
         if args.calibration is not None:
             notes.append(f"{args.format} is rounded to nearest: {args.calibration} is not used")
         return None
-    text = read_text(args.calibration) if args.calibration is not None else None
     try:
         if text is None and (text := builtin_text()) is None:
             raise TokenizerError("this Python came without its language reference")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from localrt.errors import OptionError
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
@@ -41,10 +41,14 @@ from localrt.quantizing.layer import ROUTERS, LayerQuantizer, common_names, fold
 from localrt.quantizing.losses import TRIAL_FORMAT, divergence, model_losses
 from localrt.quantizing.mix import MIX_FORMATS, MIX_METHOD, LossTable
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["CALIBRATION_TOKENS", "HEAD_BITS", "QuantizeReport", "Recipe", "quantize_model"]
+__all__ = [
+    "CALIBRATION_TOKENS",
+    "HEAD_BITS",
+    "QuantizeReport",
+    "Recipe",
+    "method_of",
+    "quantize_model",
+]
 
 CALIBRATION_TOKENS = 16_384
 
@@ -145,7 +149,7 @@ def quantize_model(
         CancelledError: ``cancel`` was set.
     """
     target = None if recipe.format is None else quantized_format(recipe.format)
-    method = _method(recipe, target)
+    method = method_of(recipe)
     search = search or fast_search(threads)
 
     def show(done: int, total: int, detail: str) -> None:
@@ -305,7 +309,15 @@ def _name(recipe: Recipe) -> str:
     return recipe.format or f"{recipe.bits:g} bits"
 
 
-def _method(recipe: Recipe, target: Format | None) -> str:
+def method_of(recipe: Recipe) -> str:
+    """What quantizes by ``recipe``.
+
+    Raises:
+        OptionError: formats, bits, method and text do not go together, or one is not known.
+    """
+    target = None if recipe.format is None else quantized_format(recipe.format)
+    if recipe.head_format is not None:
+        quantized_format(recipe.head_format)
     method, calibrated = recipe.method, recipe.calibration is not None
     if (target is None) == (recipe.bits is None):
         raise OptionError("give either format or bits")
@@ -315,7 +327,7 @@ def _method(recipe: Recipe, target: Format | None) -> str:
         if not 2 <= recipe.bits <= most:
             raise OptionError(f"{option('bits')} must be from 2 to {most:g}, is {recipe.bits:g}")
         if method not in (None, MIX_METHOD):
-            raise OptionError(f"a mix is quantized by {MIX_METHOD}: leave method out")
+            raise OptionError(f"a mix is quantized by {MIX_METHOD}: leave {option('method')} out")
         if not calibrated:
             raise OptionError("bits are shared out by a calibration text: give --calibration")
         return MIX_METHOD
@@ -324,7 +336,7 @@ def _method(recipe: Recipe, target: Format | None) -> str:
     if method not in METHODS:
         raise OptionError(f"{option('method')} must be one of {', '.join(METHODS)}, is {method!r}")
     if method != "rtn" and target.name not in CODECS:
-        raise OptionError(f"{target.name} is only rounded to: leave method out")
+        raise OptionError(f"{target.name} is only rounded to: leave {option('method')} out")
     if method != "rtn" and not calibrated:
         raise OptionError(f"method {method} needs calibration text: give --calibration")
     return method

@@ -167,6 +167,8 @@ def test_bad_usage_is_status_2(
     assert "method must be one of rtn, gptq, mr-gptq, is 'awq'" in line
     line = refused(capsys, 2, model, "--format", "nf4", "--head-format", "q4_k")
     assert "is 'q4_k'" in line
+    for wrong in (["--bits", "40"], ["--format", "nf4", "--head-format", "q4_k"]):
+        refused(capsys, 2, "org/not-here", *wrong)  # before anything is downloaded
     line = refused(capsys, 2, model, "--format", "nf4", "--calibration", tmp_path / "no.txt")
     assert "there is no calibration text at" in line
     short = tmp_path / "short.txt"
