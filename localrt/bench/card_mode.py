@@ -21,7 +21,8 @@ from localrt.offload.planner import Plan, PlanRequest, make_plan
 from localrt.offload.planner.cards import CARDS, DEFAULT_CARD, Card
 from localrt.offload.planner.explain import explain
 from localrt.offload.shapes import parse_kv_format
-from localrt.planning.inputs import Hardware, budgets_of, machine_of, shape_of, with_card
+from localrt.planning.inputs import Hardware, budgets_of, machine_of, with_card
+from localrt.planning.models import shape_of
 from localrt.settings import Settings
 
 __all__ = ["CardRun", "card_for", "simulate_card", "wants_card"]

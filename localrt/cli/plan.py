@@ -33,7 +33,8 @@ from localrt.offload.planner.pc import PRESETS
 from localrt.offload.planner.picture import to_html, to_svg
 from localrt.offload.planner.plan import Change
 from localrt.option_names import on_command_line
-from localrt.planning.inputs import Hardware, find_model, has_weights, shape_of
+from localrt.planning.inputs import Hardware
+from localrt.planning.models import find_model, has_weights, shape_of
 from localrt.planning.plan import plan, with_texts
 from localrt.planning.what_runs import what_runs
 from localrt.settings import Settings

@@ -16,7 +16,8 @@ from localrt.offload.planner import PlanRequest, make_plan
 from localrt.offload.planner.advice import helpful_changes
 from localrt.offload.planner.measure import known_machine
 from localrt.offload.planner.plan import Change
-from localrt.planning.inputs import Hardware, budgets_of, card_here, shape_of, with_card
+from localrt.planning.inputs import Hardware, budgets_of, card_here, with_card
+from localrt.planning.models import shape_of
 from localrt.settings import Settings
 
 __all__ = ["Change", "Outlook", "outlook"]

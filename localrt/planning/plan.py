@@ -18,15 +18,8 @@ from localrt.offload.planner.plan import Change
 from localrt.option_names import option
 from localrt.planning.commands import with_commands
 from localrt.planning.contexts import largest_contexts
-from localrt.planning.inputs import (
-    Hardware,
-    find_model,
-    has_weights,
-    hypothetical,
-    known_model_of,
-    planned_machine,
-    shape_of,
-)
+from localrt.planning.inputs import Hardware, hypothetical, planned_machine
+from localrt.planning.models import find_model, has_weights, known_model_of, shape_of
 from localrt.planning.published import published_of
 from localrt.planning.recommending import (
     Recommendation,

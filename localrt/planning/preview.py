@@ -24,11 +24,10 @@ from localrt.planning.inputs import (
     Hardware,
     budgets_of,
     card_here,
-    find_model,
-    shape_of,
     unmeasured_machine,
     with_card,
 )
+from localrt.planning.models import find_model, shape_of
 from localrt.settings import Settings
 
 __all__ = ["Preview", "machine_on_device", "preview", "preview_size"]

@@ -108,7 +108,7 @@ class WhatRuns:
         yield ""
         first = best[0].model.name
         yield f"  localrt chat {first}    downloads it, and chats"
-        yield f"  localrt plan {first}    says more about it; smaller ones: localrt plan qwen3:4b"
+        yield f"  localrt plan {first}    says more about it, or about any other model"
 
 
 def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:

@@ -11,7 +11,7 @@ import pytest
 from localrt.cli import main
 from localrt.errors import OfflineError
 from localrt.hub.choosing import Offer
-from localrt.planning import inputs as plan_inputs
+from localrt.planning import models as plan_models
 from localrt.planning import plan as planning
 from tests.planner.models import CONFIGS
 
@@ -198,7 +198,7 @@ def test_models_that_are_not_there(
         raise OfflineError("no network")
 
     monkeypatch.setenv("LOCALRT_OFFLINE", "0")
-    monkeypatch.setattr(plan_inputs, "_download_config", refused)
+    monkeypatch.setattr(plan_models, "_download_config", refused)
     assert main(["plan", "org/nothing"]) == 1
     assert "no network" in capsys.readouterr().err
 
