@@ -73,7 +73,7 @@ def _print(args: argparse.Namespace, record: dict[str, Any], lines: list[tuple[s
 def _lines(model: ModelDescription) -> list[tuple[str, str]]:
     abilities = f", knows {' and '.join(model.abilities)}" if model.abilities else ""
     parameters = ", ".join(f"{name} {_value(value)}" for name, value in model.parameters.items())
-    packed = [f"{shown_path(path)}" for path in model.packed]
+    packed = [shown_path(path) for path in model.packed]
     size = f"{format_bytes(model.bytes)}, {model.quantization}".rstrip(", ")
     lines = [
         ("name", model.name),
