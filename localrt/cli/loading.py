@@ -38,8 +38,8 @@ def load(name: str, options: dict[str, Any]) -> localrt.Model:
     """``localrt.load`` with a line of progress."""
     with ProgressLine() as line:
         model = localrt.load(name, progress=line, **options)
-    if model.adapters:
-        model.defaults["adapter"] = model.adapters[0]
+    if adapters := options.get("adapters"):
+        model.defaults["adapter"] = next(iter(adapters))  # before one that the model came with
     return model
 
 
