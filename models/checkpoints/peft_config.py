@@ -20,6 +20,7 @@ _REFUSED = {
     "arrow_config": "with routing among adapters",
     "corda_config": "in the form of CorDA",
 }
+_MOST_REPEATS, _MOST_CHOICES = 3, 100  # in a pattern of modules' names
 
 
 def check_peft_config(config: Mapping[str, Any], path: Path) -> None:
@@ -47,6 +48,20 @@ def check_peft_config(config: Mapping[str, Any], path: Path) -> None:
         pattern = config.get(name) or {}
         if not isinstance(pattern, dict) or not all(map(_is_size, pattern.values())):
             raise CheckpointError(f"{path}: {name} must give modules numbers above 0")
+        for each in pattern:
+            if _is_slow(each):
+                raise CheckpointError(
+                    f"{path}: {name}: {each!r:.60} could take too long to match: write names of "
+                    f"modules, with at most {_MOST_REPEATS} of * + ? and none of them after )"
+                )
+
+
+def _is_slow(pattern: str) -> bool:
+    """Whether matching a name may try so many ways that it does not end."""
+    plain = re.sub(r"\\.", "x", pattern).replace("(?:", "(")
+    repeats, groups = re.findall(r"[*+?{]", plain), plain.count("(")
+    repeated = re.search(r"\)[*+?{]", plain) is not None
+    return repeated or len(repeats) > _MOST_REPEATS or groups * plain.count("|") > _MOST_CHOICES
 
 
 def _is_size(value: object) -> bool:

@@ -236,6 +236,8 @@ def edited(folder: Path, old: str, new: str) -> None:
         ('"r": 8', '"r": null', "r must be a number"),
         ('"use_dora": false', '"use_dora": true', "no lora_magnitude_vector, though use_dora"),
         ('"rank_pattern": {}', '"rank_pattern": {"(": 4}', "rank_pattern"),
+        ('"rank_pattern": {}', '"rank_pattern": {"([a-z.]+)+!": 4}', "too long to match"),
+        ('"alpha_pattern": {}', '"alpha_pattern": {"a?a?a?a?_": 4}', "too long to match"),
         ('"fan_in_fan_out": false', '"fan_in_fan_out": true', "fan_in_fan_out"),
     ],
 )
