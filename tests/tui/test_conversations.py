@@ -201,6 +201,18 @@ async def test_a_stopped_answer_is_kept_as_stopped(model: FakeModel, opening: Op
         assert screen.marks(app) == ["stopped"]
 
 
+async def test_an_answer_that_was_stopped_at_once_is_told_with_words(model: FakeModel) -> None:
+    model.hold()
+    async with running(model) as (app, pilot):
+        await screen.say(pilot, "Hi")
+        await pilot.press("escape")
+        await until(pilot, lambda: screen.idle(app))
+        assert screen.marks(app) == ["stopped"]
+        model.release()
+        await asked(pilot, "Again")
+    assert [m["content"] for m in model.seen[-1].messages] == ["Hi", "(No answer.)", "Again"]
+
+
 _WRITER = """
     import sys, time
     from localrt import History

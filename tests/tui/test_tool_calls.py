@@ -244,7 +244,8 @@ async def test_what_fails_behind_calls_keeps_them(model: FakeModel) -> None:
         assert screen.composer(app).text == ""
         model.answer, model.error = ["Hello there."], None
         await asked(pilot, "Go on")
-    assert [m["role"] for m in model.seen[-1].messages] == ["user", "assistant", "tool", "user"]
+    roles = [m["role"] for m in model.seen[-1].messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "user"]
 
 
 async def test_calls_are_kept_and_go_on(model: FakeModel, tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from localrt import Message
 
-__all__ = ["infos_of", "with_results", "without_calls"]
+__all__ = ["infos_of", "with_answers", "with_results", "without_calls"]
 
 _CUT = "The app ended before this call did."
+_NO_ANSWER = "(No answer.)"
 
 
 def with_results(messages: Sequence[Message]) -> list[Message]:
@@ -47,6 +48,21 @@ def without_calls(messages: Sequence[Message]) -> list[Message]:
             plain.append({"role": message["role"], "content": content})
         within = bool(message.get("tool_calls"))
     return plain
+
+
+def with_answers(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` in which the assistant has said something before each but the first of the user.
+
+    Some templates (Mistral's) refuse an empty answer, and a question right behind a call's result.
+    """
+    whole: list[Message] = []
+    for message in messages:
+        if message["role"] == "user" and whole and whole[-1]["role"] == "tool":
+            whole.append({"role": "assistant", "content": _NO_ANSWER})
+        if message["role"] == "assistant" and not (message["content"] or message.get("tool_calls")):
+            message = {**message, "content": _NO_ANSWER}
+        whole.append(message)
+    return whole
 
 
 def infos_of(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.errors import StorageError
 from localrt.history.copies import copy_to_memory, end_answer, merge
-from localrt.tui.conversation.call_messages import with_results, without_calls
+from localrt.tui.conversation.call_messages import with_answers, with_results, without_calls
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, Conversation, History, Message, Turn
@@ -108,13 +108,17 @@ class OpenConversation:
         if self.system:
             messages.append({"role": "system", "content": self.system})
         turns = self.turns
+        question: list[Message] = []  # that follows
         for turn, following in zip(turns, (*turns[1:], None), strict=True):
             if before is not None and turn.id == before:
+                question = [turn.message] if turn.role == "user" else []
                 break
             if turn.role != "tool" and (unanswered(turn, following) or _is_nothing(turn)):
                 continue
             messages.append(turn.message)
-        return with_results(messages) if calls else without_calls(messages)
+        messages = with_results(messages) if calls else without_calls(messages)
+        messages = with_answers([*messages, *question])
+        return messages[: len(messages) - len(question)]
 
     @property
     def end(self) -> int:
