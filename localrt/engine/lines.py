@@ -44,7 +44,8 @@ class LineMatcher:
         self._began = now if self._began is None else self._began
         text = self._held + piece
         late = self._limit.seconds is not None and now - self._began > self._limit.seconds
-        for line in _LINE.finditer(text):
+        # Space alone decides nothing; looking through all of it each time would take its square.
+        for line in _LINE.finditer(text) if piece.strip() else ():
             if late or len(line[1]) < self._limit.indent:
                 return self._stop(text[: line.start()])
         end = text.find("\n", max(0, len(text.rstrip())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
@@ -47,8 +48,9 @@ class Stepped(ScriptedEngine):
 
 def open_live(engine: Any, **limits: Any) -> closing[Live]:
     room = limits.pop("room", 1 << 40)
+    save = limits.pop("save", lambda session: None)
     checked = LiveLimits(ctx=limits.pop("ctx", CTX), **limits)
-    return closing(Live(engine, None, checked, room=lambda: room))
+    return closing(Live(engine, None, checked, room=lambda: room, save=save))
 
 
 def said(answer: LiveAnswer) -> list[int]:
@@ -214,6 +216,25 @@ def test_caches_are_given_back_when_nobody_comes(monkeypatch: pytest.MonkeyPatch
         assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
         wait_for(lambda: engine.sessions[0].closed)
         assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
+
+
+def test_nobody_who_asks_waits_for_caches_that_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.engine.batch.live._FORGET_S", 0.05)
+    saving, saved = threading.Event(), threading.Event()
+
+    def save(session: Any) -> None:
+        saving.set()
+        saved.wait(60)
+
+    with open_live(ScriptedEngine(), save=save) as live:
+        assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
+        assert saving.wait(60)
+        with ThreadPoolExecutor() as pool:
+            try:
+                answer = pool.submit(live.submit, request([1, 2, 3], 2)).result(30)
+            finally:
+                saved.set()
+        assert said(answer) == [4, 5]
 
 
 def test_what_is_wrong_with_a_request_is_said_at_once() -> None:

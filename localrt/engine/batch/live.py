@@ -207,14 +207,17 @@ class Live:
 
     def _ready(self) -> bool:
         """Wait until there is something to do; False when closing."""
+        forgotten = False
         with self._changed:
             if not self._schedule.sequences and not self._news and self._waiting.first() is None:
                 self._schedule.rest()
                 woken = self._changed.wait(_LOOK_S if self._paused else _FORGET_S)
-                if not woken and not self._paused:
-                    self._schedule.park(self._save)
+                forgotten = not woken and not self._paused
             self._news = False
-            return not self._closing
+            closing = self._closing
+        if forgotten:  # a disk takes its time, in which others may ask
+            self._schedule.park(self._save)
+        return not closing
 
     def _park(self, save: Callable[[EngineSession], object]) -> None:
         """What ``park`` waits for."""
