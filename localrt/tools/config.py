@@ -89,8 +89,8 @@ def read_servers(
     """
     try:
         table = TomlFile(folder / _FILE).read().get("mcp", {})
-    except StorageError:
-        return (), ()  # whoever reads the preferences in it says so
+    except StorageError as error:
+        return (), (f"{one_line(error)}: no MCP servers are started",)
     entries = table.get("servers", {}) if isinstance(table, dict) else None
     if not isinstance(entries, dict) or table.keys() - {"servers"}:
         return (), (f"{_FILE}: [mcp] holds [mcp.servers.NAME] tables and nothing else: left out",)

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 import mcp
 import mcp_types as types
@@ -169,8 +170,11 @@ class Connection:
             return f"cannot be used: {one_line(error.message)}"
         if isinstance(error, OSError) and self._config.command:
             return f"cannot be started: {self._config.command}: {error.strerror or error}"
-        reason = one_line(error) or type(error).__name__
-        return f"cannot be reached at {self._config.url}: {reason}"
+        url = self._config.url
+        place = urlsplit(url)
+        shown = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
+        reason = (one_line(error) or type(error).__name__).replace(url, shown)
+        return f"cannot be reached at {shown}: {reason}"  # a query may hold a key
 
     async def _listed(self, client: mcp.Client) -> tuple[Tool, ...]:
         found: list[Tool] = []

@@ -75,6 +75,14 @@ def test_a_server_that_cannot_be_used_is_left_out(tmp_path: Path, entry: str, sa
     assert note.endswith(": left out")
 
 
+def test_a_file_that_is_no_toml_is_said(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[mcp.servers.files\n")
+    servers, (note,) = read_servers(tmp_path)
+    assert servers == ()
+    assert "config.toml is not TOML: " in note
+    assert note.endswith(": no MCP servers are started")
+
+
 def test_other_settings_of_mcp_are_said(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[mcp.files]\ncommand = "x"\n')
     assert read_servers(tmp_path)[1] == (

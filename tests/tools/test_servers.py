@@ -139,7 +139,7 @@ def test_why_a_server_does_not_start(started: Callable[..., ToolServers]) -> Non
         ServerConfig(name="none", command="not-there"),
         ServerConfig(name="wordy", command=python, args=("-c", wordy)),
         ServerConfig(name="mute", command=python, args=("-c", "input()\ninput()"), timeout=1.0),
-        ServerConfig(name="far", url="http://127.0.0.1:9/mcp"),
+        ServerConfig(name="far", url="http://me:secret@127.0.0.1:9/mcp?key=secret"),
     )
     assert {status.name: (status.state, status.problem) for status in servers.statuses} == {
         "none": ("failed", "cannot be started: not-there: No such file or directory"),

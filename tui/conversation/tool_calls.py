@@ -34,7 +34,7 @@ __all__ = [
 Decision = Literal["once", "always", "refuse"]
 
 NO_TOOLS = "This model cannot be given tools: it answers without those of the MCP servers"
-ROUNDS_OVER = "That were many calls for one message: the model has to answer without more of them"
+ROUNDS_OVER = "So many calls for one message are enough: the model has to answer now"
 
 
 def stream_answer(
