@@ -227,7 +227,12 @@ def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str
     command = [sys.executable, "-m", "benchmarks.gpu.loaded_child", json.dumps(whole)]
     done = subprocess.run(
         command,
-        env={**os.environ, "LOCALRT_CACHE": str(cache), "LOCALRT_OFFLINE": "1"},
+        env={
+            **os.environ,
+            "LOCALRT_CACHE": str(cache),
+            "LOCALRT_OFFLINE": "1",
+            "XDG_DATA_HOME": str(cache),  # where it is noted that these models were used
+        },
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import find_model, listed, make_parser
+from benchmarks.common.data_folder import own_data_folder
 from benchmarks.common.record import Record, load, save, setting
 from benchmarks.quality.bench import Bench, Row, jobs
 from benchmarks.quality.ggml import GGML_PEERS
@@ -119,7 +120,7 @@ def _rows(
 
 def _speeds(options: argparse.Namespace, name: str, corpus: Corpus, results: Results) -> None:
     """The speeds of a model's rows, in one run."""
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, own_data_folder():
         speeds = measure_speeds(
             find_model(name),
             options.formats,

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 import localrt
+from benchmarks.common.data_folder import own_data_folder
 from benchmarks.quality.ggml import GGML_PEERS, importance_matrix
 from benchmarks.quality.peers import PEERS
 from benchmarks.quality.rows import (
@@ -145,7 +146,10 @@ class Bench:
             elif job.method is None:
                 self._run(row, self.source, job.engine)
             else:
-                with tempfile.TemporaryDirectory(dir=self._work) as folder:
+                with (
+                    tempfile.TemporaryDirectory(dir=self._work) as folder,
+                    own_data_folder(),
+                ):
                     store = Path(folder) / "store"
                     start = time.perf_counter()
                     row.update(self._quantize(job, store))

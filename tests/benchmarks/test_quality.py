@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import localrt
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import rows as quality_rows
 from benchmarks.quality.bench import jobs
@@ -167,8 +168,12 @@ def test_tables_show_every_row_in_order() -> None:
 
 
 def test_a_run_goes_on_where_it_was(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     text = tmp_path / "prose.txt"
     text.write_text(passages(60))
     out = tmp_path / "quality.json"
@@ -209,6 +214,7 @@ def test_a_run_goes_on_where_it_was(
     assert quality.main([*common, "--formats", "mxfp4", "--tokens", "256"]) == 2
     assert "made with other tokens: choose another --json" in capsys.readouterr().err
     assert json.loads(out.read_text()) == second
+    assert [Path(name) for name in localrt.uses()] == [tiny_folder]  # none that is gone by now
 
 
 def test_a_reference_is_computed_once(tiny_folder: Path, tmp_path: Path) -> None:
