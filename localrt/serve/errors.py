@@ -53,8 +53,6 @@ _TYPES = {
 }
 _ANTHROPIC_TYPES = {
     **_TYPES,
-    408: "timeout_error",
-    405: "invalid_request_error",
     413: "request_too_large",
     501: "api_error",
     503: "overloaded_error",

@@ -26,7 +26,7 @@ class Offered:
     """A model that clients may ask for.
 
     ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, its weights given back.
-    ``nbytes`` are those of its files, where they are known; ``ram`` those of weights and caches in
+    ``nbytes`` are those of its files or its weights, ``ram`` those of weights and caches in
     memory. ``ctx`` is the context in tokens, ``base`` the model that an adapter belongs to.
     ``unload_s`` are the seconds until it is unloaded, if nobody asks for it before; None: it stays.
     ``path`` is where its files are, which clients are not told.
@@ -112,6 +112,7 @@ class OneModel(Models):
                 name=name,
                 ctx=ctx,
                 base=None if adapter is None else served.name,
+                nbytes=self._model.info.weight_bytes,
                 ram=self._model.weights_in_ram + served.live.stats().kv_bytes,
                 path=self._model.info.path,
             )

@@ -33,6 +33,7 @@ __all__ = ["LocalFile", "ModelPool"]
 
 _BESIDE_WEIGHTS = 128 << 20  # of a model: its tokenizer, a conversation, a pass
 _LIST_AGE_S = 1.0
+_FOR_EVER_S = 100 * 365 * 86400.0  # no calendar has room for much more
 _RESERVE = 64 << 20  # that the answers of a loaded model may grow by
 
 
@@ -114,7 +115,9 @@ class ModelPool(Models):
 
     def at_work(self) -> Sequence[ServedModel]:
         """See ``Models``."""
-        return [slot.served for slot in list(self._slots.values()) if slot.served is not None]
+        slots = list(self._slots.values())
+        # Looked at once: the thread that moves memory may take one away meanwhile.
+        return [served for slot in slots if (served := slot.served) is not None]
 
     def keep(self, name: str, seconds: float) -> None:
         """See ``Models``."""
@@ -134,26 +137,26 @@ class ModelPool(Models):
 
     def _describe(self, file: LocalFile) -> Offered:
         slot = self._slots.get(file.name)
-        if slot is None or slot.served is None:
+        served = None if slot is None else slot.served  # which its thread may take away meanwhile
+        if slot is None or served is None:
             return Offered(name=file.name, state="unloaded", nbytes=file.nbytes, path=file.path)
-        model = slot.served.model
+        model = served.model
         return Offered(
             name=file.name,
             state="shrunk" if slot.left else "loaded",
             ctx=model.info.ctx,
             nbytes=file.nbytes,
-            ram=model.weights_in_ram + slot.served.live.stats().kv_bytes,
-            unload_s=self._left_s(slot),
+            ram=model.weights_in_ram + served.live.stats().kv_bytes,
+            unload_s=self._left_s(slot, model),
             path=file.path,
         )
 
-    def _left_s(self, slot: _Slot) -> float | None:
+    def _left_s(self, slot: _Slot, model: Model) -> float | None:
         keep = self._keep(slot)
-        if keep < 0:
+        if not 0 <= keep < _FOR_EVER_S:
             return None
-        can_shrink = slot.served is not None and slot.served.model.info.streamed
         idle = 0.0 if slot.users else time.monotonic() - slot.used
-        return max(0.0, (2 * keep if can_shrink else keep) - idle)
+        return max(0.0, (2 * keep if model.info.streamed else keep) - idle)
 
     def _used(self, file: LocalFile) -> float:
         slot = self._slots.get(file.name)

@@ -5,6 +5,7 @@ It counts, and knows no HTTP: that is the endpoints' business.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -42,6 +43,7 @@ class Service:
         self.metrics = Metrics()
         self.bodies = BodyRoom(_BODIES * options.max_body)
         self.responses = ResponseStore()
+        self.downloads = asyncio.Lock()  # one at a time: each keeps a thread of the server's few
         self.connections = Connections(most_connections(options.max_connections))
         self.started = int(time.time())
         self.stopping = False

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,33 @@ def test_models_are_pulled_where_that_is_allowed(
         endless.close()
         assert cancelled.wait(10)
         puller._client.close()
+
+
+def test_downloads_take_turns_and_leave_room_for_answers(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on, begun = threading.Event(), list[str]()
+
+    def resolve(name: str, **_: Any) -> ResolvedModel:
+        begun.append(name)
+        going_on.wait(60)
+        return ResolvedModel(name, Path("m.gguf"), None, "hub")
+
+    monkeypatch.setattr(pulling, "resolve", resolve)
+    with (
+        serving(server.model, name="tiny", allow_pull=True) as running,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"model": "org/name", "stream": False}
+        pulls = [pool.submit(running.request, "POST", "/api/pull", body) for _ in range(6)]
+        try:
+            wait_for(lambda: len(begun) == 1)
+            assert running.chat(max_tokens=1)[0] == 200
+            assert len(begun) == 1
+        finally:
+            going_on.set()
+        assert [pull.result(60)[0] for pull in pulls] == [200] * 6
+    assert len(begun) == 6
 
 
 @needs_kernels

@@ -284,6 +284,30 @@ def test_a_keep_alive_of_a_client_is_for_one_loading(tiny_folder: Path) -> None:
     run(work())
 
 
+def test_unloading_what_is_not_loaded_leaves_the_next_one_time(tiny_folder: Path) -> None:
+    pool = Pool(tiny_folder)
+    with serving(pool.pool) as running:
+        body = {"model": "a", "keep_alive": 0}
+        status, said, _ = running.request("POST", "/api/generate", body)
+        assert (status, said["done_reason"]) == (200, "unload")
+        assert running.chat(model="a", max_tokens=1)[0] == 200
+        left = pool.pool.find("a").unload_s
+        assert left is not None
+        assert left > 100
+
+
+@pytest.mark.parametrize("seconds", ["1e12", "1e999", "-1"])
+def test_what_is_kept_for_ever_says_no_time(tiny_folder: Path, seconds: str) -> None:
+    pool = Pool(tiny_folder)
+    with serving(pool.pool) as running:
+        body = b'{"model": "a", "keep_alive": %s}' % seconds.encode()
+        assert running.request("POST", "/api/generate", body)[0] == 200
+        (listed,) = running.request("GET", "/api/ps")[1]["models"]
+        assert listed["name"] == "a"
+        assert pool.pool.find("a").unload_s is None
+        assert running.request("GET", "/v1/models")[0] == 200
+
+
 def test_a_server_without_a_model_offers_all(tiny_folder: Path) -> None:
     pool = Pool(tiny_folder)
     with serving(pool.pool) as running:

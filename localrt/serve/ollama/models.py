@@ -93,7 +93,7 @@ def _listed(offered: Sequence[Offered]) -> list[dict[str, Any]]:
             "name": one.name,
             "model": one.name,
             "modified_at": _modified(one),
-            "size": one.nbytes or (one.path.stat().st_size if one.path else 0),
+            "size": one.nbytes or 0,
             "digest": hashlib.sha256(f"{one.name} {one.nbytes}".encode()).hexdigest(),
             "details": _facts(one).details(),
         }

@@ -1,6 +1,7 @@
 """``POST /api/pull``: a model of the hub is downloaded, if the server lets clients do that.
 
 Progress comes as lines. If the client goes away, the download stops; the next one continues it.
+Several wait for one another.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ async def pull(request: Request) -> Response:
     if looks_like_path(name) or os.path.lexists(name):
         raise invalid(f"{name[:200]!r} is no model of the hub", "model")
     if fields.get("stream") is False:
-        download = _Download(name)
+        download = _Download(name, service.downloads)
         try:
             await until_gone(request, download.run())
         finally:
             download.cancel.set()
         return JsonResponse({"status": "success"})
-    return StreamingResponse(_lines(_Download(name)), media_type=LINES)
+    return StreamingResponse(_lines(_Download(name, service.downloads)), media_type=LINES)
 
 
 async def _lines(download: _Download) -> AsyncIterator[bytes]:
@@ -64,13 +65,16 @@ async def _lines(download: _Download) -> AsyncIterator[bytes]:
         yield line(ollama_error(failure(error)))
     finally:
         download.cancel.set()
+        running.cancel()  # nobody waits for what becomes of it
 
 
 class _Download:
-    """Of the model ``name``; ``steps`` are lines of its progress, and None at the end."""
+    """Of the model ``name``, when its ``turn`` has come; ``steps`` are lines of its progress, and
+    None at the end.
+    """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, turn: asyncio.Lock) -> None:
+        self._name, self._turn = name, turn
         self._loop = asyncio.get_running_loop()
         self.cancel = threading.Event()
         self.steps: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
@@ -82,13 +86,14 @@ class _Download:
             LocalrtError: it is not on the hub, or the download failed.
         """
         try:
-            await asyncio.to_thread(
-                resolve,
-                self._name,
-                settings=Settings.from_environment(),
-                progress=self._report,
-                cancel=self.cancel,
-            )
+            async with self._turn:
+                await asyncio.to_thread(
+                    resolve,
+                    self._name,
+                    settings=Settings.from_environment(),
+                    progress=self._report,
+                    cancel=self.cancel,
+                )
         finally:
             self.steps.put_nowait(None)
 

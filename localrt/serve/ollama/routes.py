@@ -39,7 +39,9 @@ async def _answered(
     began = time.monotonic()
     fields, service = await fields_of(request, kind), service_of(request)
     call = read(fields)
-    keep_s = _keep(request, fields)
+    keep_s = keep_alive_s(fields.get("keep_alive"))
+    if call is not None or keep_s != 0 or service.models.find(fields["model"]).state != "unloaded":
+        _keep(request, fields)  # else the one who asks next would find it gone at once
 
     def reply(served: ServedModel, call: Call, name: str) -> Reply:
         return OllamaReply(call, name, served.model.tokenizer, chat=chat, began=began)
@@ -92,12 +94,11 @@ async def embeddings(request: Request) -> Response:
     return JsonResponse({"embedding": found.vectors[0].tolist()})
 
 
-def _keep(request: Request, fields: dict[str, Any]) -> float | None:
-    """How long the model is to stay loaded, of which the server is told."""
+def _keep(request: Request, fields: dict[str, Any]) -> None:
+    """Tell the server how long the model is to stay loaded, where the client says so."""
     seconds = keep_alive_s(fields.get("keep_alive"))
     if seconds is not None:
         service_of(request).models.keep(fields["model"], seconds)
-    return seconds
 
 
 ROUTES = (
