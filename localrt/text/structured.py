@@ -10,7 +10,8 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = ["SPACES", "Grammars"]
 
+_T = TypeVar("_T")
+
 _KEPT = 16  # grammars
 _LONGEST = 128 << 10  # characters; reading takes the square of a schema's properties
+# The longest text may be thousands of rules, each of which leads to the next. llguidance follows
+# them by recursion, and where the stack ends, so does the process.
+_STACK_NBYTES = 128 << 20  # of addresses: memory is taken as far as it is used
+_STACK = threading.Lock()  # the size of new threads' stacks is the process's
 # One space, or a new line and its indentation: a model must not go on with spaces for ever.
 SPACES = r"(\n[ \t]{0,24}|[ ])?"
 
@@ -149,11 +156,18 @@ class Grammars:
             max_items_in_row=20_000,  # thousands of optional properties
             step_max_items=500_000,  # a quarter of a second
         )
-        matcher = LLMatcher(self._prepared, grammar, log_level=0, limits=limits)
+        prepared = self._prepared
+
+        def compiled() -> tuple[LLMatcher, LLMatcher]:
+            matcher = LLMatcher(prepared, grammar, log_level=0, limits=limits)
+            first = matcher.deep_copy()
+            if not matcher.is_error():
+                first.compute_bitmask()
+            return matcher, first
+
+        matcher, first = _on_a_large_stack(compiled)
         if matcher.is_error():
             raise _refused(name, matcher.get_error())
-        first = matcher.deep_copy()
-        first.compute_bitmask()
         if first.is_error() or (first.is_stopped() and not first.is_accepting()):
             raise OptionError(f"{option(name)} allows no answer that this model could write")
         return matcher
@@ -227,6 +241,18 @@ def _prepared(tokenizer: Tokenizer) -> LLTokenizer:
     wrapped.tokens = wrapper.tokens = []
     return_free_memory()
     return prepared
+
+
+def _on_a_large_stack(work: Callable[[], _T]) -> _T:
+    """The result of ``work``, in a thread of its own."""
+    with ThreadPoolExecutor(1, thread_name_prefix="localrt-grammar") as pool:
+        with _STACK:
+            before = threading.stack_size(_STACK_NBYTES)
+            try:
+                result = pool.submit(work)
+            finally:
+                threading.stack_size(before)
+        return result.result()
 
 
 def _readable(schema: str) -> str:

@@ -168,6 +168,15 @@ def test_what_cannot_be_followed_is_one_line(
         tiny.generate("hi", temperature=1.0, max_tokens=600, ignore_eos=True, **options)
 
 
+def test_thousands_of_rules_that_lead_to_one_another_are_followed(tiny: localrt.Model) -> None:
+    """llguidance does that by recursion, which took the process with it."""
+    rules = ["root ::= r0", *(f"r{n} ::= r{n + 1}" for n in range(5000)), 'r5000 ::= "z"']
+    assert tiny.generate("hi", grammar="\n".join(rules), temperature=0.0).text == "z"
+    parts: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(3000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**parts, "d3000": {"const": "z"}}}
+    assert tiny.generate("hi", json_schema=schema, temperature=0.0).text == '"z"'
+
+
 def test_a_chat_refuses_a_malformed_grammar_at_once(tiny: localrt.Model) -> None:
     chat = tiny.chat()
     with pytest.raises(OptionError, match="there is no rule 'b'"):
