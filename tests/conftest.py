@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -145,6 +146,14 @@ def given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0), machine()
     for module in (measuring, placing):
         monkeypatch.setattr(module, "machine_profile", lambda *_, **__: rates)
+
+
+@pytest.fixture
+def nothing_on_stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As with ``< /dev/null``."""
+    with Path(os.devnull).open() as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        yield
 
 
 @pytest.fixture

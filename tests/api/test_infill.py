@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +68,14 @@ def test_what_cannot_be_is_refused(
         filling.generate(**given)
 
 
+@pytest.mark.usefixtures("nothing_on_stdin")
 def test_a_model_that_cannot_says_so(
     tiny: localrt.Model,
     tiny_folder: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(OptionError, match="no tokens to fill in the middle"):
         tiny.generate("a", suffix="b")
-    monkeypatch.setattr(sys, "stdin", None)
     assert main(["run", str(tiny_folder), "def f(", "--suffix", "):"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert main(["run", str(tiny_folder), "a", "--suffix", "b", "--continue"]) == 2

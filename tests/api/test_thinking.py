@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,13 +183,12 @@ def test_a_conversation_goes_on_after_a_limit(thinker: localrt.Model) -> None:
     chat.close()
 
 
+@pytest.mark.usefixtures("nothing_on_stdin")
 def test_on_the_command_line(
     thinker: localrt.Model,
     tiny_folder: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
     path = str(thinker.info.path)
     few = ["--max-tokens", "40", "--temperature", "0"]
     assert main(["run", path, "hi", "--thinking-tokens", "3", "--json", *few]) == 0

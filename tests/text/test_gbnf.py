@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -184,13 +183,12 @@ def test_a_chat_refuses_a_malformed_grammar_at_once(tiny: localrt.Model) -> None
     assert chat.options == {}
 
 
+@pytest.mark.usefixtures("nothing_on_stdin")
 def test_command_line(
     tiny_folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
     file = tmp_path / "answer.gbnf"
     file.write_text('root ::= "yes" | "no"')
     run = ["run", str(tiny_folder), "hi"]

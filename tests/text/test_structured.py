@@ -228,13 +228,12 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
         model.generate(token_ids=[5], regex="a")
 
 
+@pytest.mark.usefixtures("nothing_on_stdin")
 def test_command_line(
     tiny_folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(PERSON))
     run = ["run", str(tiny_folder), "hi", "--seed", "1"]
