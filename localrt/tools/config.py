@@ -27,6 +27,7 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from localrt.errors import OptionError, StorageError
 from localrt.formatting import one_line
@@ -64,6 +65,10 @@ class ServerConfig:
             raise OptionError("give either command (a program) or url (an address)")
         if self.url and not self.url.startswith(("http://", "https://")):
             raise OptionError(f"url must begin with http:// or https://, is {self.url!r}")
+        try:
+            urlsplit(self.url)
+        except ValueError as error:
+            raise OptionError(f"url cannot be read: {error}") from error
         if self.url and (self.args or self.env):
             raise OptionError("args and env go with command, not with url")
         if self.command and self.headers:
