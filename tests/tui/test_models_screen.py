@@ -275,6 +275,7 @@ async def test_of_another_programs_model_only_the_packed_copy_is_deleted(
     theirs = replace(MODELS[1], name="ollama:chat:8b", place="Ollama", aliases=("fast",))
     packed = replace(theirs, packed=(Path("/s/chat"),), packed_bytes=4_200_000_000)
     library.here[1] = theirs
+    monkeypatch.setitem(PREVIEWS, theirs.name, Preview(fits=True, weight_bytes=4, tok_s=45.0))
     app = Bare(library)
     async with app.run_test(size=(100, 30)) as pilot:
         await opened(pilot, app)
