@@ -49,7 +49,7 @@ def test_it_survives_the_app(model: Model, tmp_path: Path) -> None:
 
 
 def test_a_short_conversation_is_not_worth_it(model: Model) -> None:
-    chat = model.chat()
+    chat = model.chat(system="Go.")
     chat.send("Hi", max_tokens=2)
     assert chat.park() == 0
     assert chat.kv_nbytes > 0

@@ -27,8 +27,8 @@ from localrt.quant.ops.states import SavedState, reachable
 
 __all__ = ["PromptCache", "model_key"]
 
-_LEAST_TOKENS = 64
-"""Fewer are computed again as quickly."""
+_LEAST_TOKENS = 32
+"""Fewer are computed again nearly as quickly."""
 
 
 class PromptCache:
