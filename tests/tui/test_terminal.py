@@ -84,7 +84,8 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def terminal(data: Path) -> Iterator[Terminal]:
     command = [sys.executable, "-m", "localrt", "chat", str(real_model("smollm2"))]
-    environment = {"XDG_DATA_HOME": str(data), "LOCALRT_OFFLINE": "1"}
+    environment = {"XDG_DATA_HOME": str(data), "XDG_CONFIG_HOME": str(data)}
+    environment["LOCALRT_OFFLINE"] = "1"
     terminal = Terminal([*command, "--seed", "1", "--max-tokens", "2000"], environment)
     yield terminal
     terminal.close()
@@ -139,6 +140,26 @@ def test_a_chat_that_is_killed_goes_on(terminal: Terminal, data: Path) -> None:
     assert user.content == "Count from one to five hundred."
     assert answer.state == "cut"
     assert answer.content
+
+
+def test_the_panel_wraps_what_is_on_the_screen(terminal: Terminal) -> None:
+    terminal.keys("Write a long sentence about the sea.", "Enter")
+    terminal.wait_for(" tok/s")
+    terminal.wait_for("ready")
+    shown = conversation(terminal.screen())
+    for panel in (True, False):
+        terminal.keys("F3")
+        terminal.wait_for("F3 hides", gone=not panel)
+        deadline = time.monotonic() + SECONDS
+        while conversation(terminal.screen()) != shown:
+            assert time.monotonic() < deadline, f"words are cut off:\n{terminal.screen()}"
+            time.sleep(0.1)
+
+
+def conversation(screen: str) -> list[str]:
+    """The words above the composer, without the panel."""
+    lines = screen.partition("╭")[0].splitlines()
+    return " ".join(line.partition("│")[0] for line in lines).split()
 
 
 def test_plain_on_a_dumb_terminal(tmp_path: Path) -> None:

@@ -314,6 +314,7 @@ class ConversationView(ScrollView, can_focus=False):
         self._settle()
         if self._follows:
             self._to_end()
+        self.refresh()  # it was painted at its new size already, with the lines of the old one
 
     def notify_style_update(self) -> None:
         """Lay out again when the theme changes."""
