@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 
 from localrt import History
 from localrt.cli import main
-from localrt.tui.plain import PlainChat
+from tests.tui.conftest import plain_chat
 from tests.tui.fakes import FakeLoader, FakeModel
 
 
@@ -24,17 +23,7 @@ def chat(model: FakeModel, tmp_path: Path) -> Callable[..., str]:
     """Run a plain chat over lines of input; what it printed."""
 
     def run(*lines: str, **arguments: object) -> str:
-        out = io.StringIO()
-        plain = PlainChat(
-            io.StringIO("".join(f"{line}\n" for line in lines)),
-            out,
-            model_name="tiny-model",
-            system=None,
-            options={},
-            history=lambda: History(tmp_path / "history.db"),
-        )
-        assert plain.run(FakeLoader(model), **arguments) == 0  # type: ignore[arg-type]
-        return out.getvalue()
+        return plain_chat(FakeLoader(model), tmp_path, lines, **arguments)
 
     return run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import socket
@@ -14,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from localrt import History
 from localrt.remote.model import connect
 from localrt.tools.toolbox import ROUNDS, Toolbox
 from localrt.tools.types import Tool, ToolResult
 from localrt.tui.conversation.tool_calls import NO_TOOLS, ROUNDS_OVER
-from localrt.tui.plain import PlainChat
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, saying, whole
+from tests.tui.conftest import plain_chat
 from tests.tui.fakes import FakeLoader, FakeModel
 from tests.tui.tool_fakes import FakeServers, call, toolbox
 
@@ -33,18 +31,7 @@ def chat(model: FakeModel, tmp_path: Path) -> Chat:
     """Run a plain chat with tools over lines of input; what it printed."""
 
     def run(tools: Toolbox, *lines: str, load: Callable[..., Any] | None = None) -> str:
-        out = io.StringIO()
-        plain = PlainChat(
-            io.StringIO("".join(f"{line}\n" for line in lines)),
-            out,
-            model_name="tiny-model",
-            system=None,
-            options={},
-            history=lambda: History(tmp_path / "history.db"),
-            toolbox=tools,
-        )
-        assert plain.run(load or FakeLoader(model)) == 0
-        return out.getvalue()
+        return plain_chat(load or FakeLoader(model), tmp_path, lines, toolbox=tools)
 
     return run
 
