@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from functools import partial
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,8 @@ def _serve(
                 print(f"{shown} at {url}/v1 (Ctrl+C stops)", file=sys.stderr, flush=True)
 
         log = None if args.quiet else _log_json if args.json else _log
-        serve(models, options, bound=bound, log=log, on_ready=ready)
+        note = partial(_say, args)
+        serve(models, options, bound=bound, log=log, note=note, on_ready=ready)
 
 
 def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, Any]) -> ModelPool:
@@ -178,10 +180,7 @@ def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, A
         ]
 
     def say(text: str) -> None:
-        if args.json:
-            _print_json(event="models", time=round(time.time(), 3), text=text)
-        elif not args.quiet:
-            print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+        _say(args, text, event="models")
 
     def say_note(progress: Progress) -> None:
         if progress.stage == NOTE:
@@ -245,6 +244,13 @@ def _log(line: LogLine) -> None:
 def _log_json(line: LogLine) -> None:
     record = {**asdict(line), "seconds": round(line.seconds, 4)}
     _print_json(event="request", time=round(time.time(), 3), **record)
+
+
+def _say(args: argparse.Namespace, text: str, *, event: str = "note") -> None:
+    if args.json:
+        _print_json(event=event, time=round(time.time(), 3), text=text)
+    elif not args.quiet:
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def _print_json(**record: object) -> None:

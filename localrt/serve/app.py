@@ -169,15 +169,16 @@ def create_app(
     options: ServeOptions | None = None,
     *,
     log: Callable[[LogLine], None] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Starlette:
     """The application that serves ``model``, which stays the caller's to close, or several.
 
-    ``log`` is called after every request. Batches run from the application's startup to its
-    shutdown; ``app.state.service`` can be told to ``stop``.
+    ``log`` is called after every request, ``note`` with what is worth saying once. Batches run from
+    the application's startup to its shutdown; ``app.state.service`` can be told to ``stop``.
     """
     options = options or ServeOptions()
     models = model if isinstance(model, Models) else OneModel(model, options)
-    service = Service(models, options)
+    service = Service(models, options, note)
     paths = frozenset(path for path, _, _ in _ROUTES)
 
     @asynccontextmanager

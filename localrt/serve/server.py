@@ -76,6 +76,7 @@ def serve(
     *,
     bound: socket.socket | None = None,
     log: Callable[[LogLine], None] | None = None,
+    note: Callable[[str], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serve ``model``, or several, until SIGINT or SIGTERM; ``on_ready`` gets the server's URL.
@@ -87,7 +88,7 @@ def serve(
     """
     bound = bound or open_socket(options)
     host, port = bound.getsockname()[:2]
-    app = create_app(model, options, log=log)
+    app = create_app(model, options, log=log, note=note)
     server = Server(app, options)
     if on_ready is not None:
         shown = f"[{host}]" if ":" in host else host

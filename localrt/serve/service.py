@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from localrt.offload.memory.process import current_rss
 from localrt.serve.bodies import BodyRoom
@@ -24,6 +24,7 @@ __all__ = ["Service"]
 
 _BODIES = 8  # of the largest size, that may come at once
 _LONGEST_RETRY_S = 60
+_MOST_NOTES = 256  # kinds may have names that clients choose
 
 _HELP = {
     "localrt_http_requests_total": "Requests, by path and status.",
@@ -35,9 +36,11 @@ _HELP = {
 
 
 class Service:
-    """The models of a server, and its counts."""
+    """The models of a server, and its counts. ``note`` gets lines for the log."""
 
-    def __init__(self, models: Models, options: ServeOptions) -> None:
+    def __init__(
+        self, models: Models, options: ServeOptions, note: Callable[[str], None] | None = None
+    ) -> None:
         self.models = models
         self.options = options
         self.metrics = Metrics()
@@ -48,6 +51,8 @@ class Service:
         self.started = int(time.time())
         self.stopping = False
         self._inside = 0
+        self._note = note
+        self._noted: set[str] = set()
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
@@ -61,6 +66,14 @@ class Service:
             if self.stopping:
                 raise ApiError(503, "the server is stopping", code="stopping")
             yield served
+
+    def note_once(self, kind: str, text: str) -> None:
+        """Log ``text``, the first time that there is something of this ``kind`` to say."""
+        if self._note is None or kind in self._noted or len(self._noted) >= _MOST_NOTES:
+            return
+        self._noted.add(kind)
+        with suppress(OSError):  # whoever read the log has gone
+            self._note(text.encode("unicode_escape").decode()[:300])
 
     def stop(self) -> None:
         """Every answer ends, and no new one begins."""

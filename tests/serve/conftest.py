@@ -40,6 +40,7 @@ class Running:
         self.port = port
         self.service = service
         self.log: list[LogLine] = []
+        self.notes: list[str] = []
 
     @property
     def live(self) -> LiveModel:
@@ -88,10 +89,11 @@ def serving(model: localrt.Model | Models, **options: Any) -> Iterator[Running]:
     checked = ServeOptions(port=0, **{"drain_s": 1.0, **options})
     bound = open_socket(checked)
     lines: list[LogLine] = []
-    app = create_app(model, checked, log=lines.append)
+    notes: list[str] = []
+    app = create_app(model, checked, log=lines.append, note=notes.append)
     server = Server(app, checked)
     running = Running(model, server, bound.getsockname()[1], app.state.service)
-    running.log = lines
+    running.log, running.notes = lines, notes
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     try:

@@ -18,7 +18,11 @@ from typing import Any
 
 import pytest
 
+import localrt
 from localrt.live import LiveModel
+from localrt.serve.models import OneModel
+from localrt.serve.options import ServeOptions
+from localrt.serve.service import Service
 from tests.inside import engine_of
 from tests.serve.conftest import Running, serving
 from tests.waits import wait_for
@@ -328,3 +332,14 @@ def test_an_open_address_without_a_key_is_told(tiny_folder: Path) -> None:
     assert process.returncode == 0
     assert error.count("\n") == 1
     assert "LOCALRT_API_KEY" in error
+
+
+def test_notes_are_logged_once_a_kind(model: localrt.Model) -> None:
+    notes: list[str] = []
+    service = Service(OneModel(model, ServeOptions()), ServeOptions(), notes.append)
+    for kind, text in (("a", "first"), ("a", "again"), ("b", "line\x1b[2J\nend")):
+        service.note_once(kind, text)
+    assert notes == ["first", "line\\x1b[2J\\nend"]
+    for number in range(1000):
+        service.note_once(f"kind {number}", "many")
+    assert len(notes) < 300
