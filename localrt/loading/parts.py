@@ -33,6 +33,7 @@ from localrt.models.templates.chat_template import (
     load_template,
 )
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
+from localrt.offload.store.pack import fingerprint
 from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
@@ -42,7 +43,10 @@ __all__ = ["LoadedModel", "load_parts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """The running parts of a model. ``tokenizer`` is None for a model without one."""
+    """The running parts of a model. ``tokenizer`` is None for a model without one.
+
+    ``fingerprint`` tells its contents from others'; empty where its KV caches cannot be saved.
+    """
 
     path: Path
     engine: Engine
@@ -55,6 +59,7 @@ class LoadedModel:
     tokenizer_problem: str = ""
     pooling: str = ""  # what the model was made to be embedded by; empty where it does not say
     system: str | None = None  # of conversations that have no system prompt
+    fingerprint: str = ""
 
 
 def load_parts(
@@ -114,6 +119,7 @@ def load_parts(
             tokenizer_problem=problem,
             pooling=_pooling(checkpoint),
             system=system,
+            fingerprint=fingerprint(checkpoint) if name == "native" else "",
         )
     finally:
         checkpoint.close()

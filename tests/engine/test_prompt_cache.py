@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from localrt.answering.parking import prompt_cache
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.parking.prompt_cache import PromptCache, model_key
 from localrt.engine.protocol import EngineSession
@@ -17,6 +19,7 @@ from localrt.loading.options import LoadOptions
 from localrt.loading.parts import load_parts
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.native.abi import find_library
+from localrt.settings import Settings
 from tests.models.tiny import save_tiny, tokens
 
 KERNELS = find_library() is not None
@@ -196,15 +199,95 @@ def test_a_file_deleted_by_another_app_is_absent(tmp_path: Path, engine: NativeE
     assert two.restore(engine.session(2048), ids) == 0
 
 
-def test_the_key_follows_the_files(tmp_path: Path) -> None:
+def test_key_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"one")
-    key = model_key(path, "q4")
-    assert model_key(path, "q4") == key
-    assert model_key(path, "q8") != key
+    key = model_key(path, "content", "q4")
+    assert model_key(path, "content", "q4") == key
+    assert model_key(path, "content", "q8") != key
+    assert model_key(path, "other content", "q4") != key
     path.write_bytes(b"three")
-    assert model_key(path, "q4") != key
+    assert model_key(path, "content", "q4") != key
     assert len(BlockFile(tmp_path / "nothing").tokens) == 0
+
+
+def test_key_of_a_split_file(tmp_path: Path) -> None:
+    first, second = tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf"
+    first.write_bytes(b"one")
+    second.write_bytes(b"two")
+    key = model_key(first, "content")
+    second.write_bytes(b"three")
+    assert model_key(first, "content") != key
+
+
+def _other_seed(model: Path) -> None:
+    save_tiny("llama", model, seed=1)
+
+
+def _one_late_byte(model: Path) -> None:
+    """A byte that no sample of the weights has."""
+    weights = model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-3000] ^= 1
+    weights.write_bytes(data)
+
+
+def _in_config(before: str, after: str) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        config = model / "config.json"
+        text = config.read_text()
+        assert before in text
+        config.write_text(text.replace(before, after))
+
+    return change
+
+
+def _tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{ }")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_other_seed, id="weights"),
+        pytest.param(_one_late_byte, id="one-byte"),
+        pytest.param(_in_config('"rms_norm_eps": 1e-06', '"rms_norm_eps": 3e-06'), id="config"),
+        pytest.param(_tokenizer, id="tokenizer"),
+    ],
+)
+@pytest.mark.parametrize("place", ["same-folder", "other-folder"])
+def test_another_model_of_same_name_size_and_time(
+    tmp_path: Path, change: Callable[[Path], None], place: str
+) -> None:
+    """What one model computed is never taken for another's."""
+    model = tmp_path / "one" / "model"
+    model.mkdir(parents=True)
+    save_tiny("llama", model)
+    (model / "tokenizer.json").write_text("{}\n")
+    settings = Settings.from_environment({"LOCALRT_CACHE": str(tmp_path / "cache")})
+    ids = [int(t) for t in tokens(300)]
+
+    def cached_tokens(path: Path) -> int:
+        parts = load_parts(path, LoadOptions(ctx=2048), settings=settings)
+        prompts = prompt_cache(parts, settings)
+        assert prompts is not None
+        session = parts.engine.session(2048)
+        got = prompts.restore(session, ids)
+        if got < len(ids):
+            session.extend(ids[got:])
+            prompts.save(session)
+        return got
+
+    assert cached_tokens(model) == 0
+    assert cached_tokens(model) == 300
+    times = {file: file.stat() for file in model.iterdir()}
+    if place == "other-folder":
+        model = Path(shutil.copytree(model, tmp_path / "two" / "model"))
+    change(model)
+    for file, status in times.items():
+        os.utime(model / file.name, ns=(status.st_atime_ns, status.st_mtime_ns))
+        assert (model / file.name).stat().st_size == status.st_size
+    assert cached_tokens(model) == 0
 
 
 def test_a_copy_in_ram_serves_until_it_settles(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from glob import escape
 from pathlib import Path
 
 import numpy as np
 
 from localrt.engine.protocol import EngineSession
+from localrt.models.checkpoints.gguf_file import split_part
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks, held_blocks
@@ -220,15 +222,28 @@ class _RamCopy:
         return length
 
 
-def model_key(path: Path, *facts: object) -> str:
-    """A name for what a KV cache depends on: the files at ``path``, and ``facts`` of the engine."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    about = [str(path.name), *map(repr, facts)]
-    for file in files:
+def model_key(path: Path, fingerprint: str, *facts: object) -> str:
+    """A name for what a KV cache depends on: the model at ``path``, and ``facts`` of the engine.
+
+    ``fingerprint`` tells contents apart by a sample of them. Each file's identity and times find
+    the changes that the sample misses: a change time cannot be set back as a file's own time can.
+    """
+    about = [fingerprint, *map(repr, facts)]
+    for file in _files_of(path):
         with suppress(OSError):
             status = file.stat()
-            about.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+            about.append(
+                f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} "
+                f"{status.st_ino}"
+            )
     return hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.rglob("*"))
+    split = split_part(path)
+    return sorted(path.parent.glob(f"{escape(split[0])}-*.gguf")) if split else [path]
 
 
 def _goes_on(held: Tokens, tokens: Tokens) -> bool:
