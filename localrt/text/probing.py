@@ -36,7 +36,7 @@ TEXT = "Ztext zq¶"
 IDS = ("zid0call0", "zid1call1")
 """The ids of calls; nine characters, as Mistral's templates want."""
 
-_SECONDS = 1.0  # for all probes; those of a usual template take a fiftieth
+_SECONDS = 10.0  # for all probes; those of a usual template take a hundredth
 _USER = "Zuser zq¶"
 
 

@@ -9,6 +9,7 @@ import mmap
 import sys
 from pathlib import Path
 
+from localrt.models.templates.sandbox import renderer_nbytes
 from localrt.offload.memory.state import MemoryState, memory_state
 
 __all__ = ["current_rss", "peak_rss", "ram_budget"]
@@ -21,16 +22,16 @@ _LIMIT_MARGIN = 6 << 20
 
 
 def current_rss() -> int:
-    """Bytes of this process that are in RAM."""
+    """Bytes of this process that are in RAM, and of the one that renders its chat templates."""
     if sys.platform == "linux":
         try:
             pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-            return int(pages) * mmap.PAGESIZE
+            return int(pages) * mmap.PAGESIZE + renderer_nbytes()
         except OSError:  # no /proc
             pass
     import psutil
 
-    return int(psutil.Process().memory_info().rss)
+    return int(psutil.Process().memory_info().rss) + renderer_nbytes()
 
 
 def peak_rss() -> int | None:

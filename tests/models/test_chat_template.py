@@ -95,8 +95,6 @@ def test_strings_become_parts_for_templates_that_want_parts() -> None:
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ 'a' + 1 }}", "TypeError"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
-        ("{{ 'a' * 10**10 }}", "too large"),
-        ("{{ 10 ** (10 ** 9) }}", "too large"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),

@@ -1,4 +1,4 @@
-"""Chat templates that ask for hours or for all memory end at once; real ones notice no limit."""
+"""Chat templates that take hours or all memory are stopped; real ones notice no limit."""
 
 import json
 import subprocess
@@ -15,6 +15,7 @@ from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from localrt.errors import TemplateError
+from localrt.models.templates import sandbox
 from localrt.models.templates.chat_template import ChatTemplate
 from localrt.models.templates.sandbox import SandboxedTemplate
 
@@ -29,106 +30,74 @@ TUPLES = (
 )
 
 HOSTILE = {
-    # steps
+    "colliding keys": (
+        "{% set keys = namespace(d=[]) %}{% for i in range(2000) %}"
+        "{% set keys.d = keys.d + [(i * 2305843009213693951, i)] %}{% endfor %}"
+        "{% for i in range(2000) %}{% set x = range(100000) - dict(keys.d).keys() %}"
+        "{% set y = dict(keys.d) %}{% endfor %}{{ 1 / 0 }}"
+    ),
+    "links in many brackets": "{{ ('(' * 99999 ~ 'http://a' ~ ')' * 99999) | urlize }}{{ 1 / 0 }}",
     "nested loops": LOOP * 3 + END * 3,
-    "loops that leave everything out": LOOP + LOOP[:-2] + "if false %}" + END + END,
     "a macro that calls itself twice": (
         "{% macro f(n) %}{% if n < 60 %}{{ f(n + 1) }}{{ f(n + 1) }}{% endif %}{% endmacro %}"
         "{{ f(0) }}"
     ),
-    "a block that shows itself twice": (
-        "{% block a %}{% if x.append %}{% endif %}{{ self.a() }}{{ self.a() }}{% endblock %}"
-    ),
-    "a recursive loop": (
-        "{% for x in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}"
-        "{% endfor %}"
-    ),
-    "looking through a long text": BIG + LOOP + "{% if 'b' in ns.s %}{% endif %}" + END,
-    "looking through a range": LOOP + "{% if 'b' in range(100000) %}{% endif %}" + END,
-    "filters that keep nothing": LOOP + "{% set x = range(100000) | select('none') | list %}" + END,
     "looking from the right": "{{ ('a' * 2000000).rfind('a' * 500000 ~ 'b' ~ 'a' * 500000) }}",
-    "stripping by many characters": "{{ ('a' * 5000000) | trim('b' * 5000000 ~ 'a') }}",
-    "many empty slices": "{{ [1] | slice(1000000000) | list }}",
     "attributes of attributes": "{{ range(100000) | map(attribute='a.' * 100000) | list }}",
-    "unpacked arguments": (
-        "{% macro f() %}{% endmacro %}{% set x = range(100000) | list %}"
-        + LOOP
-        + "{% set y = f(*x) %}"
-        + END
-    ),
-    # numbers
     "repeated squaring": (
         "{% set ns = namespace(x=3) %}" + TWICE + "{% set ns.x = ns.x * ns.x %}" + END
     ),
     "a power": "{{ 10 ** (10 ** 9) }}",
     "a number of many digits": "{{ ('f' * 1000000) | int(base=16) }}",
-    "rounding to many digits": "{{ 5 | round(-1000000000) }}",
-    # one operation that makes a long text
-    "repetition": "{{ 'a' * 10000000000 }}",
     "repetition of a list": "{{ [1] * 1000000000 }}",
     "printf's width": "{{ '%10000000000d' % 1 }}",
-    "printf's width of a name": "{{ '%((x))1000000000s' % {'(x)': 1} }}",
-    "printf's width as a value": "{{ '%*d' % (1000000000, 1) }}",
-    "printf's precision": "{{ '%.1000000000f' % 1 }}",
-    "printf by a filter": "{{ '%1000000000d' | format(1) }}",
-    "printf by a test": "{{ '%1000000000d' is odd }}",
     "a format's width": "{{ '{:1000000000}'.format(1) }}",
-    "a format's width as a value": "{{ '{:{}}'.format(1, 1000000000) }}",
-    "format_map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
-    "ljust": "{{ 'a'.ljust(10 ** 9) }}",
-    "rjust": "{{ 'a'.rjust(10 ** 9) }}",
-    "zfill": "{{ 'a'.zfill(10 ** 9) }}",
     "center": "{{ 'a' | center(10 ** 9) }}",
-    "expandtabs": "{{ '\\t'.expandtabs(10 ** 9) }}",
-    "indent": "{{ 'a\\nb' | indent(10 ** 9) }}",
-    "indent by a text": BIG + "{{ ('a\\n' * 100000) | indent(ns.s) }}",
     "wordwrap": BIG + "{{ ('a ' * 1000) | wordwrap(1, wrapstring=ns.s) }}",
-    "batch": "{{ [1] | batch(10 ** 9, 'x') | list }}",
-    "tojson's indent": "{{ [[1]] | tojson(indent=10 ** 9) }}",
     "tojson's separators": "{{ ([1] * 1000) | tojson(separators=('x' * 1000000, ':')) }}",
-    "join": "{{ ('x' * 1000000).join([''] * 1000) }}",
-    "join by a filter": "{{ ([1] * 1000) | join('x' * 1000000) }}",
-    "replace": "{{ ('a' * 1000000).replace('', 'x' * 1000) }}",
-    "replace by a filter": "{{ ('a' * 1000000) | replace('a', 'x' * 1000) }}",
-    "a sum of lists": "{{ ([[1] * 1000] * 100000) | sum(start=[]) | length }}",
     "strftime": "{{ strftime_now('%c' * 1000000) }}",
-    "a method without use": "{{ (1).to_bytes(10 ** 9, 'big') }}",
-    # doubling
     "doubling by ~": NS + TWICE + "{% set ns.s = ns.s ~ ns.s %}" + END,
-    "doubling by +": NS + TWICE + "{% set ns.s = ns.s + ns.s %}" + END,
     "doubling a list": NS + TWICE + "{% set ns.l = ns.l + ns.l %}" + END,
-    "doubling by a block": (
-        NS + TWICE + "{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}" + END
-    ),
-    "doubling by format": NS + TWICE + "{% set ns.s = '{0}{0}'.format(ns.s) %}" + END,
-    "doubling by printf": NS + TWICE + "{% set ns.s = '%(a)s%(a)s' % {'a': ns.s} %}" + END,
     "output in a loop": BIG + LOOP + "{{ ns.s }}" + END,
-    "long text in a loop": LOOP + "x" * 10_000 + END,
     "slices that are kept": BIG + LOOP + "{% set ns.l = [ns.l, ns.s[1:]] %}" + END,
-    "lists that are kept": (
-        NS + "{% set b = 'abcdefgh' * 1000 %}" + LOOP + "{% set ns.l = (ns.l, b | list) %}" + END
-    ),
-    # values that are larger than they look
     "comparing a tree": TREE + "{% set t = ns.l %}" + TREE + "{{ ns.l == t }}",
     "showing a tree": TREE + "{{ ns.l }}",
     "a tree as JSON": TREE + "{{ ns.l | tojson }}",
-    "a tree by printf": TREE + "{{ '%s' % ns.l }}",
     "a tree as a reason": TREE + "{{ raise_exception(ns.l) }}",
     "hashing a tree": TUPLES + "{{ {ns.l: 1} }}",
-    "looking up a tree": TUPLES + "{{ {}.get(ns.l) }}",
-    "a tree as a filter's name": TUPLES + "{{ [1] | map(ns.l) | list }}",
 }
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
 def test_a_template_that_takes_too_much_is_stopped(source: str) -> None:
-    template = SandboxedTemplate(source, "chat template")
     began = thread_time()
-    with pytest.raises(TemplateError, match="refused the messages") as caught:
-        template.render({"messages": HELLO})
-    assert thread_time() - began < 5  # a third of a second where nothing else runs
+    with pytest.raises(TemplateError, match="chat template") as caught:
+        SandboxedTemplate(source, "chat template").render({"messages": HELLO})
+    assert thread_time() - began < 0.5  # of this process, which goes on meanwhile
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1500
+
+
+def test_a_template_renders_after_another_was_stopped() -> None:
+    template = SandboxedTemplate("{{ messages[0].content }}", "chat template")
+    with pytest.raises(TemplateError, match="takes too long or too much memory"):
+        SandboxedTemplate(LOOP * 3 + END * 3, "chat template").render({})
+    assert template.render({"messages": HELLO}) == "hello"
+
+
+def test_templates_render_in_a_packaged_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    renderer = sandbox._Renderer()
+    assert renderer.ask("{{ a }}", {"a": "b"}) == {"text": "b"}
+    assert "refused" in renderer.ask("{{ 1 / 0 }}", {})
+    assert "invalid" in renderer.ask("{% if %}", None)
+    assert renderer.nbytes() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_process_that_renders_counts_as_memory() -> None:
+    SandboxedTemplate("{{ 1 }}", "x").render({})
+    assert 1 << 20 < sandbox.renderer_nbytes() < 64 << 20
 
 
 MEMORY = """
@@ -136,29 +105,21 @@ import json, resource, sys
 from localrt.errors import TemplateError
 from localrt.models.templates.sandbox import SandboxedTemplate
 
-SandboxedTemplate("{{ 1 }}", "x").render({})
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for source in json.load(sys.stdin):
     try:
         SandboxedTemplate(source, "x").render({})
     except TemplateError:
         pass
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print((after - before) * (1 if sys.platform == "darwin" else 1024))
+own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+print(own, children)
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs the peak of a process's memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs limits of a process's memory")
 def test_a_hostile_template_takes_little_memory() -> None:
     names = [name for name in HOSTILE if name.startswith(("doubling", "output", "showing"))]
-    names += ["slices that are kept", "lists that are kept", "long text in a loop", "replace"]
-    sources = [HOSTILE[name] for name in names]
-    sources += [
-        "{{ 'a' * 30000000 ~ '\U0001f600' }}",  # four bytes a character from here on
-        "{{ ('a ' * 2000000).split() | length }}{{ ('\u4e00' * 3000000) | list | length }}",
-        "{{ 'a' | center(1000000000) }}",
-        LOOP + LOOP + "{{ i }}{{ i }}" + END + END,
-    ]
+    sources = [HOSTILE[name] for name in [*names, "slices that are kept", "center"]]
     done = subprocess.run(
         [sys.executable, "-c", MEMORY],
         input=json.dumps(sources),
@@ -166,7 +127,9 @@ def test_a_hostile_template_takes_little_memory() -> None:
         text=True,
         check=True,
     )
-    assert int(done.stdout) < 64e6
+    own, children = (int(kilobytes) << 10 for kilobytes in done.stdout.split())
+    assert own < 128 << 20
+    assert children < 256 << 20
 
 
 @pytest.mark.parametrize(
@@ -192,13 +155,6 @@ def test_a_template_that_cannot_be_compiled_is_refused_on_one_line(source: str) 
         SandboxedTemplate(source, "chat template")
     assert thread_time() - began < 10  # a second where nothing else runs
     assert "\n" not in str(caught.value)
-
-
-def test_nothing_is_computed_while_compiling() -> None:
-    source = "{{ 'a' | center(1000000000) }}{% set x = 'a' * 1000000000 %}{{ 'a' ~ ('b' | upper) }}"
-    template = SandboxedTemplate(source, "chat template")
-    with pytest.raises(TemplateError, match="too large"):
-        template.render({})
 
 
 def test_the_library_refuses_what_is_nested_too_deeply() -> None:
