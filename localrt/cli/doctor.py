@@ -42,7 +42,6 @@ _PACKAGES = (
     ("bitsandbytes", "gpu", "kernels on NVIDIA cards without CUDA's compiler"),
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
     ("transformers", "bench", "an engine to compare with in bench"),
-    ("uvicorn", "server", "the HTTP server"),
 )
 
 
@@ -167,7 +166,6 @@ def _advice(
         "gpu": "the GPU" if gpu else None,
         "llamacpp": "more architectures, and bench's baseline",
         "bench": "transformers in bench",
-        "server": "localrt serve",
     }
     for extra, use in uses.items():
         if extra in missing and use is not None:

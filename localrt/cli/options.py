@@ -277,8 +277,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_constraint_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that constrain the form of the answer."""
-    needs = "needs pip install 'localrt[structured]'"
-    group = parser.add_argument_group("form of the answer", needs)
+    group = parser.add_argument_group("form of the answer")
     add_flags(group.add_mutually_exclusive_group(), _CONSTRAINTS)
 
 

@@ -31,7 +31,7 @@ from localrt.cli.options import (
     sampling_options,
 )
 from localrt.engine.options import read_options
-from localrt.errors import MissingExtraError, OptionError
+from localrt.errors import OptionError
 from localrt.formatting import parse_duration, parse_size
 from localrt.hub import list_models
 from localrt.hub.client_names import client_names
@@ -106,7 +106,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Listen, load, serve, and let answers finish."""
-    _check_extra()
     from localrt.serve.server import open_socket  # once the extra is known to be there
 
     options = _options(args)
@@ -205,17 +204,6 @@ def _check_all(args: argparse.Namespace) -> None:
         if getattr(args, name):
             flag = "--" + name.replace("_", "-")
             raise OptionError(f"{flag} is for one model: give MODEL, or leave it out")
-
-
-def _check_extra() -> None:
-    try:
-        import fastjsonschema  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            f"serve needs {error.name}: install it with pip install 'localrt[server]'"
-        ) from error
 
 
 def _options(args: argparse.Namespace) -> ServeOptions:

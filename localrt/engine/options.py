@@ -48,7 +48,7 @@ class Options:
     llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a
     stop string cuts it short.
     ``tool_choice`` says whether the model calls a tool: ``"auto"``, ``"none"``, ``"required"``, or
-    the name of the one that it has to call. Answers that are bound need the extra ``structured``.
+    the name of the one that it has to call.
     ``thinking`` switches a model's thinking on (``True``, ``"on"``) or off; ``"low"``,
     ``"medium"`` and ``"high"`` say how much, to models that can be told. After
     ``thinking_tokens`` of thinking, the thinking is ended and the answer begins; 0 is off. A model

@@ -140,8 +140,7 @@ class Grammars:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
             raise MissingExtraError(
-                f"{option(name)} needs llguidance: install it with "
-                "pip install 'localrt[structured]'"
+                f"{option(name)} needs llguidance, which cannot be imported: pip install llguidance"
             ) from error
         try:
             grammar = make()

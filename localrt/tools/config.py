@@ -24,7 +24,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,7 +35,6 @@ from localrt.toml_file import TomlFile
 __all__ = ["ServerConfig", "read_servers"]
 
 _FILE = "config.toml"
-_INSTALL = "MCP servers need the mcp package: install it with pip install 'localrt[mcp]'"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
@@ -106,8 +104,6 @@ def read_servers(
             servers.append(_server(name, entry, environ))
         except OptionError as error:
             notes.append(f"{_FILE}, [mcp.servers.{name}]: {one_line(error)}: left out")
-    if servers and find_spec("mcp") is None:
-        return (), (*notes, _INSTALL)
     return tuple(servers), tuple(notes)
 
 

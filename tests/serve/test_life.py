@@ -318,13 +318,6 @@ def test_a_port_in_use_is_one_line(tiny_folder: Path, server: Running) -> None:
         assert result.stderr.count("\n") == 1
 
 
-def test_a_missing_extra_says_which(tiny_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "uvicorn.py").write_text("raise ImportError('no', name='uvicorn')")
-    result = failed(str(tiny_folder), PYTHONPATH=str(tmp_path))
-    assert result.returncode == 1
-    assert "pip install 'localrt[server]'" in result.stderr
-
-
 def test_an_open_address_without_a_key_is_told(tiny_folder: Path) -> None:
     process, _ = start(tiny_folder, "--host", "0.0.0.0", "--quiet")
     process.send_signal(signal.SIGTERM)

@@ -259,7 +259,6 @@ TOOLS = [
 
 @pytest.fixture
 def bound(client: Any) -> Any:
-    pytest.importorskip("llguidance", reason="needs the structured extra")
     return client
 
 

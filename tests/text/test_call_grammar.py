@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 
@@ -21,8 +22,6 @@ from tests.conftest import write_tiny_model
 from tests.inside import core_of
 from tests.text.call_templates import TEMPLATES, chat, each
 from tests.text.test_call_syntax import answer_of, fed, parser_of
-
-llguidance = pytest.importorskip("llguidance", reason="needs the structured extra")
 
 PAINT: dict[str, Any] = {
     "type": "object",

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from localrt.tools import config as config_module
 from localrt.tools.config import ServerConfig, read_servers
 
 GOOD = """
@@ -89,19 +88,6 @@ def test_other_settings_of_mcp_are_said(tmp_path: Path) -> None:
     assert read_servers(tmp_path)[1] == (
         "config.toml: [mcp] holds [mcp.servers.NAME] tables and nothing else: left out",
     )
-
-
-def test_without_the_package_a_line_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
-    (tmp_path / "config.toml").write_text(GOOD)
-    assert read_servers(tmp_path, {"MY_TOKEN": ""}) == (
-        (),
-        ("MCP servers need the mcp package: install it with pip install 'localrt[mcp]'",),
-    )
-    (tmp_path / "config.toml").write_text("")
-    assert read_servers(tmp_path) == ((), ())
 
 
 def test_nothing_imports_the_sdk_before_there_are_servers() -> None:
