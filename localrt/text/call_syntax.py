@@ -129,13 +129,16 @@ def _from_object(value: Any) -> Call | None:
 
 
 def call_of(name: str, given: Any, call_id: str | None = None) -> Call | None:
-    """A call with the arguments ``given``, an object or its text; None where they are neither."""
+    """A call with the arguments ``given``, an object or its text; None where they are neither.
+
+    Nothing, an empty text and an empty list are no arguments.
+    """
     if isinstance(given, str):
         values = json_values(given)
-        if values is None or len(values) != 1:
+        if values is None or len(values) > 1:
             return None
-        given = values[0]
-    if given is None:
+        given = values[0] if values else {}
+    if given in (None, "", []):
         given = {}
     if not isinstance(given, Mapping):
         return None
@@ -212,7 +215,10 @@ def _deepseek_call(text: str) -> Call | None:
     body, _, _ = text.partition("<｜tool▁call▁end｜>")
     first, _, rest = body.partition("<｜tool▁sep｜>")
     fenced = _FENCE.fullmatch(rest)
-    call = call_of(fenced[1], fenced[2]) if fenced else call_of(first.strip(), rest)
+    name, given = fenced.groups() if fenced else (first.strip(), rest)
+    if not fenced and not rest.strip():
+        return None  # it was cut off
+    call = call_of(name, given)
     return call if call is not None and call.name else None
 
 

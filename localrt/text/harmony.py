@@ -117,7 +117,7 @@ class HarmonyParser:
             return ""
         name, self._recipient = self._recipient, None
         text, self._text = self._text, ""
-        call = call_of(name, text or "{}")
+        call = call_of(name, text)
         if call is None:
             return text
         self.calls += (make_call(call),)

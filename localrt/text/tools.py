@@ -41,12 +41,8 @@ def functions_to_call(choice: str, tools: Sequence[Mapping[str, Any]]) -> list[M
 
 
 def arguments_of(call: ToolCall) -> dict[str, Any]:
-    """The arguments of ``call`` as values; where a model wrote no object, one that holds them."""
-    try:
-        value = json.loads(call.arguments or "{}")
-    except ValueError:
-        value = call.arguments
-    return value if isinstance(value, dict) else {"arguments": value}
+    """The arguments of ``call`` as values; where they are no object, one that holds their text."""
+    return _as_object(call.arguments)
 
 
 def as_message_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
@@ -85,18 +81,35 @@ def _shaped_call(call: Any, as_text: bool, names: dict[str, str]) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call
-    arguments = function.get("arguments")
-    if as_text and isinstance(arguments, Mapping):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    elif not as_text and isinstance(arguments, str):
-        try:
-            value = json.loads(arguments)
-        except ValueError:
-            value = None
-        arguments = value if isinstance(value, dict) else arguments
+    given = function.get("arguments")
+    arguments: Any = _as_object(given)
+    if as_text:
+        is_object = isinstance(given, str) and _value(given) == arguments
+        arguments = given if is_object else json.dumps(arguments, ensure_ascii=False)
     if isinstance(call.get("id"), str) and isinstance(function.get("name"), str):
         names[call["id"]] = function["name"]
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_object(arguments: Any) -> dict[str, Any]:
+    """Arguments of a call, or their JSON text: an empty object for nothing, and for what is no
+    object one with the text.
+    """
+    value = _value(arguments) if isinstance(arguments, str) else arguments
+    if isinstance(value, Mapping):
+        return dict(value)
+    if value in (None, "", []):
+        return {}
+    text = arguments if isinstance(arguments, str) else json.dumps(value, default=str)
+    return {"arguments": text}
+
+
+def _value(text: str) -> Any:
+    """What ``text`` is as JSON; the text itself where it is none, without space around."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text.strip()
 
 
 def _result(content: Any) -> Any:

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.engine.types import ToolCall
+from localrt.models.templates.chat_template import ChatTemplate
 from localrt.text.harmony import HarmonyParser
 from localrt.text.known_syntaxes import known_syntax
 from localrt.text.parser import TextParser
 from localrt.text.thinking import thoughts_apart
-from localrt.text.tools import for_template
+from localrt.text.tools import arguments_of, for_template
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
 
@@ -247,6 +248,58 @@ def test_messages_for_templates() -> None:
     assert for_template([{"role": "assistant", "tool_calls": ["odd"], "content": ""}])
     thought = thoughts_apart([{"role": "assistant", "content": "<think>Hm.</think>Yes."}])
     assert thought[0].items() >= {"content": "Yes.", "thinking": "Hm."}.items()
+
+
+CUT = '{"city": "Par'
+NESTED = '{"a":' + "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        *[(nothing, {}) for nothing in ("", "  ", "null", None, "[]", [], '""', "{}")],
+        (CUT, {"arguments": CUT}),
+        (NESTED, {"arguments": NESTED}),
+        ('"x"', {"arguments": '"x"'}),
+        ("[1]", {"arguments": "[1]"}),
+        ([1], {"arguments": "[1]"}),
+        ("7", {"arguments": "7"}),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_arguments_in_a_history(given: Any, right: dict[str, Any]) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
+    messages: list[Any] = [{"role": "user", "content": "?"}]
+    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    values, text = (for_template(messages, arguments_as_text=as_text) for as_text in (False, True))
+    assert values[1]["tool_calls"][0]["function"]["arguments"] == right
+    assert json.loads(text[1]["tool_calls"][0]["function"]["arguments"]) == right
+    if isinstance(given, str):
+        assert arguments_of(ToolCall("c", "f", given)) == right
+    by_key = "{% for k, v in f.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+    read = "{% set args = f.arguments %}{% if args is string %}{% set args = args | from_json %}"
+    read += "{% endif %}{{ args | tojson }}"
+    calls = "{% for c in messages[1].tool_calls %}{% set f = c.function %}BODY{% endfor %}"
+    keys, whole = (ChatTemplate(calls.replace("BODY", body)) for body in (by_key, read))
+    assert keys.render(values) == "".join(f"{key}={value};" for key, value in right.items())
+    assert [json.loads(whole.render(each)) for each in (values, text)] == [right, right]
+
+
+def test_arguments_that_are_json_text_stay_as_they_were_written() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{ "a":1}'}}
+    shaped = for_template([{"role": "assistant", "tool_calls": [call]}], arguments_as_text=True)
+    assert shaped[0]["tool_calls"][0]["function"]["arguments"] == '{ "a":1}'
+
+
+@pytest.mark.parametrize("mark", ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "functools"])
+@pytest.mark.parametrize("nothing", ['""', "null", "[]", "{}", '" "'])
+def test_a_call_with_nothing_for_arguments(mark: str, nothing: str) -> None:
+    call = f'{{"name": "weather", "arguments": {nothing}}}'
+    text = f"{mark}[{call}]" if mark == "functools" else f"{mark}{call}"
+    reader = TextParser(known_syntax(f"{{% {mark} %}}"), [WEATHER])
+    assert read(reader, iter(text)) == ("", [("weather", {})])
 
 
 # -- with a model --------------------------------------------------------------------------------
