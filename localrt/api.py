@@ -24,6 +24,7 @@ from localrt.answering.embedding import embed
 from localrt.answering.requests import whole_ids
 from localrt.answering.status import ModelInfo, Status
 from localrt.answering.streams import in_thread, joined
+from localrt.argument_names import known_arguments
 from localrt.chat import ChatSession
 from localrt.closing import Closing
 from localrt.engine.batch.live import LiveLimits
@@ -44,6 +45,7 @@ if TYPE_CHECKING:  # it brings the planner
 __all__ = ["Model", "ModelInfo", "load"]
 
 
+@known_arguments
 def load(
     model: str | Path = "smollm2",
     *,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from localrt.answering.arguments import check_path, check_text, check_tools
 from localrt.answering.status import ModelInfo, Status
 from localrt.answering.streams import in_thread, joined
+from localrt.closing import Closing
 from localrt.engine.parking.keeper import Tier
 from localrt.engine.types import Chunk, Message, ToolCall
 from localrt.errors import LocalrtError, OptionError, StorageError
@@ -153,6 +154,8 @@ class ChatSession:
     def __repr__(self) -> str:
         """Whom it is with, and how long it is."""
         return f"<localrt.ChatSession with {self._host.name!r}: {len(self.messages)} messages>"
+
+    __reduce__ = Closing.__reduce__
 
     # -- state -----------------------------------------------------------------------------------
 

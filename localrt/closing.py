@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import NoReturn, Self
 
 __all__ = ["Closing"]
 
@@ -20,3 +20,9 @@ class Closing(ABC):
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """It holds threads and files: refused at once, not after all that it holds was walked."""
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled or copied: each process opens its own"
+        )

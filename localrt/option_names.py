@@ -3,18 +3,28 @@
 A message is written far from its reader. Where it names an option it calls ``option``, which writes
 the Python spelling between marks that no terminal shows. Who shows the message spells it anew:
 ``ctx=512`` in Python, ``--ctx 512`` on the command line, ``/set ctx 512`` in the app. Knows no
-option's meaning.
+option's meaning; of options of other libraries it knows which of ours does the same.
 """
 
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-__all__ = ["Spelling", "flag_value", "on_command_line", "option", "python_option", "spelled"]
+__all__ = [
+    "Spelling",
+    "did_you_mean",
+    "flag_value",
+    "meant_by",
+    "on_command_line",
+    "option",
+    "python_option",
+    "spelled",
+]
 
 # An option's name, and its value or None, as one kind of reader writes them.
 Spelling = Callable[[str, object], str]
@@ -59,6 +69,55 @@ def flag_value(value: object) -> str:
         return "on" if value else "off"
     return shlex.quote(str(value))
 
+
+def meant_by(name: str, known: Iterable[str]) -> str | None:
+    """Which of the ``known`` names was meant by one that is not among them: what does the same in
+    other libraries, else the closest; None where none is close.
+    """
+    names, ours = list(known), _ELSEWHERE.get(name.lower())
+    if ours in names:
+        return ours
+    return next(iter(difflib.get_close_matches(name, names, n=1)), None)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``"did you mean ctx?"``, or an empty text, by ``meant_by``."""
+    meant = meant_by(name, known)
+    return f"did you mean {meant}?" if meant else ""
+
+
+# Names of llama.cpp and its bindings, Ollama, transformers, vLLM and OpenAI's API, by ours.
+_ELSEWHERE = {
+    theirs: ours
+    for ours, names in {
+        "ctx": "n_ctx num_ctx c ctx_size context_length context_size max_model_len max_seq_len "
+        "max_context_length max_position_embeddings",
+        "max_tokens": "max_new_tokens n_predict num_predict n max_length max_completion_tokens "
+        "max_output_tokens",
+        "gpu_memory": "n_gpu_layers num_gpu gpu_layers ngl gpu_memory_utilization max_vram",
+        "ram": "max_memory cpu_offload_gb",
+        "threads": "n_threads num_thread num_threads n_threads_batch",
+        "kv_format": "type_k type_v cache_type_k cache_type_v kv_cache_dtype kv_cache_type",
+        "format": "dtype torch_dtype quantization quantization_config load_in_4bit load_in_8bit",
+        "device": "device_map main_gpu",
+        "model": "model_path model_name model_id repo_id pretrained_model_name_or_path filename",
+        "adapters": "lora_path lora lora_modules",
+        "draft": "draft_model speculative_model speculative_config assistant_model",
+        "offline": "local_files_only",
+        "temperature": "temp do_sample",
+        "repetition_penalty": "repeat_penalty",
+        "typical_p": "typical",
+        "stop": "stop_strings stop_sequences stop_words",
+        "json_schema": "response_format guided_json json_mode",
+        "regex": "guided_regex",
+        "thinking": "enable_thinking think reasoning_effort",
+        "thinking_tokens": "thinking_budget max_thinking_tokens",
+        "batch": "batch_size n_batch num_batch",
+        "messages": "message conversation conversations",
+        "prompt": "text input instruction question content",
+    }.items()
+    for theirs in names.split()
+}
 
 # Flags that are called otherwise than their options in Python, and options without a flag.
 _FLAGS = {

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from localrt.option_names import meant_by
+
 __all__ = ["Examples", "HelpfulParser", "advanced"]
 
 Examples = Sequence[tuple[str, str]]
@@ -53,9 +55,10 @@ class HelpfulParser(argparse.ArgumentParser):
         """What to say of arguments that are not known, with an option that may have been meant."""
         said = f"unrecognized arguments: {' '.join(words)}"
         flag = words[0].partition("=")[0]
-        near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-        if near and flag.startswith("--"):
-            return f"{said} (did you mean {near[0]}?)"
+        flags = {_python_name(each): each for each in self._option_string_actions}
+        meant = meant_by(_python_name(flag), flags)
+        if meant and flag.startswith("-"):
+            return f"{said} (did you mean {flags[meant]}?)"
         return f"{said} (`{self.prog} --help` lists the options)"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -98,6 +101,10 @@ class HelpfulParser(argparse.ArgumentParser):
             formatter.end_section()
         formatter.add_text(self.epilog)
         return "\n".join([*parts, formatter.format_help()])
+
+
+def _python_name(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

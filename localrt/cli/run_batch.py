@@ -26,7 +26,7 @@ from localrt.cli.progress import StatusLine
 from localrt.engine.types import Chunk
 from localrt.errors import OptionError
 from localrt.formatting import format_rate, format_seconds
-from localrt.option_names import on_command_line
+from localrt.option_names import did_you_mean, on_command_line
 
 __all__ = ["BatchPrompt", "parse_prompts", "read_stdin", "run_batch"]
 
@@ -58,8 +58,8 @@ def run_batch(args: argparse.Namespace) -> int:
 def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
     """The prompts in ``text``; empty lines are left out.
 
-    They are JSON where all are objects with ``prompt`` or ``messages``, or where ``name`` ends in
-    ``.jsonl``; an ``id`` comes back with the answer.
+    They are JSON where all are objects, where one has ``prompt`` or ``messages``, or where ``name``
+    ends in ``.jsonl``; an ``id`` comes back with the answer.
 
     Raises:
         OptionError: no prompts, text among JSON objects, or an object that is none.
@@ -69,8 +69,9 @@ def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
     lines = [(number, line) for number, line in lines if line.strip()]
     if not lines:
         raise OptionError(f"{name} has no prompts: write one on each line")
-    asking = [_has_prompt(line) for _, line in lines]
-    if not name.endswith(".jsonl"):
+    objects = [_object(line) for _, line in lines]
+    asking = [bool({"prompt", "messages"} & (each or {}).keys()) for each in objects]
+    if not name.endswith(".jsonl") and None in objects:
         if not any(asking):
             return [BatchPrompt(number, line) for number, line in lines]
         if not all(asking):
@@ -84,14 +85,13 @@ def parse_prompts(text: str, name: str) -> list[BatchPrompt]:
     return [_parse_json(line, number, f"line {number} of {name}") for number, line in lines]
 
 
-def _has_prompt(line: str) -> bool:
-    """Whether a line is a JSON object that asks something, right or wrong."""
-    if not line.lstrip().startswith("{"):
-        return False
-    with suppress(ValueError, RecursionError):
-        value = json.loads(line)
-        return isinstance(value, dict) and ("prompt" in value or "messages" in value)
-    return False
+def _object(line: str) -> dict[str, Any] | None:
+    """The JSON object that a line is, right or wrong; None where it is text."""
+    if line.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(line)
+            return value if isinstance(value, dict) else None
+    return None
 
 
 def _parse_json(line: str, number: int, where: str) -> BatchPrompt:
@@ -99,11 +99,11 @@ def _parse_json(line: str, number: int, where: str) -> BatchPrompt:
         value = json.loads(line)
     except ValueError as error:
         raise OptionError(f"{where} is not JSON: {error}") from error
+    if isinstance(value, dict) and (unknown := [key for key in value if key not in _KEYS]):
+        hint = did_you_mean(unknown[0], _KEYS) or f"only {', '.join(_KEYS)} are known"
+        raise OptionError(f"{where} has {unknown[0]!r:.60}: {hint}")
     if not isinstance(value, dict) or ("prompt" in value) == ("messages" in value):
         raise OptionError(f'{where} must be an object with either "prompt" or "messages"')
-    unknown = [key for key in value if key not in _KEYS]
-    if unknown:
-        raise OptionError(f"{where} has {unknown[0]!r}: only {', '.join(_KEYS)} are known")
     prompt = value.get("prompt", value.get("messages"))
     if not isinstance(prompt, str if "prompt" in value else list):
         kind = "a string" if "prompt" in value else "a list"

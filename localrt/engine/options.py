@@ -5,7 +5,6 @@ It knows names and bounds. What the options do is the loop's and the sampler's b
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,7 +13,7 @@ from typing import Any, Literal, get_args
 from localrt.engine.lines import LineLimit
 from localrt.engine.sampling import Sampling, check_integer, check_number
 from localrt.errors import OptionError
-from localrt.option_names import option
+from localrt.option_names import did_you_mean, option
 
 __all__ = ["OPTION_NAMES", "Effort", "Options", "Overflow", "read_options"]
 
@@ -177,9 +176,10 @@ def read_options(*layers: Mapping[str, Any]) -> Options:
                     f"{option(name)} is set when a model is loaded, and not for an answer"
                 )
             if name not in OPTION_NAMES:
-                close = difflib.get_close_matches(name, OPTION_NAMES, n=1)
-                hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join(OPTION_NAMES)
-                raise OptionError(f"unknown option {name!r}: {hint}")
+                hint = did_you_mean(name, (*OPTION_NAMES, *sorted(_OF_LOADING)))
+                raise OptionError(
+                    f"unknown option {name!r}: {hint or 'known: ' + ', '.join(OPTION_NAMES)}"
+                )
             if value is not None:
                 merged[name] = value
     sampling = Sampling(**{k: v for k, v in merged.items() if k in _SAMPLING_NAMES})

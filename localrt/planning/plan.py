@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from localrt.argument_names import known_arguments
 from localrt.errors import HubError, OptionError
 from localrt.hub.choosing import Offer
 from localrt.hub.names import looks_like_path, parse_hub_ref
@@ -38,6 +39,7 @@ _DEFAULT_CTX = 4096
 _KV_FORMATS = ("bf16", "int8", "int4")
 
 
+@known_arguments
 def plan(
     model: str | Path,
     *,
@@ -124,6 +126,11 @@ def plan(
         kv_format=kv_format,
         kv_on_ssd=kv_on_ssd,
     )
+    if request.ctx > shape.context_length:
+        note = (
+            f"the context of {request.ctx} tokens is longer than the {shape.context_length} that "
+            f"the model has: answers may degrade{f'. {note}' if note else ''}"
+        )
     found = make_plan(request, advise=advise)
     found = replace(
         found,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from localrt.argument_names import known_arguments
 from localrt.errors import MemoryBudgetError, OptionError, UnsupportedModelError
 from localrt.formatting import format_bytes, parse_size
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
@@ -69,6 +70,7 @@ class Preview:
         return f"{text} on a typical machine" if self.assumed and self.tok_s else text
 
 
+@known_arguments
 def preview(
     model: str | Path,
     *,

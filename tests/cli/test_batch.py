@@ -23,7 +23,7 @@ def test_lines_of_text() -> None:
         (3, "  two {x}"),
         (4, "three\u2028still three"),
     ]
-    assert parse_prompts('{"a": 1}\n', "code.txt")[0].prompt == '{"a": 1}'
+    assert parse_prompts('Explain:\n{"a": 1}\n', "code.txt")[1].prompt == '{"a": 1}'
 
 
 def test_lines_of_json() -> None:
@@ -54,6 +54,10 @@ def test_lines_of_json() -> None:
         ('{"prompt": "a"}\n{"prompt": "b"', "f", "line 2 of f is not JSON"),
         ('{"prompt": "a"}\n{"prompt": ""}', "f", "line 2 of f has an empty prompt"),
         ('{"prompt": "a"}\n\n{"messages": []}', "f", "line 3 of f has an empty prompt"),
+        ('{"promt": "a"}\n{"promt": "b"}', "f", "line 1 of f has 'promt': did you mean prompt"),
+        ('{"message": "a"}', "stdin", "line 1 of stdin has 'message': did you mean messages"),
+        ('{"a": 1}', "f", "line 1 of f has 'a': only prompt, messages, id are known"),
+        ("{}", "f", "line 1 of f must be an object with either"),
         ('{"messages": [1]}', "f", "line 1 of f has a message that is not an object"),
         ('{"messages": [{"role": "user"}]}', "f", "line 1 of f has a message that is not"),
     ],
