@@ -61,6 +61,8 @@ def _refusal(request: PlanRequest) -> MemoryBudgetError:
         f"a ring for the largest unit {format_bytes(largest)}",
     )
     ways = "; or ".join(islice(_options(request), _MOST_OPTIONS)) or "use a smaller model"
+    if request.ctx > shape.context_length:
+        ways = f"its own context is {shape.context_length} tokens; {ways}"
     memory = f"{format_bytes(budgets.ram)} of RAM"
     if request.uses_gpu:
         memory += f" and {format_bytes(budgets.vram)} of GPU memory"
@@ -88,6 +90,14 @@ def least_ram(request: PlanRequest) -> int | None:
 
 
 def _options(request: PlanRequest) -> Iterator[str]:
+    trained = request.shape.context_length
+    if request.ctx > trained:  # no more than the model has is of use
+        own = replace(request, ctx=trained)
+        if fits(own):
+            yield f"all of it fits ({option('ctx', trained)})"
+        else:
+            yield from _options(own)
+        return
     for ctx in shorter_contexts(request.ctx):
         if fits(replace(request, ctx=ctx)):
             yield f"a context of {ctx} tokens fits ({option('ctx', ctx)})"

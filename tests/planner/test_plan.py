@@ -165,6 +165,14 @@ def test_a_budget_that_cannot_work_names_three_that_do() -> None:
     assert not fits(replace(request, budgets=replace(budgets, ram=(int(ram) - 2) * MB)))
 
 
+def test_more_than_the_models_context_names_the_models_own() -> None:
+    budgets = Budgets(ram=4_000 * MB, process=100 * MB)
+    with pytest.raises(MemoryBudgetError) as caught:
+        planned(CODER, machine(), budgets, ctx=10_000_000)
+    assert "its own context is 32768 tokens; all of it fits (ctx=32768)" in str(caught.value)
+    assert str(caught.value).count("ctx=") == 1
+
+
 def test_keys_and_values_may_live_on_the_ssd_when_nothing_else_fits() -> None:
     budgets = Budgets(ram=500 * MB, process=100 * MB)
     with pytest.raises(MemoryBudgetError, match="SSD fit"):
