@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 from localrt.cli.help import Examples
 from localrt.errors import ModelNotFoundError, OptionError
 from localrt.formatting import table
 from localrt.hub import resolve
 from localrt.hub.aliases import read_aliases, remove_alias, write_alias
+from localrt.hub.known_models import find_known
+from localrt.hub.names import shown_path
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
@@ -48,17 +51,28 @@ def run(args: argparse.Namespace) -> int:
                 f"{args.name} is no name of yours: set it with `localrt alias {args.name} MODEL`"
             )
         return _say(args, f"{args.name} is {model}", settings)
+    before = args.name if args.name in read_aliases(settings) else _leads_to(args.name, settings)
     model = write_alias(args.name, args.model, settings)
-    missing = "" if _is_here(args.name, settings) else " (not on this machine yet)"
-    return _say(args, f"{args.name} is {model}{missing}", settings)
+    notes = [] if _here(args.name, settings) else ["not on this machine yet"]
+    if before not in (None, args.name, model):
+        notes.append(f"it hides {before}, until `localrt alias {args.name} --remove`")
+    note = f" ({'; '.join(notes)})" if notes else ""
+    return _say(args, f"{args.name} is {model}{note}", settings)
 
 
-def _is_here(name: str, settings: Settings) -> bool:
+def _leads_to(name: str, settings: Settings) -> str | None:
+    """The model that ``name`` means without being a name of the user's; None where it is none."""
+    known, here = find_known(name), _here(name, settings)
+    if here is not None:
+        return shown_path(here)
+    return None if known is None else f"{known.repo} of the hub"
+
+
+def _here(name: str, settings: Settings) -> Path | None:
     try:
-        resolve(name, settings=settings, download=False)
+        return resolve(name, settings=settings, download=False).path
     except ModelNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _say(args: argparse.Namespace, line: str | None, settings: Settings) -> int:

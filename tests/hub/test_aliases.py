@@ -102,7 +102,11 @@ def test_the_command(settings: Settings, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "fast is llama3.2:1b (not on this machine yet)\n"
     assert main(["alias", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"models": {"fast": "llama3.2:1b"}}
+    assert main(["alias", "Qwen3:8B", "org/mine"]) == 0
+    assert "it hides unsloth/Qwen3-8B-GGUF of the hub, until" in capsys.readouterr().out
+    assert main(["alias", "Qwen3:8B", "--remove"]) == 0
     assert main(["alias", "fast", "--remove"]) == 0
+    assert "forgotten" in capsys.readouterr().out
     assert read_aliases(settings) == {}
     assert main(["alias", "fast", "--remove"]) == 1
     assert "localrt alias" in capsys.readouterr().err
