@@ -41,6 +41,7 @@ _PACKAGES = (
     ("cuda-bindings", "gpu", "compiles kernels for NVIDIA cards"),
     ("bitsandbytes", "gpu", "kernels on NVIDIA cards without CUDA's compiler"),
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
+    ("torch", "quantize", "quantizing with calibration, and training heads"),
     ("transformers", "bench", "an engine to compare with in bench"),
 )
 
@@ -166,6 +167,7 @@ def _advice(
         "gpu": "the GPU" if gpu else None,
         "llamacpp": "more architectures, and bench's baseline",
         "bench": "transformers in bench",
+        "quantize": "quantizing with calibration",
     }
     for extra, use in uses.items():
         if extra in missing and use is not None:
@@ -196,9 +198,13 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         rows += _card_rows(report["card"])
     rows.append(["kernels", report["kernels"] or "none: see below"])
     yield _aligned(rows)
-    yield "\nPackages"
-    packages = report["packages"]
-    yield _aligned([[p["name"], p["version"] or "not installed", p["use"]] for p in packages])
+    yield "\nPackages, by the extra that installs them (pip install 'localrt[EXTRA]')"
+    yield _aligned(
+        [
+            [p["extra"], p["name"], p["version"] or "not installed", p["use"]]
+            for p in report["packages"]
+        ]
+    )
     yield "\nFolders"
     folders = [[f["what"], f["path"], _folder_text(f)] for f in report["folders"]]
     yield _aligned([*folders, ["demo model", report["demo_model"] or "not here"]])

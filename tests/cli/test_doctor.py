@@ -2,6 +2,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ def test_the_full_report_measures_and_leaves_no_file(
     assert report["machine"]["memory_read_bytes_s"] > 0
     assert report["machine"]["disk"]["read_bytes_s"] > 0
     assert list((tmp_path / "LOCALRT_CACHE").iterdir()) == []
+
+
+def test_every_extra_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = set(tomllib.loads(text)["project"]["optional-dependencies"])
+    for_users = extras - {"all", "docs", "test"}
+    assert for_users <= {package["extra"] for package in _doctor(capsys)["packages"]}
+    report = _doctor(capsys, as_json=False)
+    assert all(f"\n  {extra} " in report for extra in for_users)
 
 
 def test_missing_packages_say_how_to_get_them(
