@@ -30,7 +30,7 @@ from localrt.cli.options import (
 from localrt.cli.run_batch import read_stdin, run_batch
 from localrt.engine.types import Chunk, Metrics
 from localrt.errors import LocalrtError, ModelNotFoundError, OptionError
-from localrt.files import keep_private, private_folder
+from localrt.files import keep_private, private_folder, write_text
 from localrt.formatting import format_bytes, format_rate, format_seconds, one_line
 from localrt.hub import DEMO_NAME
 from localrt.hub.resolving import may_be_a_name
@@ -40,7 +40,7 @@ __all__ = ["EXAMPLES", "add_arguments", "answer", "prompt_of", "run"]
 
 EXAMPLES: Examples = (
     ('localrt run smollm2 "Name three rivers"', "one answer"),
-    ('localrt run smollm2 -c "And three more"', "go on with the last run"),
+    ('localrt run -c "And three more"', "go on with the last run"),
     ('git diff | localrt run model.gguf "Write a commit message:"', "text from a pipe"),
     ("localrt run model.gguf --batch questions.txt", "an answer for every line"),
     ('localrt run coder.gguf "def add(a, b):" --suffix "return c"', "what stands between"),
@@ -66,6 +66,13 @@ _FLAGS: tuple[Flag, ...] = (
 )
 
 
+APPROXIMATE = (
+    "approximate: what the weights are multiplied with is rounded to 8 or 16 bits, so that single "
+    "words may differ from those of --format f32, which computes in full"
+)
+"""What ``exactness`` means to a reader."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     add_model_argument(parser, default=None)
@@ -83,6 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load, answer, remember the conversation for ``-c``."""
+    if args.resume and args.endpoint is None:
+        _continue_with_its_model(args)
+    given = None if args.endpoint else args.model or DEMO_NAME
     choose_model(args)
     constraint_options(args)  # what is wrong with them is said before a model is loaded
     completes = "--raw" if args.suffix is None else "--suffix"
@@ -99,11 +109,28 @@ def run(args: argparse.Namespace) -> int:
         return run_batch(args)
     if args.batch_size is not None:
         raise OptionError("--batch-size needs --batch FILE")
-    return answer(args, prompt_of(args, "run"), last_run_path())
+    return answer(args, prompt_of(args, "run"), last_run_path(), given)
 
 
-def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
-    """Print the answer to ``prompt``; the conversation is saved to ``remember`` if given."""
+def _continue_with_its_model(args: argparse.Namespace) -> None:
+    """``run -c PROMPT`` goes on with the model of the last run."""
+    if (
+        args.model is not None
+        and args.prompt is None
+        and not may_be_a_name(args.model, Settings.from_environment())
+    ):
+        args.model, args.prompt = None, args.model
+    if args.model is None:
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            args.model = str(json.loads(last_run_path().read_text(encoding="utf-8"))["run"])
+
+
+def answer(
+    args: argparse.Namespace, prompt: str, remember: Path | None, given: str | None = None
+) -> int:
+    """Print the answer to ``prompt``; the conversation is saved to ``remember`` if given, with the
+    MODEL that was ``given``.
+    """
     options = {**sampling_options(args), **constraint_options(args)}
     if getattr(args, "raw", False):
         with load_model(args) as model:
@@ -120,7 +147,7 @@ def answer(args: argparse.Namespace, prompt: str, remember: Path | None) -> int:
             return _print(args, chatting.name, chat.stream(prompt, **options))
         finally:
             if remember is not None and chat.messages:
-                _remember(chat, remember)
+                _remember(chat, remember, given)
                 if resume:  # who has gone on once may do so again
                     with suppress(LocalrtError):
                         chat.park()
@@ -179,6 +206,8 @@ def _stats(m: Metrics) -> str:
         came_true = {k: v for k, v in (m.accepted_by_source or {}).items() if v}
         shares = "".join(f", {share:.0%} of the tokens by {k}" for k, share in came_true.items())
         lines.append(m.speculation + shares)
+    if m.exactness == "approximate":
+        lines.append(APPROXIMATE)
     return "\n".join(lines)
 
 
@@ -226,11 +255,16 @@ def last_run_path() -> Path:
     return Settings.from_environment().data_dir / "last-run.json"
 
 
-def _remember(chat: ChatSession, path: Path) -> None:
+def _remember(chat: ChatSession, path: Path, model: str | None) -> None:
     """A conversation that cannot be kept is worth a line, not a failure."""
     try:
         private_folder(path.parent)
         keep_private(path.parent)
         chat.save(path)
+        if model is not None:
+            file = Path(model).expanduser()
+            record = json.loads(path.read_text(encoding="utf-8"))
+            record["run"] = str(file.absolute()) if file.exists() else model
+            write_text(path, json.dumps(record, ensure_ascii=False), private=True)
     except OSError as error:  # StorageError is one
         print(f"localrt: --continue will not work: {error.strerror or error}", file=sys.stderr)

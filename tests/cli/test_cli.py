@@ -97,6 +97,10 @@ def test_run_continues_the_last_conversation(tiny_folder: Path, home: dict[str, 
     second = localrt("run", tiny_folder, "-c", "more", *FAST, "--json", env=home)
     one, two = (json.loads(r.stdout)["metrics"]["prompt_tokens"] for r in (first, second))
     assert two > one + 10
+    third = localrt("run", "-c", "and one more", *FAST, "--json", env=home)
+    assert third.returncode == 0, third.stderr
+    assert json.loads(third.stdout)["model"] == json.loads(second.stdout)["model"]
+    assert json.loads(third.stdout)["metrics"]["prompt_tokens"] > two + 10
 
 
 def test_a_conversation_that_goes_on_is_not_computed_again(
