@@ -34,6 +34,8 @@ from localrt.offload.memory.process import peak_rss
 
 __all__ = ["Answer", "Meter", "StopMatcher"]
 
+_CLOSE = "</think>"  # ends a thought in what a parser shows
+
 
 class Answer:
     """What a request has said so far: ``generated`` are its tokens, ``meter`` its clock.
@@ -80,7 +82,10 @@ class Answer:
             return None
         token, logprob = self._choose(logits, bound, forced)
         if token in request.eos_ids and forced is None:
-            return None
+            if self._constraint is None or bound is not None or not self._thinking.can_close:
+                return None
+            forced = self._thinking.close()  # the answer itself is to come
+            token, logprob = self._choose(logits, bound, forced)
         self.generated.append(token)
         if self._dry is not None:
             self._dry.push(token)
@@ -102,7 +107,7 @@ class Answer:
 
     def end(self, reason: FinishReason) -> Chunk:
         """The last chunk, with the text that was held back."""
-        rest = self._text.flush()
+        rest = self._text.flush(cut=reason != "stop")
         if self._text.stopped:
             reason = "stop"
         metrics = self.meter.snapshot(final=True)
@@ -150,7 +155,8 @@ class Answer:
         # A number for each token that is chosen, and none for guesses: these change nothing.
         chance = self._rng.random() if sampling.excludes_top else 1.0
         if bound is None:
-            if self._constraint is not None:  # thoughts do not end an answer that is to come
+            # Thoughts do not end an answer that is to come.
+            if self._constraint is not None and not self._thinking.can_close:
                 adjusted = adjusted.copy()
                 adjusted[[token for token in request.eos_ids if token < len(adjusted)]] = -np.inf
             candidates = distribution(adjusted, sampling, chance)
@@ -170,6 +176,7 @@ class _Text:
         self._matcher = StopMatcher(request.stop)
         self._lines = None if request.lines is None else LineMatcher(request.lines)
         self._parser = parser
+        self._begun = True  # the answer, of which space behind a thought is no part
         self._hidden: frozenset[int] = frozenset()
         if tokenizer is None:
             self._detokenizer = None
@@ -192,20 +199,41 @@ class _Text:
         if self._detokenizer is None or token in self._hidden:
             return ""
         piece = self._detokenizer.push(token)
-        piece = self._matcher.push(piece if self._parser is None else self._parser.push(piece))
+        if self._parser is None:
+            piece = self._matcher.push(piece)
+        else:
+            piece = self._matched(self._parser.thinking, self._parser.push(piece))
         if self._lines is None:
             return piece
         shown = self._lines.push(piece)
         return shown + self._lines.flush() if self._matcher.stopped else shown
 
-    def flush(self) -> str:
+    def flush(self, *, cut: bool = False) -> str:
         if self._detokenizer is None:
             return ""
         rest = self._detokenizer.flush()
-        if self._parser is not None:
-            rest = self._parser.push(rest) + self._parser.flush()
-        rest = self._matcher.push(rest) + self._matcher.flush()
+        if self._parser is None:
+            rest = self._matcher.push(rest)
+        else:
+            thought = self._parser.thinking
+            rest = self._matched(thought, self._parser.push(rest) + self._parser.flush(cut=cut))
+        rest += self._matcher.flush()
         return rest if self._lines is None else self._lines.push(rest) + self._lines.flush()
+
+    def _matched(self, thought: bool, piece: str) -> str:
+        """What of ``piece`` comes before a stop string, which thoughts and the space behind them
+        do not have. ``thought``: the piece begins within one.
+        """
+        assert self._parser is not None
+        if self._parser.thinking:
+            self._begun = False
+            return self._matcher.flush() + piece
+        thoughts, closed, answer = piece.rpartition(_CLOSE) if thought else ("", "", piece)
+        if not self._begun:
+            start = answer.lstrip()
+            closed += answer[: len(answer) - len(start)]
+            answer, self._begun = start, bool(start)
+        return thoughts + closed + self._matcher.push(answer)
 
 
 class StopMatcher:

@@ -70,8 +70,8 @@ class AnswerParser(Protocol):
     def push(self, piece: str) -> str:
         """Text to show, now that ``piece`` has come."""
 
-    def flush(self) -> str:
-        """What was held back, at the end."""
+    def flush(self, *, cut: bool = False) -> str:
+        """What was held back, at the end; of an answer that was ``cut``, without half a call."""
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:

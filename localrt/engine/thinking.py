@@ -39,6 +39,19 @@ class Thinking:
         """Whether what comes next is thinking, or forced: no part of the answer itself."""
         return self.inside or bool(self._forced)
 
+    @property
+    def can_close(self) -> bool:
+        """Whether it is known how the thinking of now is ended."""
+        return self.inside and self._limit is not None
+
+    def close(self) -> int | None:
+        """The first of the tokens that end the thinking of now, which the others follow."""
+        limit = self._limit
+        assert limit is not None, "it can be closed"
+        self._forced = list(limit.closes[min(self._closed, len(limit.closes) - 1)])
+        self._closed += 1
+        return self.take()
+
     def take(self) -> int | None:
         """The token that must come next, if there is one."""
         return self._forced.pop(0) if self._forced else None

@@ -65,9 +65,12 @@ class HarmonyParser:
         self._held = self._held[cut:]
         return shown
 
-    def flush(self) -> str:
-        """What is left at the end."""
+    def flush(self, *, cut: bool = False) -> str:
+        """What is left at the end; nothing of a call that was ``cut``."""
         held, self._held = self._held, ""
+        if cut and (self._recipient is not None or self._header):
+            self._recipient = self._header = None
+            return ""
         shown = self._take(held)
         if self._unmarked and self._header:  # it looked like one
             shown, self._header = self._header, None

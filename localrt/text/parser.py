@@ -27,6 +27,7 @@ __all__ = [
 
 
 _BARE = ("{", "[", "```json")  # how an answer that may be nothing but JSON begins
+_STARTS = ("{", "[", "<", "```", "call:")  # and what is behind a mark to calls, but for a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ class TextParser:
 
     ``syntax`` is None where no tools were given. ``thinking`` says that the prompt itself has
     opened the model's thinking, and with which mark: the shown text then begins with ``<think>``.
-    Within thinking, no call is looked for.
+    Within thinking there are no calls, but for those that an answer ends with whose thinking is
+    never closed.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class TextParser:
         frame: AnswerFrame = USUAL_FRAME,
     ) -> None:
         self._syntax = syntax
+        self._given = tools
         self._tools = signatures(tools)
         self._closings = dict(frame.thinking)
         self._closing = self._closings.get(thinking, "")  # while the model thinks
@@ -112,6 +115,7 @@ class TextParser:
         self._dropped = tuple(filter(None, (always, frame.end)))
         self._lead = "" if always else answer  # a word, which begins an answer only
         self._open = False
+        self._at_last = False  # what is held may be the calls that a thought ends with
         self._sought = 0  # up to where a closing mark has been looked for
         self._space = ""  # before the calls that are open
         self._begun = False  # whether anything but space and thinking has come
@@ -132,23 +136,31 @@ class TextParser:
             shown += found
         return shown
 
-    def flush(self) -> str:
-        """What was held back, at the end of the text."""
+    def flush(self, *, cut: bool = False) -> str:
+        """What was held back, at the end of the text. Half a call is text, unless it was ``cut``:
+        then it is nothing.
+        """
         shown, self._first = self._first, ""
         syntax = self._syntax
         while self._open and syntax is not None:
             held, self._held, self._open = self._held, "", False
+            if cut and (syntax.closing or syntax.parse(held, self._tools) is None):
+                return shown
             body, closed, rest = held, "", ""
             if syntax.closing and syntax.parse(held, self._tools) is None:
                 body, closed, rest = held.partition(syntax.closing)  # a string was not closed
             shown += self._ended(syntax, body, closed)
             shown += self.push(rest)
         held, self._held = self._held, ""
+        if syntax is not None and self._at_last:
+            return shown if cut else shown + self._calls_at_last(syntax, held)
         if self._bare and syntax is not None:
             calls = syntax.parse(_unfenced(held), self._tools) or []
             if calls and all(call.name in self._tools for call in calls):
                 self.calls += tuple(map(make_call, calls))
                 return shown
+        if cut and syntax is not None:
+            held = self._without_half_call(syntax, held)
         if self._primed and self._primed.startswith(held):
             return shown
         return shown + held
@@ -158,6 +170,8 @@ class TextParser:
         syntax = self._syntax
         if self._open and syntax is not None:
             return self._within(syntax)
+        if self._at_last and syntax is not None:
+            return self._within_thought(syntax)
         if not self._begun and not self._closing and not self._begins(syntax):
             return None
         held = self._held
@@ -167,6 +181,9 @@ class TextParser:
         at, mark = _first(held, marks)
         if at < 0:
             return self._certain(held, marks)
+        if self._closing and mark != self._closing:
+            self._held, self._at_last = held[at:], True
+            return held[:at]
         self._held = held[at + len(mark) :]
         if self._closing:
             self._closing = ""
@@ -204,9 +221,9 @@ class TextParser:
 
     def _marks(self, syntax: CallSyntax | None) -> tuple[str, ...]:
         """What is looked for now."""
-        if self._closing:
-            return (self._closing,)
         calls = (syntax.opening,) if syntax is not None and syntax.opening else ()
+        if self._closing:
+            return (self._closing, *calls)
         return (*calls, *self._closings, *self._dropped)
 
     def _certain(self, held: str, marks: Sequence[str]) -> str | None:
@@ -217,6 +234,46 @@ class TextParser:
         shown, self._held = held[:cut], held[cut:]
         self._begun = self._begun or bool(shown.strip() and not self._closing)
         return shown or None
+
+    def _within_thought(self, syntax: CallSyntax) -> str | None:
+        """What begins like calls in a thought, as soon as it is clear that the thought goes on."""
+        held = self._held
+        body = held[len(syntax.opening) :]
+        start, closed = body.lstrip(), self._closing in held
+        at = body.find(syntax.closing) if syntax.closing else -1
+        behind = body[at + len(syntax.closing) :].lstrip() if at >= 0 else ""
+        goes_on = behind and not behind.startswith(syntax.opening[: len(behind)])
+        begins = any(each[: len(start)] == start[: len(each)] for each in (*_STARTS, *self._tools))
+        if not (closed or (goes_on and not syntax.is_open(body[:at])) or not begins):
+            return None
+        self._at_last = False
+        shown = held.partition(self._closing)[0] if closed else held[: len(syntax.opening)]
+        self._held = held[len(shown) :]
+        return shown
+
+    def _calls_at_last(self, syntax: CallSyntax, held: str) -> str:
+        """The text that a thought ends with which was never closed: calls of known tools, or its
+        own.
+        """
+        inner = TextParser(syntax, self._given)
+        rest = inner.push(held) + inner.flush()
+        if rest.strip() or not all(call.name in self._tools for call in inner.calls):
+            return held
+        self.calls += inner.calls
+        return ""
+
+    def _without_half_call(self, syntax: CallSyntax, held: str) -> str:
+        """``held`` without the beginning of a call."""
+        if not self._bare:
+            half = overlap(held, syntax.opening)
+            return held[: len(held) - half].rstrip() if half > 1 else held
+        before, middle = '{"name":"', '"'
+        if syntax.spelling is not None:
+            before = syntax.spelling.before.removeprefix(syntax.opening)
+            middle = syntax.spelling.middle
+        start = "".join(_unfenced(held).split()).lstrip("[")
+        calls = ("".join(f"{before}{name}{middle}".split()) for name in self._tools)
+        return "" if any(each[: len(start)] == start[: len(each)] for each in calls) else held
 
     def _within(self, syntax: CallSyntax) -> str | None:
         """The end of open calls, if it has come."""

@@ -333,7 +333,7 @@ def test_a_stream_says_what_to_call(model: localrt.Model) -> None:
     assert not any(chunk.tool_calls for chunk in chunks[:-1])
     cut = model.generate("?", tools=[WEATHER], regex=SAYS_CALL, max_tokens=20)
     assert (cut.finish_reason, cut.tool_calls) == ("length", ())
-    assert cut.text == 'Hm.<tool_call>{"name'
+    assert cut.text == "Hm."
     plain = model.generate("?", regex=SAYS_CALL)
     assert "<tool_call>" in plain.text
     assert plain.finish_reason == "stop"
