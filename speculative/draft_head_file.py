@@ -24,10 +24,11 @@ from localrt.errors import CheckpointError
 from localrt.files import write_bytes
 from localrt.models.architectures import llama
 from localrt.models.checkpoints.base import WeightBlock
-from localrt.models.checkpoints.safetensors_folder import WEIGHTS_NAME, SafetensorsCheckpoint
+from localrt.models.checkpoints.safetensors_folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.safetensors_header import read_json
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
+from localrt.models.weight_files import WEIGHTS_NAME
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import BF16, CODECS, Format, PackedTensor, pack, unpack
 from localrt.quant.ops.choose import kernels_take_heads

@@ -10,7 +10,6 @@ Other tools read and write the same folder. Knows neither the network nor what i
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -21,13 +20,13 @@ from localrt.errors import ModelNotFoundError
 from localrt.files import write_text
 from localrt.hub.files import choose_variant, gguf_variants, has_safetensors, variant_name
 from localrt.hub.names import HubRef
+from localrt.models.weight_files import index_shards
 
 __all__ = ["CachedModel", "CachedRepo", "find_cached"]
 
 _PREFIX = "models--"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
-_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +126,7 @@ class CachedRepo:
 
     def has_safetensors(self, commit: str, files: list[str]) -> bool:
         """Whether the snapshot holds a complete Hugging Face model."""
-        shards: set[str] | None = None
-        if _INDEX in files:
-            try:
-                index = json.loads((self.snapshot(commit) / _INDEX).read_text(encoding="utf-8"))
-                shards = set(index["weight_map"].values())
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                return False
-        return has_safetensors(files, shards)
+        return has_safetensors(files, index_shards(self.snapshot(commit)))
 
     @classmethod
     def all_in(cls, cache: Path) -> Iterator[CachedRepo]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from localrt.errors import ModelNotFoundError
+from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
 __all__ = [
     "ADAPTER_FILES",
@@ -35,9 +36,6 @@ _LABEL = re.compile(
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})$")
 _NOT_A_MODEL = re.compile(r"^(mmproj|imatrix|clip|vae)|[-._](mmproj|imatrix)\b", re.IGNORECASE)
 _TOKENIZER_FILES = re.compile(r"tokenizer.*\.model|.*\.jinja|merges\.txt|vocab\.txt|spiece\.model")
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_INDEX = "model.safetensors.index.json"
-
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What an adapter's repository has to hold."""
@@ -133,18 +131,19 @@ def _matching(variants: list[GgufVariant], wanted: str) -> list[GgufVariant]:
     return []
 
 
-def safetensors_model_files(paths: Collection[str]) -> list[str]:
+def safetensors_model_files(
+    paths: Collection[str], shards: Collection[str] | None = None
+) -> list[str]:
     """What a Hugging Face model needs among ``paths``, weights last; empty if there is none.
 
-    Top-level files only: subfolders hold other tools' copies. A sharded model's shards, else
-    ``model.safetensors``, else every safetensors file; pickles and ONNX never.
+    Top-level files only: subfolders hold other tools' copies; pickles and ONNX never. ``shards``
+    are those that the index lists; until it is read, any but a whole file may be one.
     """
     top = [path for path in paths if "/" not in path]
-    weights = [path for path in top if path.endswith(".safetensors")]
-    if _INDEX in top:
-        weights = [path for path in weights if _SHARD.fullmatch(path)]
-    elif "model.safetensors" in weights:
-        weights = ["model.safetensors"]
+    weights = weight_files(top, shards)
+    if INDEX_NAME in top and shards is None:
+        parts = [path for path in top if path.endswith(".safetensors") and path != WEIGHTS_NAME]
+        weights = parts or weights
     if not weights or "config.json" not in top:
         return []
     small = [path for path in top if path.endswith(".json") or _TOKENIZER_FILES.fullmatch(path)]
@@ -155,6 +154,4 @@ def has_safetensors(paths: Collection[str], shards: Collection[str] | None) -> b
     """Whether a folder holding ``paths`` has all its weights; ``shards`` are those of its index."""
     if "config.json" not in paths:
         return False
-    if shards is not None:
-        return bool(shards) and all(shard in paths for shard in shards)
-    return any(path.endswith(".safetensors") and "/" not in path for path in paths)
+    return bool(weight_files([path for path in paths if "/" not in path], shards))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localrt.hub.files import GgufVariant, gguf_variants, has_safetensors, variant_name
+from localrt.models.weight_files import index_shards
 
 __all__ = ["FolderModel", "llama_cpp_models", "lm_studio_models"]
 
@@ -34,7 +35,7 @@ def lm_studio_models(folders: Sequence[Path]) -> Iterator[FolderModel]:
         for home in _folders(folder, 2):
             name = home.relative_to(folder).as_posix()
             names = [path.name for path in _files(home)]
-            if has_safetensors(names, None):
+            if has_safetensors(names, index_shards(home)):
                 own = tuple(home / each for each in names if not each.lower().endswith(".gguf"))
                 yield FolderModel(name, home, own, "safetensors", None)
             variants = [each for each in gguf_variants(names) if each.complete]

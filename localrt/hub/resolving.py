@@ -40,6 +40,7 @@ from localrt.hub.names import (
 from localrt.hub.not_found import not_found
 from localrt.hub.other_programs import OtherModel, find_other_model
 from localrt.hub.own_stores import find_quantized
+from localrt.models.weight_files import INDEX_NAME, index_shards
 from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
@@ -262,7 +263,7 @@ class _Fetch:
 
         remote = list_repo(ref.repo, ref.revision, self.settings)
         name, exact = ref, ref
-        names = [] if ref.variant else safetensors_model_files(remote.files)
+        names = [] if ref.variant else self._safetensors(ref, remote)
         if not names:
             variants = gguf_variants(remote.files)
             if not variants:
@@ -286,6 +287,23 @@ class _Fetch:
         if found is None:
             raise HubError(f"{ref.repo} is incomplete on the hub: some of its weights are missing")
         return ResolvedModel(str(name), found.path, found.commit, "hub")
+
+    def _safetensors(self, ref: HubRef, remote: RemoteRepo) -> list[str]:
+        """The files of a Hugging Face model, its shards as the index lists them."""
+        names = safetensors_model_files(remote.files)
+        if INDEX_NAME not in names:
+            return names
+        from localrt.hub.transfer import download  # as above
+
+        download(
+            remote,
+            [INDEX_NAME],
+            revision=remote.commit,  # branches and tags follow when all is here
+            settings=self.settings,
+            cancel=self.cancel,
+        )
+        snapshot = CachedRepo(self.settings.hub_cache, ref.repo).snapshot(remote.commit)
+        return safetensors_model_files(remote.files, index_shards(snapshot)) or names
 
     def _cached(self, ref: HubRef) -> CachedModel | None:
         """What the cache has all of; of several GGUF files the one that is chosen."""

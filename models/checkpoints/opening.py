@@ -8,13 +8,10 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.gguf_checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.gguf_file import split_part
-from localrt.models.checkpoints.safetensors_folder import (
-    INDEX_NAME,
-    WEIGHTS_NAME,
-    SafetensorsCheckpoint,
-)
+from localrt.models.checkpoints.safetensors_folder import SafetensorsCheckpoint
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store_manifest import MANIFEST_NAME, PARTIAL_NAME
+from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
 __all__ = ["open_checkpoint"]
 
@@ -65,6 +62,8 @@ def _open_folder(path: Path) -> Checkpoint:
                 f"{path} holds {len(ggufs)} models, give one of: {', '.join(ggufs[:20])}"
             )
         return GgufCheckpoint(path / ggufs[0])
+    if has_config and weight_files(names, None):
+        return SafetensorsCheckpoint(path)
     for name in names:
         if Path(name).suffix in _PICKLES:
             raise _pickle_error(path / name)

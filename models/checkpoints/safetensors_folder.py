@@ -7,7 +7,7 @@ unpickles.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -39,11 +39,10 @@ from localrt.models.checkpoints.stored_tensor import (
     StoredTensor,
 )
 from localrt.models.checkpoints.text_model import decoder_tensor, is_multimodal
+from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
-__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "SafetensorsCheckpoint"]
+__all__ = ["SafetensorsCheckpoint"]
 
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -86,7 +85,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         located = self._located(multimodal=multimodal)
         published = published_tensors(located, self._scheme)
         if self._scheme is not None:
-            self.notes = published_notes(self._method, self._scheme, published)
+            self.notes += published_notes(self._method, self._scheme, published)
         if self._method == "mlx":
             published = unconverted(self.architecture, published, self.path)
         tensors = plain_tensors(self.architecture, self.config, published)
@@ -104,8 +103,12 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
     def _located(self, *, multimodal: bool) -> dict[str, StoredTensor]:
         """Every tensor of the decoder, by its name without prefixes."""
         located: dict[str, StoredTensor] = {}
-        for name, tensor, file_path in self._listed():
-            plain = decoder_tensor(name, self.config, multimodal=multimodal)
+
+        def decoders(name: str) -> str | None:
+            return decoder_tensor(name, self.config, multimodal=multimodal)
+
+        for name, tensor, file_path in self._listed(decoders):
+            plain = decoders(name)
             if plain is None or is_hash_constant(plain):
                 continue
             if isinstance(tensor, str):
@@ -117,22 +120,33 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             raise CheckpointError(f"{self.path} holds no weights of a text model")
         return located
 
-    def _listed(self) -> Iterator[tuple[str, StoredTensor | str, Path]]:
-        """All tensors of the one file, or those that the index of a sharded model lists."""
-        if (self.path / WEIGHTS_NAME).exists() or not (self.path / INDEX_NAME).exists():
-            path = self.path / WEIGHTS_NAME
-            for name, tensor in self._open(WEIGHTS_NAME).items():
-                yield name, tensor, path
-            return
+    def _listed(
+        self, decoders: Callable[[str], str | None]
+    ) -> Iterator[tuple[str, StoredTensor | str, Path]]:
+        """All tensors of the files without an index, or those that the index lists, of the files
+        that hold some of the decoder.
+        """
+        names = {entry.name for entry in self.path.iterdir()}
         shards: dict[str, set[str]] = {}
-        for name, shard in _weight_map(self.path / INDEX_NAME).items():
-            shards.setdefault(shard, set()).add(name)
+        if INDEX_NAME in names:
+            for name, shard in self._weight_map(whole=WEIGHTS_NAME in names).items():
+                shards.setdefault(shard, set()).add(name)
+            shards = {shard: own for shard, own in shards.items() if any(map(decoders, own))}
+        files = weight_files(names, shards if INDEX_NAME in names else None)
+        if files != sorted(shards) or files == [WEIGHTS_NAME]:
+            if not files and (missing := shards.keys() - names):
+                raise CheckpointError(
+                    f"{self.path / min(missing)} is missing: {INDEX_NAME} lists it; download the "
+                    "model again"
+                )
+            for file in files or [WEIGHTS_NAME]:
+                for name, tensor in self._open(file).items():
+                    yield name, tensor, self.path / file
+            return
+        if WEIGHTS_NAME in names - shards.keys():
+            self.notes += (f"{WEIGHTS_NAME} is not read: {INDEX_NAME} lists other files",)
         for shard, listed in sorted(shards.items()):
             path = self.path / shard
-            if not path.exists():
-                raise CheckpointError(
-                    f"{path} is missing: {INDEX_NAME} lists it; download the model again"
-                )
             header = self._open(shard)
             if missing := listed - header.keys():
                 raise CheckpointError(
@@ -141,6 +155,15 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             for name, tensor in header.items():
                 if name in listed:
                     yield name, tensor, path
+
+    def _weight_map(self, *, whole: bool) -> dict[str, str]:
+        """The index; empty where it is malformed and there is a ``whole`` file."""
+        try:
+            return _weight_map(self.path / INDEX_NAME)
+        except CheckpointError:
+            if not whole:
+                raise
+            return {}
 
     def _open(self, name: str) -> dict[str, StoredTensor | str]:
         file = self._files[name] = RangedFile(self.path / name)
@@ -174,7 +197,7 @@ def _weight_map(path: Path) -> dict[str, str]:
             not isinstance(shard, str)
             or PurePath(shard).name != shard
             or "\\" in shard
-            or not shard.endswith(".safetensors")
+            or ".safetensors" not in shard
         ):
             raise CheckpointError(f"{path}: tensor {name[:80]!r} lies in no file of this folder")
     return weight_map

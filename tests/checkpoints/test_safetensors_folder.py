@@ -1,12 +1,13 @@
 import json
 import struct
+from contextlib import closing
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from localrt.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints import SafetensorsCheckpoint
+from localrt.models.checkpoints import SafetensorsCheckpoint, open_checkpoint
 from localrt.quant.formats import unpack
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8}
@@ -97,6 +98,60 @@ def test_sharded_model(tmp_path):
     assert set(model.tensors) == set(TENSORS)
     for name, array in TENSORS.items():
         assert np.array_equal(unpack(model.read(name)), array.astype(np.float32))
+
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ODD = "model.safetensors-00001-of-00001.safetensors"
+SIX = tuple(f"model-{part:06d}-of-000002.safetensors" for part in (1, 2))
+# The files of a folder, those that its index lists, and those that are read (or the error).
+LAYOUTS = {
+    "whole": ([WHOLE], None, [WHOLE]),
+    "whole-listed": ([WHOLE], [WHOLE], [WHOLE]),
+    "odd-name": ([ODD], [ODD], [ODD]),
+    "odd-name-without-index": ([ODD], None, [ODD]),
+    "no-suffix": (["model.safetensors-00001-of-00001"],) * 3,
+    "six-digits": (SIX, SIX, SIX),
+    "six-digits-without-index": (SIX, None, SIX),
+    "mtp": ([*SIX, "mtp.safetensors"], [*SIX, "mtp.safetensors"], SIX),
+    "mtp-absent": (SIX, [*SIX, "mtp.safetensors"], SIX),
+    "any-names": (["a.safetensors", "b.safetensors"],) * 3,
+    "any-names-without-index": (["a.safetensors"], None, ["a.safetensors"]),
+    "stray-whole": ([*SIX, WHOLE], SIX, SIX),
+    "stray-shard": ([*SIX, "z.safetensors"], SIX, SIX),
+    "whole-beside-absent-shards": ([WHOLE], SIX, [WHOLE]),
+    "whole-beside-half-of-shards": ([SIX[0], WHOLE], SIX, [WHOLE]),
+    "whole-beside-a-broken-index": ([WHOLE], [], [WHOLE]),
+    "adapter": ([WHOLE, "adapter_model.safetensors"], None, [WHOLE]),
+    "consolidated": ([*SIX, "consolidated.safetensors"], None, SIX),
+    "half-of-shards": ([SIX[0]], SIX, "model-000002-of-000002.safetensors is missing"),
+    "half-without-index": ([SIX[0]], None, "no weights"),
+    "two-sets-without-index": ([*SIX, ODD], None, "no weights"),
+}
+
+
+@pytest.mark.parametrize(("files", "listed", "read"), LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(tmp_path, files, listed, read):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    def tensor(file):
+        return "mtp.fc.weight" if file == "mtp.safetensors" else f"model.of.{file}"
+
+    for number, file in enumerate(files, 1):
+        save_file({tensor(file): np.full((4, 32), number, np.float32)}, tmp_path / file)
+    if listed is not None:
+        index = {"weight_map": {tensor(file): file for file in listed}}
+        (tmp_path / INDEX).write_text(json.dumps(index))
+    if isinstance(read, str):
+        with pytest.raises(CheckpointError, match=read):
+            open_checkpoint(tmp_path)
+        return
+    with closing(open_checkpoint(tmp_path)) as model:
+        found = {int(unpack(model.read(name)).flat[0]) for name in model.tensors}
+        assert found == {list(files).index(file) + 1 for file in read}
+        stray = WHOLE in files and WHOLE not in read
+        assert model.notes == (
+            (f"{WHOLE} is not read: {INDEX} lists other files",) if stray else ()
+        )
 
 
 def test_a_missing_shard_is_named(tmp_path):

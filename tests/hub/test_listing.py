@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,54 @@ def test_every_listed_name_resolves_without_the_network(hub: FakeHub, settings: 
     assert split.bytes == sum(len(QUANTS[name]) for name in parts)
     assert (tiny.kind, tiny.quantization) == ("safetensors", None)
     assert tiny.bytes > len(WEIGHTS)
+
+
+SIX = tuple(f"model-{part:06d}-of-000002.safetensors" for part in (1, 2))
+ODD = "model.safetensors-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("files", "listed", "taken"),
+    [
+        pytest.param(SIX, SIX, SIX, id="six-digits"),
+        pytest.param([ODD], [ODD], [ODD], id="odd-name"),
+        pytest.param(
+            [*SIX, "mtp.safetensors"],
+            [*SIX, "mtp.safetensors"],
+            [*SIX, "mtp.safetensors"],
+            id="mtp",
+        ),
+        pytest.param(
+            [*SIX, "model.safetensors", "consolidated.safetensors"], SIX, SIX, id="stray-whole"
+        ),
+        pytest.param(
+            ["model.safetensors", "fp16.safetensors"],
+            SIX,
+            ["model.safetensors"],
+            id="whole-beside-absent-shards",
+        ),
+        pytest.param(
+            ["model.safetensors"], ["model.safetensors"], ["model.safetensors"], id="whole-listed"
+        ),
+        pytest.param([*SIX, "fp16.safetensors"], SIX, SIX, id="stray-shard"),
+    ],
+)
+def test_layouts_are_downloaded_and_listed(
+    hub: FakeHub,
+    settings: Settings,
+    files: Sequence[str],
+    listed: Sequence[str],
+    taken: Sequence[str],
+) -> None:
+    index = json.dumps({"weight_map": {name: name for name in listed}}).encode()
+    contents = {name: WEIGHTS[number:] for number, name in enumerate(files)}
+    hub.add("org/odd", {"config.json": b"{}", "model.safetensors.index.json": index, **contents})
+    found = resolve("org/odd", settings=settings)
+    assert {path.name for path in found.path.glob("*.safetensors")} == set(taken)
+    assert names(settings) == ["org/odd"]
+    resolve("org/odd", settings=settings, download=False)
+    (found.path / taken[0]).unlink()
+    assert names(settings) == []
 
 
 def test_unfinished_and_foreign_folders_are_not_models(settings: Settings) -> None:

@@ -1,0 +1,50 @@
+"""Which safetensors files of a Hugging Face folder hold its weights, whatever they are called.
+
+The index decides where it can: exporters number shards in many ways. Works on names and opens the
+index alone, so that what is on the hub, in a cache and in a folder is judged by the same code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "index_shards", "weight_files"]
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
+_OTHERS = ("adapter", "consolidated")  # LoRA, and the weights again under other tensor names
+
+
+def weight_files(names: Collection[str], shards: Collection[str] | None) -> list[str]:
+    """Those among ``names`` that hold the weights; empty where some are missing.
+
+    ``shards`` are the files that the index lists, None without one. They count if they are all
+    there, else a whole file does. Without either it is all there is, unless a number is missing.
+    """
+    if shards and all(shard in names for shard in shards):
+        return sorted(shards)
+    if WEIGHTS_NAME in names:
+        return [WEIGHTS_NAME]
+    if shards is not None:
+        return []
+    files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
+    files = sorted(name for name in files if not name.startswith(_OTHERS))
+    matches = [match for match in map(_NUMBERED.fullmatch, files) if match]
+    sets = {(match["stem"], int(match["parts"])) for match in matches}
+    parts = {int(match["part"]) for match in matches}
+    whole = all(parts == {*range(1, count + 1)} for _, count in sets)
+    return files if whole and len(sets) <= 1 else []
+
+
+def index_shards(folder: Path) -> frozenset[str] | None:
+    """The files that the folder's index lists; None without an index that can be read."""
+    try:
+        index = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+        return frozenset(map(str, index["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
