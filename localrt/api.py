@@ -404,7 +404,11 @@ class Model(Closing):
         """
         core, ids = self._core, whole_ids(token_ids, "token_ids")
         if len(ids) > core.ctx:
-            raise ContextOverflowError(f"{len(ids)} tokens do not fit a context of {core.ctx}")
+            raise ContextOverflowError(
+                f"{len(ids)} tokens do not fit a context of {core.ctx}",
+                tokens=len(ids),
+                ctx=core.ctx,
+            )
         check_ids(ids, self.info.vocab_size)
         chosen = adapter if adapter is not None else self.defaults.get("adapter")
         return core.engine.logits(ids, first=first, mix=core.adapters.mix(chosen))

@@ -80,7 +80,14 @@ class TemplateError(LocalrtError):
 
 
 class ContextOverflowError(LocalrtError):
-    """Prompt, history and answer do not fit the context."""
+    """Prompt, history and answer do not fit the context: ``tokens`` (or more), where ``ctx`` fit.
+
+    Both are None where they are not known.
+    """
+
+    def __init__(self, message: str, *, tokens: int | None = None, ctx: int | None = None) -> None:
+        super().__init__(message)
+        self.tokens, self.ctx = tokens, ctx
 
 
 class MemoryBudgetError(LocalrtError, MemoryError):

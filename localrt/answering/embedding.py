@@ -105,7 +105,9 @@ def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> 
         if count > core.ctx:
             raise ContextOverflowError(
                 f"{which} has {count} tokens or more and the context holds {core.ctx}: split it, "
-                f"or raise {option('ctx')}"
+                f"or raise {option('ctx')}",
+                tokens=count,
+                ctx=core.ctx,
             )
 
     if isinstance(text, str):
@@ -121,6 +123,8 @@ def _tokens(core: Core, text: str | Sequence[int], index: int, check: Check) -> 
     if len(ids) > core.ctx:
         raise ContextOverflowError(
             f"{which} has {len(ids)} tokens and the context holds {core.ctx}: split it, or "
-            f"raise {option('ctx')}"
+            f"raise {option('ctx')}",
+            tokens=len(ids),
+            ctx=core.ctx,
         )
     return ids

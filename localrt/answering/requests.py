@@ -264,7 +264,9 @@ class RequestBuilder:
         if count > most:
             raise ContextOverflowError(
                 f"the prompt has {count} tokens or more and the context holds {self._parts.ctx}: "
-                f"shorten it, raise {option('ctx')}, or use {option('overflow', 'drop_oldest')}"
+                f"shorten it, raise {option('ctx')}, or use {option('overflow', 'drop_oldest')}",
+                tokens=count,
+                ctx=self._parts.ctx,
             )
 
     def _least_tokens(self, message: object) -> int:
@@ -397,9 +399,9 @@ class RequestBuilder:
         while True:
             try:
                 ids = self._short_enough(shown, tools, watch, options)
-                count = f"{len(ids)} tokens"
-            except ContextOverflowError:
-                ids, count = None, "too many tokens"
+                size, count = len(ids), f"{len(ids)} tokens"
+            except ContextOverflowError as error:
+                ids, size, count = None, error.tokens, "too many tokens"
             if ids is not None and len(ids) <= room:
                 return ids
             # A turn begins at a user message: tool results and answers go with it.
@@ -410,7 +412,9 @@ class RequestBuilder:
             if start >= len(messages):
                 raise ContextOverflowError(
                     f"the last message alone has {count} with the system prompt and the context "
-                    f"holds {ctx}: shorten it or raise {option('ctx')}"
+                    f"holds {ctx}: shorten it or raise {option('ctx')}",
+                    tokens=size,
+                    ctx=ctx,
                 )
             shown = [*messages[:head], *messages[start:]]
 

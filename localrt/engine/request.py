@@ -119,5 +119,7 @@ class Request:
         if len(self.prompt) >= ctx:
             raise ContextOverflowError(
                 f"the prompt has {len(self.prompt)} tokens and the context holds {ctx}: "
-                f"shorten it, raise {option('ctx')}, or use {option('overflow', 'drop_oldest')}"
+                f"shorten it, raise {option('ctx')}, or use {option('overflow', 'drop_oldest')}",
+                tokens=len(self.prompt),
+                ctx=ctx,
             )

@@ -32,6 +32,7 @@ __all__ = [
     "api_error",
     "error_body",
     "failure",
+    "in_words",
     "invalid",
     "ollama_error",
     "to_json",
@@ -96,7 +97,10 @@ class JsonResponse(Response):
 
 
 class ApiError(Exception):
-    """An answer that is an error. ``param`` is the field that it is about."""
+    """An answer that is an error. ``param`` is the field that it is about.
+
+    ``overflow`` are the tokens of a prompt that does not fit the context, and of the context.
+    """
 
     def __init__(
         self,
@@ -106,9 +110,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        overflow: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.overflow = overflow
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
@@ -128,27 +134,44 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def in_words(error: ApiError) -> str:
+    """What went wrong; for a context that overflows in the words by which clients know it."""
+    if error.overflow is None:
+        return str(error)
+    tokens, ctx = error.overflow
+    return (
+        f"This model's maximum context length is {ctx} tokens. However, the request has {tokens} "
+        f"tokens ({error})"
+    )
+
+
 def error_body(error: ApiError) -> dict[str, Any]:
-    """The JSON of an error, in OpenAI's words."""
-    return {
-        "error": {
-            "message": str(error),
-            "type": _TYPES.get(error.status, "server_error"),
-            "param": error.param,
-            "code": error.code,
-        }
+    """The JSON of an error, in OpenAI's words; where a context overflows in llama.cpp's, too."""
+    found = {
+        "message": in_words(error),
+        "type": _TYPES.get(error.status, "server_error"),
+        "param": error.param,
+        "code": error.code,
     }
+    if error.overflow is not None:
+        tokens, ctx = error.overflow
+        found["type"] = "exceed_context_size_error"
+        found |= {"n_prompt_tokens": tokens, "n_ctx": ctx}
+    return {"error": found}
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """The JSON of an error, in Anthropic's words."""
-    kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    kind, message = _ANTHROPIC_TYPES.get(error.status, "api_error"), str(error)
+    if error.overflow is not None:
+        tokens, ctx = error.overflow
+        message = f"prompt is too long: {max(tokens, ctx + 1)} tokens > {ctx} maximum ({message})"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def ollama_error(error: ApiError) -> dict[str, Any]:
     """The JSON of an error, in Ollama's words."""
-    return {"error": str(error)}
+    return {"error": in_words(error)}
 
 
 def without_folders(text: str) -> str:
@@ -166,7 +189,10 @@ def api_error(error: LocalrtError) -> ApiError:
     """The library's error in HTTP's words."""
     message = without_folders(error.told(_in_a_request))
     if isinstance(error, ContextOverflowError):
-        return invalid(message, code="context_length_exceeded")
+        counts = None
+        if error.tokens is not None and error.ctx is not None:
+            counts = error.tokens, error.ctx
+        return ApiError(400, message, code="context_length_exceeded", overflow=counts)
     if isinstance(error, OptionError | TemplateError | TokenizerError):
         word = message.split(" ", 1)[0]
         is_field = word in _FIELDS or ("_" in word and word.isidentifier())
