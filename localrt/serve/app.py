@@ -16,7 +16,6 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -37,9 +36,8 @@ from localrt.serve.ollama import routes as ollama
 from localrt.serve.openapi import describe
 from localrt.serve.options import ServeOptions
 from localrt.serve.payloads import ChatShape, Completion, TextShape
-from localrt.serve.replies import Reply
+from localrt.serve.replies import Reply, TokenBytes
 from localrt.serve.responses import routes as responses
-from localrt.serve.served import ServedModel
 from localrt.serve.service import Service
 
 __all__ = ["create_app"]
@@ -63,12 +61,12 @@ async def completions(request: Request) -> Response:
     return await answer(request, service_of(request), completion_call(fields), _completion_reply)
 
 
-def _chat_reply(served: ServedModel, call: Call, name: str) -> Reply:
-    return Completion(ChatShape(served.model.tokenizer, call), call, name)
+def _chat_reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
+    return Completion(ChatShape(tokens, call), call, name)
 
 
-def _completion_reply(served: ServedModel, call: Call, name: str) -> Reply:
-    return Completion(TextShape(served.model.tokenizer, call), call, name)
+def _completion_reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
+    return Completion(TextShape(tokens, call), call, name)
 
 
 # -- embeddings ----------------------------------------------------------------------------------
@@ -125,7 +123,7 @@ async def model(request: Request) -> Response:
     if ANTHROPIC_HEADER in request.headers:
         return await anthropic.model(request)
     service = service_of(request)
-    found = service.models.find(request.path_params["name"])
+    found = service.models.find(request.path_params["name"], exact=True)
     return JsonResponse(_model_object(service, found))
 
 
@@ -179,7 +177,6 @@ def create_app(
     options = options or ServeOptions()
     models = model if isinstance(model, Models) else OneModel(model, options)
     service = Service(models, options, note)
-    paths = frozenset(path for path, _, _ in _ROUTES)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -198,21 +195,12 @@ def create_app(
             service.stop()
             await asyncio.to_thread(models.close)
 
-    middleware = [Middleware(Guard, service=service, paths=paths, log=log)]
-    if options.origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=list(options.origins),
-                allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["*"],
-            )
-        )
+    paths = [path for path, _, _ in _ROUTES]
     app = Starlette(
         routes=[
             Route(path, function, methods=methods.split()) for path, methods, function in _ROUTES
         ],
-        middleware=middleware,
+        middleware=[Middleware(Guard, service=service, paths=paths, log=log)],
         # The guard answers what else may go wrong.
         exception_handlers=dict.fromkeys((ApiError, LocalrtError, HTTPException), _failed),
         lifespan=lifespan,

@@ -1,4 +1,4 @@
-"""What stands before every endpoint: keys, web pages that may not ask, the log, the counts.
+"""What stands before every endpoint: paths, keys, web pages that may not ask, the log, the counts.
 
 Pure ASGI, so that it also sees what streams. It does not know bodies.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localrt.serve.connections import CONNECTION
 from localrt.serve.errors import ApiError, failure
 from localrt.serve.options import ServeOptions, is_loopback
+from localrt.serve.paths import Paths
 from localrt.serve.service import Service
 
 __all__ = ["Guard", "LogLine"]
@@ -27,6 +31,8 @@ __all__ = ["Guard", "LogLine"]
 _OPEN = ("/health", "/openapi.json")
 _WHEN_FULL = ("/health", "/metrics")
 _GONE = 499  # as web servers log a client that went away
+_ID_HEADERS = ("x-request-id", "request-id")  # OpenAI's, Anthropic's
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class LogLine:
     path: str
     status: int
     seconds: float
+    request_id: str = ""
 
 
 class Guard:
@@ -48,10 +55,21 @@ class Guard:
         app: ASGIApp,
         *,
         service: Service,
-        paths: frozenset[str],
+        paths: Iterable[str],
         log: Callable[[LogLine], None] | None,
     ) -> None:
-        self._app, self._service, self._paths, self._log = app, service, paths, log
+        self._app, self._service, self._log = app, service, log
+        self._paths = Paths(paths)
+        self._answered: ASGIApp = self._answer
+        if service.options.origins:  # pages may read refusals, too
+            self._answered = CORSMiddleware(
+                self._answer,
+                allow_origins=service.options.origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                allow_private_network=True,
+                expose_headers=[*_ID_HEADERS, "Retry-After"],
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -59,9 +77,15 @@ class Guard:
             await self._app(scope, receive, send)
             return
         began, status, whole = time.monotonic(), _GONE, False
+        shown, scope = scope["path"], {**scope, "path": self._paths.meant(scope["path"])}
+        given = Headers(scope=scope).get(_ID_HEADERS[0], "")
+        request_id = given if _ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
 
         async def watched(message: Message) -> None:
             nonlocal status, whole
+            if message["type"] == "http.response.start":
+                ids = [(name.encode(), request_id.encode()) for name in _ID_HEADERS]
+                message = {**message, "headers": [*message.get("headers", ()), *ids]}
             await send(message)
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -69,22 +93,34 @@ class Guard:
                 whole = True
 
         try:
+            await self._answered(scope, receive, watched)
+        finally:
+            status = status if whole else _GONE
+            self._note(scope, shown, status, time.monotonic() - began, request_id)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noticed(message: Message) -> None:
+            nonlocal begun
+            await send(message)
+            begun = True
+
+        try:
             self._check_room(scope)
             _check(scope, self._service.options)
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, noticed)
         except ClientDisconnect:
             pass
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a native library's panic too
             # An answer that has begun gets nothing more: the connection is closed.
-            if status == _GONE:
+            if not begun:
                 answer = failure(error).response(scope["path"], Headers(scope=scope))
-                await answer(scope, receive, watched)
+                await answer(scope, receive, send)
             if isinstance(error, asyncio.CancelledError):
                 raise
-        finally:
-            self._note(scope, status if whole else _GONE, time.monotonic() - began)
 
     def _check_room(self, scope: Scope) -> None:
         """Whether a request may run beside all others.
@@ -101,18 +137,18 @@ class Guard:
                 headers={"Connection": "close", "Retry-After": "1"},
             )
 
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+    def _note(self, scope: Scope, given: str, status: int, seconds: float, request_id: str) -> None:
         path = scope["path"]
-        known = path if path in self._paths else "other"
+        known = path if path in self._paths.known else "other"
         metrics = self._service.metrics
         metrics.count("localrt_http_requests_total", path=known, status=str(status))
         if known.startswith(("/v1/", "/api/")) and scope["method"] == "POST":
             metrics.observe("localrt_http_request_seconds", seconds)
         if self._log is not None:
             client = scope["client"][0] if scope.get("client") else "-"
-            shown = path.encode("ascii", "backslashreplace").decode()[:200]
+            shown = given.encode("ascii", "backslashreplace").decode()[:200]
             with suppress(OSError):  # whoever read the log has gone
-                self._log(LogLine(client, scope["method"], shown, status, seconds))
+                self._log(LogLine(client, scope["method"], shown, status, seconds, request_id))
 
 
 def _check(scope: Scope, options: ServeOptions) -> None:
