@@ -71,6 +71,10 @@ _KEEP_HELP = (
     "without MODEL: how long a model keeps its memory after its last answer, like 30s, 10m or 2h "
     "(default: 5m); 0 gives it back at once, -1 never"
 )
+_STRICT_HELP = (
+    "refuse requests for models that are not here (default: one model answers to any name, of "
+    "several the one of `localrt alias '*' MODEL`)"
+)
 _ALONE = ("name", "adapter", "chat_template", "revision")  # say something of one model
 _FLAGS: tuple[Flag, ...] = (
     ("--host", str, None, _HOST_HELP),
@@ -83,6 +87,7 @@ _FLAGS: tuple[Flag, ...] = (
     ("--max-queued", int, "N", "most answers that wait for their turn (default: 64)"),
     ("--max-connections", int, "N", _CONNECTIONS_HELP),
     ("--max-body", str, "SIZE", "largest request (default: 8MiB)"),
+    ("--strict-models", bool, None, _STRICT_HELP),
     ("--allow-pull", bool, None, "let clients download models of the hub (Ollama's /api/pull)"),
     ("--drain", float, "S", "when stopping, seconds for answers to finish (default: 20)"),
     ("--json", bool, None, "log to stdout as JSON"),
@@ -175,7 +180,8 @@ def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, A
     def files() -> list[LocalFile]:
         named = client_names(list_models(settings))
         return [
-            LocalFile(name, model.name, model.bytes, model.path) for name, model in named.items()
+            LocalFile(name, model.name, model.bytes, model.path, model.aliases)
+            for name, model in named.items()
         ]
 
     def say(text: str) -> None:
@@ -219,6 +225,7 @@ def _options(args: argparse.Namespace) -> ServeOptions:
         max_body=parse_size(args.max_body, option("max_body")),
         drain_s=args.drain,
         keep_alive_s=parse_duration(args.keep_alive, option("keep_alive")),
+        strict_models=args.strict_models,
         allow_pull=args.allow_pull,
     )
 

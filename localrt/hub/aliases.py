@@ -5,7 +5,8 @@
     work = "~/models/work.gguf"
 
 What a name stands for is any MODEL, also another of these names. They come before the short names
-that localrt knows (``known_models.py``).
+that localrt knows (``known_models.py``). ``*`` is the model that a server of several uses for names
+that it does not know.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["expand_alias", "read_aliases", "remove_alias", "write_alias"]
 
 _FILE, _TABLE = "config.toml", "models"
-_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.:-]*[A-Za-z0-9])?")
+_NAME = re.compile(r"\*|[A-Za-z0-9](?:[A-Za-z0-9_.:-]*[A-Za-z0-9])?")
 
 
 def read_aliases(settings: Settings) -> dict[str, str]:

@@ -46,7 +46,8 @@ class Call:
 
     Every prompt gets ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` are
     the texts to show before the answers. Without ``parallel_tools`` an answer calls one at most.
-    ``model`` is what the request names, if anything.
+    ``model`` is what the request names, if anything. ``overflow_in_stream``: a prompt that does not
+    fit is told in the stream, where there is one.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -58,6 +59,7 @@ class Call:
     echo: Sequence[str] | None = None
     parallel_tools: bool = True
     model: str | None = None
+    overflow_in_stream: bool = False
 
     def submissions(self) -> list[dict[str, Any]]:
         """The arguments of every answer, choices of a prompt side by side."""

@@ -27,11 +27,11 @@ from starlette.types import Receive, Scope, Send
 
 from localrt.answering.streams import joined
 from localrt.engine.types import Chunk
-from localrt.errors import CancelledError
+from localrt.errors import CancelledError, ContextOverflowError
 from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call
 from localrt.serve.errors import JsonResponse, failure, invalid
-from localrt.serve.replies import Reply
+from localrt.serve.replies import Reply, TokenBytes
 from localrt.serve.served import ServedModel
 from localrt.serve.service import Service
 
@@ -47,9 +47,11 @@ async def answer(
     request: Request,
     service: Service,
     call: Call,
-    make: Callable[[ServedModel, Call, str], Reply],
+    make: Callable[[TokenBytes, Call, str], Reply],
 ) -> Response:
     """The response to ``call``, of the model that it names; ``make`` is told the name to give.
+
+    A stream that has waited for long for its model or its prompt begins before these are there.
 
     Raises:
         ApiError: nothing has been sent yet, and nothing will be.
@@ -64,27 +66,56 @@ async def answer(
     if len(submissions) > most:
         field = "n" if call.choices > 1 else "prompt"
         raise invalid(f"{len(submissions)} answers in one request: {most} are the most", field)
+    found = service.models.find(call.model).name
     async with AsyncExitStack() as stack:
         stack.enter_context(service.admitted(len(submissions)))
-        entering = stack.enter_async_context(service.using(call.model))
-        served = await until_gone(request, entering)
-        name, adapting = _addressed(served, service.models.find(call.model).name)
-        served.check_options(**call.options)
-        reply = make(served, call, name)
-        answers: list[AsyncAnswer] = []
+        used = await stack.enter_async_context(AsyncExitStack())
+        tokens, answers = _LateTokenizer(), list[AsyncAnswer]()
         stack.callback(_ended, service, answers)
-        for one in submissions:
-            submitted = served.live.asubmit(client=_client(request), **one, **adapting)
-            answers.append(await until_gone(request, submitted))
-            if service.stopping:  # while it was on its way
-                answers[-1].cancel()
+
+        async def prepare() -> None:
+            served = await used.enter_async_context(service.using(call.model))
+            tokens.served = served
+            adapting = _adapting(served, found)
+            served.check_options(**call.options)
+            for one in submissions:
+                client = _client(request)
+                answers.append(await served.live.asubmit(client=client, **one, **adapting))
+                if service.stopping:  # while it was on its way
+                    answers[-1].cancel()
+
+        preparing = asyncio.ensure_future(prepare())
+        stack.push_async_callback(_cancelled, preparing)
+        patience = _SILENT_S if call.stream else None
+        await until_gone(request, asyncio.wait([preparing], timeout=patience))
+        error = preparing.exception() if preparing.done() else None
+        told = call.stream and call.overflow_in_stream and isinstance(error, ContextOverflowError)
+        if error is not None and not told:
+            raise error
+        reply = make(tokens, call, call.model or found)
         if not call.stream:
             chunks = await until_gone(request, _gathered(service, call, answers, began))
             return JsonResponse(reply.whole(chunks))
-        events = _events(service, call, answers, reply, began)
+        events = _events(service, call, preparing, answers, reply, began)
         stack.push_async_callback(events.aclose)
         # What was entered here is left when the response has been sent.
         return _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
+
+
+class _LateTokenizer:
+    """Of a model that may still be loading; once there are tokens it is there."""
+
+    served: ServedModel | None = None
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See ``Tokenizer``."""
+        assert self.served is not None, "a model has written the token"
+        return self.served.model.tokenizer.token_bytes(token_id)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def prompt_tokens(request: Request, service: Service, call: Call) -> int:
@@ -105,11 +136,9 @@ async def prompt_tokens(request: Request, service: Service, call: Call) -> int:
         return await until_gone(request, work())
 
 
-def _addressed(served: ServedModel, name: str) -> tuple[str, dict[str, str]]:
-    """The name that answers, and the option that says which adapter that is."""
-    if not served.model.adapters:
-        return served.name, {}
-    return name, {"adapter": served.names.get(name) or "none"}
+def _adapting(served: ServedModel, name: str) -> dict[str, str]:
+    """The option that says which adapter is called ``name``, where there are any."""
+    return {"adapter": served.names.get(name) or "none"} if served.model.adapters else {}
 
 
 def _ended(service: Service, answers: Sequence[AsyncAnswer]) -> None:
@@ -208,17 +237,24 @@ async def _merged(
 
 
 async def _events(
-    service: Service, call: Call, answers: Sequence[AsyncAnswer], reply: Reply, began: float
+    service: Service,
+    call: Call,
+    preparing: asyncio.Task[None],
+    answers: Sequence[AsyncAnswer],
+    reply: Reply,
+    began: float,
 ) -> AsyncGenerator[bytes, None]:
-    held: dict[int, list[Chunk]] = {index: [] for index in range(len(answers))}
     try:
         for event in reply.begin():
             yield event
+        while not (await asyncio.wait([preparing], timeout=_SILENT_S))[0]:
+            yield reply.alive()
+        preparing.result()
+        held: dict[int, list[Chunk]] = {index: [] for index in range(len(answers))}
         async with aclosing(_merged(service, call, answers, began)) as merged:
             async for each in merged:
                 if each is None:
-                    if words := reply.alive():
-                        yield words
+                    yield reply.alive()
                     continue
                 index, chunk = each
                 held[index].append(chunk)

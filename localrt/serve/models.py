@@ -50,8 +50,11 @@ class Models(ABC):
         """All of them, the one that is used where a request names none first."""
 
     @abstractmethod
-    def find(self, name: str | None) -> Offered:
+    def find(self, name: str | None, *, exact: bool = False) -> Offered:
         """What a request asks for; None and "" are the first.
+
+        A name that is not here means the one model that there is, or the one with the alias ``*``,
+        unless ``exact`` or the server's options say otherwise.
 
         Raises:
             ApiError: 404, there is no such model.
@@ -119,13 +122,17 @@ class OneModel(Models):
             for name, adapter in served.names.items()
         ]
 
-    def find(self, name: str | None) -> Offered:
+    def find(self, name: str | None, *, exact: bool = False) -> Offered:
         """See ``Models``; the model's own name will do, too."""
         offered = self.offered()
         if not name or name == self._model.name:
             return offered[0]
         found = meant(name, [one.name for one in offered])
-        return next((one for one in offered if one.name == found), None) or not_here(name, offered)
+        if found is None:
+            if exact or self._options.strict_models:
+                not_here(name, offered)
+            return offered[0]
+        return next(one for one in offered if one.name == found)
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
@@ -150,19 +157,19 @@ class OneModel(Models):
 
 def meant(name: str, names: Iterable[str]) -> str | None:
     """The one of ``names`` that a client means by ``name``: capitals do not count, nor does the
-    tag ``latest``, which Ollama's clients add; other tags may be left out where that leaves no
-    choice.
+    tag ``latest``, which Ollama's clients add. Other tags, and the publisher of one of the two, may
+    be left out where that leaves no choice.
     """
     known = list(names)
     if name in known:
         return name
     given = name.lower().removesuffix(":latest")
-    for forms in (
-        [one.lower().removesuffix(":latest") for one in known],
-        [one.lower().rpartition(":")[0] for one in known],
-    ):
-        if forms.count(given) == 1:
-            return known[forms.index(given)]
+    whole = [one.lower().removesuffix(":latest") for one in known]
+    bare = [one if ("/" in one) == ("/" in given) else one.rpartition("/")[2] for one in whole]
+    for wanted, forms in ((given, whole), (given.rpartition("/")[2], bare)):
+        for shown in (forms, [one.rpartition(":")[0] for one in forms]):
+            if shown.count(wanted) == 1:
+                return known[shown.index(wanted)]
     return None
 
 

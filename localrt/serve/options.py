@@ -21,8 +21,9 @@ class ServeOptions:
     more the longest idle are closed. ``origins`` are the web pages that may ask (CORS), ``"*"``
     all. A request's headers must have come within ``read_timeout_s``, and so must its body; who
     does not read for ``write_timeout_s`` is cut off. Of several models one that nobody has used for
-    ``keep_alive_s`` gives its memory back (below zero: never). With ``allow_pull`` clients
-    may have models downloaded. Answers get ``drain_s`` to finish when the server stops.
+    ``keep_alive_s`` gives its memory back (below zero: never). With ``strict_models`` a request
+    for a model that is not here is refused, with ``allow_pull`` clients may have models downloaded.
+    Answers get ``drain_s`` to finish when the server stops.
     """
 
     host: str = "127.0.0.1"
@@ -40,6 +41,7 @@ class ServeOptions:
     write_timeout_s: float = 60.0
     drain_s: float = 20.0
     keep_alive_s: float = 300.0
+    strict_models: bool = False
     allow_pull: bool = False
 
     def __post_init__(self) -> None:

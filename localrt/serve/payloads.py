@@ -12,10 +12,9 @@ from itertools import accumulate
 from typing import Any, TypeAlias
 
 from localrt.engine.types import Chunk, Metrics
-from localrt.models.tokenizers import Tokenizer
 from localrt.serve.calls import Call
 from localrt.serve.errors import ApiError, error_body
-from localrt.serve.replies import COMMENT, EVENT_STREAM, Payload, event
+from localrt.serve.replies import EVENT_STREAM, Payload, TokenBytes, event
 from localrt.text.thought_stream import ThoughtStream, parted
 from localrt.text.tools import as_message_calls
 from localrt.version import __version__
@@ -47,7 +46,7 @@ class ChatShape:
 
     kind, stream_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, tokenizer: Tokenizer, call: Call) -> None:
+    def __init__(self, tokenizer: TokenBytes, call: Call) -> None:
         self._tokenizer, self._call = tokenizer, call
         self._streams: dict[int, ThoughtStream] = {}
 
@@ -70,6 +69,10 @@ class ChatShape:
     def first(self, index: int) -> list[Payload]:
         """What a stream says of a choice before its text."""
         return [self._delta(index, {"role": "assistant", "content": ""})]
+
+    def idle(self) -> Payload:
+        """What a stream says while there is nothing new."""
+        return self._delta(0, {})
 
     def delta(self, index: int, chunk: Chunk) -> list[Payload]:
         """What a stream says of a chunk: nothing, or choices."""
@@ -97,7 +100,7 @@ class ChatShape:
         return {"content": token_payloads(self._tokenizer, chunk), "refusal": None}
 
 
-def token_payloads(tokenizer: Tokenizer, chunk: Chunk) -> list[Payload]:
+def token_payloads(tokenizer: TokenBytes, chunk: Chunk) -> list[Payload]:
     """The log-probability of each token of ``chunk``, with its alternatives."""
 
     def one(token: int, logprob: float) -> Payload:
@@ -122,7 +125,7 @@ class TextShape:
 
     kind, stream_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, tokenizer: Tokenizer, call: Call) -> None:
+    def __init__(self, tokenizer: TokenBytes, call: Call) -> None:
         self._tokenizer, self._call = tokenizer, call
         self._lengths: dict[int, int] = {}  # of the texts so far, for offsets
 
@@ -137,6 +140,10 @@ class TextShape:
             return []
         text = self._call.echo[index]
         return [{"index": index, "text": text, "logprobs": None, "finish_reason": None}]
+
+    def idle(self) -> Payload:
+        """A choice without text."""
+        return {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
 
     def delta(self, index: int, chunk: Chunk) -> list[Payload]:
         """A choice for every chunk."""
@@ -204,8 +211,8 @@ class Completion:
             yield from self._events(self._shape.first(index))
 
     def alive(self) -> bytes:
-        """A comment."""
-        return COMMENT
+        """A choice without anything new: some clients count events, not comments."""
+        return b"".join(self._events([self._shape.idle()]))
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
         """An event for each kind of content in it."""

@@ -31,6 +31,7 @@ from localrt.serve.served import ServedModel
 
 __all__ = ["LocalFile", "ModelPool"]
 
+_ANY = "*"  # an alias of the model that answers to names of none
 _BESIDE_WEIGHTS = 128 << 20  # of a model: its tokenizer, a conversation, a pass
 _LIST_AGE_S = 1.0
 _FOR_EVER_S = 100 * 365 * 86400.0  # no calendar has room for much more
@@ -40,13 +41,14 @@ _RESERVE = 64 << 20  # that the answers of a loaded model may grow by
 @dataclass(frozen=True, slots=True)
 class LocalFile:
     """A model of this machine: what clients call it, what loads it, and the bytes of its files,
-    which are at ``path``.
+    which are at ``path``. ``aliases`` are the user's names for it; ``*`` is any other name.
     """
 
     name: str
     model: str
     nbytes: int
     path: Path | None = None
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -109,9 +111,9 @@ class ModelPool(Models):
         """See ``Models``: the one used last is first, then by name."""
         return [self._describe(file) for file in self._ordered()]
 
-    def find(self, name: str | None) -> Offered:
+    def find(self, name: str | None, *, exact: bool = False) -> Offered:
         """See ``Models``."""
-        return self._describe(self._file(name))
+        return self._describe(self._file(name, exact=exact))
 
     def at_work(self) -> Sequence[ServedModel]:
         """See ``Models``."""
@@ -162,7 +164,7 @@ class ModelPool(Models):
         slot = self._slots.get(file.name)
         return 0.0 if slot is None else slot.used
 
-    def _file(self, name: str | None) -> LocalFile:
+    def _file(self, name: str | None, *, exact: bool = False) -> LocalFile:
         slot = self._slots.get(name or "")
         if slot is not None and slot.served is not None:
             return slot.file  # no need to look at the disk
@@ -173,10 +175,15 @@ class ModelPool(Models):
             )
         if not name:
             return next(iter(files.values()))
-        found = meant(name, files)
-        if found is None:
+        if (found := meant(name, files)) is not None:
+            return files[found]
+        names = {alias: file for file in files.values() for alias in file.aliases}
+        if (alias := meant(name, names)) is not None and alias != _ANY:
+            return names[alias]
+        any_name = next(iter(files.values())) if len(files) == 1 else names.get(_ANY)
+        if any_name is None or exact or self._options.strict_models:
             not_here(name, [self._describe(file) for file in files.values()])
-        return files[found]
+        return any_name
 
     def _slot(self, name: str | None) -> _Slot:
         file = self._file(name)

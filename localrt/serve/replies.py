@@ -11,13 +11,18 @@ from typing import Any, Protocol, TypeAlias
 from localrt.engine.types import Chunk
 from localrt.serve.errors import ApiError, to_json
 
-__all__ = ["COMMENT", "EVENT_STREAM", "Payload", "Reply", "event"]
+__all__ = ["EVENT_STREAM", "Payload", "Reply", "TokenBytes", "event"]
 
 Payload: TypeAlias = dict[str, Any]
 
 EVENT_STREAM = "text/event-stream"
-COMMENT = b": still at work\n\n"
-"""A line of an event stream that clients skip."""
+
+
+class TokenBytes(Protocol):
+    """A tokenizer, as far as replies need one."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for."""
 
 
 class Reply(Protocol):
@@ -35,7 +40,7 @@ class Reply(Protocol):
 
     def alive(self) -> bytes:
         """What a stream says when there has been nothing to say for long: clients and proxies give
-        up on one that is silent. May be empty.
+        up on one that is silent.
         """
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:

@@ -68,7 +68,7 @@ class Running:
             answer = connection.getresponse()
             text = answer.read().decode()
             found = {name.lower(): value for name, value in answer.getheaders()}
-            is_json = "json" in found.get("content-type", "")
+            is_json = found.get("content-type") == "application/json"
             return answer.status, json.loads(text) if is_json else text, found
         finally:
             connection.close()

@@ -182,7 +182,6 @@ def test_errors_have_their_kinds(client: Any) -> None:
         assert error.body["type"] == "error"
         return error.body["error"]
 
-    assert refused(anthropic.NotFoundError, model="claude")["type"] == "not_found_error"
     image = {"type": "image", "source": {"type": "url", "url": "u"}}
     wrong = refused(anthropic.BadRequestError, messages=[{"role": "user", "content": [image]}])
     assert wrong["type"] == "invalid_request_error"

@@ -133,9 +133,12 @@ def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "sign"),
     [
-        ("/v1/chat/completions", {"messages": HI}, "\n: still at work\n"),
+        ("/v1/chat/completions", {"messages": HI}, '"delta":{}'),
+        ("/v1/completions", {"prompt": "hi"}, '"text":"","logprobs":null,"finish_reason":null'),
         ("/v1/responses", {"input": "hi"}, "event: response.in_progress"),
         ("/v1/messages", {"messages": HI, "model": "tiny", "max_tokens": 4}, "event: ping"),
+        ("/api/chat", {"messages": HI, "model": "tiny"}, '"content":""},"done":false'),
+        ("/api/generate", {"prompt": "hi", "model": "tiny"}, '"response":"","done":false'),
     ],
 )
 def test_a_stream_shows_signs_of_life(

@@ -14,8 +14,7 @@ from localrt.serve.endpoints import fields_of, service_of
 from localrt.serve.errors import JsonResponse
 from localrt.serve.generating import answer, prompt_tokens
 from localrt.serve.models import Offered
-from localrt.serve.replies import Payload, Reply
-from localrt.serve.served import ServedModel
+from localrt.serve.replies import Payload, Reply, TokenBytes
 from localrt.serve.service import Service
 
 __all__ = ["ROUTES", "model", "models"]
@@ -46,7 +45,8 @@ async def models(request: Request) -> Response:
 async def model(request: Request) -> Response:
     """GET /v1/models/NAME, for a client that sends ``anthropic-version``"""
     service = service_of(request)
-    return JsonResponse(_model(service, service.models.find(request.path_params["name"])))
+    found = service.models.find(request.path_params["name"], exact=True)
+    return JsonResponse(_model(service, found))
 
 
 def _model(service: Service, offered: Offered) -> Payload:
@@ -61,7 +61,7 @@ def _model(service: Service, offered: Offered) -> Payload:
     }
 
 
-def _reply(_: ServedModel, call: Call, name: str) -> Reply:
+def _reply(_: TokenBytes, call: Call, name: str) -> Reply:
     return MessageReply(call, name)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from localrt.engine.types import Chunk, Metrics
 from localrt.serve.errors import ApiError, error_body
-from localrt.serve.replies import COMMENT, EVENT_STREAM, Payload, event
+from localrt.serve.replies import EVENT_STREAM, Payload, event
 
 __all__ = ["InfillReply"]
 
@@ -36,8 +36,8 @@ class InfillReply:
         yield from ()
 
     def alive(self) -> bytes:
-        """A comment."""
-        return COMMENT
+        """A piece without text."""
+        return event({"index": 0, "content": "", "tokens": [], "stop": False})
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
         """A piece of the text; the last event has all but the text before."""

@@ -11,8 +11,7 @@ from localrt.serve.generating import answer
 from localrt.serve.infill.calls import fim_call, infill_call
 from localrt.serve.infill.reply import InfillReply
 from localrt.serve.payloads import ChatShape, Completion
-from localrt.serve.replies import Reply
-from localrt.serve.served import ServedModel
+from localrt.serve.replies import Reply, TokenBytes
 
 __all__ = ["ROUTES"]
 
@@ -21,7 +20,7 @@ async def infill(request: Request) -> Response:
     """POST /infill"""
     fields = await fields_of(request, "INFILL")
 
-    def reply(_: ServedModel, call: Call, name: str) -> Reply:
+    def reply(_: TokenBytes, call: Call, name: str) -> Reply:
         return InfillReply(name, fields)
 
     return await answer(request, service_of(request), infill_call(fields), reply)
@@ -33,8 +32,8 @@ async def fim_completions(request: Request) -> Response:
     return await answer(request, service_of(request), fim_call(fields), _fim_reply)
 
 
-def _fim_reply(served: ServedModel, call: Call, name: str) -> Reply:
-    return Completion(ChatShape(served.model.tokenizer, call), call, name)
+def _fim_reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
+    return Completion(ChatShape(tokens, call), call, name)
 
 
 ROUTES = (

@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from localrt.engine.types import Chunk, ToolCall
-from localrt.models.tokenizers import Tokenizer
 from localrt.serve.calls import Call
 from localrt.serve.errors import ApiError, ollama_error, to_json
 from localrt.serve.payloads import token_payloads
-from localrt.serve.replies import Payload
+from localrt.serve.replies import Payload, TokenBytes
 from localrt.text.thought_stream import ThoughtStream
 from localrt.text.tools import arguments_of
 
@@ -27,17 +26,16 @@ class OllamaReply:
     """The response to a ``call`` of the model that is called ``model``. See ``Reply``.
 
     ``chat`` says whether it is a message, or a text. ``began`` is when the request came, on
-    ``time.monotonic``'s clock: until now the model was loaded.
+    ``time.monotonic``'s clock.
     """
 
     media_type = LINES
 
     def __init__(
-        self, call: Call, model: str, tokenizer: Tokenizer, *, chat: bool, began: float
+        self, call: Call, model: str, tokenizer: TokenBytes, *, chat: bool, began: float
     ) -> None:
         self._call, self._model, self._tokenizer = call, model, tokenizer
         self._chat, self._began = chat, began
-        self._load_s = time.monotonic() - began
         self._thoughts = ThoughtStream()
 
     def whole(self, chunks: Sequence[Chunk]) -> Payload:
@@ -51,8 +49,8 @@ class OllamaReply:
         yield from ()
 
     def alive(self) -> bytes:
-        """Nothing: each line is a piece of the answer."""
-        return b""
+        """A piece without text."""
+        return line({**self._head(), **self._content("", ""), "done": False})
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
         """A line for what there is to show, and one for the end."""
@@ -95,16 +93,17 @@ class OllamaReply:
     def _end(self, chunk: Chunk) -> Payload:
         metrics = chunk.metrics
         written = metrics.completion_tokens
-        read_s = metrics.ttft_s or 0.0
+        all_s, read_s = time.monotonic() - self._began, metrics.ttft_s or 0.0
+        write_s = (metrics.tpot_s or 0.0) * max(0, written - 1)
         return {
             "done": True,
             "done_reason": "length" if chunk.finish_reason == "length" else "stop",
-            "total_duration": _nanoseconds(time.monotonic() - self._began),
-            "load_duration": _nanoseconds(self._load_s),
+            "total_duration": _nanoseconds(all_s),
+            "load_duration": _nanoseconds(all_s - read_s - write_s),
             "prompt_eval_count": metrics.prompt_tokens,
             "prompt_eval_duration": _nanoseconds(read_s),
             "eval_count": written,
-            "eval_duration": _nanoseconds((metrics.tpot_s or 0.0) * max(0, written - 1)),
+            "eval_duration": _nanoseconds(write_s),
         }
 
 

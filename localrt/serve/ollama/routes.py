@@ -17,8 +17,7 @@ from localrt.serve.generating import answer, until_gone
 from localrt.serve.ollama import models, pulling
 from localrt.serve.ollama.calls import chat_call, generate_call, keep_alive_s
 from localrt.serve.ollama.reply import OllamaReply, ready
-from localrt.serve.replies import Reply
-from localrt.serve.served import ServedModel
+from localrt.serve.replies import Reply, TokenBytes
 
 __all__ = ["ROUTES"]
 
@@ -43,8 +42,8 @@ async def _answered(
     if call is not None or keep_s != 0 or service.models.find(fields["model"]).state != "unloaded":
         _keep(request, fields)  # else the one who asks next would find it gone at once
 
-    def reply(served: ServedModel, call: Call, name: str) -> Reply:
-        return OllamaReply(call, name, served.model.tokenizer, chat=chat, began=began)
+    def reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
+        return OllamaReply(call, name, tokens, chat=chat, began=began)
 
     if call is not None:
         return await answer(request, service, call, reply)

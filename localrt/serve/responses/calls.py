@@ -69,6 +69,7 @@ def responses_call(fields: Fields, messages: Sequence[Message]) -> Call:
         stream=bool(fields.get("stream")),
         logprobs=shows,
         parallel_tools=fields.get("parallel_tool_calls") is not False,
+        overflow_in_stream=True,  # as OpenAI does: coding agents look for no other sign
     )
 
 

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from localrt.engine.types import Chunk, Metrics
-from localrt.models.tokenizers import Tokenizer
 from localrt.serve.calls import Call, thought
-from localrt.serve.errors import ApiError
+from localrt.serve.errors import ApiError, in_words
 from localrt.serve.payloads import token_payloads
-from localrt.serve.replies import EVENT_STREAM, Payload, event
+from localrt.serve.replies import EVENT_STREAM, Payload, TokenBytes, event
 from localrt.text.thought_stream import ThoughtStream
 from localrt.text.tools import as_message_calls
 
@@ -53,7 +52,7 @@ class ResponseReply:
         self,
         call: Call,
         model: str,
-        tokenizer: Tokenizer,
+        tokenizer: TokenBytes,
         fields: Mapping[str, Any],
         keep: Callable[[Payload, dict[str, Any]], None],
     ) -> None:
@@ -126,7 +125,9 @@ class ResponseReply:
     def failed(self, error: ApiError) -> Iterator[bytes]:
         """The response so far, and what went wrong."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
-        self._response |= {"status": "failed", "error": {"code": code, "message": str(error)}}
+        if error.overflow is not None:
+            code = str(error.code)
+        self._response |= {"status": "failed", "error": {"code": code, "message": in_words(error)}}
         yield self._event("response.failed", response=self._response)
 
     # -- items ---------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ from localrt.serve.calls import Call
 from localrt.serve.endpoints import fields_of, service_of
 from localrt.serve.errors import ApiError, JsonResponse
 from localrt.serve.generating import answer, prompt_tokens
-from localrt.serve.replies import Payload, Reply
+from localrt.serve.replies import Payload, Reply, TokenBytes
 from localrt.serve.responses.calls import conversation, responses_call
 from localrt.serve.responses.reply import ResponseReply
 from localrt.serve.responses.store import ResponseStore
-from localrt.serve.served import ServedModel
 
 __all__ = ["ROUTES"]
 
@@ -31,8 +30,8 @@ async def create(request: Request) -> Response:
         if fields.get("store") is not False:
             store.put(response, [*messages, message])
 
-    def reply(served: ServedModel, call: Call, name: str) -> Reply:
-        return ResponseReply(call, name, served.model.tokenizer, fields, keep)
+    def reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
+        return ResponseReply(call, name, tokens, fields, keep)
 
     return await answer(request, service_of(request), call, reply)
 

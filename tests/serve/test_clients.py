@@ -1,0 +1,312 @@
+"""What clients send and look for, as tables: the next report of a client is one more row."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt.serve import generating
+from localrt.serve.errors import ApiError
+from localrt.serve.models import meant
+from localrt.serve.options import ServeOptions
+from localrt.serve.paths import Paths
+from localrt.serve.pool import LocalFile, ModelPool
+from tests.serve.conftest import Running, serving
+from tests.waits import wait_for
+
+HI = [{"role": "user", "content": "hi"}]
+LONG = "x" * 600  # tokens, where 512 fit
+ROUTES = (
+    *("/", "/health", "/infill", "/v1/infill", "/api/tags", "/v1/models", "/v1/models/{name:path}"),
+    *("/v1/chat/completions", "/v1/messages/count_tokens"),
+)
+# path, and a body whose prompt is put in its last place
+ANSWERS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 4},
+    "/api/chat": {"messages": HI, "stream": False, "options": {"num_predict": 4}},
+    "/api/generate": {"prompt": "hi", "stream": False, "options": {"num_predict": 4}},
+}
+
+
+# -- names of models -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["claude-haiku-4-5", "gpt-5-mini", "openai/tiny", "TINY:latest"])
+@pytest.mark.parametrize("path", ANSWERS)
+def test_any_name_of_a_model_is_answered_and_echoed(server: Running, path: str, name: str) -> None:
+    fields = {"model": name, "max_tokens": 4, **ANSWERS[path]}
+    status, body, _ = server.request("POST", path, fields)
+    assert (status, body["model"]) == (200, name)
+    status, text, _ = server.request("POST", path, {**fields, "stream": True})
+    assert status == 200
+    assert set(re.findall(r'"model":"([^"]*)"', text)) == {name}
+
+
+@pytest.mark.parametrize("path", [*ANSWERS, "/v1/embeddings"])
+def test_strict_models_refuse_unknown_names(model: localrt.Model, path: str) -> None:
+    fields = {"max_tokens": 4, "input": "hi", **ANSWERS.get(path, {})}
+    with serving(model, name="tiny", strict_models=True) as running:
+        status, body, _ = running.request("POST", path, {"model": "gpt-5", **fields})
+        assert status == 404
+        assert "'gpt-5' is not here: this server runs 'tiny'" in json.dumps(body)
+        assert running.request("POST", path, {"model": "org/Tiny", **fields})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("qwen3", "qwen3"),
+        ("Qwen/Qwen3", "qwen3"),
+        ("unsloth/qwen3:latest", "qwen3"),
+        ("gemma", "google/Gemma:Q4_K_M"),
+        ("Gemma:q4_k_m", "google/Gemma:Q4_K_M"),
+        ("google/gemma", "google/Gemma:Q4_K_M"),
+        ("other/gemma", None),  # another publisher's
+        ("phi", None),  # two
+        ("a/phi", "a/phi"),
+    ],
+)
+def test_a_publisher_may_be_left_out_or_added(name: str, found: str | None) -> None:
+    assert meant(name, ["qwen3", "google/Gemma:Q4_K_M", "a/phi", "b/phi"]) == found
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "asked", "found"),
+    [
+        ({"a": (), "b": ("*",)}, {}, "gpt-5", "b"),
+        ({"a": (), "b": ("*", "fast")}, {}, "Fast", "b"),
+        ({"a": (), "b": ("*",)}, {}, "a", "a"),
+        ({"a": (), "b": ("*",)}, {"strict_models": True}, "gpt-5", None),
+        ({"a": (), "b": ()}, {}, "gpt-5", None),
+        ({"a": ()}, {}, "gpt-5", "a"),
+        ({"a": ()}, {"strict_models": True}, "gpt-5", None),
+    ],
+)
+def test_of_several_models_an_alias_says_which(
+    names: dict[str, tuple[str, ...]], options: dict[str, Any], asked: str, found: str | None
+) -> None:
+    files = [LocalFile(name, name, 1, aliases=aliases) for name, aliases in names.items()]
+    pool = ModelPool(_no_load, lambda: files, ServeOptions(**options))
+    if found is None:
+        with pytest.raises(ApiError, match="not here"):
+            pool.find(asked)
+    else:
+        assert pool.find(asked).name == found
+    with pytest.raises(ApiError, match="not here"):
+        pool.find("gpt-5", exact=True)
+
+
+def _no_load(*_: Any) -> localrt.Model:
+    raise AssertionError("nothing is loaded")
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("/v1/chat/completions", "/v1/chat/completions"),
+        ("//v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions/", "/v1/chat/completions"),
+        ("/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/v1/models/", "/v1/models"),
+        ("/models", "/v1/models"),
+        ("/models/org/name", "/v1/models/org/name"),
+        ("/v1/api/tags", "/api/tags"),
+        ("//api/tags/", "/api/tags"),
+        ("/v1/infill", "/v1/infill"),
+        ("/infill/", "/infill"),
+        ("/v1/health", "/health"),
+        ("//", "/"),
+        ("/v1/nothing", "/v1/nothing"),
+        ("/nothing", "/nothing"),
+    ],
+)
+def test_paths_that_base_urls_make(given: str, found: str) -> None:
+    assert Paths(ROUTES).meant(given) == found
+
+
+def test_paths_are_the_same_for_keys_and_for_the_log(model: localrt.Model) -> None:
+    with serving(model, name="tiny", api_key="k") as running:
+        key = {"Authorization": "Bearer k"}
+        for path in ("//v1/models", "/v1/v1/models/", "/models"):
+            assert running.request("GET", path)[0] == 401
+            status, body, _ = running.request("GET", path, headers=key)
+            assert (status, body["object"]) == (200, "list")
+            wait_for(lambda path=path: running.log[-1].path == path)
+        assert running.request("GET", "/v1/health/")[0] == 200
+
+
+# -- headers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/nothing", "/health"])
+def test_every_answer_has_a_request_id(server: Running, path: str) -> None:
+    _, _, found = server.request("GET", path)
+    assert re.fullmatch("req_[0-9a-f]{32}", found["x-request-id"])
+    assert found["request-id"] == found["x-request-id"]
+    wait_for(lambda: server.log[-1].request_id == found["x-request-id"])
+    _, _, own = server.request("GET", path, headers={"X-Request-Id": "trace-7"})
+    assert own["x-request-id"] == "trace-7"
+    _, _, odd = server.request("GET", path, headers={"X-Request-Id": "a b\t<" + "c" * 200})
+    assert odd["x-request-id"].startswith("req_")
+
+
+def test_the_sdks_show_the_request_id(server: Running) -> None:
+    openai = pytest.importorskip("openai")
+    anthropic = pytest.importorskip("anthropic")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as client:
+        got = client.chat.completions.create(model="tiny", messages=HI, max_tokens=2)
+        assert got._request_id.startswith("req_")
+    with anthropic.Anthropic(base_url=server.url, api_key="any") as client:
+        got = client.messages.create(model="tiny", messages=HI, max_tokens=2)
+        assert got._request_id.startswith("req_")
+
+
+PAGE = "https://app.example"
+
+
+@pytest.mark.parametrize("case", ["401", "404", "500", "503"])
+def test_pages_can_read_refusals(
+    model: localrt.Model, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    with serving(model, origins=(PAGE,), api_key="k") as running:
+        headers = {"Origin": PAGE, "Authorization": f"Bearer {'x' if case == '401' else 'k'}"}
+        if case == "503":
+            monkeypatch.setattr(running.service.connections, "crowded", lambda _: True)
+        if case == "500":
+            monkeypatch.setattr(running.service.models, "offered", lambda: 1 / 0)
+        path = "/v1/nothing" if case == "404" else "/v1/models"
+        status, body, found = running.request("GET", path, headers=headers)
+        assert (str(status), "error" in body) == (case, True)
+        assert found["access-control-allow-origin"] == PAGE
+        assert "x-request-id" in found["access-control-expose-headers"]
+        other = {**headers, "Origin": "https://evil.example"}
+        _, _, found = running.request("GET", path, headers=other)
+        assert "access-control-allow-origin" not in found
+
+
+def test_a_preflight_for_a_private_network_is_answered(model: localrt.Model) -> None:
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Private-Network": "true",
+    }
+    with serving(model, origins=(PAGE,), api_key="k") as running:
+        for origin, right in ((PAGE, True), ("https://evil.example", False)):
+            headers = {**asked, "Origin": origin}
+            status, _, found = running.request("OPTIONS", "/v1/completions", headers=headers)
+            assert (status == 200) is right
+            assert (found.get("access-control-allow-origin") == origin) is right
+            assert not right or found["access-control-allow-private-network"] == "true"
+
+
+# -- a context that overflows ----------------------------------------------------------------------
+
+OPENAI = r"This model's maximum context length is 512 tokens\. However, the request has \d+ tokens"
+ANTHROPIC = r"prompt is too long: \d+ tokens > 512 maximum"
+OVERFLOWS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, OPENAI),
+    ("/v1/completions", {"prompt": LONG}, OPENAI),
+    ("/v1/completions", {"prompt": LONG, "echo": True}, OPENAI),
+    ("/v1/embeddings", {"input": LONG}, OPENAI),
+    ("/v1/responses", {"input": LONG}, OPENAI),
+    (
+        "/v1/messages",
+        {"max_tokens": 4, "messages": [{"role": "user", "content": LONG}]},
+        ANTHROPIC,
+    ),
+    ("/api/chat", {"messages": [{"role": "user", "content": LONG}], "truncate": False}, OPENAI),
+    ("/api/chat", {"messages": [{"role": "user", "content": LONG}]}, OPENAI),
+    ("/api/generate", {"prompt": LONG}, OPENAI),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields", "words"), OVERFLOWS)
+def test_an_overflow_has_the_words_that_clients_match(
+    server: Running, silence: bool, path: str, fields: dict[str, Any], words: str, stream: bool
+) -> None:
+    body = {"model": "tiny", "max_tokens": 4, **fields, "stream": stream}
+    status, found, _ = server.request("POST", path, body)
+    assert re.search(words, found if isinstance(found, str) else json.dumps(found))
+    if stream and (silence or path == "/v1/responses"):
+        return  # it may have begun before that was known
+    assert status == 400
+    error = found["error"]
+    if words == OPENAI and not path.startswith("/api"):
+        assert (error["code"], error["type"]) == (
+            "context_length_exceeded",
+            "exceed_context_size_error",
+        )
+        assert error["n_ctx"] == 512 <= error["n_prompt_tokens"]
+
+
+def test_a_streamed_response_fails_with_the_code_that_agents_match(server: Running) -> None:
+    body = {"input": LONG, "stream": True}
+    status, text, _ = server.request("POST", "/v1/responses", body)
+    last = json.loads(text.strip().rpartition("data: ")[2])
+    assert (status, last["type"]) == (200, "response.failed")
+    assert last["response"]["error"]["code"] == "context_length_exceeded"
+
+
+# -- a model that takes long to load ---------------------------------------------------------------
+
+
+@pytest.fixture
+def loading(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """A server whose model takes a while to load, and clients who are soon told that it does."""
+    monkeypatch.setattr(generating, "_SILENT_S", 0.01)
+
+    def load(name: str, *_: Any) -> localrt.Model:
+        time.sleep(0.3)
+        if name == "broken":
+            raise localrt.CheckpointError("the file is damaged")
+        return localrt.load(tiny_folder, ctx=512)
+
+    files = [LocalFile(name, name, 1 << 20) for name in ("tiny", "broken")]
+    with serving(ModelPool(load, lambda: files, ServeOptions())) as running:
+        yield running
+
+
+SIGNS = {
+    "/v1/chat/completions": '"delta":{}',
+    "/v1/completions": '"text":""',
+    "/v1/responses": "response.in_progress",
+    "/v1/messages": "event: ping",
+    "/api/chat": '"content":""},"done":false',
+    "/api/generate": '"response":"","done":false',
+}
+
+
+@pytest.mark.parametrize("path", SIGNS)
+def test_a_stream_begins_while_the_model_loads(loading: Running, path: str) -> None:
+    fields = {**ANSWERS[path], "stream": True, "max_tokens": 4}
+    status, text, _ = loading.request("POST", path, {**fields, "model": "tiny"})
+    assert status == 200
+    assert text.count(SIGNS[path]) > 2
+    wait_for(lambda: not loading.service._inside)
+    _, text, _ = loading.request("POST", path, {**fields, "model": "broken"})
+    assert "damaged" in text
+    wait_for(lambda: not loading.service._inside)
+
+
+def test_a_client_that_leaves_while_the_model_loads_leaves_nothing(loading: Running) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", loading.port, timeout=60)
+    connection.request("POST", "/v1/completions", '{"prompt": "hi", "stream": true}')
+    assert connection.getresponse().status == 200
+    connection.close()
+    wait_for(lambda: not loading.service._inside)
