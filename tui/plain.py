@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from localrt import History, split_thinking
-from localrt.errors import LocalrtError, OptionError
+from localrt.errors import CancelledError, LocalrtError, OptionError
 from localrt.option_names import spelled
 from localrt.progress import NOTE, Progress
 from localrt.tools.servers import ToolServers
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from localrt.progress import ProgressCallback
 
 __all__ = ["PlainChat", "run_plain"]
+
+_OTHERS_SECONDS = 0.2  # between two looks at what another window writes
 
 
 def run_plain(
@@ -209,6 +211,7 @@ class PlainChat:
 
     def _send(self, text: str) -> None:
         """Send a message, behind what was attached to it."""
+        self._read_others()
         conversation, draft = self.state.conversation, self._draft(text)
         turn = conversation.add("user", draft.text, after=conversation.end, info=draft.info)
         self._answer(turn)
@@ -298,8 +301,29 @@ class PlainChat:
         self._found = ()
         self.say("Deleted.")
 
+    def _read_others(self) -> None:
+        """Read out what other windows have written since; a running answer is waited for."""
+        conversation = self.state.conversation
+        known = {turn.id for turn in conversation.turns}
+        conversation.refresh()
+        if conversation.written_elsewhere:
+            self.say("Waiting for the answer in another window; Ctrl+C takes the message back.")
+        try:
+            while conversation.written_elsewhere:
+                time.sleep(_OTHERS_SECONDS)
+                conversation.refresh()
+        except KeyboardInterrupt:
+            raise CancelledError("the message was not sent") from None
+        new = [turn for turn in conversation.turns if turn.id not in known]
+        if new:
+            self.say("Written in another window:")
+            self._say_turns(new)
+
     def _show(self, argument: str) -> None:
-        for turn in self.state.conversation.turns:
+        self._say_turns(self.state.conversation.turns)
+
+    def _say_turns(self, turns: Iterable[Turn]) -> None:
+        for turn in turns:
             branch = f" ({turn.branch} of {turn.branches})" if turn.branches > 1 else ""
             if turn.role == "tool":
                 result = answer_note(turn.state) or beginning(turn.content)

@@ -113,6 +113,25 @@ class Conversation:
         shown = _path(self._row()["first"], rows)
         return tuple(self._turn(row, siblings[row["parent"]]) for row in shown)
 
+    def branch(self, number: int) -> tuple[Turn, ...]:
+        """The branch that turn ``number`` is on, and below it what was shown there last.
+
+        Unlike ``turns`` it stays where it is when another app shows another branch.
+        """
+        rows, siblings = self._tree()
+        if number not in rows:
+            raise StorageError(f"the conversation has no turn {number}")
+        shown, parent = _path(number, rows), rows[number]["parent"]
+        while parent is not None:
+            shown.insert(0, rows[parent])
+            parent = rows[parent]["parent"]
+        return tuple(self._turn(row, siblings[row["parent"]]) for row in shown)
+
+    @property
+    def version(self) -> int:
+        """Another number once another app has written to the file."""
+        return int(self._database.rows("PRAGMA data_version")[0][0])
+
     @property
     def messages(self) -> list[Message]:
         """The shown branch as a chat template takes it, system prompt first."""

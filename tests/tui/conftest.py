@@ -123,12 +123,13 @@ def plain_chat(
     lines: Sequence[str],
     *,
     toolbox: Toolbox | None = None,
+    source: type[io.StringIO] = io.StringIO,
     **arguments: Any,
 ) -> str:
     """What a plain chat prints over lines of input; its conversations are kept in ``folder``."""
     out = io.StringIO()
     plain = PlainChat(
-        io.StringIO("".join(f"{line}\n" for line in lines)),
+        source("".join(f"{line}\n" for line in lines)),
         out,
         model_name="tiny-model",
         system=None,

@@ -116,6 +116,7 @@ class MessageQueue:
         self._now: _Running | None = None
         self._redraws = RedrawLimit()
         self._memory_note: str | None = None
+        self._elsewhere: dict[int, int] = {}  # turns other windows write; characters shown of each
 
     @property
     def answering(self) -> bool:
@@ -150,18 +151,26 @@ class MessageQueue:
             self.add(draft, waiting=True)
 
     def send_next(self, chat: ChatSession) -> bool:
-        """Send the first in line, unless there is none or one is being answered."""
+        """Send the first in line, unless there is none or one is being answered, here or in
+        another window.
+        """
         if self.answering or not self._waiting:
             return False
-        first = self._waiting.popleft()
+        self.catch_up()
+        first = self._waiting[0]
+        if first.after is None and self.conversation.written_elsewhere:
+            first.block.waiting = True
+            self._changed(first.block)
+            return False
+        self._waiting.popleft()
         after = self.conversation.end if first.after is None else first.after
         self._show_until(after)
         draft = first.draft
         turn = self.conversation.add("user", draft.text, after=after, info=draft.info)
         block = first.block
         block.turn, block.branch, block.branches = turn.id, turn.branch, turn.branches
-        block.sent()
-        self._view.changed(block)
+        block.waiting = False
+        self._changed(block)
         self._start(chat, turn.id, draft, block)
         self._tell_without_tools(chat)
         return True
@@ -219,7 +228,10 @@ class MessageQueue:
             return []
         if update.error is not None and not text:
             block = None if now.rounds else now.block
-            self._view.drop(answer, *filter(None, [block]))
+            gone: list[Block] = [answer] if block is None else [block, answer]
+            self._view.drop(*gone)
+            if gone[0].turn is not None:
+                self.conversation.leave(gone[0].turn)
             self._view.add_notice(explained(update.error), "error")
             if now.rounds:
                 self._view.add_notice(NOT_ANSWERED, "mark")
@@ -249,11 +261,12 @@ class MessageQueue:
 
     def take_back(self) -> list[Draft]:
         """Remove the messages that wait, and return them."""
-        drafts = [waiting.draft for waiting in self._waiting]
-        for waiting in self._waiting:
-            self._view.drop(waiting.block)
+        taken = list(self._waiting)
         self._waiting.clear()
-        return drafts
+        self._view.drop(*(waiting.block for waiting in taken))
+        if any(waiting.after is not None for waiting in taken):
+            self.sync()
+        return [waiting.draft for waiting in taken]
 
     def cancel(self) -> None:
         """Stop the answer, whose text so far is kept, or the call of a tool."""
@@ -279,22 +292,50 @@ class MessageQueue:
         """Show a conversation; no message waits."""
         if conversation is not self.conversation:
             self.conversation = conversation
+            self._elsewhere.clear()
             self._view.clear()
         self.sync()
 
-    def sync(self) -> None:
-        """Show the branch that the conversation shows."""
-        view, turns = self._view, self.conversation.turns
+    def catch_up(self) -> bool:
+        """Show what other windows have written since; whether there was something."""
+        return self.conversation.refresh() and self.sync()
+
+    def sync(self) -> bool:
+        """Show the branch that the conversation shows, above the messages that wait.
+
+        Returns:
+            Whether something of it is new on the screen.
+        """
+        view, turns = self._view, self._turns_until(self._branch_waits)
         shown = {block.turn: block for block in view.blocks if block.turn is not None}
         numbers = {turn.id for turn in turns}
         view.drop(*(block for number, block in shown.items() if number not in numbers))
+        added: list[Block] = []
+        changed = False
         for turn in turns:
             block = shown.get(turn.id)
+            before = self._elsewhere.pop(turn.id, None)
+            if block is None:
+                added.append(_block_of(turn))
+            elif before is not None:
+                _fill(block, turn, shown=before)
+                view.changed(block)
+                changed = True
             if block is not None and block.branches != turn.branches:
                 block.branch, block.branches = turn.branch, turn.branches
-                block.changed()
-                view.changed(block)
-        view.add(*(_block_of(turn) for turn in turns if turn.id not in shown))
+                self._changed(block)
+            if turn.state == "writing" and (block is None or before is not None):
+                self._elsewhere[turn.id] = len(turn.content)
+        if added:
+            waiting = [each.block for each in self._waiting]
+            view.drop(*waiting)
+            view.add(*added, *waiting)
+        return changed or bool(added)
+
+    @property
+    def _branch_waits(self) -> int | None:
+        """The turn from which a message that waits begins a branch."""
+        return next((each.after for each in self._waiting if each.after is not None), None)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
         """Turns have other numbers now."""
@@ -359,15 +400,19 @@ class MessageQueue:
 
     def _show_until(self, last: int) -> None:
         """Take turns off the screen that do not lead to turn ``last``: they are another branch."""
-        kept = set[int]()
-        for turn in self.conversation.turns:
-            if last == 0:
-                break
-            kept.add(turn.id)
-            if turn.id == last:
-                break
+        kept = {turn.id for turn in self._turns_until(last)}
         view = self._view
         view.drop(*(b for b in view.blocks if b.turn is not None and b.turn not in kept))
+
+    def _turns_until(self, last: int | None) -> list[Turn]:
+        """The shown turns as far as turn ``last``: 0 for none, None for all."""
+        turns = list(self.conversation.turns)
+        places = [place for place, turn in enumerate(turns, 1) if turn.id == last]
+        return turns if last is None else turns[: places[0]] if places else []
+
+    def _changed(self, block: Block) -> None:
+        block.changed()
+        self._view.changed(block)
 
     def _time_thinking(self, now: _Running) -> None:
         if now.thought_s is None and now.answer.foldable:
@@ -397,19 +442,26 @@ def _block_of(turn: Turn) -> Block:
     if turn.role == "user":
         draft = draft_of(turn)
         block = UserTurn(draft.text, folds=draft.folds)
-    elif turn.role == "assistant":
-        seconds = turn.info.get("thinking_s")
-        block = Answer(turn.content, thinking_s=seconds if isinstance(seconds, float) else None)
-        block.mark = answer_note(turn.state, turn.info.get("finish_reason"))
-        block.calls = bool(turn.info.get("tool_calls"))
-        if not turn.content:
-            block.mark = block.mark or ("" if block.calls else "no answer")
-            block.finish()
     else:
-        call = KeptCall.of_turn(turn)
-        mark, result = ended_call(call.ending, turn.content)
-        block = CallBlock(call.line, result)
-        block.mark = answer_note(turn.state) or mark
+        block = Answer() if turn.role == "assistant" else CallBlock(KeptCall.of_turn(turn).line)
+        _fill(block, turn)
     block.turn, block.branch, block.branches = turn.id, turn.branch, turn.branches
     block.changed()
     return block
+
+
+def _fill(block: Block, turn: Turn, *, shown: int = 0) -> None:
+    """What the model or a tool has written, of which ``shown`` characters are there."""
+    if isinstance(block, Answer):
+        block.write(turn.content[shown:])
+        seconds = turn.info.get("thinking_s")
+        block.thinking_s = seconds if isinstance(seconds, float) else None
+        block.mark = answer_note(turn.state, turn.info.get("finish_reason"))
+        block.calls = bool(turn.info.get("tool_calls"))
+        if turn.state != "writing":
+            if not (turn.content or block.calls):
+                block.mark = block.mark or "no answer"
+            block.finish()
+    elif isinstance(block, CallBlock):
+        mark, result = ended_call(KeptCall.of_turn(turn).ending, turn.content)
+        block.stands(answer_note(turn.state) or mark, result)

@@ -149,11 +149,6 @@ class UserTurn(Block):
         self._unfolded = not self._unfolded
         self.changed()
 
-    def sent(self) -> None:
-        """The message is on its way to the model."""
-        self.waiting = False
-        self.changed()
-
     def gutter(self, styles: Styles, marked: bool) -> Segment:
         """A bar in the person's colour."""
         if marked:

@@ -56,11 +56,12 @@ class HintLine(Static):
         self.show(self._hint)
 
 
-def waiting_hint(count: int) -> str:
-    """For messages that wait in line."""
+def waiting_hint(count: int, *, elsewhere: bool = False) -> str:
+    """For messages that wait in line; ``elsewhere``: for the answer in another window."""
+    reason = " for the answer in another window" if elsewhere else ""
     if count == 1:
-        return "1 message waits: Esc takes it back"
-    return f"{count} messages wait: Esc takes them back"
+        return f"1 message waits{reason}: Esc takes it back"
+    return f"{count} messages wait{reason}: Esc takes them back"
 
 
 def turn_hint(block: Block) -> str:

@@ -48,6 +48,7 @@ __all__ = ["ChatScreen"]
 
 _STARTING_SECONDS = 0.3  # in which keys may still come that were meant for the composer
 _TOOLS_SECONDS = 1.0  # between two looks at MCP servers
+_OTHERS_SECONDS = 0.5  # between two looks at what other windows write
 _WAITS_FOR_MODEL = "Write now: it is sent when the model is ready"
 
 
@@ -118,6 +119,7 @@ class ChatScreen(Screen[None]):
         self.composer.focus()
         self.set_timer(_STARTING_SECONDS, lambda: setattr(self, "_starting", False))
         self._ticker = self.set_interval(FRAME_SECONDS, self._watch_answer, pause=True)
+        self.set_interval(_OTHERS_SECONDS, self._watch_others)
         self._show_conversation()
 
     # -- the model -------------------------------------------------------------------------------
@@ -262,6 +264,16 @@ class ChatScreen(Screen[None]):
                 self.panel.end()
         self._show_hint()
 
+    def _watch_others(self) -> None:
+        """Show what other windows have written; a message may have waited for that."""
+        news = self.queue.catch_up()
+        if not self.state.conversation.written_elsewhere:
+            if news:
+                self._count_tokens()
+            self.send_next()
+        if news:
+            self._show_hint()
+
     def action_stop(self) -> None:
         """Esc: close the search, stop loading another model, or the answer; else unmark, stop
         editing.
@@ -327,7 +339,8 @@ class ChatScreen(Screen[None]):
         self.queue.show(self.state.conversation)
         turns = self.state.conversation.turns
         self.composer.remember(draft_of(turn) for turn in turns if turn.role == "user")
-        if turns and (turns[-1].role != "assistant" or "tool_calls" in turns[-1].info):
+        open_end = turns and (turns[-1].role != "assistant" or "tool_calls" in turns[-1].info)
+        if open_end and not self.state.conversation.written_elsewhere:
             self.view.add_notice(NOT_ANSWERED, "mark")
         self.view.follow()
 
@@ -555,7 +568,8 @@ class ChatScreen(Screen[None]):
         if self._editing is not None:
             hint = "Editing: Enter sends it as a new branch, Esc leaves it as it was"
         elif self.queue.waiting:
-            hint = waiting_hint(self.queue.waiting)
+            elsewhere = self.state.conversation.written_elsewhere
+            hint = waiting_hint(self.queue.waiting, elsewhere=elsewhere)
         elif self.view.marked is not None:
             hint = turn_hint(self.view.marked)
         elif self.queue.answering and not self.view.follows:

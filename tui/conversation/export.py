@@ -57,7 +57,7 @@ class Exporter:
 
 def as_markdown(conversation: OpenConversation) -> str:
     """Title, model, system prompt, and every turn of the shown branch under a heading."""
-    turns = conversation.turns
+    turns = conversation.turns_now()
     title = conversation.title or _first_line(turns) or "Conversation"
     begun = f", {datetime.fromtimestamp(turns[0].created):%Y-%m-%d %H:%M}" if turns else ""
     parts = [f"# {title}", f"*{short_name(conversation.model) or 'localrt'}{begun}*"]
@@ -89,7 +89,8 @@ def as_json(conversation: OpenConversation) -> str:
     messages: list[dict[str, Any]] = []
     if conversation.system:
         messages.append({"role": "system", "content": conversation.system})
-    for turn in conversation.turns:
+    turns = conversation.turns_now()
+    for turn in turns:
         messages.append(dict(turn.message))
     record = {
         "version": 1,
@@ -99,7 +100,7 @@ def as_json(conversation: OpenConversation) -> str:
         "messages": messages,
         "turns": [
             {"role": t.role, "created": t.created, "state": t.state, "info": dict(t.info)}
-            for t in conversation.turns
+            for t in turns
         ],
     }
     return json.dumps(record, ensure_ascii=False, indent=2, default=str) + "\n"

@@ -30,7 +30,11 @@ _NOTES = {
 
 
 class OpenConversation:
-    """A conversation of a history.
+    """A conversation of a history, as one window shows it.
+
+    ``turns`` is what was read last, so that nothing is sent to the model that nobody has seen;
+    ``refresh`` brings what other windows have added. A branch that another window begins stays
+    beside the one that is shown here.
 
     Args:
         stored: the conversation.
@@ -53,6 +57,9 @@ class OpenConversation:
         self._on_moved, self._on_problem = on_moved, on_problem
         self._moved: dict[int, int] = {}
         self._facts: dict[str, Any] = {name: getattr(stored, name) for name in _FACTS}
+        self._writing = set[int]()  # turns that are written here
+        self._left = set[int]()  # turns that are not shown, nor what follows them
+        self._version = stored.version
         self._turns = stored.turns
 
     @property
@@ -95,9 +102,42 @@ class OpenConversation:
     @property
     def turns(self) -> tuple[Turn, ...]:
         """The shown branch, oldest first."""
-        with suppress(StorageError):
-            self._turns = self._stored.turns
         return self._turns
+
+    @property
+    def written_elsewhere(self) -> bool:
+        """Whether another window is writing in the shown branch."""
+        return not self.unsaved and any(
+            turn.state == "writing" and turn.id not in self._writing for turn in self._turns
+        )
+
+    def turns_now(self) -> tuple[Turn, ...]:
+        """The shown branch with what has been saved by now of an answer that is being written."""
+        with suppress(StorageError):
+            if self._turns:
+                return self._stored.branch(self._turns[-1].id)
+        return self._turns
+
+    def refresh(self) -> bool:
+        """Read what other windows may have written; False if that is nothing for certain."""
+        with suppress(StorageError):
+            version = self._stored.version
+            # The end of an app that was killed is written by nobody.
+            if version != self._version or self.written_elsewhere:
+                self._version = version
+                self._read()
+                return True
+        return False
+
+    def _read(self, through: int | None = None) -> None:
+        """Read the branch of turn ``through``, by default the shown one."""
+        if through is None and self._turns:
+            through = self._turns[-1].id
+        with suppress(StorageError):
+            stored = self._stored
+            turns = stored.turns if through is None else stored.branch(through)
+            ends = (place for place, turn in enumerate(turns) if turn.id in self._left)
+            self._turns = turns[: next(ends, None)]
 
     def messages(self, before: int | None = None, *, calls: bool = True) -> list[Message]:
         """What the model is to see, up to turn ``before``: system prompt, questions, answers.
@@ -159,14 +199,19 @@ class OpenConversation:
         """Put a turn behind turn ``after``, 0 for the beginning; it is shown then."""
         self.save()
         after = self._moved.get(after, after)
-        return self._change(lambda: self._stored.add(role, content, after=after, info=info))
+        turn = self._change(lambda: self._stored.add(role, content, after=after, info=info))
+        self._read(turn.id)
+        return turn
 
     def answer(
         self, *, after: int, role: str = "assistant", info: Mapping[str, Any] | None = None
     ) -> AnswerWriter:
         """Begin an answer, or the result of a ``"tool"``; ``finish`` ends it."""
         after = self._moved.get(after, after)
-        return self._change(lambda: self._stored.answer(after=after, role=role, info=info))
+        writer = self._change(lambda: self._stored.answer(after=after, role=role, info=info))
+        self._writing.add(writer.turn)
+        self._read(writer.turn)
+        return writer
 
     def finish(self, writer: AnswerWriter, state: str, info: Mapping[str, Any]) -> None:
         """The answer is whole: ``"done"``, ``"cancelled"`` or ``"failed"``."""
@@ -176,10 +221,19 @@ class OpenConversation:
             self._go_on_in_memory(error)
         if self.unsaved:
             end_answer(self._stored, writer.turn, state, writer.text, info)
+        self._writing.discard(writer.turn)
+        self._read()
 
     def show(self, number: int) -> None:
         """Show the branch that a turn is on."""
         self._change(lambda: self._stored.show(number))
+        self._left.clear()
+        self._read(number)
+
+    def leave(self, number: int) -> None:
+        """Show neither a turn nor what follows it, say of a message that was refused."""
+        self._left.add(number)
+        self._read()
 
     def show_sibling(self, number: int, step: int) -> int:
         """Show the sibling ``step`` places from turn ``number``, round the ends; its number."""
@@ -208,6 +262,10 @@ class OpenConversation:
             return False
         self._stored, self._file = self._file, None
         self._moved |= numbers
+        if self._turns:
+            last = self._turns[-1].id
+            self._left = {numbers.get(turn, turn) for turn in self._left}
+            self._read(numbers.get(last, last))
         self._on_moved(numbers)
         self._on_problem("The conversation is kept again")
         return True
