@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from localrt.errors import OptionError
 from localrt.option_names import option
+from localrt.text.repetitions import EMPTY, Symbol, choice, repeated, rules_to_lark
 
 __all__ = ["gbnf_to_lark"]
 
@@ -23,9 +24,10 @@ _COUNTS = re.compile(r"\{\s*(\d+)\s*(?:(,)\s*(\d*)\s*)?\}")
 _TOKEN = re.compile(r"(!?)<(?:\[(\d+)\]|([^<>\s]+))>")
 _LINE_END = re.compile(r"\r\n|\r|\n|$")
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", "\\": "\\", '"': '"', "[": "[", "]": "]"}
+_SIGNS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _HEX = {"x": 2, "u": 4, "U": 8}
 _ANY = r"/[\x{0}-\x{10FFFF}]/"
-_MOST_REPEATS = 2000  # as in llama.cpp: each is a rule
+_MOST_REPEATS = 1_000_000
 _DEEPEST = 200
 
 
@@ -49,8 +51,7 @@ class _Translation:
         self._token_id = token_id
         self._rule = ""
         self._depth = 0
-        self._rules: dict[str, str] = {}
-        self._numbers: dict[str, int] = {}  # of the rules, for names that Lark takes
+        self._rules: dict[str, Symbol] = {}
         self._used: dict[str, str] = {}  # names, and where they occur first
 
     def result(self) -> str:
@@ -64,8 +65,7 @@ class _Translation:
                 raise ValueError(f"{place}: there is no rule {name!r}")
         if "root" not in self._rules:
             raise ValueError("there is no rule 'root', which every grammar begins with")
-        rules = [f"{self._lark_name(name)}: {body}" for name, body in self._rules.items()]
-        return "\n".join(["%llguidance {}", f"start: {self._lark_name('root')}", *rules])
+        return "\n".join(["%llguidance {}", *rules_to_lark(self._rules, "root")])
 
     # -- rules -----------------------------------------------------------------------------------
 
@@ -84,45 +84,45 @@ class _Translation:
         if self._match(_LINE_END) is None:
             raise self._error(f"{self._text[self._at]!r} is not expected here")
 
-    def _alternatives(self, *, nested: bool) -> str:
+    def _alternatives(self, *, nested: bool) -> Symbol:
         found = [self._sequence(nested)]
         while self._match(_OR) is not None:
             self._skip(_SPACE_AND_LINES)
             found.append(self._sequence(nested))
-        return " | ".join(found)
+        return choice(found)
 
-    def _sequence(self, nested: bool) -> str:
+    def _sequence(self, nested: bool) -> list[Symbol]:
         space = _SPACE_AND_LINES if nested else _SPACE
         found = []
         while (symbol := self._symbol()) is not None:
             self._skip(space)
-            while (suffix := self._repeats()) is not None:
-                symbol = f"({symbol}){suffix}"
+            while (counts := self._repeats()) is not None:
+                symbol = repeated(symbol, *counts)
                 self._skip(space)
             found.append(symbol)
-        return " ".join(found) or '""'
+        return found
 
-    def _symbol(self) -> str | None:
+    def _symbol(self) -> Symbol | None:
         """What may be repeated; None where a sequence ends."""
         first = self._text[self._at : self._at + 1]
         if first == '"':
             return self._literal()
         if first == "[":
-            return self._class()
+            return Symbol(self._class())
         if first == ".":
             self._at += 1
-            return _ANY
+            return Symbol(_ANY)
         if first == "(":
             return self._group()
         if first in ("<", "!") and first:
-            return self._token()
+            return Symbol(self._token())
         name = self._match(_NAME)
         if name is None:
             return None
         self._used.setdefault(name[0], self._place())
-        return self._lark_name(name[0])
+        return Symbol(name[0], is_rule=True)
 
-    def _group(self) -> str:
+    def _group(self) -> Symbol:
         opened = self._place()
         self._at += 1
         self._depth += 1
@@ -134,14 +134,14 @@ class _Translation:
             raise ValueError(f"{opened}: the parenthesis is not closed")
         self._at += 1
         self._depth -= 1
-        return f"({inside})"
+        return inside
 
-    def _repeats(self) -> str | None:
-        """``*``, ``+``, ``?`` or counts in braces, if they come next."""
+    def _repeats(self) -> tuple[int, int | None] | None:
+        """How often at least and at most, by a sign or counts in braces, if they come next."""
         sign = self._text[self._at : self._at + 1]
-        if sign in ("*", "+", "?") and sign:
+        if sign in _SIGNS:
             self._at += 1
-            return sign
+            return _SIGNS[sign]
         if sign != "{":
             return None
         counts = self._match(_COUNTS)
@@ -153,18 +153,18 @@ class _Translation:
             raise self._error(f"more than {_MOST_REPEATS} repetitions")
         if high is not None and high < low:
             raise self._error(f"from {low} to {high} repetitions are none")
-        return f"{{{low},{'' if high is None else high}}}"
+        return low, high
 
     # -- terminals -------------------------------------------------------------------------------
 
-    def _literal(self) -> str:
+    def _literal(self) -> Symbol:
         opened = self._place()
         self._at += 1
         found = []
         while not self._text.startswith('"', self._at):
             found.append(f"/{_escaped(self._character(opened))}/")
         self._at += 1
-        return f"({' '.join(found)})" if found else '""'
+        return Symbol(" ".join(found)) if found else EMPTY
 
     def _class(self) -> str:
         opened = self._place()
@@ -236,9 +236,6 @@ class _Translation:
 
     def _error(self, what: str) -> ValueError:
         return ValueError(f"{self._place()}: {what}")
-
-    def _lark_name(self, name: str) -> str:
-        return f"r{self._numbers.setdefault(name, len(self._numbers))}"
 
 
 def _escaped(character: str) -> str:

@@ -7,6 +7,7 @@ It knows tokenizers and grammars; what is done with the tokens that it allows is
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -150,10 +151,13 @@ class Grammars:
             raise _refused(name, str(error)) from error
         if self._prepared is None:
             self._prepared = self._prepare()
+        # The ways to read a text that a parser follows; for each it looks through all others. Of a
+        # schema they are few for its size, of a grammar they may be any number.
+        own = name == "grammar"
         limits = LLParserLimits(
             initial_lexer_fuel=200_000,  # a second for the largest expression, not ten
-            max_items_in_row=20_000,  # thousands of optional properties
-            step_max_items=500_000,  # a quarter of a second
+            max_items_in_row=1_000 if own else 20_000,  # thousands of optional properties
+            step_max_items=20_000 if own else 500_000,  # a quarter of a second
         )
         prepared = self._prepared
 
@@ -167,7 +171,9 @@ class Grammars:
         matcher, first = _on_a_large_stack(compiled)
         if matcher.is_error():
             raise _refused(name, matcher.get_error())
-        if first.is_error() or (first.is_stopped() and not first.is_accepting()):
+        if first.is_error():
+            raise _failed(name, first)
+        if first.is_stopped() and not first.is_accepting():
             raise OptionError(f"{option(name)} allows no answer that this model could write")
         return matcher
 
@@ -273,7 +279,7 @@ def _failed(name: str, matcher: LLMatcher) -> LocalrtError:
     reason = " ".join(matcher.get_error().partition("<state>")[0].split())
     if "satisfy the grammar" in reason:  # a token that was not allowed
         return LocalrtError(f"the answer cannot be kept within its grammar: {reason}")
-    if name == "grammar" and "Too many items" in reason:
+    if name == "grammar" and re.search("too many items|current row has", reason, re.IGNORECASE):
         return OptionError(
             f"{option('grammar')} can be read in too many ways: repeat a rule in one place, not "
             "both within it and around it"
