@@ -51,8 +51,8 @@ _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions"""
-    fields = await fields_of(request, "CHAT")
-    return await answer(request, service_of(request), chat_call(fields), _chat_reply)
+    fields, service = await fields_of(request, "CHAT"), service_of(request)
+    return await answer(request, service, chat_call(fields, service.note_once), _chat_reply)
 
 
 async def completions(request: Request) -> Response:

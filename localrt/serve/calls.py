@@ -7,34 +7,41 @@ here. It starts nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from localrt.errors import OptionError
+from localrt.serve.contents import (
+    Fields,
+    Message,
+    Note,
+    made_call,
+    messages_of,
+    text_of,
+    thought,
+    unnoted,
+)
 from localrt.serve.errors import invalid
+from localrt.serve.functions import Known, chosen, offered
 from localrt.serve.schemas import EFFORTS, THINKING_LIMITS
-from localrt.text.content import check_text_only
-from localrt.text.thinking import THOUGHT_FIELDS
 
 __all__ = [
     "ANY_SEED",
     "SEEDS",
     "Call",
     "chat_call",
-    "chosen_tool",
     "completion_call",
+    "effort",
     "prompts_of",
-    "thought",
+    "stops",
 ]
-
-Fields = Mapping[str, Any]
 
 SEEDS = 1 << 64
 ANY_SEED = -1  # of llama.cpp, LM Studio and Ollama: another every time
 _NO_LIMIT = -1  # of theirs, for tokens
+_KEPT = ("name", "tool_call_id", "prefix")  # of a message
 _AS_THEY_ARE = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "stop", "ignore_eos", "max_tokens"),
+    *("frequency_penalty", "ignore_eos", "max_tokens"),
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
 )
@@ -47,7 +54,9 @@ class Call:
     Every prompt gets ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` are
     the texts to show before the answers. Without ``parallel_tools`` an answer calls one at most.
     ``model`` is what the request names, if anything. ``overflow_in_stream``: a prompt that does not
-    fit is told in the stream, where there is one.
+    fit is told in the stream, where there is one. ``known`` are the tools that are no functions for
+    the client, by the names of the functions that they are for the model; a ``legacy`` call is a
+    message's ``function_call``.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -60,6 +69,8 @@ class Call:
     parallel_tools: bool = True
     model: str | None = None
     overflow_in_stream: bool = False
+    known: Mapping[str, Known] = field(default_factory=dict)
+    legacy: bool = False
 
     def submissions(self) -> list[dict[str, Any]]:
         """The arguments of every answer, choices of a prompt side by side."""
@@ -72,45 +83,45 @@ class Call:
         return found
 
 
-def chat_call(fields: Fields) -> Call:
-    """The call of a chat.
+def chat_call(fields: Fields, note: Note = unnoted) -> Call:
+    """The call of a chat; ``note`` is told what a model cannot be shown.
 
     Raises:
         ApiError: 400, fields that do not go together or are not supported.
     """
-    for name in ("functions", "function_call"):
-        if fields.get(name):
-            raise invalid(f"{name} is not supported: use tools", name)
+    legacy = bool(fields.get("functions")) and not fields.get("tools")
+    if legacy:
+        named = fields.get("function_call")
+        fields = {
+            **fields,
+            "tools": [{"type": "function", "function": one} for one in fields["functions"]],
+            "tool_choice": {"type": "function", **named} if isinstance(named, Mapping) else named,
+        }
     if fields.get("max_completion_tokens") is not None:
         fields = {**fields, "max_tokens": fields["max_completion_tokens"]}
     options = _options(fields) | _thinking(fields)
     if fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs") or 0
-    tools = list(fields.get("tools") or ())
+    tools = offered(fields.get("tools"), note)
     wanted = fields.get("response_format") or {}
     if wanted.get("type") == "json_object":  # llama.cpp's may have a schema, too
         options["json_schema"] = wanted.get("schema") or {"type": "object"}
     elif wanted.get("type") == "json_schema":
         options["json_schema"] = wanted["json_schema"]["schema"]
-    given = fields.get("tool_choice") or "auto"
-    named = None if isinstance(given, str) else given["function"]["name"]
-    choice = chosen_tool(given if named is None else None, named, tools)
+    choice, functions = chosen(fields.get("tool_choice"), tools)
     if choice not in ("auto", "none") and "json_schema" in options:
         raise invalid("response_format and a tool that must be called exclude one another")
     if choice != "auto":
         options["tool_choice"] = choice
-    messages = [_message(message) for message in fields["messages"]]
-    try:
-        check_text_only(messages)
-    except OptionError as error:
-        raise invalid(str(error), "messages") from error
     return Call(
-        prompts=[{"prompt": messages, "tools": tools or None}],
+        prompts=[{"prompt": _messages(fields["messages"], note), "tools": functions or None}],
         options=options,
         choices=fields.get("n") or 1,
         model=fields.get("model"),
         logprobs=bool(fields.get("logprobs")),
-        parallel_tools=fields.get("parallel_tool_calls") is not False,
+        parallel_tools=fields.get("parallel_tool_calls") is not False and not legacy,
+        known=tools.known,
+        legacy=legacy,
         **_streaming(fields),
     )
 
@@ -155,8 +166,8 @@ def completion_call(fields: Fields) -> Call:
 
 def prompts_of(given: Any) -> list[str | list[int]]:
     """One text, or its ids, for each prompt."""
-    if isinstance(given, str):
-        return [given]
+    if isinstance(given, str) or not given:
+        return [given] if isinstance(given, str) else []
     if isinstance(given[0], list):
         return [list(map(int, ids)) for ids in given]
     return list(given) if isinstance(given[0], str) else [list(map(int, given))]
@@ -169,6 +180,7 @@ def _streaming(fields: Fields) -> dict[str, Any]:
 
 def _options(fields: Fields) -> dict[str, Any]:
     options = {name: fields[name] for name in _AS_THEY_ARE if fields.get(name) is not None}
+    options |= stops(fields.get("stop"))
     if options.get("max_tokens") == _NO_LIMIT:
         del options["max_tokens"]
     if fields.get("repeat_penalty") is not None:  # llama.cpp's and LM Studio's name
@@ -190,7 +202,7 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     told = fields.get("chat_template_kwargs") or {}
     efforts = (one for one in (told, fields) if one.get("reasoning_effort") is not None)
     if (given := next(efforts, None)) is not None:
-        options["thinking"] = EFFORTS[given["reasoning_effort"]]
+        options["thinking"] = effort(given["reasoning_effort"])
     switches = (told.get(name) for name in ("enable_thinking", "thinking"))
     switch = next((one for one in switches if one is not None), None)
     if switch is False or (switch and not options.get("thinking")):
@@ -202,37 +214,54 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     return options
 
 
-def chosen_tool(choice: str | None, name: str | None, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Whether a tool is called, in the library's words: ``choice``, or the one of this ``name``.
-
-    Raises:
-        ApiError: 400, there is no such tool, or none at all.
-    """
-    if choice is not None:
-        if choice == "required" and not tools:
-            raise invalid("a tool must be called (tool_choice), and there are none", "tool_choice")
-        return choice
-    assert name is not None, "the schema asks for one of the two"
-    if name not in (tool["function"]["name"] for tool in tools):
-        raise invalid(f"tool_choice names {name[:200]!r}, which is not in tools", "tool_choice")
-    return name
+def effort(given: str) -> bool | str:
+    """How much a model is to think, in the library's words; much where a word is new."""
+    return EFFORTS.get(given, "high")
 
 
-def _message(message: Fields) -> dict[str, Any]:
-    """A message as chat templates take it."""
-    role = message["role"]
-    content = message.get("content")
-    shown: dict[str, Any] = {
-        "role": "system" if role == "developer" else role,
-        "content": "" if content is None else content,
-    }
-    for name in ("name", "tool_call_id", "tool_calls", "prefix"):
-        if message.get(name):
-            shown[name] = message[name]
-    thinking = message.get("reasoning_content") or message.get("reasoning")
-    return shown | thought(thinking) if thinking else shown
+def stops(given: str | Sequence[str] | None) -> dict[str, Any]:
+    """The option for strings that end an answer; an empty one ends none."""
+    texts = [given] if isinstance(given, str) else given or ()
+    found = [text for text in texts if text]
+    return {"stop": found} if found else {}
 
 
-def thought(text: str) -> dict[str, str]:
-    """The fields of an assistant's message for what it thought, by the names of all templates."""
-    return dict.fromkeys(THOUGHT_FIELDS, text)
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
+    """Messages as chat templates take them."""
+    found: list[Message] = []
+    called = ""  # the id of the last call that had none of its own
+    for number, message in enumerate(given):
+        role = "system" if message["role"] == "developer" else message["role"]
+        content = message.get("content")
+        if role in ("tool", "function"):
+            shown: Message = {"role": "tool", "content": text_of(content, note, "\n")}
+            shown |= {"tool_call_id": called} if role == "function" else {}
+        else:
+            parts = messages_of(role, content, note, between="\n")
+            if not parts or parts[-1]["role"] != role:
+                parts.append({"role": role, "content": message.get("refusal") or ""})
+            *before, shown = parts
+            found += before
+        shown |= {name: message[name] for name in _KEPT if message.get(name)}
+        calls = [_called(call) for call in message.get("tool_calls") or ()]
+        if (former := message.get("function_call")) is not None:
+            called = f"call_{number}"
+            calls.append(made_call(called, str(former.get("name")), former.get("arguments")))
+        if calls:
+            shown["tool_calls"] = [*shown.get("tool_calls", ()), *calls]
+        if thinking := message.get("reasoning_content") or message.get("reasoning"):
+            shown |= thought(thinking)
+        found.append(shown)
+    return found
+
+
+def _called(call: Fields) -> Message:
+    """A call of a message; that of a tool that takes a text has the text as its argument."""
+    if isinstance(custom := call.get("custom"), Mapping):
+        argument = {"input": custom.get("input") or ""}
+        return made_call(call.get("id"), str(custom.get("name")), argument)
+    given = call.get("function") or {}
+    return made_call(call.get("id"), str(given.get("name")), given.get("arguments"))

@@ -37,16 +37,18 @@ async def embedded(
 ) -> Embedded:
     """The vectors of ``texts``, or of their token ids, by the model ``name``.
 
-    With ``truncate`` a text that is longer than the context loses its end.
+    With ``truncate`` a text that is longer than the context loses its end. An empty text has the
+    vector of a space.
 
     Raises:
         ApiError: it is an adapter, or computes no numbers.
-        LocalrtError: a text is empty or too long.
+        LocalrtError: a text is too long.
         ClientDisconnect: nobody waits for it.
     """
     if service.models.find(name).base is not None:
         raise invalid("embeddings are the base model's alone, without an adapter", "model")
     cancel = threading.Event()
+    texts = [text or " " for text in texts]
 
     def compute(model: Model) -> tuple[Logits, int]:
         ids = [model.tokenize(text) if isinstance(text, str) else text for text in texts]
@@ -55,7 +57,7 @@ async def embedded(
             one[:ctx] if truncate and len(one) > ctx else text
             for text, one in zip(texts, ids, strict=True)
         ]
-        vectors = model.embed(given, cancel=cancel)
+        vectors = model.embed(given, cancel=cancel) if given else np.zeros((0, 0))
         read = sum(min(len(one), ctx) for one in ids)
         return np.ascontiguousarray(vectors, "<f4"), read
 

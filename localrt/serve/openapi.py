@@ -85,6 +85,14 @@ def _openai() -> dict[str, Any]:
             "delete": _operation("Forget a response", _json("RESPONSE_DELETED")),
             "parameters": [_ID],
         },
+        "/v1/responses/{id}/cancel": {
+            "post": _operation("The response, which has ended before", _json("RESPONSE")),
+            "parameters": [_ID],
+        },
+        "/v1/responses/{id}/input_items": {
+            "get": _operation("The items that a response answers", _json("ITEMS")),
+            "parameters": [_ID],
+        },
         "/v1/fim/completions": _post(
             "Fill in the middle (Mistral)", "FIM", "CHAT_RESPONSE", stream=_EVENTS
         ),

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from localrt.engine.types import Chunk, Metrics
 from localrt.serve.calls import Call
 from localrt.serve.errors import ApiError, error_body
+from localrt.serve.functions import text_argument
 from localrt.serve.replies import EVENT_STREAM, Payload, TokenBytes, event
 from localrt.text.thought_stream import ThoughtStream, parted
 from localrt.text.tools import as_message_calls
@@ -58,12 +59,12 @@ class ChatShape:
             message["reasoning_content"] = thinking
         if chunk.tool_calls:
             message["content"] = text or None
-            message["tool_calls"] = as_message_calls(chunk.tool_calls)
+            message |= self._calls(chunk)
         return {
             "index": index,
             "message": message,
             "logprobs": self._shown(chunk),
-            "finish_reason": chunk.finish_reason,
+            "finish_reason": self._reason(chunk),
         }
 
     def first(self, index: int) -> list[Payload]:
@@ -84,12 +85,31 @@ class ChatShape:
         if text or chunk.logprobs:
             found.append(self._delta(index, {"content": text}, logprobs=self._shown(chunk)))
         if chunk.tool_calls:
-            calls = as_message_calls(chunk.tool_calls)
-            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-            found.append(self._delta(index, {"tool_calls": numbered}))
+            calls = self._calls(chunk)
+            if "tool_calls" in calls:
+                numbered = enumerate(calls["tool_calls"])
+                calls = {"tool_calls": [{"index": number, **call} for number, call in numbered]}
+            found.append(self._delta(index, calls))
         if chunk.finish_reason is not None:
-            found.append(self._delta(index, {}, finish_reason=chunk.finish_reason))
+            found.append(self._delta(index, {}, finish_reason=self._reason(chunk)))
         return found
+
+    def _calls(self, chunk: Chunk) -> Payload:
+        """The field of a message with the calls of a chunk."""
+        calls = as_message_calls(chunk.tool_calls)
+        if self._call.legacy:
+            return {"function_call": calls[0]["function"]}
+        for call in calls:
+            function, known = call["function"], self._call.known.get(call["function"]["name"])
+            if known is not None and known.type == "custom":
+                text = text_argument(function["arguments"])
+                call |= {"type": "custom", "custom": {"name": known.name, "input": text}}
+                del call["function"]
+        return {"tool_calls": calls}
+
+    def _reason(self, chunk: Chunk) -> str | None:
+        legacy = self._call.legacy and chunk.finish_reason == "tool_calls"
+        return "function_call" if legacy else chunk.finish_reason
 
     def _delta(self, index: int, delta: Payload, **more: Any) -> Payload:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}

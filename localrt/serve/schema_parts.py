@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "ARGUMENTS",
+    "CONTENT",
     "COUNT",
     "FILLED",
     "FLAG",
     "IDS",
     "MOST_ID",
+    "STOPS",
     "STRING",
     "TEXT",
+    "TOOLS",
+    "TOOL_CHOICE",
     "Schema",
     "integer",
     "list_of",
@@ -69,3 +74,17 @@ COUNT: Schema = {"type": "integer"}
 TEXT = nullable(STRING)
 FLAG: Schema = {"type": ["boolean", "null"]}
 IDS = list_of({"type": "integer", "minimum": 0, "maximum": MOST_ID}, minItems=1)
+
+# What is in them is read whatever it is: see ``contents`` and ``functions``.
+CONTENT: Schema = {
+    "description": "a text, or a list of parts",
+    "type": ["string", "array", "object", "null"],
+    "items": {"type": ["string", "object"]},
+}
+ARGUMENTS: Schema = {"type": ["string", "object", "null"]}
+TOOLS = nullable(list_of({"type": "object"}))
+TOOL_CHOICE: Schema = {
+    "description": '"none", "auto", "required", or an object with the type of a choice',
+    "anyOf": [{"enum": ["none", "auto", "required", "any", None]}, whole(type=STRING)],
+}
+STOPS: Schema = {"type": ["string", "array", "null"], "maxItems": 16, "items": STRING}

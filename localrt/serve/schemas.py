@@ -7,13 +7,18 @@ Fields that are not listed are ignored, as OpenAI-compatible servers do. It know
 from __future__ import annotations
 
 from localrt.serve.schema_parts import (
+    ARGUMENTS,
+    CONTENT,
     COUNT,
     FILLED,
     FLAG,
     IDS,
     MOST_ID,
+    STOPS,
     STRING,
     TEXT,
+    TOOL_CHOICE,
+    TOOLS,
     Schema,
     integer,
     list_of,
@@ -48,7 +53,7 @@ _SAMPLING: dict[str, Schema] = {
     "temperature": number(0, 100),
     "top_p": number(0, 1),
     "n": integer(1, 1024),
-    "stop": {**FILLED, "type": ["string", "array", "null"], "maxItems": 16, "items": FILLED},
+    "stop": STOPS,
     "seed": integer(-(1 << 63), (1 << 63) - 1),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
@@ -75,35 +80,21 @@ _SAMPLING: dict[str, Schema] = {
     "grammar": TEXT,
 }
 
-_FUNCTION = object_of(
-    "name",
-    name={"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
-    description=TEXT,
-    parameters=nullable({"type": "object"}),
-    strict=FLAG,
-)
-
 _CALL = object_of(
-    "function",
     id=TEXT,
-    type={"enum": ["function", None]},
-    function=whole(name=STRING, arguments=STRING),
+    function=nullable(object_of("name", name=STRING, arguments=ARGUMENTS)),
+    custom=nullable(object_of("name", name=STRING, input=TEXT)),
 )
 
 _MESSAGE = object_of(
     "role",
-    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
-    content={
-        "type": ["string", "array", "null"],
-        "items": {
-            **whole(type=STRING),
-            "if": {"properties": {"type": {"const": "text"}}},
-            "then": whole(text=STRING),
-        },
-    },
+    role={"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+    content=CONTENT,
+    refusal=TEXT,
     name=TEXT,
     tool_call_id=TEXT,
     tool_calls=nullable(list_of(_CALL)),
+    function_call=nullable(object_of(name=TEXT, arguments=ARGUMENTS)),
     reasoning_content=TEXT,
     reasoning=TEXT,
     prefix=FLAG,
@@ -137,14 +128,6 @@ _RESPONSE_FORMAT: Schema = {
     "then": {"required": ["json_schema"]},
 }
 
-_TOOL_CHOICE: Schema = {
-    "description": '"none", "auto", "required", or an object that names a function',
-    "anyOf": [
-        {"enum": ["none", "auto", "required", None]},
-        whole(type={"enum": ["function"]}, function=whole(name=STRING)),
-    ],
-}
-
 CHAT = object_of(
     "messages",
     **_SAMPLING,
@@ -152,13 +135,15 @@ CHAT = object_of(
     max_completion_tokens=integer(-1, MOST_ID),
     logprobs=FLAG,
     top_logprobs=integer(0, 20),
-    tools=nullable(list_of(whole(type={"enum": ["function"]}, function=_FUNCTION))),
-    tool_choice=_TOOL_CHOICE,
+    tools=TOOLS,
+    tool_choice=TOOL_CHOICE,
+    functions=nullable(list_of(object_of("name", name=FILLED))),
+    function_call={"anyOf": [{"enum": ["none", "auto", None]}, whole(name=STRING)]},
     parallel_tool_calls=FLAG,
     response_format=_RESPONSE_FORMAT,
-    reasoning_effort={"enum": [*EFFORTS, None]},
+    reasoning_effort=TEXT,
     chat_template_kwargs=nullable(
-        object_of(enable_thinking=FLAG, thinking=FLAG, reasoning_effort={"enum": [*EFFORTS, None]})
+        object_of(enable_thinking=FLAG, thinking=FLAG, reasoning_effort=TEXT)
     ),
     **dict.fromkeys(THINKING_LIMITS, integer(-1, MOST_ID)),
 )
@@ -182,7 +167,7 @@ COMPLETION = object_of(
 EMBEDDINGS = object_of(
     "input",
     model=TEXT,
-    input=_prompts(FILLED),
+    input={"description": _PROMPTS, "anyOf": [*_prompts(STRING)["anyOf"], list_of({}, maxItems=0)]},
     encoding_format={"enum": ["float", "base64", None]},
     dimensions=integer(1, MOST_ID),
 )
@@ -196,7 +181,7 @@ _USAGE = object_of(
     completion_tokens=COUNT,
     total_tokens=COUNT,
 )
-_REASON: Schema = {"enum": ["stop", "length", "tool_calls"]}
+_REASON: Schema = {"enum": ["stop", "length", "tool_calls", "function_call"]}
 _LOGPROBS: Schema = {"type": ["object", "null"]}
 
 

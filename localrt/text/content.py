@@ -7,10 +7,11 @@ from typing import Any
 
 from localrt.errors import OptionError
 
-__all__ = ["check_text_only", "other_than_text"]
+__all__ = ["check_text_only", "kind_in_words"]
 
 _OTHERS = {
     "image": "a picture",
+    "screenshot": "a picture",
     "audio": "a sound",
     "video": "a video",
     "file": "a file",
@@ -28,19 +29,25 @@ def check_text_only(messages: Sequence[Any]) -> None:
     for number, message in enumerate(messages, 1):
         content = message.get("content") if isinstance(message, Mapping) else None
         for part in content if isinstance(content, list | tuple) else ():
-            other = other_than_text(part) if isinstance(part, Mapping) else None
+            other = _other_than_text(part) if isinstance(part, Mapping) else None
             if other is not None:
                 raise OptionError(
                     f"message {number} has {other}, and the model reads text only: leave it out"
                 )
 
 
-def other_than_text(part: Mapping[str, Any]) -> str | None:
+def kind_in_words(kind: str) -> str | None:
+    """What a part of this type is: an image, a file; None if that is not known."""
+    return next((word for word in _OTHERS if word in kind), None)
+
+
+def _other_than_text(part: Mapping[str, Any]) -> str | None:
     """What a part of a content is, in words; None if it is text."""
     kind = str(part.get("type", ""))
     if kind in _THOUGHTS:
         return None
-    named = next((name for word, name in _OTHERS.items() if word in kind), None)
-    if named is None and isinstance(part.get("text"), str):
+    word = kind_in_words(kind)
+    if word is None and isinstance(part.get("text"), str):
         return None
+    named = None if word is None else _OTHERS[word]
     return f"{named or 'a part without text'} ({kind:.40})" if kind else "a part without a type"

@@ -188,7 +188,6 @@ def test_loading_alone_and_how_long_it_stays(client: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"messages": [{"role": "user", "content": "a", "images": ["AAAA"]}]}, "has a picture"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
         ({"think": True}, "does not think"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from localrt.serve.responses.calls import conversation, responses_call
+from localrt.serve.responses.calls import conversation
 from localrt.serve.responses.store import ResponseStore
 from tests.serve.conftest import Running
 from tests.waits import wait_for
@@ -29,6 +29,12 @@ TOOLS = [
         },
     }
 ]
+RED = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
 FORCED: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "max_output_tokens": 300}
 
 
@@ -109,6 +115,8 @@ def test_a_response_follows_on_an_earlier_one(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(input="why?", **follows, **GREEDY)
     assert caught.value.code == "previous_response_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.cancel(first.id)
     unkept = client.responses.create(input="hi", store=False, **GREEDY)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(unkept.id)
@@ -165,30 +173,98 @@ def test_items_become_messages() -> None:
     assert told == {"role": "system", "content": "Brief."}
 
 
-def test_tools_that_are_no_functions_are_left_out() -> None:
-    paint = {"type": "function", "name": "paint", "parameters": None}
-    others = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [paint]}]
-    call = responses_call({"tools": [*others, paint]}, [])
-    (tool,) = call.prompts[0]["tools"]
-    assert tool["function"]["name"] == "paint"
-    assert responses_call({"tools": others}, []).prompts[0]["tools"] is None
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "previous_response_id"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]},
-            r"input\[0\] has a picture",
-        ),
+        ({"prompt": {"id": "pmpt_1"}}, "instructions"),
+        ({"input": []}, "nothing to answer"),
+        ({"input": ""}, "nothing to answer"),
     ],
 )
 def test_what_is_not_supported_is_refused(client: Any, fields: Any, words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=words):
         client.responses.create(**{"input": "hi", **GREEDY, **fields})
+
+
+def test_items_of_a_kept_response_are_found(client: Any) -> None:
+    first = client.responses.create(input="hi", **GREEDY)
+    second = client.responses.create(input="why?", previous_response_id=first.id, **GREEDY)
+    items = list(client.responses.input_items.list(second.id, order="asc", limit=2))
+    said = [item.content[0].text for item in items]
+    assert said == ["hi", first.output_text, "why?"]
+    assert [item.id for item in client.responses.input_items.list(second.id)] == [
+        item.id for item in reversed(items)
+    ]
+    # Clients send back what was kept by its id alone, as the ``ai`` package does.
+    references = [{"type": "item_reference", "id": item.id} for item in items[:2]]
+    again = client.responses.create(
+        input=[*references, {"role": "user", "content": "why?"}], **GREEDY
+    )
+    assert again.output_text == second.output_text
+    bare = client.responses.create(input=[{"id": items[0].id}], **GREEDY)
+    assert bare.output_text == first.output_text
+    assert client.responses.cancel(first.id).output_text == first.output_text
+    with pytest.raises(openai.BadRequestError, match="limit"):
+        client.responses.input_items.list(first.id, limit=0)
+
+
+def test_nothing_new_goes_on_from_an_earlier_response(client: Any) -> None:
+    first = client.responses.create(input="hi", **GREEDY)
+    then = client.responses.create(previous_response_id=first.id, **GREEDY)
+    assert then.usage.input_tokens > first.usage.input_tokens
+    done = client.responses.create(input="hi", background=True, **GREEDY)
+    assert done.output_text == first.output_text
+
+
+def test_sign_of_life_is_small(client: Any, silence: bool) -> None:
+    long = "Be brief. " * 15
+    with client.responses.stream(input="hi", instructions=long, **GREEDY) as stream:
+        events = list(stream)
+    signs = [event for event in events if event.type == "response.in_progress"]
+    assert all(len(sign.to_json(indent=None)) < 400 for sign in signs)
+    assert len(signs) > 1 if silence else len(signs) == 1
+    assert events[0].response.instructions == events[-1].response.instructions == long
+
+
+CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (
+        {
+            "type": "custom",
+            "name": "paint",
+            "format": {"type": "grammar", "syntax": "regex", "definition": "red"},
+        },
+        {"type": "custom_tool_call", "name": "paint", "input": "red"},
+    ),
+    (
+        {
+            "type": "namespace",
+            "name": "mcp__art__",
+            "tools": [{"type": "function", "name": "paint", "parameters": RED}],
+        },
+        {"type": "function_call", "namespace": "mcp__art__", "name": "paint"},
+    ),
+    (
+        {"type": "tool_search", "execution": "client", "parameters": RED},
+        {"type": "tool_search_call", "execution": "client", "arguments": {"colour": "red"}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("tool", "expected"), CALLS)
+def test_call_has_the_type_of_its_tool(client: Any, tool: Any, expected: Any) -> None:
+    pytest.importorskip("llguidance", reason="needs the structured extra")
+    fields = {**GREEDY, "tools": [tool], "tool_choice": "required", "max_output_tokens": 300}
+    got = client.responses.create(input="hi", **fields)
+    (call,) = [item.model_dump() for item in got.output]
+    assert {name: call[name] for name in expected} == expected
+    with client.responses.stream(input="hi", **fields) as stream:
+        (streamed,) = stream.get_final_response().output
+    same = {**streamed.model_dump(), "id": call["id"], "call_id": call["call_id"]}
+    assert same | call == same
+    output = {"type": expected["type"] + "_output", "call_id": call["call_id"], "output": "done"}
+    after = client.responses.create(input=[output], previous_response_id=got.id, **GREEDY)
+    assert after.usage.output_tokens
 
 
 @pytest.mark.usefixtures("slow")
@@ -202,8 +278,11 @@ def test_the_store_is_bounded() -> None:
     now = 0.0
     store = ResponseStore(most=2, most_bytes=500, seconds=10, now=lambda: now)
     for name in "abc":
-        store.put({"id": name}, [])
+        store.put({"id": name}, [{"id": f"item {name}"}, {"id": "both"}])
     assert [store.get(name) is not None for name in "abc"] == [False, True, True]
+    assert [store.item(f"item {name}") is not None for name in "abc"] == [False, True, True]
+    store.remove("b")
+    assert [store.item(name) is not None for name in ("item b", "both")] == [False, True]
     store.put({"id": "large", "text": "x" * 490}, [])
     assert store.get("c") is None
     now = 11.0

@@ -22,8 +22,8 @@ __all__ = ["ROUTES", "model", "models"]
 
 async def messages(request: Request) -> Response:
     """POST /v1/messages"""
-    call = messages_call(await fields_of(request, "MESSAGES"))
-    return await answer(request, service_of(request), call, _reply)
+    fields, service = await fields_of(request, "MESSAGES"), service_of(request)
+    return await answer(request, service, messages_call(fields, service.note_once), _reply)
 
 
 async def count_tokens(request: Request) -> Response:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from localrt.serve.schema_parts import (
+    CONTENT,
     COUNT,
     FILLED,
     FLAG,
     MOST_ID,
+    STOPS,
     STRING,
     TEXT,
+    TOOLS,
     Schema,
     integer,
     list_of,
@@ -24,43 +27,8 @@ from localrt.serve.schema_parts import (
 __all__ = ["ANTHROPIC_ERROR", "COUNTED_TOKENS", "COUNT_TOKENS", "MESSAGE", "MESSAGES"]
 
 
-def _blocks(*, description: str, **thens: Schema) -> Schema:
-    """A text, or a list of blocks; ``thens`` are what blocks of a type must be."""
-    block = {**whole(type=STRING), "allOf": [where("type", *item) for item in thens.items()]}
-    return {"description": description, "anyOf": [STRING, list_of(block)]}
-
-
-_TEXT_BLOCK = whole(text=STRING)
-_TEXTS = _blocks(description="a text or a list of text blocks", text=_TEXT_BLOCK)
-_CONTENT = _blocks(
-    description="a text or a list of blocks with the fields of their types",
-    text=_TEXT_BLOCK,
-    thinking=whole(thinking=STRING),
-    tool_use=whole(id=FILLED, name=FILLED, input={"type": "object"}),
-    tool_result=object_of(
-        "tool_use_id", tool_use_id=FILLED, content={"anyOf": [_TEXTS, {"type": "null"}]}
-    ),
-)
-
-_TOOL: Schema = {
-    **object_of(
-        "name",
-        name={"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
-        type=TEXT,
-        description=TEXT,
-        input_schema={"type": "object"},
-    ),
-}
-
 _TOOL_CHOICE: Schema = {
-    **nullable(
-        object_of(
-            "type",
-            type={"enum": ["auto", "any", "tool", "none"]},
-            name=STRING,
-            disable_parallel_tool_use=FLAG,
-        )
-    ),
+    **nullable(object_of("type", type=STRING, name=STRING, disable_parallel_tool_use=FLAG)),
     **where("type", "tool", {"required": ["name"]}),
 }
 
@@ -68,7 +36,7 @@ _THINKING: Schema = {
     **nullable(
         object_of(
             "type",
-            type={"enum": ["enabled", "disabled", "adaptive", "between_tools"]},
+            type=STRING,
             budget_tokens=integer(0, MOST_ID),
         )
     ),
@@ -77,7 +45,7 @@ _THINKING: Schema = {
 
 _OUTPUT = nullable(
     object_of(
-        effort={"enum": ["low", "medium", "high", "xhigh", "max", None]},
+        effort=TEXT,
         format=nullable(whole(type={"enum": ["json_schema"]}, schema={"type": "object"})),
     )
 )
@@ -85,10 +53,11 @@ _OUTPUT = nullable(
 _PROMPT: dict[str, Any] = {
     "model": FILLED,
     "messages": list_of(
-        whole(role={"enum": ["user", "assistant", "system"]}, content=_CONTENT), minItems=1
+        object_of("role", role={"enum": ["user", "assistant", "system"]}, content=CONTENT),
+        minItems=1,
     ),
-    "system": {"description": _TEXTS["description"], "anyOf": [*_TEXTS["anyOf"], {"type": "null"}]},
-    "tools": nullable(list_of(_TOOL)),
+    "system": CONTENT,
+    "tools": TOOLS,
     "tool_choice": _TOOL_CHOICE,
     "thinking": _THINKING,
     "output_config": _OUTPUT,
@@ -105,7 +74,7 @@ MESSAGES = object_of(
     temperature=number(0, 100),
     top_p=number(0, 1),
     top_k=integer(-1, MOST_ID),
-    stop_sequences=nullable(list_of(FILLED, maxItems=16)),
+    stop_sequences=STOPS,
     stream=FLAG,
 )
 

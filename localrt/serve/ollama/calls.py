@@ -5,27 +5,34 @@ It reads fields that have been checked against ``schemas``, and starts nothing.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from localrt.errors import OptionError
 from localrt.formatting import parse_duration
-from localrt.serve.calls import ANY_SEED, SEEDS, Call, thought
+from localrt.serve.calls import ANY_SEED, SEEDS, Call, effort, stops
+from localrt.serve.contents import (
+    Fields,
+    Message,
+    Note,
+    made_call,
+    text_of,
+    thought,
+    unnoted,
+)
 from localrt.serve.errors import invalid
+from localrt.serve.functions import offered
 
 __all__ = ["chat_call", "generate_call", "keep_alive_s"]
 
-Fields = Mapping[str, Any]
-Message = dict[str, Any]
-
 _SAME_NAMES = (
-    *("temperature", "top_p", "min_p", "typical_p", "stop"),
+    *("temperature", "top_p", "min_p", "typical_p"),
     *("presence_penalty", "frequency_penalty"),
 )
+_IMAGE = {"type": "image"}
 
 
-def chat_call(fields: Fields) -> Call | None:
+def chat_call(fields: Fields, note: Note = unnoted) -> Call | None:
     """The call of a chat; None without messages: the model is only to be loaded.
 
     A last message of the assistant is the beginning of the answer. Where a conversation outgrows
@@ -39,17 +46,15 @@ def chat_call(fields: Fields) -> Call | None:
     options = _options(fields)
     if fields.get("truncate") is not False:
         options["overflow"] = "drop_oldest"
-    messages = _messages(fields["messages"])
+    messages = _messages(fields["messages"], note)
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls"):
         last["prefix"] = True
-    tools = [
-        {"type": "function", "function": tool["function"]} for tool in fields.get("tools") or ()
-    ]
-    return _call(fields, {"prompt": messages, "tools": tools or None}, options)
+    tools = offered(fields.get("tools"), note)
+    return _call(fields, {"prompt": messages, "tools": tools.functions or None}, options)
 
 
-def generate_call(fields: Fields) -> Call | None:
+def generate_call(fields: Fields, note: Note = unnoted) -> Call | None:
     """The call of a prompt; None without one: the model is only to be loaded.
 
     Raises:
@@ -61,8 +66,8 @@ def generate_call(fields: Fields) -> Call | None:
     ):
         if fields.get(name):
             raise invalid(f"{name} is not supported: {instead}", name)
-    _check_images(1, fields)
-    prompt, system = fields.get("prompt") or "", fields.get("system")
+    prompt = text_of([fields.get("prompt") or "", *_images(fields)], note)
+    system = fields.get("system")
     if fields.get("suffix"):
         given: dict[str, Any] = {"prompt": prompt, "suffix": fields["suffix"]}
     elif not prompt:
@@ -102,6 +107,7 @@ def _call(fields: Fields, prompt: dict[str, Any], options: dict[str, Any]) -> Ca
 def _options(fields: Fields) -> dict[str, Any]:
     given = fields.get("options") or {}
     options = {name: given[name] for name in _SAME_NAMES if given.get(name) is not None}
+    options |= stops(given.get("stop"))
     if given.get("seed") not in (None, ANY_SEED):
         options["seed"] = int(given["seed"]) % SEEDS
     if given.get("top_k") is not None:
@@ -113,8 +119,9 @@ def _options(fields: Fields) -> dict[str, Any]:
     if fields.get("format"):
         wanted = fields["format"]
         options["json_schema"] = {"type": "object"} if wanted == "json" else wanted
-    if fields.get("think") is not None:
-        options["thinking"] = fields["think"]
+    think = fields.get("think")
+    if think not in (None, ""):
+        options["thinking"] = effort(think) if isinstance(think, str) else think
     if fields.get("logprobs"):
         options["logprobs"] = fields.get("top_logprobs") or 0
     return options
@@ -123,45 +130,46 @@ def _options(fields: Fields) -> dict[str, Any]:
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _messages(given: Sequence[Fields]) -> list[Message]:
+def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
     """Messages as chat templates take them: calls get ids, by which results name them."""
     messages: list[Message] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls that have no result yet
     for number, message in enumerate(given, 1):
-        _check_images(number, message)
-        shown: Message = {"role": message["role"], "content": message.get("content") or ""}
+        role = "system" if message["role"] == "developer" else message["role"]
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content or ""]
+        content = text_of([*parts, *_images(message)], note)
+        shown: Message = {"role": role, "content": content}
         if message.get("thinking"):
             shown |= thought(message["thinking"])
         if message.get("tool_calls"):
-            calls = [call["function"] for call in message["tool_calls"]]
-            named = [(f"call_{number}_{at}", call) for at, call in enumerate(calls)]
-            waiting += [(name, call["name"]) for name, call in named]
-            shown["tool_calls"] = [
-                {
-                    "id": name,
-                    "type": "function",
-                    "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
-                }
-                for name, call in named
-            ]
-        if message["role"] == "tool":
-            shown |= _result(message.get("tool_name"), waiting)
+            calls = []
+            for at, call in enumerate(message["tool_calls"]):
+                name = call["function"]["name"]
+                call_id = call.get("id") or f"call_{number}_{at}"
+                waiting.append((call_id, name))
+                calls.append(made_call(call_id, name, call["function"].get("arguments")))
+            shown["tool_calls"] = calls
+        if role == "tool":
+            shown |= _result(message.get("tool_name"), message.get("tool_call_id"), waiting)
         messages.append(shown)
     return messages
 
 
-def _result(name: str | None, waiting: list[tuple[str, str]]) -> Message:
-    """Which call a result is of: the first of that name that waits for one, or simply the first."""
-    named = (one for one in waiting if one[1] == name)
-    call = next(named, None) or next(iter(waiting), None)
+def _result(name: str | None, call_id: str | None, waiting: list[tuple[str, str]]) -> Message:
+    """Which call a result is of: that of its id, else the first of that name that waits for one,
+    or simply the first.
+    """
+    fitting = (
+        next((one for one in waiting if one[at] == given), None)
+        for at, given in ((0, call_id), (1, name))
+    )
+    call = next(filter(None, fitting), None) or next(iter(waiting), None)
     if call is None:
         return {"name": name} if name else {}
     waiting.remove(call)
     return {"tool_call_id": call[0], "name": name or call[1]}
 
 
-def _check_images(number: int, message: Fields) -> None:
-    if message.get("images"):
-        raise invalid(
-            f"message {number} has a picture, and the model reads text only: leave it out", "images"
-        )
+def _images(message: Fields) -> list[Fields]:
+    return [_IMAGE] * len(message.get("images") or ())

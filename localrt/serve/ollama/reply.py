@@ -85,8 +85,11 @@ class OllamaReply:
         message: Payload = {"role": "assistant", "content": text, **thought}
         if calls:
             message["tool_calls"] = [
-                {"function": {"index": index, "name": call.name, "arguments": arguments_of(call)}}
-                for index, call in enumerate(calls)
+                {
+                    "id": call.id,
+                    "function": {"index": at, "name": call.name, "arguments": arguments_of(call)},
+                }
+                for at, call in enumerate(calls)
             ]
         return {"message": message}
 

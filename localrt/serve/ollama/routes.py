@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localrt.serve.calls import Call, prompts_of
+from localrt.serve.contents import Note
 from localrt.serve.embedding import embedded
 from localrt.serve.endpoints import fields_of, service_of
 from localrt.serve.errors import JsonResponse, invalid
@@ -33,11 +34,11 @@ async def generate(request: Request) -> Response:
 
 
 async def _answered(
-    request: Request, kind: str, read: Callable[[dict[str, Any]], Call | None], *, chat: bool
+    request: Request, kind: str, read: Callable[[dict[str, Any], Note], Call | None], *, chat: bool
 ) -> Response:
     began = time.monotonic()
     fields, service = await fields_of(request, kind), service_of(request)
-    call = read(fields)
+    call = read(fields, service.note_once)
     keep_s = keep_alive_s(fields.get("keep_alive"))
     if call is not None or keep_s != 0 or service.models.find(fields["model"]).state != "unloaded":
         _keep(request, fields)  # else the one who asks next would find it gone at once

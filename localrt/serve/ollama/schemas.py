@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from localrt.serve.schema_parts import (
+    ARGUMENTS,
+    CONTENT,
     COUNT,
     FILLED,
     FLAG,
     IDS,
     MOST_ID,
+    STOPS,
     STRING,
     TEXT,
+    TOOLS,
     Schema,
     integer,
     list_of,
@@ -48,7 +52,7 @@ _OPTIONS = nullable(
         min_p=number(0, 1),
         typical_p=number(0, 1),
         seed=integer(-(1 << 63), (1 << 63) - 1),
-        stop={**FILLED, "type": ["string", "array", "null"], "maxItems": 16, "items": FILLED},
+        stop=STOPS,
         num_predict=integer(-2, MOST_ID),
         repeat_penalty=number(0.01, 100),
         presence_penalty=number(-2, 2),
@@ -68,37 +72,30 @@ _ASK: dict[str, Any] = {
         "description": '"json", or a JSON schema',
         "anyOf": [{"enum": ["json", "", None]}, {"type": "object"}],
     },
-    "think": {"enum": [True, False, "low", "medium", "high", None]},
+    "think": {"type": ["boolean", "string", "null"]},
     "stream": FLAG,
     "keep_alive": _KEEP_ALIVE,
     "logprobs": FLAG,
     "top_logprobs": integer(0, 20),
 }
 
-_CALL = whole(function=whole(name=FILLED, arguments={"type": "object"}))
+_CALL = object_of("function", id=TEXT, function=object_of("name", name=FILLED, arguments=ARGUMENTS))
 _MESSAGE = object_of(
     "role",
-    role={"enum": ["system", "user", "assistant", "tool"]},
-    content=TEXT,
+    role={"enum": ["system", "developer", "user", "assistant", "tool"]},
+    content=CONTENT,
     thinking=TEXT,
     images=_IMAGES,
     tool_calls=nullable(list_of(_CALL)),
     tool_name=TEXT,
-)
-_TOOL = whole(
-    function=object_of(
-        "name",
-        name={"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
-        description=TEXT,
-        parameters=nullable({"type": "object"}),
-    )
+    tool_call_id=TEXT,
 )
 
 OLLAMA_CHAT = object_of(
     "model",
     **_ASK,
     messages=nullable(list_of(_MESSAGE)),
-    tools=nullable(list_of(_TOOL)),
+    tools=TOOLS,
     truncate=FLAG,
 )
 
@@ -120,14 +117,14 @@ OLLAMA_EMBED = object_of(
     model=FILLED,
     input={
         "description": "a text, or a list of texts",
-        "anyOf": [FILLED, list_of(FILLED, minItems=1), IDS],
+        "anyOf": [STRING, list_of(STRING), IDS],
     },
     truncate=FLAG,
     dimensions=integer(1, MOST_ID),
     keep_alive=_KEEP_ALIVE,
 )
 OLLAMA_EMBEDDINGS = object_of(
-    "model", "prompt", model=FILLED, prompt=FILLED, keep_alive=_KEEP_ALIVE
+    "model", "prompt", model=FILLED, prompt=STRING, keep_alive=_KEEP_ALIVE
 )
 
 _NAMED: Schema = {

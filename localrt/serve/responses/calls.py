@@ -7,27 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
-from localrt.serve.calls import Call, chosen_tool, thought
+from localrt.serve.calls import Call, effort
+from localrt.serve.contents import Fields, Message, Note, messages_of, thought, unnoted
 from localrt.serve.errors import invalid
-from localrt.serve.schemas import EFFORTS
-from localrt.text.content import other_than_text
+from localrt.serve.functions import chosen, offered
+from localrt.text.thinking import THOUGHT_FIELDS
 
-__all__ = ["conversation", "responses_call"]
+__all__ = ["Item", "conversation", "items_of", "responses_call"]
 
-Fields = Mapping[str, Any]
-Message = dict[str, Any]
+Item = dict[str, Any]
 
+_PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}  # of ids
+_THOUGHT = THOUGHT_FIELDS[0]
 _LOGPROBS = "message.output_text.logprobs"  # of ``include``
 _NOT_HERE = {
-    "background": "ask for a stream, or wait for the answer",
     "conversation": "send its items as input, or use previous_response_id",
     "prompt": "send instructions and input",
 }
 
 
-def responses_call(fields: Fields, messages: Sequence[Message]) -> Call:
-    """The call that answers ``messages``, those of ``conversation`` after the earlier ones.
+def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted) -> Call:
+    """The call that answers ``items``, the earlier ones first.
+
+    ``note`` is told what a model cannot be shown.
 
     Raises:
         ApiError: 400, fields that do not go together or are not supported.
@@ -42,20 +46,17 @@ def responses_call(fields: Fields, messages: Sequence[Message]) -> Call:
     shows = _LOGPROBS in (fields.get("include") or ()) or bool(fields.get("top_logprobs"))
     if shows:
         options["logprobs"] = fields.get("top_logprobs") or 0
-    if (effort := (fields.get("reasoning") or {}).get("effort")) is not None:
-        options["thinking"] = EFFORTS[effort]
-    wanted = (fields.get("text") or {}).get("format") or {}
-    if wanted.get("type") == "json_object":
+    if (wanted := (fields.get("reasoning") or {}).get("effort")) is not None:
+        options["thinking"] = effort(wanted)
+    form = (fields.get("text") or {}).get("format") or {}
+    if form.get("type") == "json_object":
         options["json_schema"] = {"type": "object"}
-    elif wanted.get("type") == "json_schema":
-        options["json_schema"] = wanted["schema"]
+    elif form.get("type") == "json_schema":
+        options["json_schema"] = form["schema"]
     if fields.get("truncation") == "auto":
         options["overflow"] = "drop_oldest"
-    # Coding agents offer tools of other kinds as well, which the model then does not have.
-    tools = [_tool(tool) for tool in fields.get("tools") or () if tool["type"] == "function"]
-    given = fields.get("tool_choice") or "auto"
-    named = None if isinstance(given, str) else given["name"]
-    choice = chosen_tool(given if named is None else None, named, tools)
+    tools = offered([*(fields.get("tools") or ()), *tools_in(items)], note)
+    choice, functions = chosen(fields.get("tool_choice"), tools)
     if choice not in ("auto", "none") and "json_schema" in options:
         raise invalid("text.format and a tool that must be called exclude one another")
     if choice != "auto":
@@ -63,83 +64,83 @@ def responses_call(fields: Fields, messages: Sequence[Message]) -> Call:
     instructions = fields.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
     return Call(
-        prompts=[{"prompt": [*system, *messages], "tools": tools or None}],
+        prompts=[{"prompt": [*system, *conversation(items, note)], "tools": functions or None}],
         options=options,
         model=fields.get("model"),
         stream=bool(fields.get("stream")),
         logprobs=shows,
         parallel_tools=fields.get("parallel_tool_calls") is not False,
         overflow_in_stream=True,  # as OpenAI does: coding agents look for no other sign
+        known=tools.known,
     )
-
-
-def _tool(tool: Fields) -> dict[str, Any]:
-    """A function in the form that templates take."""
-    function = {name: tool[name] for name in ("name", "description") if tool.get(name)}
-    return {
-        "type": "function",
-        "function": {**function, "parameters": tool.get("parameters") or {}},
-    }
 
 
 # -- items -----------------------------------------------------------------------------------------
 
 
-def conversation(items: str | Sequence[Fields]) -> list[Message]:
-    """The messages that ``items`` are: thoughts and calls go into the assistant's message.
+def items_of(given: str | Sequence[Fields] | None) -> list[Item]:
+    """The items of an ``input``, each with an id and a type."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}] if given else []
+    found: list[Item] = []
+    for item in given or ():
+        said = "role" in item or "content" in item
+        kind = item.get("type") or ("message" if said else "item_reference")
+        name = item.get("id") or f"{_PREFIXES.get(kind, kind[:20])}_{uuid4().hex}"
+        made = {**item, "type": kind, "id": name}
+        if kind == "message" and isinstance(made.get("content"), str):
+            part = "output_text" if made.get("role") == "assistant" else "input_text"
+            made["content"] = [{"type": part, "text": made["content"]}]
+        found.append(made)
+    return found
 
-    Raises:
-        ApiError: 400, an item that is not supported.
-    """
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
+
+def conversation(items: Sequence[Fields], note: Note = unnoted) -> list[Message]:
+    """The messages that ``items`` are: thoughts and calls go into the assistant's message."""
     messages: list[Message] = []
-    turn: Message | None = None  # of the assistant, while its items follow one another
-
-    def assistant(*, fresh: bool) -> Message:
-        nonlocal turn
-        if turn is None or fresh:
-            turn = {"role": "assistant", "content": ""}
-            messages.append(turn)
-        return turn
-
-    for number, item in enumerate(items):
-        kind = "message" if item.get("type") is None else item["type"]
-        said = bool(turn and (turn["content"] or turn.get("tool_calls")))
-        if kind == "reasoning":
-            text = _text(number, item.get("content") or item.get("summary") or [])
-            if text:
-                assistant(fresh=said).update(thought(text))
-        elif kind == "message" and item["role"] == "assistant":
-            assistant(fresh=said)["content"] = _text(number, item["content"])
-        elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            assistant(fresh=False).setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            turn, text = None, _text(number, item["output"])
-            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
-        elif kind == "message":
-            turn = None
-            role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": _text(number, item["content"])})
+    for item in items:
+        kind = item.get("type") or "message"
+        if kind == "message":
+            role = str(item.get("role") or "user")
+            role = "system" if role == "developer" else role
+            found = messages_of(role, item.get("content"), note, between="\n")
+        elif kind == "additional_tools":
+            continue
+        elif kind == "tool_search_output":
+            tools = offered(tools_in([item]), unnoted).functions
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            told = f"tools that can be called now: {names}" if tools else "no tool was found"
+            found = messages_of("assistant", [{**item, "output": told}], note)
         else:
-            raise invalid(
-                f"input[{number}] is of the type {kind[:60]!r}: messages, function_call, "
-                "function_call_output and reasoning are supported",
-                "input",
-            )
+            found = messages_of("assistant", [item], note)
+        for message in found:
+            if not (messages and _joined(messages[-1], message)):
+                messages.append(message)
     return messages
 
 
-def _text(number: int, content: str | Sequence[Fields]) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content:
-        if part["type"] != "refusal" and (other := other_than_text(part)) is not None:
-            raise invalid(
-                f"input[{number}] has {other}, and the model reads text only: leave it out", "input"
-            )
-        texts.append(part["refusal"] if part["type"] == "refusal" else part["text"])
-    return "\n".join(texts)
+def tools_in(items: Sequence[Fields]) -> list[Fields]:
+    """The tools that items of a conversation add to those of the request."""
+    return [
+        tool
+        for item in items
+        if item.get("type") in ("additional_tools", "tool_search_output")
+        and isinstance(item.get("tools"), list)
+        for tool in item["tools"]
+        if isinstance(tool, Mapping)
+    ]
+
+
+def _joined(last: Message, message: Message) -> bool:
+    """Whether both are of one turn of the assistant; ``last`` has it all then."""
+    if not last["role"] == message["role"] == "assistant":
+        return False
+    calls, thinks = last.get("tool_calls"), _THOUGHT in message
+    if (thinks and (last["content"] or calls)) or (message["content"] and calls):
+        return False
+    if thinks:
+        last |= thought("\n\n".join(filter(None, (last.get(_THOUGHT), message[_THOUGHT]))))
+    last["content"] = "\n\n".join(filter(None, (last["content"], message["content"])))
+    if "tool_calls" in message:
+        last["tool_calls"] = [*(calls or ()), *message["tool_calls"]]
+    return True

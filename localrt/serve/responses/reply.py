@@ -10,13 +10,14 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from localrt.engine.types import Chunk, Metrics
-from localrt.serve.calls import Call, thought
+from localrt.engine.types import Chunk, Metrics, ToolCall
+from localrt.serve.calls import Call
 from localrt.serve.errors import ApiError, in_words
+from localrt.serve.functions import Known, text_argument
 from localrt.serve.payloads import token_payloads
 from localrt.serve.replies import EVENT_STREAM, Payload, TokenBytes, event
 from localrt.text.thought_stream import ThoughtStream
-from localrt.text.tools import as_message_calls
+from localrt.text.tools import arguments_of
 
 __all__ = ["ResponseReply"]
 
@@ -36,14 +37,20 @@ _SHOWN: Mapping[str, Any] = {
     "top_p": None,
     "truncation": "disabled",
 }
+# All that is said of a response while there is nothing new.
+_BRIEF: Mapping[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+_HEAD = ("id", "object", "created_at", "status", "error", "incomplete_details", "model")
+_WRITTEN = {
+    "arguments": "response.function_call_arguments",
+    "input": "response.custom_tool_call_input",
+}
 _EVENTS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
 
 
 class ResponseReply:
     """The response to a ``call`` of the model that is called ``model``. See ``Reply``.
 
-    ``fields`` are the request's. ``keep`` gets the finished response, and the assistant's message
-    that continues the conversation.
+    ``fields`` are the request's. ``keep`` gets the finished response.
     """
 
     media_type = EVENT_STREAM
@@ -54,7 +61,7 @@ class ResponseReply:
         model: str,
         tokenizer: TokenBytes,
         fields: Mapping[str, Any],
-        keep: Callable[[Payload, dict[str, Any]], None],
+        keep: Callable[[Payload], None],
     ) -> None:
         self._call, self._tokenizer, self._keep = call, tokenizer, keep
         given = {name: fields[name] for name in _SHOWN if fields.get(name) is not None}
@@ -71,7 +78,6 @@ class ResponseReply:
             **_SHOWN,
             **given,
         }
-        self._message: dict[str, Any] = {"role": "assistant", "content": ""}
         self._thoughts = ThoughtStream()
         self._item: Payload | None = None  # the one that is being written
         self._sent = 0  # events so far
@@ -88,11 +94,12 @@ class ResponseReply:
     def begin(self) -> Iterator[bytes]:
         """That it has begun."""
         yield self._event("response.created", response=self._response)
-        yield self._event("response.in_progress", response=self._response)
+        yield self.alive()
 
     def alive(self) -> bytes:
-        """That it goes on: coding agents count events, not comments."""
-        return self._event("response.in_progress", response=self._response)
+        """That it goes on, in few words: coding agents count events, not comments."""
+        head = {name: self._response[name] for name in _HEAD}
+        return self._event("response.in_progress", response={**head, **_BRIEF, "output": []})
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
         """Events of items that begin, grow and end."""
@@ -108,9 +115,7 @@ class ResponseReply:
         cut = chunk.finish_reason == "length"
         yield from self._close("incomplete" if cut else "completed")
         for call in chunk.tool_calls:
-            yield from self._called(call.id, call.name, call.arguments)
-        if chunk.tool_calls:
-            self._message["tool_calls"] = as_message_calls(chunk.tool_calls)
+            yield from self._called(call)
         self._response |= {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -119,7 +124,7 @@ class ResponseReply:
 
     def end(self) -> Iterator[bytes]:
         """The whole response, which is kept."""
-        self._keep(self._response, self._message)
+        self._keep(self._response)
         yield self._event(f"response.{self._response['status']}", response=self._response)
 
     def failed(self, error: ApiError) -> Iterator[bytes]:
@@ -173,23 +178,35 @@ class ResponseReply:
         yield self._event("response.output_item.done", output_index=self._at, item=item)
         self._response["output"].append(item)
         self._item = None
-        self._message |= {"content": part["text"]} if kind == "message" else thought(part["text"])
 
-    def _called(self, call_id: str, name: str, arguments: str) -> Iterator[bytes]:
-        item: Payload = {
-            "id": _new_id("fc"),
-            "type": "function_call",
-            "call_id": call_id,
-            "name": name,
-            "arguments": "",
-            "status": "in_progress",
-        }
-        place = {"item_id": item["id"], "output_index": self._at}
+    def _called(self, call: ToolCall) -> Iterator[bytes]:
+        """Events of a call, which is an item of the type that its tool has for the client."""
+        known = self._call.known.get(call.name, Known("function", call.name))
+        field = text = ""  # what is written of it
+        item: Payload = {"call_id": call.id, "status": "in_progress"}
+        if known.type == "local_shell":
+            action = {"type": "exec", "env": {}, **arguments_of(call)}
+            item |= {"id": _new_id("lsh"), "type": "local_shell_call", "action": action}
+        elif known.type == "tool_search":
+            item |= {"id": _new_id("tsc"), "type": "tool_search_call", "execution": "client"}
+            item["arguments"] = arguments_of(call)
+        elif known.type == "custom":
+            field, text = "input", text_argument(call.arguments)
+            item |= {"id": _new_id("ctc"), "type": "custom_tool_call"}
+        else:
+            field, text = "arguments", call.arguments
+            item |= {"id": _new_id("fc"), "type": "function_call"}
+        if field:
+            space = {} if known.namespace is None else {"namespace": known.namespace}
+            item |= {"name": known.name, **space, field: ""}
         yield self._event("response.output_item.added", output_index=self._at, item=item)
-        yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-        done = "response.function_call_arguments.done"
-        yield self._event(done, **place, name=name, arguments=arguments)
-        item |= {"arguments": arguments, "status": "completed"}
+        if field:
+            place = {"item_id": item["id"], "output_index": self._at}
+            yield self._event(f"{_WRITTEN[field]}.delta", **place, delta=text)
+            written = {"name": known.name, field: text}
+            yield self._event(f"{_WRITTEN[field]}.done", **place, **written)
+            item[field] = text
+        item["status"] = "completed"
         yield self._event("response.output_item.done", output_index=self._at, item=item)
         self._response["output"].append(item)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from localrt.serve.schema_parts import (
+    CONTENT,
     COUNT,
-    FILLED,
     FLAG,
     MOST_ID,
     STRING,
     TEXT,
+    TOOL_CHOICE,
+    TOOLS,
     Schema,
     integer,
     list_of,
@@ -20,42 +22,15 @@ from localrt.serve.schema_parts import (
     where,
     whole,
 )
-from localrt.serve.schemas import EFFORTS
 
-__all__ = ["INPUT_TOKENS", "INPUT_TOKENS_COUNT", "RESPONSE", "RESPONSES", "RESPONSE_DELETED"]
-
-_PART: Schema = {
-    **whole(type=STRING),
-    "allOf": [
-        where("type", kind, whole(text=STRING))
-        for kind in ("input_text", "output_text", "reasoning_text", "summary_text", "text")
-    ]
-    + [where("type", "refusal", whole(refusal=STRING))],
-}
-_PARTS = list_of(_PART)
-_CONTENT: Schema = {
-    "description": "a text or a list of parts",
-    "anyOf": [STRING, _PARTS],
-}
-_MESSAGE = object_of(
-    "role",
-    "content",
-    role={"enum": ["user", "assistant", "system", "developer"]},
-    content=_CONTENT,
-)
-_ITEM: Schema = {
-    "type": "object",
-    "properties": {"type": TEXT},
-    "allOf": [
-        {
-            "if": {"properties": {"type": {"enum": ["message", None]}}},
-            "then": _MESSAGE,
-        },
-        where("type", "function_call", whole(call_id=FILLED, name=FILLED, arguments=STRING)),
-        where("type", "function_call_output", whole(call_id=FILLED, output=_CONTENT)),
-        where("type", "reasoning", object_of(summary=_PARTS, content=nullable(_PARTS))),
-    ],
-}
+__all__ = [
+    "INPUT_TOKENS",
+    "INPUT_TOKENS_COUNT",
+    "ITEMS",
+    "RESPONSE",
+    "RESPONSES",
+    "RESPONSE_DELETED",
+]
 
 _FORMAT: Schema = {
     **nullable(
@@ -69,48 +44,29 @@ _FORMAT: Schema = {
     **where("type", "json_schema", {"required": ["schema"]}),
 }
 
-_TOOL: Schema = {
-    **whole(type=STRING),
-    **where(
-        "type",
-        "function",
-        object_of(
-            "name",
-            name={"type": "string", "pattern": "^[a-zA-Z0-9_.-]{1,128}$"},
-            description=TEXT,
-            parameters=nullable({"type": "object"}),
-        ),
-    ),
-}
-
-_TOOL_CHOICE: Schema = {
-    "description": '"none", "auto", "required", or an object that names a function',
-    "anyOf": [
-        {"enum": ["none", "auto", "required", None]},
-        whole(type={"enum": ["function"]}, name=STRING),
-    ],
-}
-
 _PROMPT: dict[str, Any] = {
     "model": TEXT,
     "input": {
         "description": "a text or a list of items with the fields of their types",
-        "anyOf": [FILLED, list_of(_ITEM, minItems=1)],
+        "anyOf": [
+            STRING,
+            list_of(object_of(type=TEXT, id=TEXT, role=TEXT, content=CONTENT)),
+            {"type": "null"},
+        ],
     },
     "instructions": TEXT,
     "previous_response_id": TEXT,
-    "tools": nullable(list_of(_TOOL)),
-    "tool_choice": _TOOL_CHOICE,
+    "tools": TOOLS,
+    "tool_choice": TOOL_CHOICE,
     "parallel_tool_calls": FLAG,
-    "reasoning": nullable(object_of(effort={"enum": [*EFFORTS, None]})),
+    "reasoning": nullable(object_of(effort=TEXT)),
     "text": nullable(object_of(format=_FORMAT)),
     "truncation": {"enum": ["auto", "disabled", None]},
 }
 
-INPUT_TOKENS = object_of("input", **_PROMPT)
+INPUT_TOKENS = object_of(**_PROMPT)
 
 RESPONSES = object_of(
-    "input",
     **_PROMPT,
     max_output_tokens=integer(1, MOST_ID),
     temperature=number(0, 100),
@@ -131,8 +87,9 @@ RESPONSE = whole(
     created_at=COUNT,
     status={"enum": ["completed", "incomplete"]},
     model=STRING,
-    output=list_of(whole(id=STRING, type={"enum": ["reasoning", "message", "function_call"]})),
+    output=list_of(whole(id=STRING, type=STRING)),
     usage=whole(input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT),
 )
+ITEMS = whole(object={"const": "list"}, data=list_of(whole(id=STRING, type=STRING)), has_more=FLAG)
 RESPONSE_DELETED = whole(id=STRING, object={"const": "response"}, deleted={"const": True})
 INPUT_TOKENS_COUNT = whole(object={"const": "response.input_tokens"}, input_tokens=COUNT)

@@ -19,15 +19,19 @@ _SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A ``response`` as its client got it, and the conversation to its end, without instructions.
+    """A ``response`` as its client got it, and the ``items`` that it answers, the earlier ones too.
 
     ``nbytes`` is about what it takes, ``since`` when it was put away.
     """
 
     response: dict[str, Any]
-    messages: Sequence[dict[str, Any]]
+    items: Sequence[dict[str, Any]]
     nbytes: int
     since: float
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """All items, to the end of the response."""
+        return [*self.items, *self.response.get("output", ())]
 
 
 class ResponseStore:
@@ -44,12 +48,14 @@ class ResponseStore:
         self._most, self._most_bytes, self._seconds = most, most_bytes, seconds
         self._now = now
         self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._items: dict[str, tuple[str, dict[str, Any]]] = {}  # the last response that has each
         self._nbytes = 0
 
-    def put(self, response: dict[str, Any], messages: Sequence[dict[str, Any]]) -> None:
-        """Keep a response under its ``id``."""
-        nbytes = len(to_json([response, messages]))
-        self._kept[response["id"]] = Stored(response, messages, nbytes, self._now())
+    def put(self, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
+        """Keep a response to ``items`` under its ``id``."""
+        nbytes, name = len(to_json([response, items])), response["id"]
+        self._kept[name] = stored = Stored(response, items, nbytes, self._now())
+        self._items |= {item["id"]: (name, item) for item in stored.conversation()}
         self._nbytes += nbytes
         self._make_room()
 
@@ -58,11 +64,18 @@ class ResponseStore:
         self._make_room()
         return self._kept.get(name)
 
-    def remove(self, name: str) -> bool:
-        """Forget it; whether it was there."""
-        stored = self._kept.pop(name, None)
-        self._nbytes -= 0 if stored is None else stored.nbytes
-        return stored is not None
+    def item(self, name: str) -> dict[str, Any] | None:
+        """The item of this id, of a response that is still there."""
+        self._make_room()
+        return self._items.get(name, ("", None))[1]
+
+    def remove(self, name: str) -> None:
+        """Forget the response of this id."""
+        stored = self._kept.pop(name)
+        self._nbytes -= stored.nbytes
+        for item in stored.conversation():
+            if self._items.get(item["id"], ("",))[0] == name:
+                del self._items[item["id"]]
 
     def _make_room(self) -> None:
         while self._kept:
