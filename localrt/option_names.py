@@ -128,7 +128,7 @@ _FLAGS = {
 }
 _NO_FLAGS = frozenset(
     {
-        *("ignore_eos", "line_seconds", "logit_bias", "logprobs", "min_indent"),
+        *("context_tokens", "ignore_eos", "line_seconds", "logit_bias", "logprobs", "min_indent"),
         *("token_ids", "tool_choice", "tree_depth"),
     }
 )

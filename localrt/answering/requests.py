@@ -181,7 +181,7 @@ class RequestBuilder:
         return Request(
             prompt=ids,
             sampling=chosen.sampling,
-            max_tokens=chosen.max_tokens,
+            max_tokens=_answer_tokens(chosen, len(ids)),
             stop=stops,
             eos_ids=frozenset() if chosen.ignore_eos else ends,
             lines=chosen.lines,
@@ -380,7 +380,7 @@ class RequestBuilder:
 
     def _room(self, options: Options) -> int:
         """The tokens that a prompt may have where the oldest are dropped."""
-        ctx = self._parts.ctx
+        ctx = min(self._parts.ctx, options.context_tokens or self._parts.ctx)
         return ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
 
     def _fitted(
@@ -410,6 +410,8 @@ class RequestBuilder:
                 len(messages),
             )
             if start >= len(messages):
+                if ids is not None and len(ids) <= ctx - ctx // _ANSWER_SHARE:
+                    return ids  # it is only longer than was asked for
                 raise ContextOverflowError(
                     f"the last message alone has {count} with the system prompt and the context "
                     f"holds {ctx}: shorten it or raise {option('ctx')}",
@@ -417,6 +419,14 @@ class RequestBuilder:
                     ctx=ctx,
                 )
             shown = [*messages[:head], *messages[start:]]
+
+
+def _answer_tokens(options: Options, prompt: int) -> int | None:
+    """The most tokens of an answer to a prompt of so many."""
+    if options.context_tokens is None or prompt >= options.context_tokens:
+        return options.max_tokens
+    left = options.context_tokens - prompt
+    return left if options.max_tokens is None else min(left, options.max_tokens)
 
 
 def _beginning(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:

@@ -22,6 +22,7 @@ Effort = Literal["low", "medium", "high"]
 
 _BOUNDS = (
     ("max_tokens", 1, 1 << 31),
+    ("context_tokens", 1, 1 << 31),
     ("thinking_tokens", 0, 1 << 31),
     ("logprobs", 0, 100),
     ("min_indent", 0, 1 << 31),
@@ -39,10 +40,10 @@ class Options:
     with fewer than ``min_indent`` spaces and tabs, and after ``line_seconds`` with its line.
     ``logprobs`` asks for the log-probability of every token with that many alternatives (0 to 100).
     ``overflow="drop_oldest"`` keeps the system prompt and drops the oldest turns when a
-    conversation outgrows the context. ``draft`` is ``"auto"``, ``"off"``,
-    ``"ngram"``, ``"head"`` or a model to draft with, which ``+ngram`` may follow; ``tree_budget``
-    is the number of guesses in a pass (1 to 2048), ``tree_depth`` how far ahead they may be (1 to
-    64).
+    conversation outgrows the context, or ``context_tokens`` if these are fewer; they end the answer
+    too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"``, ``"head"`` or a model to draft with, which
+    ``+ngram`` may follow; ``tree_budget`` is the number of guesses in a pass (1 to 2048),
+    ``tree_depth`` how far ahead they may be (1 to 64).
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
     llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a
     stop string cuts it short.
@@ -64,6 +65,7 @@ class Options:
     line_seconds: float | None = None
     logprobs: int | None = None
     overflow: Overflow = "error"
+    context_tokens: int | None = None
     draft: str = "auto"
     tree_budget: int | None = None
     tree_depth: int | None = None

@@ -44,7 +44,7 @@ _SENT = (
 _THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 # Of no use elsewhere, and what they are when nobody chose.
 _HERE = {"draft": "auto", "tree_budget": None, "tree_depth": None, "overflow": "error"}
-_HERE |= {"regex": None, "logprobs": None, "min_indent": None, "line_seconds": None}
+_HERE |= dict.fromkeys(("context_tokens", "regex", "logprobs", "min_indent", "line_seconds"))
 
 
 def connect(

@@ -96,6 +96,24 @@ def test_minus_one_is_no_seed() -> None:
         assert call.options == options
 
 
+def test_num_ctx_bounds_conversation_and_answer(client: Any, server: Running) -> None:
+    messages = [*HI, {"role": "assistant", "content": "a" * 60}, *HI]
+    options = {"temperature": 0, "num_predict": 200}
+    alone = client.chat(model="tiny", messages=HI, options={**options, "num_predict": 1})
+    whole = client.chat(model="tiny", messages=messages, options={**options, "num_ctx": 400})
+    cut = client.chat(model="tiny", messages=messages, options={**options, "num_ctx": 64})
+    assert whole.prompt_eval_count > cut.prompt_eval_count == alone.prompt_eval_count
+    assert cut.prompt_eval_count + cut.eval_count <= 64
+    # A prompt that alone is longer is read, as there is room for it.
+    long = client.chat(model="tiny", messages=HI, options={**options, "num_ctx": 4})
+    assert long.prompt_eval_count == alone.prompt_eval_count
+    server.notes.clear()
+    server.service._noted.clear()
+    for _ in range(2):
+        client.chat(model="tiny", messages=HI, options={**options, "num_ctx": 1 << 20})
+    assert sum("--ctx 1048576" in note for note in server.notes) == 1
+
+
 def test_tools_and_their_results() -> None:
     messages: list[Any] = [
         *HI,

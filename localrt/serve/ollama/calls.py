@@ -36,7 +36,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Call | None:
     """The call of a chat; None without messages: the model is only to be loaded.
 
     A last message of the assistant is the beginning of the answer. Where a conversation outgrows
-    the context, the oldest turns are left out, unless ``truncate`` is false.
+    the context, or ``num_ctx``, the oldest turns are left out, unless ``truncate`` is false.
 
     Raises:
         ApiError: 400, fields that are not supported.
@@ -114,6 +114,8 @@ def _options(fields: Fields) -> dict[str, Any]:
         options["top_k"] = max(0, int(given["top_k"]))
     if given.get("repeat_penalty") is not None:
         options["repetition_penalty"] = given["repeat_penalty"]
+    if (given.get("num_ctx") or 0) > 0:
+        options["context_tokens"] = int(given["num_ctx"])
     if (given.get("num_predict") or -1) > 0:  # below zero: as many as it takes
         options["max_tokens"] = int(given["num_predict"])
     if fields.get("format"):

@@ -39,6 +39,10 @@ async def _answered(
     began = time.monotonic()
     fields, service = await fields_of(request, kind), service_of(request)
     call = read(fields, service.note_once)
+    asked = (fields.get("options") or {}).get("num_ctx") or 0
+    if asked > ((ctx := service.models.find(fields["model"]).ctx) or asked):
+        note = f"a client asks for a context of {asked} tokens (num_ctx), and this server has {ctx}"
+        service.note_once("num_ctx", f"{note}: start it with --ctx {asked}")
     keep_s = keep_alive_s(fields.get("keep_alive"))
     if call is not None or keep_s != 0 or service.models.find(fields["model"]).state != "unloaded":
         _keep(request, fields)  # else the one who asks next would find it gone at once

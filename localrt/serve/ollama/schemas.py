@@ -54,6 +54,7 @@ _OPTIONS = nullable(
         seed=integer(-(1 << 63), (1 << 63) - 1),
         stop=STOPS,
         num_predict=integer(-2, MOST_ID),
+        num_ctx=integer(-1, MOST_ID),
         repeat_penalty=number(0.01, 100),
         presence_penalty=number(-2, 2),
         frequency_penalty=number(-2, 2),
