@@ -12,10 +12,11 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import App, SystemCommand
-from textual.events import Resize
+from textual.binding import BindingType
+from textual.events import Event, Paste, Resize
 from textual.filter import LineFilter
 from textual.screen import Screen
 from textual.timer import Timer
@@ -30,11 +31,11 @@ from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.screen import ChatScreen
 from localrt.tui.conversation.background import Task, loading
 from localrt.tui.conversation.state import ChatState, Defaults
-from localrt.tui.keys import KEYS, Key, chosen_keys, rebound
+from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, TooSmall, ask
 from localrt.tui.screens.help import HelpScreen
-from localrt.tui.text import explained, one_line, short_name
+from localrt.tui.text import explained, one_line, pasted, short_name
 from localrt.tui.themes import WithoutColor, offered, register
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class ChatApp(App[None]):
 
     TITLE = "localrt"
     CSS_PATH = Path(__file__).with_name("app.tcss")
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings(everywhere=True)]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (70, "-normal"), (120, "-wide")]  # noqa: RUF012
 
     def __init__(
@@ -137,6 +139,7 @@ class ChatApp(App[None]):
         self._loading: Task[ChatModel] = loading(load)
         self._loading_name: str | None = None  # of another model that is on its way
         self._model_before: str | None = None  # what was loaded until then
+        self._wanted: str | None = None  # chosen while another was on its way
         self._ticker: Timer | None = None
         self._asked_to_leave = False
         self.state = ChatState(
@@ -179,6 +182,12 @@ class ChatApp(App[None]):
                 self.state.open(found[0].id)
         except LocalrtError as error:
             self.state.notes += (one_line(error),)
+
+    async def on_event(self, event: Event) -> None:
+        """What is pasted has plain line ends, wherever it goes."""
+        if isinstance(event, Paste) and not event.is_forwarded:
+            event.text = pasted(event.text)
+        await super().on_event(event)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """What a line goes through on its way to the terminal."""
@@ -226,13 +235,18 @@ class ChatApp(App[None]):
         """Load another model in the place of the present one; the conversation stays.
 
         The present one is parked and unloaded in the thread that loads, so that there is never
-        more than one in memory. An answer is not interrupted.
+        more than one in memory. What is being answered or loaded comes to its end first.
         """
+        if not self._loading.done:
+            self._wanted = name
+            self.chat.say(f"{short_name(name)} is loaded after the model that is on its way")
+        else:
+            what = f"{short_name(name)} is loaded"
+            self.chat.when_answered(what, lambda: self._exchange_model(name))
+
+    def _exchange_model(self, name: str) -> None:
         chat, load = self.chat, self._load_by_name
-        if load is None or chat.queue.answering or not self._loading.done:
-            what = "is answering: Esc stops it" if chat.queue.answering else "is still loading"
-            chat.say(f"Another model has to wait: this one {what}", "error")
-            return
+        assert load is not None, "there is no list to choose from without it"
         session, model = self.state.drop_model()
 
         def exchange(progress: ProgressCallback) -> ChatModel:
@@ -272,6 +286,7 @@ class ChatApp(App[None]):
             self._ticker.stop()
         self.chat.loading_line.display = False
         other, self._loading_name = self._loading_name, None
+        wanted, self._wanted = self._wanted, None
         try:
             if self._loading.result is None:
                 raise self._loading.error or LocalrtError("the model is not there")
@@ -279,13 +294,18 @@ class ChatApp(App[None]):
         except Exception as error:  # noqa: BLE001 - whatever it is, the app shows it
             if other is None:
                 self._fail(error)
-            else:
+            elif wanted is None:
                 self._offer_model_before(other, error)
+            else:
+                self.chat.say(f"{short_name(other)} was not loaded: {explained(error)}", "error")
         else:
             self.chat.model_loaded(session)
             if self._chat_path is not None:
                 path, self._chat_path = self._chat_path, None
                 self.chat.open_conversation(lambda: self.state.load(path))
+        if wanted is not None:
+            self.load_model(wanted)
+        else:
             self.chat.send_next()
 
     def _fail(self, error: Exception) -> None:

@@ -30,7 +30,7 @@ __all__ = [
 class Entry:
     """A command's name, its argument as help shows it, and what it does.
 
-    ``idle``: it has to wait while the model loads or answers. ``path``: its argument names a file.
+    ``idle``: not while the model loads or answers. ``path``: its argument names a file.
     ``action``: the screen's action that it stands for, where it takes no argument.
     """
 
@@ -54,11 +54,11 @@ class Entry:
 
 COMMANDS = (
     Entry("help", "", "commands and keys", "app.help", idle=False),
-    Entry("new", "", "new conversation, same settings", "new"),
+    Entry("new", "", "new conversation, same settings", "new", idle=False),
     Entry("open", "[WORDS]", "list and search conversations", idle=False),
     Entry("find", "[WORDS]", "find in this conversation", idle=False),
     Entry("rename", "TITLE", "name this conversation", idle=False),
-    Entry("delete", "", "delete this conversation", "delete"),
+    Entry("delete", "", "delete this conversation", "delete", idle=False),
     Entry("edit", "", "change the marked or last message, send again", "edit"),
     Entry("retry", "", "answer the marked or last message again", "retry"),
     Entry("branch", "[prev]", "show the next branch, or the previous one"),
@@ -75,7 +75,7 @@ COMMANDS = (
     Entry("models", "[WORDS]", "list, search, download and load models", idle=False),
     Entry("panel", "", "show or hide memory, disk, why not faster", "panel", idle=False),
     Entry("export", "[PATH]", "save as Markdown, or JSON for a .json", idle=False, path=True),
-    Entry("load", "PATH", "open an exported or saved chat (.json)", path=True),
+    Entry("load", "PATH", "open an exported or saved chat (.json)", idle=False, path=True),
     Entry("quit", "", "leave", "app.quit", idle=False),
 )
 _ALIASES = {

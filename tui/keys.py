@@ -8,6 +8,7 @@ people say them (``"Ctrl+L"``, ``"alt+left"``, ``"F6"``), several with commas. K
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ __all__ = ["KEYS", "OTHER_KEYS", "Key", "bindings", "chosen_keys", "read_key", "
 class Key:
     """``keys`` as Textual names them, separated by commas; the first is the one that help shows.
 
-    ``palette``: the command palette offers it. ``first``: it works wherever the focus is.
+    ``palette``: the command palette offers it. ``first``: it works wherever the focus is;
+    ``everywhere``: in every window too.
     """
 
     id: str
@@ -32,6 +34,7 @@ class Key:
     does: str
     palette: bool = True
     first: bool = False
+    everywhere: bool = False
 
     @property
     def shown(self) -> str:
@@ -42,6 +45,13 @@ class Key:
 
 _NAMES = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn"}
 
+# As in other programs of a terminal. Windows has no such thing, and undoes by this key.
+_SUSPEND = Key(
+    *("suspend", "ctrl+z", "app.suspend_process", "Suspend; fg in the shell goes on"),
+    palette=False,
+    first=True,
+    everywhere=True,
+)
 KEYS = (
     Key("conversations", "ctrl+o", "conversations", "List, search and open conversations"),
     Key("find", "ctrl+f", "find", "Find in this conversation", first=True),
@@ -65,6 +75,7 @@ KEYS = (
     Key("help", "f1", "app.help", "Help", first=True),
     Key("stop", "escape", "stop", "Stop the answer; unmark", palette=False),
     Key("interrupt", "ctrl+c", "interrupt", "Copy the selection or stop; twice quits", False, True),
+    *(() if os.name == "nt" else (_SUSPEND,)),
 )
 
 OTHER_KEYS = (
@@ -72,6 +83,7 @@ OTHER_KEYS = (
     ("Ctrl+J", "New line, as Shift+Enter"),
     ("Up, Down", "Earlier and later messages"),
     ("Tab", "Complete a command; unfold a pasted text"),
+    ("Alt+Z, Ctrl+Y", "Undo, redo what was written (also Ctrl+_)"),
     ("PgUp, PgDn", "Scroll; Ctrl+Home, Ctrl+End"),
     ("Mouse", "Click marks a turn, dragging selects text"),
     ("Ctrl+P", "Palette of all commands"),
@@ -96,11 +108,12 @@ _TYPING = ("enter", "tab", "backspace", "delete", "space")
 _TAKEN = frozenset((*_MOVING, *_TYPING, "ctrl+q", "ctrl+p", "ctrl+j"))
 
 
-def bindings() -> list[Binding]:
-    """The table as Textual takes it."""
+def bindings(*, everywhere: bool = False) -> list[Binding]:
+    """The table as Textual takes it: the chat's keys, or those of every window."""
     return [
         Binding(key.keys, key.action, key.does, show=False, priority=key.first, id=key.id)
         for key in KEYS
+        if key.everywhere is everywhere
     ]
 
 

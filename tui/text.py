@@ -6,6 +6,7 @@ reaches the terminal: a control sequence in it must be seen, never obeyed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import datetime
 
@@ -20,6 +21,7 @@ __all__ = [
     "human_count",
     "human_when",
     "one_line",
+    "pasted",
     "short_name",
 ]
 
@@ -30,6 +32,17 @@ _CONTROL = {
     if chr(code) not in _KEPT
 }
 _CONTROL[ord("\r")] = ""
+
+
+# Control keys as tmux and other terminals write them when programs ask for extended keys; tmux does
+# so with the line ends of what is pasted too. One number is the modifiers, 5 for Ctrl.
+_EXTENDED = re.compile(r"\x1b\[27;5;(\d{2,3})~|\x1b\[(\d{2,3});5u")
+
+
+def pasted(text: str) -> str:
+    """The text with line feeds as line ends, whatever the terminal made of them."""
+    text = _EXTENDED.sub(lambda m: chr(int(m.group(1) or m.group(2)) & 0x1F), text)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def clean(text: str) -> str:

@@ -89,9 +89,14 @@ async def test_questions_and_answers(model: FakeModel) -> None:
         assert screen.waiting(app) == ["two", "/three"]
         assert "2 messages wait" in screen.hint(app)
         await pilot.press("escape")
-        await until(pilot, lambda: idle(app))
         assert screen.users(app) == ["one"]
         assert screen.composer(app).text == "two\n\n//three"
+        assert not idle(app), "the answer goes on"
+        await pilot.press("escape")
+        await until(pilot, lambda: idle(app))
+        assert screen.composer(app).text == "one\n\ntwo\n\n//three"
+        assert screen.composer(app).selected_text == "one"
+        screen.composer(app).put("")
 
         # Prefill is shown in percent.
         await cleared(pilot)

@@ -86,16 +86,19 @@ async def test_commands_without_a_model(model: FakeModel) -> None:
         await screen.say(pilot, "/tmp/file is what?")
         assert screen.notices(app, "error")[0].startswith("No command /tmp/file: /help")
         assert screen.users(app) == []
-        await screen.say(pilot, "/clear")  # the old name of /new
+        await screen.say(pilot, "/regenerate")  # another name of /retry
         assert "still loading" in screen.notices(app, "error")[-1]
         loader.gate.set()
         await until(pilot, lambda: idle(app))
         await screen.say(pilot, "//etc is what?")
         assert screen.users(app) == ["/etc is what?"]
-        await screen.say(pilot, "/clear")
+        await screen.say(pilot, "/retry")
         assert "Esc stops it" in screen.notices(app, "error")[-1]
+        await screen.say(pilot, "/clear")  # the old name of /new
+        assert "opens when this answer has ended" in screen.notices(app)[-1]
+        assert screen.users(app) == ["/etc is what?"]
         model.release()
-        await pilot.press("escape")
+        await until(pilot, lambda: screen.users(app) == [] and idle(app))
 
 
 async def test_system_and_set(model: FakeModel) -> None:

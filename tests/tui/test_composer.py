@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from textual.events import MouseScrollUp, Paste
 
@@ -34,6 +36,57 @@ async def test_writing(model: FakeModel) -> None:
             assert composer.text == "a\nb"
         await pilot.press("enter")
         await until(pilot, lambda: screen.users(app) == ["a\nb"])
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "\r\n",
+        "\r",
+        "\x1b[27;5;106~",  # Ctrl+J as tmux writes it with extended keys
+        "\x1b[106;5u",
+        "\x1b[27;5;109~",  # Ctrl+M
+    ],
+)
+async def test_line_ends_of_a_paste(model: FakeModel, end: str) -> None:
+    async with running(model) as (app, pilot):
+        composer = screen.composer(app)
+        app.post_message(Paste(f"one{end}two"))
+        await pilot.pause()
+        assert composer.text == "one\ntwo"
+        composer.put("")
+        app.post_message(Paste(end.join(map(str, range(30)))))
+        await pilot.pause()
+        assert composer.text == "[pasted, 30 lines] "
+        await pilot.press("backspace", "tab")
+        assert composer.text.split() == [str(number) for number in range(30)]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="nothing can be suspended there")
+@pytest.mark.parametrize("window", [None, "f1", "ctrl+o"])
+async def test_control_z_suspends(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch, window: str | None
+) -> None:
+    suspended: list[bool] = []
+    monkeypatch.setattr(
+        "textual.app.App.action_suspend_process", lambda app: suspended.append(True)
+    )
+    async with running(model) as (app, pilot):
+        await pilot.press(*"word")
+        if window is not None:
+            await pilot.press(window)
+        await pilot.press("ctrl+z")
+        assert suspended == [True]
+        assert screen.composer(app).text == "word"
+
+
+@pytest.mark.parametrize("key", ["alt+z", "ctrl+underscore"])
+async def test_undo(model: FakeModel, key: str) -> None:
+    async with running(model) as (app, pilot):
+        await pilot.press(*"word", key)
+        assert screen.composer(app).text == ""
+        await pilot.press("ctrl+y")
+        assert screen.composer(app).text == "word"
 
 
 async def test_commands_are_completed(model: FakeModel) -> None:

@@ -201,14 +201,38 @@ async def test_a_stopped_answer_is_kept_as_stopped(model: FakeModel, opening: Op
         assert screen.marks(app) == ["stopped"]
 
 
-async def test_an_answer_that_was_stopped_at_once_is_told_with_words(model: FakeModel) -> None:
+async def test_escape_before_the_first_word_gives_the_message_back(model: FakeModel) -> None:
     model.hold()
     async with running(model) as (app, pilot):
-        await screen.say(pilot, "Hi")
+        await screen.say(pilot, "Hi\nthere")
         await pilot.press("escape")
         await until(pilot, lambda: screen.idle(app))
-        assert screen.marks(app) == ["stopped"]
+        assert screen.kinds(app) == ["Notice"]
+        assert screen.composer(app).selected_text == screen.composer(app).text == "Hi\nthere"
         model.release()
+        await pilot.press(*"Ho", "enter")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+        assert [m["content"] for m in model.seen[-1].messages] == ["Ho"]
+
+        # A second answer that is stopped so leaves the first one there.
+        model.hold()
+        await pilot.press("ctrl+r", "escape")
+        await until(pilot, lambda: screen.idle(app))
+        assert screen.answers(app) == ["Hello there."]
+        assert screen.composer(app).text == ""
+        model.release()
+
+
+async def test_an_answer_that_was_stopped_at_once_is_told_with_words(
+    model: FakeModel, opening: Opening
+) -> None:
+    model.hold()
+    async with running(model, history=opening) as (_, pilot):
+        await screen.say(pilot, "Hi")
+        await pilot.press("ctrl+q")
+    model.release()
+    async with running(model, history=opening, resume=True) as (app, pilot):
+        assert screen.marks(app) == ["stopped"]
         await asked(pilot, "Again")
     assert [m["content"] for m in model.seen[-1].messages] == ["Hi", "(No answer.)", "Again"]
 

@@ -151,7 +151,7 @@ async def test_a_model_that_came_too_late_is_closed_and_told() -> None:
         assert late.closed
 
 
-async def test_an_answer_is_not_interrupted() -> None:
+async def test_switching_waits_for_the_answer() -> None:
     shelf = Shelf()
     shelf.first.hold()
     app = shelf.app()
@@ -161,8 +161,26 @@ async def test_an_answer_is_not_interrupted() -> None:
         app.load_model("org/chat:Q4_K_M")
         await pilot.pause()
         assert shelf.asked == []
-        assert "is answering" in screen.notices(app, "error")[0]
-        await pilot.press("escape")
+        assert "chat:Q4_K_M is loaded when this answer has ended" in screen.notices(app)[-1]
+        await screen.say(pilot, "And you?")
+        shelf.first.release()
+        await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
+        assert shelf.asked == ["org/chat:Q4_K_M"]
+        other = shelf.models["org/chat:Q4_K_M"]
+        assert [m["content"] for m in other.seen[-1].messages][-1] == "And you?"
+
+
+async def test_switching_waits_for_the_model_that_is_on_its_way() -> None:
+    shelf = Shelf()
+    loader = FakeLoader(shelf.first, held=True)
+    app = app_for(loader, load_by_name=shelf)
+    async with app.run_test(size=SIZE) as pilot:
+        app.load_model("org/chat:Q4_K_M")
+        await pilot.pause()
+        assert shelf.asked == []
+        loader.gate.set()
+        await until(pilot, lambda: shelf.asked == ["org/chat:Q4_K_M"] and idle(app))
+        assert shelf.first.closed
 
 
 async def test_after_a_failed_start_another_can_be_chosen() -> None:

@@ -185,7 +185,8 @@ async def test_a_message_waits_for_servers_that_start(model: FakeModel) -> None:
         await until(pilot, lambda: screen.phase(app) is Phase.SERVERS)
         await pilot.press("escape")
         await until(pilot, lambda: screen.idle(app))
-        assert screen.marks(app) == ["stopped"]
+        assert screen.composer(app).text == "One"
+        screen.composer(app).put("")
         assert model.seen == []
         await screen.say(pilot, "Two")
         await until(pilot, lambda: screen.phase(app) is Phase.SERVERS)

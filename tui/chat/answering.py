@@ -211,7 +211,8 @@ class MessageQueue:
             full: whether the context is.
 
         Returns:
-            Messages that were not answered: the refused one, and those behind it.
+            Messages that were not answered: one that was refused, or stopped before the first
+            word, and those behind it.
         """
         now, self._now = self._now, None
         assert now is not None
@@ -226,13 +227,15 @@ class MessageQueue:
         if update.finish_reason == "tool_calls":
             self._call(now, update)
             return []
-        if update.error is not None and not text:
+        taken_back = state == "cancelled" and not now.rounds
+        if (update.error is not None or taken_back) and not text:
             block = None if now.rounds else now.block
             gone: list[Block] = [answer] if block is None else [block, answer]
             self._view.drop(*gone)
             if gone[0].turn is not None:
                 self.conversation.leave(gone[0].turn)
-            self._view.add_notice(explained(update.error), "error")
+            if update.error is not None:
+                self._view.add_notice(explained(update.error), "error")
             if now.rounds:
                 self._view.add_notice(NOT_ANSWERED, "mark")
                 return self.take_back()

@@ -14,6 +14,7 @@ from textual.binding import Binding, BindingType
 from textual.events import Key, Paste
 from textual.message import Message
 from textual.widgets import TextArea
+from textual.widgets.text_area import Selection
 
 from localrt.tui.chat.menu import CommandMenu
 from localrt.tui.commands import Suggestion, as_typed, completion, read_line
@@ -29,6 +30,7 @@ class Composer(TextArea):
     """A text area that grows to eight lines and remembers what was sent."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+underscore,alt+z", "undo", show=False, id="undo"),
         Binding("pageup", "screen.scroll_conversation('page_up')", show=False, id="page-up"),
         Binding("pagedown", "screen.scroll_conversation('page_down')", show=False, id="page-down"),
         Binding("ctrl+home", "screen.scroll_conversation('home')", show=False, id="to-top"),
@@ -72,12 +74,15 @@ class Composer(TextArea):
         """Replace the text by a message that was sent before."""
         self.put(as_typed(self.attachments.folded(draft)))
 
-    def put_back(self, drafts: Iterable[Draft]) -> None:
-        """Give unsent messages back, before whatever has been written since."""
-        texts = [as_typed(self.attachments.folded(draft)) for draft in drafts]
-        if self.text.strip():
-            texts.append(self.text)
-        self.put("\n\n".join(texts))
+    def put_back(self, drafts: Iterable[Draft], *, select: bool = False) -> None:
+        """Give unsent messages back, before whatever has been written since; ``select`` has the
+        next key replace them.
+        """
+        back = "\n\n".join(as_typed(self.attachments.folded(draft)) for draft in drafts)
+        self.put(f"{back}\n\n{self.text}" if self.text.strip() else back)
+        if select:
+            end = (back.count("\n"), len(back.rpartition("\n")[2]))
+            self.selection = Selection((0, 0), end)
 
     def attach(self, name: str, text: str) -> None:
         """Put a long text at the cursor, under a label."""
@@ -116,11 +121,10 @@ class Composer(TextArea):
         event.prevent_default()
 
     async def _on_paste(self, event: Paste) -> None:
-        text = event.text.replace("\r\n", "\n").replace("\r", "\n")
-        if Attachments.is_long(text):
+        if Attachments.is_long(event.text):
             event.prevent_default()
             event.stop()
-            self.attach("pasted", text)
+            self.attach("pasted", event.text)
 
     def update_suggestion(self) -> None:
         """Show the rest of a command in grey; Tab and Right take it."""

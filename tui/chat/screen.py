@@ -91,6 +91,7 @@ class ChatScreen(Screen[None]):
         self._editing: int | None = None  # the user's turn that the composer holds
         self._ticker: Timer | None = None  # while an answer is generated
         self._starting = True
+        self._next: Callable[[], None] | None = None  # to be done when the answer has ended
         self._parking: set[asyncio.Task[None]] = set()
         self._commands: dict[str, Callable[[str], Awaitable[object] | None]] = {
             "open": self.action_conversations,
@@ -152,16 +153,24 @@ class ChatScreen(Screen[None]):
         self.footer.status = Status(model=name)
         self.composer.placeholder = _WAITS_FOR_MODEL
 
-    def idle(self, what: str, *, loading: bool = False) -> bool:
-        """Whether nothing is being answered, nor (unless ``loading``) loaded; says so if not."""
+    def idle(self, what: str) -> bool:
+        """Whether nothing is being answered or loaded; says so if not."""
         if self.queue.answering:
-            reason = "answering: Esc stops it"
-        elif self.state.session is None and not loading:
-            reason = "still loading"
+            reason = "is answering: Esc stops it"
+        elif self.state.session is None:
+            reason = "is still loading"
         else:
             return True
-        self.say(f"/{what} has to wait: the model is {reason}", "error")
+        self.say(f"No /{what} while the model {reason}", "error")
         return False
+
+    def when_answered(self, what: str, work: Callable[[], None]) -> None:
+        """Do it now, or at the end of the answer; the last such wish counts."""
+        if self.queue.answering:
+            self._next = work
+            self.say(f"{what} when this answer has ended; Esc stops it")
+        else:
+            work()
 
     @property
     def _session(self) -> Session:
@@ -257,7 +266,11 @@ class ChatScreen(Screen[None]):
             phase = Phase.TOOLS if self.queue.calling else Phase.READY
             self.footer.change(phase=phase, percent=None)
             if unanswered:
-                self.composer.put_back(unanswered)
+                stopped = update.finish_reason == "cancelled"
+                self.composer.put_back(unanswered, select=stopped)
+            if not self.queue.answering and self._next is not None:
+                work, self._next = self._next, None
+                work()
             self.send_next()
             if not self.queue.answering and self._ticker is not None:
                 self._ticker.pause()
@@ -275,15 +288,16 @@ class ChatScreen(Screen[None]):
             self._show_hint()
 
     def action_stop(self) -> None:
-        """Esc: close the search, stop loading another model, or the answer; else unmark, stop
-        editing.
+        """Esc, one thing at a time: close the search, take back messages that wait, stop loading
+        another model, or the answer; else unmark, stop editing.
         """
-        if self.find.close() or self._stop_loading():
+        if self.find.close():
             return
-        waiting = self.queue.take_back()
-        if waiting:
+        if waiting := self.queue.take_back():
             self.composer.put_back(waiting)
-        if self.queue.answering:
+        elif self._stop_loading():
+            return
+        elif self.queue.answering:
             self.queue.cancel()
         else:
             self.view.mark(None)
@@ -307,9 +321,13 @@ class ChatScreen(Screen[None]):
     # -- conversations ---------------------------------------------------------------------------
 
     def open_conversation(self, change: Callable[[], Session | None], done: str = "") -> None:
-        """Show another conversation; the session that is left is parked in a thread."""
-        if not self.idle("open", loading=True):
-            return
+        """Show another conversation, once an answer has ended; the session that is left is parked
+        in a thread.
+        """
+        what = "The other conversation opens"
+        self.when_answered(what, lambda: self._open_conversation(change, done))
+
+    def _open_conversation(self, change: Callable[[], Session | None], done: str) -> None:
         try:
             left = change()
         except LocalrtError as error:
