@@ -168,6 +168,8 @@ class ChatApp(App[None]):
 
     def on_mount(self) -> None:
         """Begin to load."""
+        # The terminal gives back an empty screen after Ctrl+Z.
+        self.app_resume_signal.subscribe(self, lambda app: app.refresh(layout=True))
         if self.console.color_system == "standard":
             self._use_terminal_colors()
         for note in (*self.state.notes, *self._apply_preferences()):

@@ -166,9 +166,14 @@ def completion(text: str) -> str:
 
 
 def _mentioned(text: str, name: str) -> list[Suggestion]:
-    """Files and folders that begin so; none where the only one is written out already."""
+    """Files and folders that begin so, first a folder that is written out; none where the only one
+    is written out already.
+    """
     before = text[: text.rindex("@", 0, len(text) - len(name))]
     found = [written(path) + ("" if path.endswith("/") else " ") for path in _files(name)]
+    if name.endswith("/") and Path(name).expanduser().is_dir():
+        whole = written(name)
+        found.insert(0, whole + ('" ' if whole.startswith('@"') else " "))
     if [before + each.rstrip() for each in found] == [text]:
         return []
     return [Suggestion(before + each, each.rstrip()) for each in found]

@@ -1,4 +1,4 @@
-"""Files that a message names: ``@notes.txt`` in it attaches that file when it is sent.
+"""Files and folders that a message names: ``@notes.txt`` attaches that file when it is sent.
 
 A name begins at a space or a bracket, so that an e-mail address is text; what stands in backticks
 is code, and stays as it is. ``@name`` that is no file and does not look like one is text too. Looks
@@ -41,7 +41,7 @@ def mentions(text: str) -> Iterator[Mention]:
             yield Mention(match.start(), match.end(), quoted)
             continue
         path = bare if _there(bare) else bare.rstrip(_AFTER)
-        if path and (_is_file(path) or _LIKE_A_FILE.search(path)):
+        if path and (_there(path) or _LIKE_A_FILE.search(path)):
             yield Mention(match.start(), match.start() + 1 + len(path), path)
 
 
@@ -69,7 +69,3 @@ def _there(path: str) -> bool:
         return Path(path).expanduser().exists()
     except (OSError, RuntimeError, ValueError):  # too long, or no such home
         return False
-
-
-def _is_file(path: str) -> bool:
-    return _there(path) and not Path(path).expanduser().is_dir()

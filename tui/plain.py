@@ -20,7 +20,8 @@ from localrt.progress import NOTE, Progress
 from localrt.tools.servers import ToolServers
 from localrt.tools.toolbox import Toolbox
 from localrt.tui.commands import Command, read_line
-from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment, read_mentioned
+from localrt.tui.conversation.attached_files import read_attachment, read_mentioned
+from localrt.tui.conversation.attachments import Attachments, Draft
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.open_conversation import answer_note
 from localrt.tui.conversation.session import Session
@@ -218,7 +219,10 @@ class PlainChat:
 
     def _draft(self, text: str) -> Draft:
         """A message with what was attached, and the files that it names."""
-        text = self._attachments.labelled(text, read_mentioned(text))
+        read = read_mentioned(text)
+        for line in filter(None, (file.note for _, file in read)):
+            self.say(line)
+        text = self._attachments.labelled(text, read)
         draft = self._attachments.expanded(" ".join([*self._attached, text]).strip())
         self._attached.clear()
         return draft
@@ -363,9 +367,9 @@ class PlainChat:
         self._show("")
 
     def _attach(self, argument: str) -> None:
-        name, text = read_attachment(argument)
-        self._attached.append(self._attachments.add(name, text))
-        self.say(f"{name} goes with the next message.")
+        file = read_attachment(argument)
+        self._attached.append(self._attachments.add_file(file))
+        self.say(" ".join(filter(None, (file.note, f"{file.name} goes with the next message."))))
 
     def _export(self, argument: str) -> None:
         self.say(f"Saved to {self._exporter.export(self.state.conversation, argument)}")

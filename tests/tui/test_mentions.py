@@ -30,7 +30,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("(@novel/one.md) and @Makefile, please", ["novel/one.md", "Makefile"]),
         ('@"two words.md" is short', ["two words.md"]),
         ("see @nowhere.txt and @no/such", ["nowhere.txt", "no/such"]),
-        ("mail ann@notes.txt, or @ann, @novel", []),
+        ("mail ann@notes.txt, or @ann", []),
+        ("what is in @novel, and in @novel/?", ["novel", "novel/"]),
         ("`@notes.txt` and\n```\n@notes.txt\n```", []),
         ("```python\n@notes.txt", []),
         ("@app.route('/')\ndef index(): ...\n@property\n@pytest.fixture", []),
@@ -46,7 +47,7 @@ def test_completion() -> None:
         return [each.line for each in suggestions(text)]
 
     assert lines("read @no") == ["read @notes.txt ", "read @novel/"]
-    assert lines("read @novel/") == ["read @novel/one.md "]
+    assert lines("read @novel/") == ["read @novel/ ", "read @novel/one.md "]
     assert lines("@tw") == lines('@"tw') == ['@"two words.md" ']
     assert lines("read @notes.txt") == lines("ann@no") == lines("`@no") == []
     assert completion("read @novel/o") == "ne.md "
@@ -60,13 +61,23 @@ async def test_a_named_file_goes_with_the_message(model: FakeModel) -> None:
         await until(pilot, lambda: screen.menu(app) == ["@notes.txt", "@novel/"])
         await pilot.press("down", "enter")
         assert composer.text == "In @novel/", "Enter takes the row and sends nothing"
-        await pilot.press("enter")
+        await until(pilot, lambda: screen.menu(app) == ["@novel/", "@novel/one.md"])
+        await pilot.press("down", "enter")
         assert composer.text == "In @novel/one.md "
         await pilot.press(*"?")
         await asked(pilot, "")
         sent = model.last_chat.messages[0]["content"]
-        assert sent == "In one.md:\n```md\nIt was dark.\n```\n ?"
-        assert "▸ one.md" in screen.shown(app)
+        assert sent == "In novel/one.md:\n```md\nIt was dark.\n```\n ?"
+        assert "▸ novel/one.md, 13 B" in screen.shown(app)
+        await pilot.press(*"List @novel")
+        await pilot.press("enter")
+        assert composer.text == "List @novel/"
+        await asked(pilot, "")
+        sent = model.last_chat.messages[2]["content"]
+        assert sent == "List Files in novel/:\n```\none.md (13 B)\n```\n"
+        Path("old.txt").write_bytes("é".encode("latin-1"))
+        await asked(pilot, "Read @old.txt")
+        assert "old.txt is not UTF-8: it was read as cp1252." in screen.notices(app)
 
 
 async def test_a_missing_file_is_one_line_and_the_text_stays(model: FakeModel) -> None:

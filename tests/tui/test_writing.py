@@ -16,14 +16,8 @@ from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.tui import ChatApp
 from localrt.tui.chat.blocks import UserTurn
 from localrt.tui.chat.editor import edited
-from localrt.tui.conversation.attachments import (
-    LARGEST_FILE,
-    Attachments,
-    Draft,
-    Fold,
-    read_attachment,
-    read_folds,
-)
+from localrt.tui.conversation.attached_files import LARGEST_FILE, read_attachment
+from localrt.tui.conversation.attachments import Attachments, Draft, Fold, read_folds
 from tests.tui import screen
 from tests.tui.conftest import cleared, running, until
 from tests.tui.fakes import FakeModel
@@ -107,9 +101,9 @@ async def test_long_pastes_and_files_are_folded_under_a_label(
 
 def test_what_cannot_be_attached(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x7fELF\x00\x01")
-    (tmp_path / "latin").write_bytes("é".encode("latin-1"))
+    (tmp_path / "picture").write_bytes(b"\x89PNG\r\n\x1a\n\x01\x02\x03")
     (tmp_path / "large").write_bytes(b"a" * (LARGEST_FILE + 1))
-    for name in ("binary", "latin", "large", "."):
+    for name in ("binary", "picture", "large"):
         with pytest.raises(OptionError):
             read_attachment(str(tmp_path / name))
     with pytest.raises(OptionError):
@@ -119,6 +113,71 @@ def test_what_cannot_be_attached(tmp_path: Path) -> None:
     if Path("/dev/zero").exists():
         with pytest.raises(OptionError, match="regular"):
             read_attachment("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "encoding"),
+    [
+        ("é".encode(), "é", ""),
+        ("é".encode("utf-8-sig"), "é", ""),
+        ("é".encode("utf-16"), "é", "utf-16"),
+        (b"\xfe\xff" + "é".encode("utf-16-be"), "é", "utf-16"),
+        ("é".encode("utf-32"), "é", "utf-32"),
+        ("naïve\n".encode("utf-16-le"), "naïve", "utf-16-le"),
+        ("naïve\n".encode("utf-16-be"), "naïve", "utf-16-be"),
+        ("“naïve” — 5 €".encode("cp1252"), "“naïve” — 5 €", "cp1252"),
+    ],
+)
+def test_encodings(tmp_path: Path, data: bytes, text: str, encoding: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(data)
+    file = read_attachment(str(path))
+    assert file.text == f"a.txt:\n```txt\n{text}\n```\n"
+    told = f"a.txt is not UTF-8: it was read as {encoding}." if encoding else ""
+    assert file.note == told
+
+
+def test_the_encoding_of_the_system_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("locale.getpreferredencoding", lambda setlocale: "shift_jis")
+    (tmp_path / "a.txt").write_bytes("日本語".encode("shift_jis"))
+    file = read_attachment(str(tmp_path / "a.txt"))
+    assert "日本語" in file.text
+    assert "shift_jis" in file.note
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("one.py", "[one.py, 10 B]"),
+        ("pkg/one.py", "[pkg/one.py, 2 lines]"),
+        ("pkg", "[pkg/, 2 files]"),
+        ("pkg/", "[pkg/, 2 files]"),
+        ("empty", "[empty/, 0 files]"),
+        ("{root}/pkg/one.py", "[one.py, 2 lines]"),
+    ],
+)
+def test_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, label: str) -> None:
+    for folder in ("pkg/sub", "pkg/.git", "empty"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "one.py").write_text("print('')\n")
+    (tmp_path / "pkg" / "one.py").write_text("a\nb\n")
+    (tmp_path / "pkg" / "sub" / "two.py").write_text("a\n")
+    (tmp_path / "pkg" / ".git" / "config").write_text("a\n")
+    monkeypatch.chdir(tmp_path)
+    file = read_attachment(path.format(root=tmp_path))
+    assert Attachments().add_file(file) == label
+    if path.startswith("pkg") and "one" not in path:
+        assert file.text == "Files in pkg/:\n```\none.py (4 B)\nsub/two.py (2 B)\n```\n"
+
+
+def test_label_of_another_text_keeps_its_text() -> None:
+    attachments = Attachments()
+    mine = attachments.add("a.py", "mine\n", "1 line")
+    theirs = Draft("theirs\n", (Fold(0, 7, "a.py, 1 line"),))
+    assert attachments.folded(theirs) == "[a.py 2, 1 line]"
+    assert attachments.text_of(mine) == "mine\n"
 
 
 def test_a_fold_is_wrapped_with_its_text() -> None:

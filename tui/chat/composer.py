@@ -84,9 +84,8 @@ class Composer(TextArea):
             end = (back.count("\n"), len(back.rpartition("\n")[2]))
             self.selection = Selection((0, 0), end)
 
-    def attach(self, name: str, text: str) -> None:
-        """Put a long text at the cursor, under a label."""
-        label = self.attachments.add(name, text)
+    def attach(self, label: str) -> None:
+        """Put the label of a long text at the cursor."""
         line = self.document.get_line(self.cursor_location[0])[: self.cursor_location[1]]
         self.insert(("" if not line or line.endswith(" ") else " ") + label + " ")
 
@@ -124,7 +123,7 @@ class Composer(TextArea):
         if Attachments.is_long(event.text):
             event.prevent_default()
             event.stop()
-            self.attach("pasted", event.text)
+            self.attach(self.attachments.add("pasted", event.text))
 
     def update_suggestion(self) -> None:
         """Show the rest of a command in grey; Tab and Right take it."""

@@ -31,7 +31,8 @@ from localrt.tui.chat.menu import CommandMenu
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.commands import Command, read_line
-from localrt.tui.conversation.attachments import draft_of, read_attachment, read_mentioned
+from localrt.tui.conversation.attached_files import read_attachment, read_mentioned
+from localrt.tui.conversation.attachments import draft_of
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
@@ -233,6 +234,8 @@ class ChatScreen(Screen[None]):
         if "@" in text:
             read = await asyncio.to_thread(read_mentioned, text)
             text = self.composer.attachments.labelled(text, read)
+            for line in filter(None, (file.note for _, file in read)):
+                self.say(line)
         editing, self._editing = self._editing, None
         after = None if editing is None else self.state.conversation.before(editing)
         self.view.mark(None)
@@ -500,9 +503,11 @@ class ChatScreen(Screen[None]):
             self.action_copy()
 
     async def _attach_file(self, argument: str) -> None:
-        name, text = await asyncio.to_thread(read_attachment, argument)
-        self.composer.attach(name, text)
-        self.hint.flash(f"{name} goes with the message; Tab behind it unfolds it")
+        file = await asyncio.to_thread(read_attachment, argument)
+        self.composer.attach(self.composer.attachments.add_file(file))
+        if file.note:
+            self.say(file.note)
+        self.hint.flash(f"{file.name} goes with the message; Tab behind it unfolds it")
 
     async def action_export(self, argument: str = "") -> None:
         """Write the conversation as Markdown, or as JSON by its name."""

@@ -9,28 +9,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.formatting import format_bytes
-from localrt.tui.mentions import Mention, mentions
+from localrt.tui.mentions import Mention
 
 if TYPE_CHECKING:
     from localrt import Turn
+    from localrt.tui.conversation.attached_files import AttachedFile
 
 __all__ = [
-    "LARGEST_FILE",
     "Attachments",
     "Draft",
     "Fold",
     "draft_of",
-    "read_attachment",
     "read_folds",
-    "read_mentioned",
 ]
 
-LARGEST_FILE = 512_000  # bytes; more than that fills the context of most models
 _LONG_LINES = 10
 _LONG_CHARACTERS = 1000
 
@@ -69,16 +64,22 @@ class Attachments:
         """Whether pasted text is long enough for a label."""
         return text.count("\n") >= _LONG_LINES or len(text) >= _LONG_CHARACTERS
 
-    def add(self, name: str, text: str) -> str:
-        """The label for ``text``, to be put into the message."""
-        lines = text.count("\n") + (not text.endswith("\n"))
-        size = f"{lines} lines" if lines > 1 else format_bytes(len(text.encode(errors="replace")))
+    def add(self, name: str, text: str, size: str = "") -> str:
+        """The label for ``text``, to be put into the message; ``size`` is by default the text's."""
+        if not size:
+            lines = text.count("\n") + (not text.endswith("\n"))
+            count = len(text.encode(errors="replace"))
+            size = f"{lines} lines" if lines > 1 else format_bytes(count)
         label, number = f"[{name}, {size}]", 1
         while self._texts.get(label, text) != text:
             number += 1
             label = f"[{name} {number}, {size}]"
         self._texts[label] = text
         return label
+
+    def add_file(self, file: AttachedFile) -> str:
+        """The label for a file."""
+        return self.add(file.name, file.text, file.size)
 
     def text_of(self, label: str) -> str:
         """The text of a label."""
@@ -106,22 +107,24 @@ class Attachments:
             place = match.end()
         return Draft("".join([*pieces, text[place:]]), tuple(folds))
 
-    def labelled(self, text: str, read: Iterable[tuple[Mention, str, str]]) -> str:
+    def labelled(self, text: str, read: Iterable[tuple[Mention, AttachedFile]]) -> str:
         """The message with a label in the place of each file that it names (``read_mentioned``)."""
         pieces: list[str] = []
         place = 0
-        for mention, name, content in read:
-            pieces += [text[place : mention.start], self.add(name, content)]
+        for mention, file in read:
+            pieces += [text[place : mention.start], self.add_file(file)]
             place = mention.end
         return "".join([*pieces, text[place:]])
 
     def folded(self, draft: Draft) -> str:
-        """A sent message as it was written, its folds as labels again."""
+        """A sent message as it was written, its folds as labels again; other text may have the
+        same label by now.
+        """
         pieces: list[str] = []
         place = 0
         for fold in draft.folds:
-            label = f"[{fold.label}]"
-            self._texts[label] = draft.text[fold.start : fold.end]
+            name, _, size = fold.label.rpartition(", ")
+            label = self.add(name or "text", draft.text[fold.start : fold.end], size)
             pieces += [draft.text[place : fold.start], label]
             place = fold.end
         return "".join([*pieces, draft.text[place:]])
@@ -149,56 +152,3 @@ def read_folds(value: Any, length: int) -> tuple[Fold, ...]:
         except (TypeError, ValueError):
             continue
     return tuple(folds)
-
-
-def read_attachment(argument: str) -> tuple[str, str]:
-    """Name and text of a file to attach, the text in a code fence under the name.
-
-    Raises:
-        OptionError: no path, a folder, too large, or not text.
-        StorageError: the file cannot be read.
-    """
-    if not argument:
-        raise OptionError("/attach needs the path of a text file")
-    path = Path(argument.strip("'\"")).expanduser()
-    try:
-        if path.is_dir():
-            raise OptionError(f"{path} is a folder: attach a file of it")
-        if path.exists() and not path.is_file():
-            raise OptionError(f"{path} is not a regular file")
-        size = path.stat().st_size
-        if size > LARGEST_FILE:
-            raise OptionError(
-                f"{path} has {format_bytes(size)}: attach at most {format_bytes(LARGEST_FILE)}, "
-                "or the part that matters"
-            )
-        data = path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
-        raise OptionError(f"{path} is not a text file (UTF-8): only text can be attached")
-    text = text.replace("\r\n", "\n")
-    longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
-    fence = "`" * (longest + 1)
-    body = text if text.endswith("\n") else text + "\n"
-    return path.name, f"{path.name}:\n{fence}{path.suffix[1:]}\n{body}{fence}\n"
-
-
-def read_mentioned(text: str) -> list[tuple[Mention, str, str]]:
-    """The files that a message names, each with its name and text.
-
-    Raises:
-        StorageError: a file is not there, or cannot be attached.
-    """
-    found = []
-    for mention in mentions(text):
-        try:
-            found.append((mention, *read_attachment(mention.path)))
-        except LocalrtError as error:
-            name = text[mention.start : mention.end]
-            raise StorageError(f"{error}; `{name}` in backticks is sent as text") from error
-    return found
