@@ -59,6 +59,7 @@ class Answer:
         self._parser = parser
         self._text = _Text(tokenizer, request, parser)
         self._thinking = Thinking(request.thinking_limit, inside=self._inside)
+        self._end_logprob: TokenLogprob | None = None
         self._rng = Random(request.sampling.seed)  # importing numpy.random would take 7 MB
         dry = request.sampling.avoids_repetition
         self._dry = Dry(request.sampling, request.prompt, tokenizer) if dry else None
@@ -83,6 +84,7 @@ class Answer:
         token, logprob = self._choose(logits, bound, forced)
         if token in request.eos_ids and forced is None:
             if self._constraint is None or bound is not None or not self._thinking.can_close:
+                self._end_logprob = next(iter(logprob), None)
                 return None
             forced = self._thinking.close()  # the answer itself is to come
             token, logprob = self._choose(logits, bound, forced)
@@ -113,7 +115,15 @@ class Answer:
         metrics = self.meter.snapshot(final=True)
         matched = self._text.matched
         reason = self._reason(reason)
-        return Chunk(rest, (), metrics, reason, tool_calls=self._calls, stop_string=matched)
+        return Chunk(
+            rest,
+            (),
+            metrics,
+            reason,
+            tool_calls=self._calls,
+            stop_string=matched,
+            end_logprob=self._end_logprob,
+        )
 
     def ahead(self, left: int) -> int:
         """Of ``left`` tokens to come, those that may be guessed and the one after them."""

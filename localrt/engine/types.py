@@ -110,7 +110,8 @@ class Chunk:
     as are ``tool_calls``: what the model asks to be called, which ``text`` then leaves out, and
     ``stop_string``: the one of ``stop`` that ended the answer. A model's thinking is in ``text`` as
     ``<think>...</think>`` (``localrt.split_thinking``). In a batch, ``error`` is what went wrong
-    with this prompt alone, and the reason is ``"error"``.
+    with this prompt alone, and the reason is ``"error"``. ``end_logprob`` is of the token that
+    ended the answer, where log-probabilities are wanted and one did: it is no part of the text.
     """
 
     text: str
@@ -122,3 +123,4 @@ class Chunk:
     info: Mapping[str, Any] = field(default_factory=dict)
     error: LocalrtError | None = None
     stop_string: str | None = None
+    end_logprob: TokenLogprob | None = None

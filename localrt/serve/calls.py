@@ -51,12 +51,12 @@ _AS_THEY_ARE = (
 class Call:
     """A checked request. ``prompts`` are keyword arguments of ``LiveModel.submit``, one each.
 
-    Every prompt gets ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` are
-    the texts to show before the answers. Without ``parallel_tools`` an answer calls one at most.
-    ``model`` is what the request names, if anything. ``overflow_in_stream``: a prompt that does not
-    fit is told in the stream, where there is one. ``known`` are the tools that are no functions for
-    the client, by the names of the functions that they are for the model; a ``legacy`` call is a
-    message's ``function_call``.
+    Every prompt gets ``choices`` answers. ``logprobs`` says whether they are shown, ``echo``
+    whether the prompt stands before its answers, ``only_reads`` that none are wanted. Without
+    ``parallel_tools`` an answer calls one at most. ``model`` is what the request names, if
+    anything. ``overflow_in_stream``: a prompt that does not fit is told in the stream, if there is
+    one. ``known`` are the tools that are no functions for the client, by the names of the functions
+    that they are for the model; a ``legacy`` call is a message's ``function_call``.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -65,7 +65,8 @@ class Call:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
-    echo: Sequence[str] | None = None
+    echo: bool = False
+    only_reads: bool = False
     parallel_tools: bool = True
     model: str | None = None
     overflow_in_stream: bool = False
@@ -139,16 +140,14 @@ def completion_call(fields: Fields) -> Call:
     if fields.get("logprobs") is not None:
         options["logprobs"] = fields["logprobs"]
     texts = prompts_of(fields["prompt"])
-    echo = None
-    if fields.get("echo"):
-        if "logprobs" in options:
-            raise invalid("echo has no log-probabilities of the prompt: leave one out", "echo")
-        if not all(isinstance(text, str) for text in texts):
-            raise invalid("echo needs prompts that are texts", "echo")
-        echo = [str(text) for text in texts for _ in range(choices)]
+    echo, only_reads = bool(fields.get("echo")), options.get("max_tokens") == 0
+    if only_reads:
+        del options["max_tokens"]
     suffix = fields.get("suffix") or None
     if suffix is not None and not all(isinstance(text, str) for text in texts):
         raise invalid("suffix needs prompts that are texts", "suffix")
+    if suffix is not None and (only_reads or (echo and "logprobs" in options)):
+        raise invalid("suffix needs max_tokens, and has no log-probabilities to echo", "suffix")
     own = {"raw": True} if suffix is None else {"suffix": suffix}
     return Call(
         prompts=[
@@ -160,6 +159,7 @@ def completion_call(fields: Fields) -> Call:
         model=fields.get("model"),
         logprobs="logprobs" in options,
         echo=echo,
+        only_reads=only_reads,
         **_streaming(fields),
     )
 

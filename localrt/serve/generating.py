@@ -7,6 +7,7 @@ of a stream is its last event.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import (
     AsyncGenerator,
@@ -19,7 +20,7 @@ from collections.abc import (
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -30,6 +31,7 @@ from localrt.engine.types import Chunk
 from localrt.errors import CancelledError, ContextOverflowError
 from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call
+from localrt.serve.echo import EchoedAnswer, echo_of
 from localrt.serve.errors import JsonResponse, failure, invalid
 from localrt.serve.replies import Reply, TokenBytes
 from localrt.serve.served import ServedModel
@@ -38,6 +40,7 @@ from localrt.serve.service import Service
 __all__ = ["answer", "prompt_tokens", "until_gone"]
 
 T = TypeVar("T")
+AnyAnswer: TypeAlias = AsyncAnswer | EchoedAnswer
 
 _SILENT_S = 15.0  # that a stream may be
 _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
@@ -70,7 +73,7 @@ async def answer(
     async with AsyncExitStack() as stack:
         stack.enter_context(service.admitted(len(submissions)))
         used = await stack.enter_async_context(AsyncExitStack())
-        tokens, answers = _LateTokenizer(), list[AsyncAnswer]()
+        tokens, answers = _LateTokenizer(), list[AnyAnswer]()
         stack.callback(_ended, service, answers)
 
         async def prepare() -> None:
@@ -78,9 +81,14 @@ async def answer(
             tokens.served = served
             adapting = _adapting(served, found)
             served.check_options(**call.options)
-            for one in submissions:
-                client = _client(request)
-                answers.append(await served.live.asubmit(client=client, **one, **adapting))
+            echoes = await _echoes(served, call, adapting.get("adapter"))
+            for number, one in enumerate(submissions):
+                submitted = None
+                if not call.only_reads:
+                    client = _client(request)
+                    submitted = await served.live.asubmit(client=client, **one, **adapting)
+                echo = echoes[number // call.choices] if echoes else None
+                answers.append(submitted if echo is None else EchoedAnswer(echo, submitted))
                 if service.stopping:  # while it was on its way
                     answers[-1].cancel()
 
@@ -118,6 +126,21 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def _echoes(served: ServedModel, call: Call, adapter: str | None) -> list[Chunk]:
+    """What is shown of each prompt; nothing where that is all the same."""
+    if not (call.echo or call.only_reads):
+        return []
+    cancel = threading.Event()
+    top = call.options["logprobs"] if call.echo and call.logprobs else None
+    given = [prompt.get("token_ids", prompt.get("prompt")) for prompt in call.prompts]
+    read = partial(echo_of, served.model, shown=call.echo, top=top, adapter=adapter, cancel=cancel)
+    try:
+        async with served.embedding:
+            return [await asyncio.to_thread(read, prompt) for prompt in given]
+    finally:
+        cancel.set()
+
+
 async def prompt_tokens(request: Request, service: Service, call: Call) -> int:
     """Tokens that the one prompt of ``call``, a conversation, has with its tools and options.
 
@@ -141,7 +164,7 @@ def _adapting(served: ServedModel, name: str) -> dict[str, str]:
     return {"adapter": served.names.get(name) or "none"} if served.model.adapters else {}
 
 
-def _ended(service: Service, answers: Sequence[AsyncAnswer]) -> None:
+def _ended(service: Service, answers: Sequence[AnyAnswer]) -> None:
     for one in answers:
         if not one.over:
             service.metrics.count("localrt_cancelled_requests_total")
@@ -181,7 +204,7 @@ def _client(request: Request) -> Hashable:
 
 
 async def _gathered(
-    service: Service, call: Call, answers: Sequence[AsyncAnswer], began: float
+    service: Service, call: Call, answers: Sequence[AnyAnswer], began: float
 ) -> list[Chunk]:
     """Every answer as one chunk."""
     parts: list[list[Chunk]] = [[] for _ in answers]
@@ -193,7 +216,7 @@ async def _gathered(
 
 
 async def _merged(
-    service: Service, call: Call, answers: Sequence[AsyncAnswer], began: float
+    service: Service, call: Call, answers: Sequence[AnyAnswer], began: float
 ) -> AsyncGenerator[tuple[int, Chunk] | None, None]:
     """The chunks of all, with the answer's number, as they come; None when none came for long.
 
@@ -240,7 +263,7 @@ async def _events(
     service: Service,
     call: Call,
     preparing: asyncio.Task[None],
-    answers: Sequence[AsyncAnswer],
+    answers: Sequence[AnyAnswer],
     reply: Reply,
     began: float,
 ) -> AsyncGenerator[bytes, None]:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from math import isnan
 from typing import Any, TypeAlias
 
 from localrt.engine.types import Chunk, Metrics
@@ -151,15 +152,11 @@ class TextShape:
 
     def whole(self, index: int, chunk: Chunk) -> Payload:
         """The choice of a finished answer."""
-        echo = "" if self._call.echo is None else self._call.echo[index]
-        return self._choice(index, chunk, echo + chunk.text)
+        return self._choice(index, chunk)
 
     def first(self, index: int) -> list[Payload]:
-        """The prompt, where it is to be shown."""
-        if self._call.echo is None:
-            return []
-        text = self._call.echo[index]
-        return [{"index": index, "text": text, "logprobs": None, "finish_reason": None}]
+        """Nothing: a prompt that is to be shown is the first chunk."""
+        return []
 
     def idle(self) -> Payload:
         """A choice without text."""
@@ -167,30 +164,43 @@ class TextShape:
 
     def delta(self, index: int, chunk: Chunk) -> list[Payload]:
         """A choice for every chunk."""
-        return [self._choice(index, chunk, chunk.text)]
+        return [self._choice(index, chunk)]
 
-    def _choice(self, index: int, chunk: Chunk, text: str) -> Payload:
+    def _choice(self, index: int, chunk: Chunk) -> Payload:
         return {
             "index": index,
-            "text": text,
+            "text": chunk.text,
             "logprobs": self._shown(index, chunk) if self._call.logprobs else None,
             "finish_reason": chunk.finish_reason,
         }
 
     def _shown(self, index: int, chunk: Chunk) -> Payload:
-        texts = [self._text(found.token_id) for found in chunk.logprobs]
+        """Of every token; the first of a prompt has no number, nor alternatives."""
+        shown = list(chunk.logprobs)
+        if self._call.echo and chunk.end_logprob is not None:
+            # Who scores prompts takes away as many tokens as were to be written.
+            shown.append(chunk.end_logprob)
+        texts = [self._text(found.token_id) for found in shown]
+        lengths = [len(text) for text in texts]
+        if shown and isnan(shown[0].logprob) and not chunk.text.startswith(texts[0]):
+            lengths[0] = 0  # a token that begins every text
         start = self._lengths.get(index, 0)  # offsets count characters
-        *offsets, self._lengths[index] = accumulate(map(len, texts), initial=start)
+        *offsets, self._lengths[index] = accumulate(lengths, initial=start)
         return {
             "tokens": texts,
-            "token_logprobs": [max(found.logprob, _LEAST_LOGPROB) for found in chunk.logprobs],
+            "token_logprobs": [
+                None if isnan(found.logprob) else max(found.logprob, _LEAST_LOGPROB)
+                for found in shown
+            ],
             "top_logprobs": [
-                {
+                None
+                if isnan(found.logprob)
+                else {
                     self._text(token): max(logprob, _LEAST_LOGPROB)
                     # Of those that look the same the likeliest counts.
                     for token, _, logprob in reversed(found.top)
                 }
-                for found in chunk.logprobs
+                for found in shown
             ],
             "text_offset": offsets,
         }
