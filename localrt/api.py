@@ -354,10 +354,26 @@ class Model(Closing):
         """
         return self._core.requests.tokenizer
 
-    def tokenize(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of plain text."""
-        check_text("text", text)
-        return self.tokenizer.encode(text, add_special=add_special)
+    def tokenize(
+        self,
+        text: str | Sequence[Message],
+        *,
+        add_special: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Token ids of plain text, or of a conversation as the chat template writes it.
+
+        With the ``tools`` and ``options`` of ``stream``, exactly those that it would read.
+        """
+        if not isinstance(text, Sequence):
+            check_text("text", text)
+        if isinstance(text, str):
+            return self.tokenizer.encode(text, add_special=add_special)
+        self._core.requests.check_messages(text)
+        chosen = read_options(self.defaults, options)
+        tools = None if chosen.tool_choice == "none" else tools
+        return self._core.requests.render(text, tools, options=chosen)
 
     def detokenize(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids.
@@ -380,12 +396,7 @@ class Model(Closing):
 
         With the ``tools`` and ``options`` of ``stream``, exactly those that it would read.
         """
-        if isinstance(prompt, str):
-            return len(self.tokenize(prompt))
-        self._core.requests.check_messages(prompt)
-        chosen = read_options(self.defaults, options)
-        tools = None if chosen.tool_choice == "none" else tools
-        return len(self._core.requests.render(prompt, tools, options=chosen))
+        return len(self.tokenize(prompt, tools=tools, **options))
 
     def logits(
         self,

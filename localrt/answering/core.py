@@ -164,6 +164,7 @@ class Core:
             ctx=parts.ctx,
             has_chat_template=not parts.template.is_plain,
             notes=parts.notes,
+            pooling=parts.pooling,
         )
         self.budgets = Budgets(parts.engine, ram=ram, gpu_memory=gpu_memory)
         self.parking = Parking(parts.engine, prompts, self.budgets)

@@ -401,7 +401,7 @@ class RequestBuilder:
                 ids = self._short_enough(shown, tools, watch, options)
                 size, count = len(ids), f"{len(ids)} tokens"
             except ContextOverflowError as error:
-                ids, size, count = None, error.tokens, "too many tokens"
+                ids, size, count = None, error.tokens or 0, "too many tokens"
             if ids is not None and len(ids) <= room:
                 return ids
             # A turn begins at a user message: tool results and answers go with it.

@@ -26,6 +26,7 @@ class ModelInfo(EngineInfo):
     """What was loaded and how it runs. ``ctx`` is the context in use, in tokens.
 
     ``notes`` are lines that a user should see: a plain chat format, a shortened context.
+    ``pooling`` is what an embedding model's files say of it, ``"rank"`` a reranker's; "" of others.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ModelInfo(EngineInfo):
     ctx: int
     has_chat_template: bool
     notes: tuple[str, ...] = ()
+    pooling: str = ""
 
 
 @dataclass(frozen=True, slots=True)

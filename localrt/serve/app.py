@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from localrt.api import Model
 from localrt.errors import LocalrtError
+from localrt.serve import texts
 from localrt.serve.anthropic import routes as anthropic
 from localrt.serve.bodies import prepare_checks
 from localrt.serve.calls import Call, chat_call, completion_call, prompts_of
@@ -153,6 +154,7 @@ _ROUTES = (
     ("/health", "GET", health),
     ("/metrics", "GET", metrics),
     ("/openapi.json", "GET", openapi),
+    *texts.ROUTES,
     *responses.ROUTES,
     *infill.ROUTES,
     *anthropic.ROUTES,

@@ -147,7 +147,7 @@ def in_words(error: ApiError) -> str:
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON of an error, in OpenAI's words; where a context overflows in llama.cpp's, too."""
-    found = {
+    found: dict[str, Any] = {
         "message": in_words(error),
         "type": _TYPES.get(error.status, "server_error"),
         "param": error.param,

@@ -87,8 +87,10 @@ async def answer(
                 if not call.only_reads:
                     client = _client(request)
                     submitted = await served.live.asubmit(client=client, **one, **adapting)
-                echo = echoes[number // call.choices] if echoes else None
-                answers.append(submitted if echo is None else EchoedAnswer(echo, submitted))
+                if echoes:
+                    answers.append(EchoedAnswer(echoes[number // call.choices], submitted))
+                elif submitted is not None:
+                    answers.append(submitted)
                 if service.stopping:  # while it was on its way
                     answers[-1].cancel()
 

@@ -100,6 +100,9 @@ def _openai() -> dict[str, Any]:
             "Fill in the middle (llama.cpp)", "INFILL", "INFILL_RESPONSE", stream=_EVENTS
         ),
         "/v1/embeddings": _post("Vectors of texts", "EMBEDDINGS", "EMBEDDINGS_RESPONSE"),
+        "/v1/rerank": _post("Documents by how well they answer", "RERANK", "RERANKED"),
+        "/tokenize": _post("Tokens of a text or a conversation", "TOKENIZE", "TOKENIZED"),
+        "/detokenize": _post("The text of tokens", "DETOKENIZE", "DETOKENIZED"),
         "/v1/models": {"get": _operation("The models that there are", _json("MODELS"))},
         "/v1/models/{name}": {
             "get": _operation("One model", _json("MODEL")),

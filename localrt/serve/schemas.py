@@ -33,13 +33,19 @@ __all__ = [
     "CHAT_RESPONSE",
     "COMPLETION",
     "COMPLETION_RESPONSE",
+    "DETOKENIZE",
+    "DETOKENIZED",
     "EFFORTS",
     "EMBEDDINGS",
     "EMBEDDINGS_RESPONSE",
     "ERROR",
     "MODEL",
     "MODELS",
+    "RERANK",
+    "RERANKED",
     "THINKING_LIMITS",
+    "TOKENIZE",
+    "TOKENIZED",
 ]
 
 _PROMPTS = "a text, a list of texts, token ids, or a list of lists of token ids"
@@ -172,6 +178,35 @@ EMBEDDINGS = object_of(
     dimensions=integer(1, MOST_ID),
 )
 
+RERANK = object_of(
+    "query",
+    model=TEXT,
+    query=FILLED,
+    documents=nullable(
+        list_of(
+            {"type": ["string", "object"], "required": ["text"], "properties": {"text": STRING}},
+            minItems=1,
+        )
+    ),
+    texts=nullable(list_of(STRING, minItems=1)),
+    top_n=integer(1, MOST_ID),
+    return_documents=FLAG,
+    return_text=FLAG,
+    instruction=TEXT,
+)
+TOKENIZE = object_of(
+    model=TEXT,
+    content=TEXT,
+    prompt=TEXT,
+    messages=CHAT["properties"]["messages"],
+    tools=CHAT["properties"]["tools"],
+    add_special=FLAG,
+    add_special_tokens=FLAG,
+    with_pieces=FLAG,
+    return_token_strs=FLAG,
+)
+DETOKENIZE = object_of("tokens", model=TEXT, tokens={**IDS, "minItems": 0})
+
 # -- responses -------------------------------------------------------------------------------------
 
 _USAGE = object_of(
@@ -209,6 +244,23 @@ _VECTOR = whole(
 EMBEDDINGS_RESPONSE = whole(
     object={"const": "list"}, data=list_of(_VECTOR), model=STRING, usage=_USAGE
 )
+
+RERANKED: Schema = {
+    "type": ["object", "array"],
+    "properties": {
+        "results": list_of(
+            object_of(
+                "index",
+                "relevance_score",
+                index=COUNT,
+                relevance_score={"type": "number"},
+                document=whole(text=STRING),
+            )
+        )
+    },
+}
+TOKENIZED = object_of("tokens", "count", tokens={"type": "array"}, count=COUNT)
+DETOKENIZED = whole(content=STRING, prompt=STRING)
 
 MODEL = whole(
     id=STRING, object={"const": "model"}, created=COUNT, owned_by=STRING
