@@ -366,8 +366,6 @@ class Model(Closing):
 
         With the ``tools`` and ``options`` of ``stream``, exactly those that it would read.
         """
-        if not isinstance(text, Sequence):
-            check_text("text", text)
         if isinstance(text, str):
             return self.tokenizer.encode(text, add_special=add_special)
         self._core.requests.check_messages(text)

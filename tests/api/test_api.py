@@ -321,7 +321,7 @@ def test_what_is_no_prompt_is_said_in_one_line(tiny: localrt.Model) -> None:
         (lambda: tiny.load_chat(5), "path must be a path"),  # type: ignore[arg-type]
         (lambda: tiny.chat().send(5), "a message must be a string"),  # type: ignore[arg-type]
         (lambda: tiny.chat(system=5), "system must be a string"),  # type: ignore[arg-type]
-        (lambda: tiny.tokenize(5), "text must be a string"),  # type: ignore[arg-type]
+        (lambda: tiny.tokenize(5), "a prompt is a string or a list of messages"),  # type: ignore[arg-type]
         (lambda: tiny.detokenize("x"), "tokens must be a list of integers"),  # type: ignore[arg-type]
         (lambda: tiny.detokenize([-1]), "token ids must be from 0 to"),
         (lambda: tiny.count(5), "a prompt is a string or a list of messages"),  # type: ignore[arg-type]
