@@ -65,10 +65,11 @@ async def answer(
     options = service.options
     if call.choices > options.max_choices:
         raise invalid(f"n must be at most {options.max_choices}, is {call.choices}", "n")
-    submissions, most = call.submissions(), options.max_running + options.max_queued
-    if len(submissions) > most:
+    count, most = len(call.prompts) * call.choices, options.max_running + options.max_queued
+    if count > most:
         field = "n" if call.choices > 1 else "prompt"
-        raise invalid(f"{len(submissions)} answers in one request: {most} are the most", field)
+        raise invalid(f"{count} answers in one request: {most} are the most", field)
+    submissions = call.submissions()
     found = service.models.find(call.model).name
     async with AsyncExitStack() as stack:
         stack.enter_context(service.admitted(len(submissions)))

@@ -65,6 +65,7 @@ _SAMPLING: dict[str, Schema] = {
     "frequency_penalty": number(-2, 2),
     "logit_bias": {
         "type": ["object", "null"],
+        "maxProperties": 4096,  # every token of the answer waits for them
         "patternProperties": {"^[0-9]{1,9}$": _BIAS},
         "additionalProperties": False,
     },

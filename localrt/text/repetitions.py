@@ -31,7 +31,8 @@ class Symbol:
 
 Sequences: TypeAlias = tuple[tuple[Symbol, ...], ...]
 
-EMPTY = Symbol('""')
+_NOTHING = '""'
+EMPTY = Symbol(_NOTHING)
 
 
 def repeated(symbol: Symbol, low: int, high: int | None) -> Symbol:
@@ -56,7 +57,7 @@ def joined(symbols: Iterable[Symbol]) -> tuple[Symbol, ...]:
     """A sequence in which neighbours that are the same count as one."""
     found: list[Symbol] = []
     for symbol in symbols:
-        if symbol.what == EMPTY.what or symbol.high == 0:
+        if symbol.what == _NOTHING or symbol.high == 0:
             continue
         last = found[-1] if found else None
         if last is None or (last.what, last.is_rule) != (symbol.what, symbol.is_rule):
@@ -135,7 +136,7 @@ class _Rules:
             ways = (
                 " ".join(map(self._text, joined(map(self._resolved, one)))) for one in symbol.what
             )
-            what = " | ".join(way or EMPTY.what for way in ways)  # type: ignore[arg-type]
+            what = " | ".join(way or _NOTHING for way in ways)
         if symbol.low == symbol.high == 1:
             return what if isinstance(symbol.what, str) else f"({what})"
         return f"({what}){{{symbol.low},{'' if symbol.high is None else symbol.high}}}"

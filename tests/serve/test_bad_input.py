@@ -148,8 +148,46 @@ def test_what_is_no_json(server: Running) -> None:
         (b'{"messages": NaN}', "NaN"),
         (b"[" * 200_000, "nested"),
         (b'{"seed": ' + b"9" * 9999 + b"}", "digit"),
+        (b'{"messages": [1, 1e999]}', "1e999 is too large a number"),
     ):
         refused(server.request("POST", path, body), 400, word)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [[1]] * 500_000},
+        {"messages": [{"a": 1}] * 300_000},
+        {"input": ["ab"] * 1_000_000},
+        {"prompt": ['\\",' * 1000, [{}] * 300_000]},
+    ],
+)
+def test_bodies_of_too_many_values_are_refused_unread(
+    body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = json.dumps(body).encode()
+    monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(ApiError, match="too many values"):
+        parse_json(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": '{"a": [1, 2, [3]], "b": "\\\\"},\n' * 200_000},
+        {"prompt": ["\\", '\\"', ",[{" * 700_000]},
+        {"prompt": [7] * 1_000_000},
+    ],
+    ids=["text of JSON", "texts with marks", "ids"],
+)
+def test_large_bodies_of_few_values_are_read(body: Any) -> None:
+    assert parse_json(json.dumps(body).encode()) == body
+
+
+def test_many_biases_are_refused_by_their_number(server: Running) -> None:
+    bias = {str(token): 1000 for token in range(5000)}
+    answer = server.request("POST", "/v1/completions", {"prompt": "a", "logit_bias": bias})
+    refused(answer, 400, "logit_bias must have at most 4096 fields")
 
 
 def test_what_users_of_llama_cpp_send_means_the_same_here() -> None:
