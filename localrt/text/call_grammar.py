@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from localrt.text.argument_types import accepted, parameters_of, resolved
 from localrt.text.call_notation import (
     ID,
     KeywordArguments,
@@ -70,7 +71,7 @@ class _Rules:
         return f" {_ANY_ID} ".join(self._terminal(part) for part in text.split(ID) if part)
 
     def _arguments(self, schema: Any) -> str:
-        schema = schema if isinstance(schema, Mapping) else {}
+        schema = self._root = schema if isinstance(schema, Mapping) else {}
         match self._spelling.arguments:
             case TaggedArguments() as tags:
                 return self._sequence(
@@ -79,13 +80,13 @@ class _Rules:
             case KeywordArguments():
                 return self._sequence(schema, self._keyword, separator=", ")
             case QuotedArguments() as quoted:
-                return self._rule(self._object(schema, quoted, schema))
-        return self._json(schema or {"type": "object", "additionalProperties": False}, schema)
+                return self._rule(self._object(schema, quoted))
+        return self._json(schema or {"type": "object", "additionalProperties": False})
 
-    def _json(self, schema: Any, root: Mapping[str, Any]) -> str:
-        """Any value that ``schema`` allows, which may refer to definitions of ``root``."""
+    def _json(self, schema: Any) -> str:
+        """Any value that ``schema`` allows, which may refer to definitions of the tool's."""
         given = dict(schema) if isinstance(schema, Mapping) else {}
-        given |= {key: root[key] for key in ("$defs", "definitions") if key in root}
+        given |= {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         if self._spaces:
             given["x-guidance"] = {"whitespace_pattern": self._spaces}
         return f"%json {json.dumps(given)}"
@@ -97,10 +98,7 @@ class _Rules:
         separator: str = "",
     ) -> str:
         """Every property of ``schema`` once, in their order; those not required may be left out."""
-        properties = schema.get("properties")
-        properties = properties if isinstance(properties, Mapping) else {}
-        required = schema.get("required") or ()
-        self._root = schema
+        properties, required = parameters_of(schema, self._root)
         rest, first = "", ""
         # From the last one on: what follows a property depends on whether one has come before.
         for key, value in reversed([*properties.items()]):
@@ -122,8 +120,16 @@ class _Rules:
     # -- values ------------------------------------------------------------------------------------
 
     def _pair(self, tags: TaggedArguments, key: str, schema: Any) -> str:
-        is_text = _is_text(schema) and not tags.as_json
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        known = accepted(schema, self._root)
+        is_text = (not known.kinds or "string" in known.kinds) and not tags.as_json
+        if is_text and len(known.kinds) > 1 and any(mid.string is False for mid in tags.mids):
+            ways = (self._pair_as(tags, key, schema, text) for text in (True, False))
+            return " | ".join(map(self._rule, ways))
+        return self._pair_as(tags, key, schema, is_text)
+
+    def _pair_as(self, tags: TaggedArguments, key: str, schema: Any, is_text: bool) -> str:
+        known = accepted(schema, self._root)
+        kind = next(iter(known.kinds - {"string"}), "")
         kind = "number" if kind == "integer" else kind
         mids = [mid for mid in tags.mids if mid.string in (None, is_text)] or list(tags.mids)
         mid = next((each for each in mids if each.kind == kind), mids[0])
@@ -131,28 +137,27 @@ class _Rules:
         closing = self._literal(mid.after)
         if not is_text:
             return f"{opening} {self._value(schema)} {closing}"
-        values = _words(schema)
-        if values:
-            return f"{opening} ({self._either(values)}) {closing}"
+        if known.words and known.is_text:
+            return f"{opening} ({self._either(known.words)}) {closing}"
         text = f"t{len(self.lines)}"
         self.lines.append(f"{text}[suffix={json.dumps(mid.after, ensure_ascii=False)}]: {_TEXT}")
         return f"{opening} {text}"
 
     def _keyword(self, key: str, schema: Any) -> str:
-        if not _is_text(schema):
+        known = accepted(schema, self._root)
+        if known.kinds and not known.is_text:
             return f"{self._literal(key + '=')} {self._value(schema)}"
-        values = _words(schema)
-        text = f"({self._either(values)})" if values else r"/[^'\\]*/"
+        text = f"({self._either(known.words)})" if known.words else r"/[^'\\]*/"
         quote = self._terminal("'")
         return f"{self._literal(key + '=')} {quote} {text} {quote}"
 
     def _value(self, schema: Any) -> str:
-        return self._rule(self._json(schema, self._root))
+        return self._rule(self._json(schema))
 
     def _either(self, words: Iterable[str]) -> str:
         return " | ".join(self._terminal(word) for word in words)
 
-    def _object(self, schema: Any, quoted: QuotedArguments, root: Mapping[str, Any]) -> str:
+    def _object(self, schema: Any, quoted: QuotedArguments) -> str:
         inside = self._sequence(
             schema, lambda key, value: self._quoted(quoted, key, value), separator=","
         )
@@ -162,22 +167,19 @@ class _Rules:
         return f"{self._literal(key + ':')} {self._quoted_value(quoted, schema)}"
 
     def _quoted_value(self, quoted: QuotedArguments, schema: Any) -> str:
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        if kind == "object" and schema.get("properties"):
-            return self._rule(self._object(schema, quoted, self._root))
-        if kind == "array":
+        schema, known = resolved(schema, self._root), accepted(schema, self._root)
+        if known.kinds == {"object"} and parameters_of(schema, self._root)[0]:
+            return self._rule(self._object(schema, quoted))
+        if known.kinds == {"array"}:
             item = self._rule(self._quoted_value(quoted, schema.get("items")))
             return self._rule(f'"[" ({item} ("," {item})*)? "]"')
-        scalars = schema.get("enum") if isinstance(schema, Mapping) else None
-        numbers = isinstance(scalars, list) and not any(
-            isinstance(each, str | list | dict) for each in scalars
-        )
-        if numbers or kind in ("integer", "number", "boolean", "null"):
+        if known.kinds and known.kinds <= {"integer", "number", "boolean", "null"}:
             return self._value(schema)
-        if words := _words(schema):
+        if known.words and known.is_text:
             quote = self._terminal(quoted.quote)
-            return f"{quote} ({self._either(words)}) {quote}"
-        return self._quoted_text(quoted) if _is_text(schema) else self._anything(quoted)
+            return f"{quote} ({self._either(known.words)}) {quote}"
+        is_text = known.is_text or not known.kinds
+        return self._quoted_text(quoted) if is_text else self._anything(quoted)
 
     def _quoted_text(self, quoted: QuotedArguments) -> str:
         quote = self._terminal(quoted.quote)
@@ -196,22 +198,3 @@ class _Rules:
             f'{text} | {plain} | "[" ({any_value} ("," {any_value})*)? "]"'
             f' | "{{" ({pair} ("," {pair})*)? "}}"'
         )
-
-
-def _is_text(schema: Any) -> bool:
-    """Whether only strings are allowed, or nothing is said."""
-    if not isinstance(schema, Mapping):
-        return True
-    kind = schema.get("type")
-    if kind is not None:
-        return bool(kind == "string")
-    words = schema.get("enum")
-    if isinstance(words, list):
-        return all(isinstance(word, str) for word in words)
-    return not any(key in schema for key in ("anyOf", "oneOf", "allOf", "$ref", "const"))
-
-
-def _words(schema: Any) -> list[str]:
-    words = schema.get("enum") if isinstance(schema, Mapping) else None
-    known = isinstance(words, list) and all(isinstance(word, str) for word in words)
-    return list(words) if known and words else []

@@ -7,15 +7,14 @@ how it was found, nor where in an answer calls stand.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from localrt.text.argument_types import ABSENT, DECODER, Accepted, Types, literal
 from localrt.text.call_syntax import (
-    DECODER,
     Call,
     Signatures,
     all_calls,
@@ -104,7 +103,7 @@ class JsonCalls:
 class Arguments(Protocol):
     """How the arguments of a ``Framed`` call are written."""
 
-    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
         """The arguments that stand at ``at``, and where they end.
 
         Raises:
@@ -176,7 +175,7 @@ def _end_of(expression: re.Pattern[str], text: str, at: int) -> int:
 class JsonArguments:
     """One JSON object."""
 
-    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
         """See ``Arguments``."""
         while at < len(text) and text[at].isspace():
             at += 1
@@ -232,7 +231,7 @@ class TaggedArguments:
     as_json: bool = False
     gap: str = ""  # between pairs
 
-    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
         """See ``Arguments``."""
         found: dict[str, Any] = {}
         opening = re.compile(rf"\s*{pattern(self.opening.strip())}")
@@ -241,8 +240,8 @@ class TaggedArguments:
             mid, key_end = self._mid(text, key_at)
             key = text[key_at:key_end]
             value, at = self._value(text, key_end + len(mid.before.rstrip()), mid)
-            found[key] = self._typed(value, mid.string, schema.get(key))
-        return found, at
+            found[key] = self._typed(value, mid.string, types.get(key, Accepted()))
+        return {key: value for key, value in found.items() if value is not ABSENT}, at
 
     def is_open(self, text: str) -> bool:
         """See ``Arguments``."""
@@ -277,73 +276,14 @@ class TaggedArguments:
         value = value.removeprefix(lead) if lead else value
         return value.removesuffix(trail) if trail else value, end + len(after)
 
-    def _typed(self, text: str, string: bool | None, schema: Any) -> Any:
+    def _typed(self, text: str, string: bool | None, accepted: Accepted) -> Any:
         if string:
             return text
-        kinds = _kinds(schema) if string is None and not self.as_json else frozenset()
-        if kinds == {"string"}:
-            return text
-        try:
-            value = literal(text)
-        except (ValueError, RecursionError):
-            return text
-        if kinds and "string" in kinds and _kind(value) not in kinds:
-            return text
-        return value
-
-
-def _kinds(schema: Any) -> frozenset[str]:
-    """The types that a schema allows; none where it does not say."""
-    if not isinstance(schema, Mapping):
-        return frozenset()
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return frozenset([kind])
-    if isinstance(kind, list):
-        return frozenset(map(str, kind))
-    values = schema.get("enum")
-    if isinstance(values, list):
-        return frozenset(map(_kind, values))
-    if "const" in schema:
-        return frozenset([_kind(schema["const"])])
-    either = schema.get("anyOf") or schema.get("oneOf")
-    return frozenset().union(*map(_kinds, either)) if isinstance(either, list) else frozenset()
-
-
-def _kind(value: Any) -> str:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case int():
-            return "integer"
-        case float():
-            return "number"
-        case str():
-            return "string"
-        case list():
-            return "array"
-    return "object"
-
-
-def literal(text: str) -> Any:
-    """A value as JSON, or else as Python, writes it.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    text = text.strip()
-    try:
-        return DECODER.decode(text)
-    except ValueError:
-        pass
-    try:
-        value = ast.literal_eval(text)
-        json.dumps(value)
-    except (SyntaxError, TypeError, MemoryError) as error:
-        raise ValueError(str(error)) from None
-    return value
+        if self.as_json:
+            accepted = Accepted()
+        elif string is not None:
+            accepted = Accepted(accepted.kinds - {"string"})
+        return accepted.read(text)
 
 
 # -- keywords, as in Python ------------------------------------------------------------------------
@@ -358,7 +298,7 @@ class KeywordArguments:
 
     escaped: bool
 
-    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
         """See ``Arguments``; the closing bracket is left."""
         found: dict[str, Any] = {}
         while (head := _KEYWORD.match(text, at)) is not None:
@@ -416,7 +356,7 @@ class QuotedArguments:
 
     quote: str
 
-    def read(self, text: str, at: int, schema: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
         """See ``Arguments``."""
         value, at = self._value(text, at)
         if not isinstance(value, dict):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from localrt.errors import TemplateError
+from localrt.text.argument_types import DECODER
 from localrt.text.call_notation import (
     Arguments,
     Framed,
@@ -25,7 +26,6 @@ from localrt.text.call_notation import (
     Spelling,
     TaggedArguments,
 )
-from localrt.text.call_syntax import DECODER
 from localrt.text.marked_text import (
     ID,
     MARK,

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
+from localrt.text.argument_types import ABSENT, DECODER, Accepted, Types, accepted, parameters_of
+
 __all__ = [
-    "DECODER",
     "Call",
     "Parser",
     "Signatures",
@@ -32,8 +33,8 @@ __all__ = [
     "signatures",
 ]
 
-# A function's parameters by name, each a JSON schema.
-Signatures: TypeAlias = Mapping[str, Mapping[str, Any]]
+Signatures: TypeAlias = Mapping[str, Types]
+"""What each parameter of a function may be, by the function's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +49,22 @@ class Call:
 Parser: TypeAlias = Callable[[str, Signatures], "list[Call] | None"]
 
 
-def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Types]:
     """The parameters of each tool, given as OpenAI's and Hugging Face's lists have them."""
-    found: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Types] = {}
     for tool in tools:
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             continue
         schema = function.get("parameters")
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        found[function["name"]] = properties if isinstance(properties, Mapping) else {}
+        properties, _ = parameters_of(schema)
+        found[function["name"]] = {
+            key: accepted(value, schema) for key, value in properties.items()
+        }
     return found
 
 
 # -- JSON ----------------------------------------------------------------------------------------
-
-
-def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-DECODER = json.JSONDecoder(strict=False, parse_constant=_refused)
-"""Takes new lines within strings, which models write, and no NaN."""
 
 
 def parse_json(text: str, tools: Signatures) -> list[Call] | None:
@@ -134,7 +129,7 @@ def call_of(name: str, given: Any, call_id: str | None = None) -> Call | None:
     Nothing, an empty text and an empty list are no arguments.
     """
     if isinstance(given, str):
-        values = json_values(given)
+        values = json_values(given) if given.strip() else [{}]
         if values is None or len(values) > 1:
             return None
         given = values[0] if values else {}
@@ -179,12 +174,9 @@ def parse_tagged(text: str, tools: Signatures) -> list[Call] | None:
 
 def _from_text(name: str, pairs: Sequence[tuple[str, str]], tools: Signatures) -> Call:
     """A call whose arguments are plain text: what the tool's schema calls a string stays one."""
-    arguments: dict[str, Any] = {}
-    for key, text in pairs:
-        schema = tools.get(name, {}).get(key)
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        values = None if kind == "string" else json_values(text)
-        arguments[key] = values[0] if values is not None and len(values) == 1 else text
+    types = tools.get(name, {})
+    read = {key: types.get(key, Accepted()).read(text) for key, text in pairs}
+    arguments = {key: value for key, value in read.items() if value is not ABSENT}
     return Call(name, json.dumps(arguments, ensure_ascii=False))
 
 

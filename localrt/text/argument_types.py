@@ -1,0 +1,224 @@
+"""What a tool's schema says of an argument that stands as plain text: a string, or another value.
+
+Local references, ``allOf``, ``anyOf`` and ``oneOf``, lists of types, enums. It does not check
+values: what a schema forbids stays as it was written.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from urllib.parse import unquote
+
+__all__ = [
+    "ABSENT",
+    "DECODER",
+    "Accepted",
+    "Types",
+    "accepted",
+    "kind_of",
+    "literal",
+    "parameters_of",
+    "resolved",
+]
+
+ABSENT = object()
+"""Of an argument that was named and not given."""
+
+_DEEPEST = 32  # references, and schemas within schemas
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+DECODER = json.JSONDecoder(strict=False, parse_constant=_refused)
+"""Takes new lines within strings, which models write, and no NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """``kinds`` of values, as JSON schemas name them: none where a schema does not say. Strings
+    are any, or one of ``words``.
+    """
+
+    kinds: frozenset[str] = frozenset()
+    words: tuple[str, ...] | None = None
+
+    @property
+    def is_text(self) -> bool:
+        """Whether nothing but a string can be meant."""
+        return self.kinds == {"string"}
+
+    def read(self, text: str) -> Any:
+        """The value that ``text`` is, or ``ABSENT``."""
+        kinds = self.kinds
+        may_be_text = not kinds or "string" in kinds
+        if self.is_text or (may_be_text and (not text.strip() or text in (self.words or ()))):
+            return text
+        try:
+            word = text.strip().lower() if kinds == {"boolean"} else text
+            value = literal(word) if text.strip() else None
+        except (ValueError, RecursionError):
+            return text
+        kind = kind_of(value)
+        if kind == "number" and value.is_integer() and kinds & {"integer", "number"} == {"integer"}:
+            value, kind = int(value), "integer"
+        if not kinds or kind in kinds or (kind == "integer" and "number" in kinds):
+            return value
+        if may_be_text:
+            return text
+        return ABSENT if value is None else value
+
+
+Types: TypeAlias = Mapping[str, Accepted]
+"""Of a function's parameters."""
+
+
+def parameters_of(schema: Any, root: Any = None) -> tuple[dict[str, Any], frozenset[str]]:
+    """The properties that an object has, and those that are required; it is a part of ``root``."""
+    return _parameters(schema, schema if root is None else root, 0)
+
+
+def accepted(schema: Any, root: Any) -> Accepted:
+    """What ``schema`` allows, which is a part of ``root``."""
+    kinds, words = _kinds(schema, root, 0), _words(schema, root, 0)
+    return Accepted(kinds or frozenset(), None if words is None else tuple(words))
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """``schema``, or what it refers to."""
+    for _ in range(_DEEPEST):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            return schema
+        found = root
+        for part in unquote(reference.removeprefix("#")).split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            return schema
+        others = {key: value for key, value in schema.items() if key != "$ref"}
+        schema = {**found, **others}
+    return {}
+
+
+def _parameters(schema: Any, root: Any, depth: int) -> tuple[dict[str, Any], frozenset[str]]:
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return {}, frozenset()
+    properties: dict[str, Any] = {}
+    required = _strings(schema.get("required"))
+    own = schema.get("properties")
+    for key, names in (("allOf", True), ("anyOf", False), ("oneOf", False)):
+        for each in _list(schema.get(key)):
+            found, needed = _parameters(each, root, depth + 1)
+            properties |= {name: value for name, value in found.items() if name not in properties}
+            required += tuple(needed) if names else ()
+    properties |= dict(own) if isinstance(own, Mapping) else {}
+    return properties, frozenset(required) & properties.keys()
+
+
+def _kinds(schema: Any, root: Any, depth: int) -> frozenset[str] | None:
+    """The types that a schema allows; None where it does not say."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return None
+    said: list[frozenset[str] | None] = []
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        said.append(frozenset([kind]))
+    elif isinstance(kind, list):
+        said.append(frozenset(_strings(kind)))
+    if isinstance(schema.get("enum"), list):
+        said.append(frozenset(map(kind_of, schema["enum"])))
+    if "const" in schema:
+        said.append(frozenset([kind_of(schema["const"])]))
+    said += [_kinds(each, root, depth + 1) for each in _list(schema.get("allOf"))]
+    for key in ("anyOf", "oneOf"):
+        ways = [_kinds(each, root, depth + 1) for each in _list(schema.get(key))]
+        known = [way for way in ways if way is not None]
+        if ways and len(known) == len(ways):
+            said.append(frozenset().union(*known))
+    found: frozenset[str] | None = None
+    for each in said:
+        if each is not None:
+            found = each if found is None else _both(found, each) or found
+    if found is None and "properties" in schema:
+        found = frozenset(["object"])
+    elif found is None and "items" in schema:
+        found = frozenset(["array"])
+    return found | {"null"} if found and schema.get("nullable") is True else found
+
+
+def _both(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
+    """Kinds that both allow: every integer is a number."""
+    whole = {"integer"} if "integer" in one | other and "number" in one | other else set()
+    return (one & other) | (whole if not {"number"} <= one & other else frozenset())
+
+
+def _words(schema: Any, root: Any, depth: int) -> list[str] | None:
+    """The strings that a schema lists; None where it allows others."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return None
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(listed, list):
+        return [each for each in listed if isinstance(each, str)]
+    for each in _list(schema.get("allOf")):
+        if (found := _words(each, root, depth + 1)) is not None:
+            return found
+    for key in ("anyOf", "oneOf"):
+        if ways := _list(schema.get(key)):
+            parts = [_words(each, root, depth + 1) for each in ways]
+            return None if None in parts else [word for part in parts for word in part or ()]
+    kinds = _kinds(schema, root, depth)
+    return [] if kinds is not None and "string" not in kinds else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    return tuple(each for each in _list(value) if isinstance(each, str))
+
+
+def kind_of(value: Any) -> str:
+    """The type of ``value``, as JSON schemas name it."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def literal(text: str) -> Any:
+    """A value as JSON, or else as Python, writes it.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = text.strip()
+    try:
+        return DECODER.decode(text)
+    except ValueError:
+        pass
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value)
+    except (SyntaxError, TypeError, MemoryError) as error:
+        raise ValueError(str(error)) from None
+    return value
