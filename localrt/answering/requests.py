@@ -189,7 +189,7 @@ class RequestBuilder:
             logprobs=chosen.logprobs,
             exactness=self._engine.info.exactness,
             speculation=None if self._drafts is None else self._drafts.speculation(chosen),
-            constraint=self._constraint(chosen, tools),
+            constraint=self._constraint(chosen, tools if chat else None),
             parser=self._thinking.parser(ids, tools or (), chosen) if chat else None,
             thinking_limit=self._thinking.limit(chosen, tools=bool(tools)) if chat else None,
             mix=() if self._adapters is None else self._adapters.mix(chosen.adapter),
@@ -324,10 +324,19 @@ class RequestBuilder:
             engine = self._engine
             take_ram = engine.take_ram if engine.info.streamed else None
             self._grammars = Grammars(self.tokenizer, take_ram)
-        if not options.forces_a_call:
-            return self._grammars.constraint(options)
-        functions = functions_to_call(options.tool_choice, tools or ())
-        return self._grammars.call(self._syntax.forced, functions)
+        grammars, syntax = self._grammars, self._syntax
+        if options.forces_a_call:
+            functions = functions_to_call(options.tool_choice, tools or ())
+            several = options.tool_choice == "required"
+            return grammars.call(syntax.forced, functions, several=several)
+        if options.json_schema is None:
+            return grammars.constraint(options)
+        schema, _ = grammars.followed(options.json_schema)
+        if not tools:
+            return grammars.constraint(replace(options, json_schema=schema))
+        functions = functions_to_call("required", tools)
+        answer = (syntax.answer, schema)
+        return grammars.call(syntax.forced, functions, several=True, answer=answer)
 
     @cached_property
     def _thinking(self) -> ThinkingControl:

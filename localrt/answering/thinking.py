@@ -55,11 +55,11 @@ class ThinkingControl:
         of the thinking, or its end.
         """
         tags = self._syntax.tags
-        answer = self._frame.answer if options.is_bound and not options.forces_a_call else ""
+        tools = tools and options.may_call
+        answer = self._frame.answer if options.is_bound and not tools else ""
         if tags is None:
             return self._ids(answer)
         opened = self._opened(ids)
-        tools = tools and (options.forces_a_call or not options.is_bound)
         # Marks that a template drops are no sign that the model writes them by itself.
         always = not self._syntax.off and (tags.close or not options.is_bound)
         text = ""
@@ -67,17 +67,20 @@ class ThinkingControl:
             text = tags.closes(tools=tools)[0]
         elif options.thinks is False and always:
             text = tags.empty(tools=tools)
-        elif options.thinks is True and options.is_bound and not opened:
+        elif options.thinks and options.is_bound and not opened:
             text = tags.opening + tags.lead
-        return self._ids(text if options.thinks is True else text + answer)
+        if tools:  # instead of the answer, whose mark this may end with
+            text = text.removesuffix(self._frame.answer)
+        return self._ids(text if options.thinks else text + answer)
 
     def limit(self, options: Options, *, tools: bool) -> ThinkingLimit | None:
         """What ends a thinking that is too long, or leads from it to a bound answer."""
         tags = self._syntax.tags
         if tags is None or (options.thinking_tokens is None and not options.is_bound):
             return None
-        may_call = tools and (options.forces_a_call or not options.is_bound)
-        closes = tags.closes(tools=may_call)
+        tools = tools and options.may_call
+        mark = self._frame.answer if tools else ""
+        closes = [text.removesuffix(mark) for text in tags.closes(tools=tools)]
         then = closes[0].partition(tags.closing)[2] if options.is_bound else ""
         written = tuple(tuple(self._ids(text)) for text in closes)
         return ThinkingLimit(options.thinking_tokens, written, tuple(self._ids(then)))
@@ -91,7 +94,8 @@ class ThinkingControl:
             return lambda: HarmonyParser(thinking=bool(opened))
         if not source or (self._syntax.tags is None and not tools and frame == USUAL_FRAME):
             return None
-        known = self._answers.forced if options.forces_a_call else self._answers.calls
+        bound = options.is_bound and options.may_call
+        known = self._answers.forced if bound else self._answers.calls
         calls = known if tools else None
         return lambda: TextParser(calls, tools, thinking=opened, frame=frame)
 

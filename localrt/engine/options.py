@@ -46,13 +46,13 @@ class Options:
     ``tree_depth`` how far ahead they may be (1 to 64).
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
     llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a
-    stop string cuts it short.
+    stop string cuts it short. Beside tools, a schema binds what is no call.
     ``tool_choice`` says whether the model calls a tool: ``"auto"``, ``"none"``, ``"required"``, or
     the name of the one that it has to call.
     ``thinking`` switches a model's thinking on (``True``, ``"on"``) or off; ``"low"``,
     ``"medium"`` and ``"high"`` say how much, to models that can be told. After
     ``thinking_tokens`` of thinking, the thinking is ended and the answer begins; 0 is off. A model
-    whose answer is bound thinks before it only with ``thinking=True``.
+    whose answer is bound thinks before it only if ``thinking`` says so.
     ``adapter`` is the name of one that the model has, several with what each one's change is times
     (``{"style": 0.7, "facts": 0.3}``), or ``"none"``.
     """
@@ -112,7 +112,7 @@ class Options:
             raise OptionError(
                 f"{option('adapter')} must be a name, or numbers by names, is {self.adapter!r:.80}"
             )
-        if self.forces_a_call and binding:
+        if self.forces_a_call and binding and self.json_schema is None:
             raise OptionError(f"a tool that must be called excludes {binding[0]}: give one of them")
         switched = self.thinking is None or isinstance(self.thinking, bool)
         if not switched and self.thinking not in get_args(Effort):
@@ -130,7 +130,7 @@ class Options:
     @property
     def thinks(self) -> bool | Effort | None:
         """``thinking``; off with a limit of 0, and where a bound answer does not ask for it."""
-        if self.thinking_tokens == 0 or (self.is_bound and self.thinking is not True):
+        if self.thinking_tokens == 0 or (self.is_bound and not self.thinking):
             return False
         return self.thinking
 
@@ -138,6 +138,12 @@ class Options:
     def is_bound(self) -> bool:
         """Whether the answer has to follow a schema or a grammar, or to be a call."""
         return self.bound_by is not None or self.forces_a_call
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may be a call, if there are tools."""
+        free = self.regex is None and self.grammar is None
+        return self.forces_a_call or (free and self.tool_choice == "auto")
 
     @property
     def bound_by(self) -> tuple[str, str] | None:

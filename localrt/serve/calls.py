@@ -110,8 +110,6 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Call:
     elif wanted.get("type") == "json_schema":
         options["json_schema"] = wanted["json_schema"]["schema"]
     choice, functions = chosen(fields.get("tool_choice"), tools)
-    if choice not in ("auto", "none") and "json_schema" in options:
-        raise invalid("response_format and a tool that must be called exclude one another")
     if choice != "auto":
         options["tool_choice"] = choice
     return Call(

@@ -7,12 +7,14 @@ writes them in tags, as keywords or in objects of its own. It knows no tokens bu
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from localrt.text.argument_types import accepted, parameters_of, resolved
 from localrt.text.call_notation import (
     ID,
+    NUMBERED,
     KeywordArguments,
     QuotedArguments,
     Spelling,
@@ -24,7 +26,8 @@ __all__ = ["Terminal", "call_grammar"]
 Terminal = Callable[[str], str]
 """Text as the terminals that stand for it: some of its marks are control tokens."""
 
-_ANY_ID = "/[a-zA-Z0-9]{9}/"
+_ANY = {ID: "/[a-zA-Z0-9]{9}/", NUMBERED: "/[0-9]{1,2}/"}
+_MOST = 16  # calls in an answer
 _TEXT = "/(?s:.*)/"
 
 
@@ -34,14 +37,24 @@ def call_grammar(
     terminal: Terminal,
     *,
     spaces: str = "",
+    several: bool = False,
+    answer: tuple[str, Any] | None = None,
 ) -> str:
     """A call of one of ``tools``, which are functions with a name and parameters.
 
-    ``spaces`` is an expression of what may stand between the parts of JSON.
+    ``spaces`` is an expression of what may stand between the parts of JSON. With ``several`` more
+    calls may follow, where the model can write them. ``answer`` may stand in place of them: the
+    mark that begins it, and its JSON schema.
     """
     rules = _Rules(spelling, terminal, spaces)
-    calls = " | ".join(rules.call(tool) for tool in tools)
-    return "\n".join([f"start: {calls}", *rules.lines])
+    several = several and bool(spelling.joint)
+    if answer is not None and spelling.before.startswith("{"):
+        start = rules.json_calls(tools, several=several)
+    else:
+        start = rules.calls(tools, several=several)
+    if answer is not None:
+        start += f" | {rules.answer(*answer)}"
+    return "\n".join([f"start: {start}", *rules.lines])
 
 
 class _Rules:
@@ -52,15 +65,51 @@ class _Rules:
         self._spelling = spelling
         self._terminal = terminal
         self._spaces = spaces
+        self._root: Mapping[str, Any] = {}
 
-    def call(self, tool: Mapping[str, Any]) -> str:
-        """The rule of a call of ``tool``."""
-        spelling, lit = self._spelling, self._literal
-        arguments, middle = self._arguments(tool.get("parameters")), spelling.middle
-        if not arguments and spelling.after[:1].isspace():
+    def calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+        """The rule of a call of one of ``tools``, or of ``several``."""
+        spelling = self._spelling
+        given = [(tool["name"], self._arguments(tool.get("parameters"))) for tool in tools]
+        first = (self._call(spelling.before, spelling.middle, *each) for each in given)
+        calls = f"({' | '.join(first)})"
+        if several:
+            more = (self._call(spelling.joint, spelling.later, *each) for each in given)
+            calls += f" ({' | '.join(more)}){{0,{_MOST - 1}}}"
+        return self._rule(f"{calls} {self._literal(spelling.after)}")
+
+    def json_calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+        """``calls`` that are JSON objects, in terminals that other JSON is written with too."""
+        calls = self._rule(" | ".join(self._rule(self._json_call(tool)) for tool in tools))
+        more = f" ({self._terminal(chr(10))} {calls}){{0,{_MOST - 1}}}" if several else ""
+        return self._rule(calls + more)
+
+    def _json_call(self, tool: Mapping[str, Any]) -> str:
+        spelling = self._spelling
+        parameters = tool.get("parameters") or {"type": "object", "additionalProperties": False}
+        shape = json.loads(f"{spelling.before}n{spelling.middle}{{}}{spelling.after}")
+        properties = {
+            key: {"const": tool["name"]} if value == "n" else parameters
+            for key, value in shape.items()
+        }
+        self._root = parameters
+        return self._json(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": [*properties],
+                "additionalProperties": False,
+            }
+        )
+
+    def answer(self, mark: str, schema: Any) -> str:
+        """The rule of an answer that follows ``schema``."""
+        return self._rule(f"{self._literal(mark)} {self._json(schema)}")
+
+    def _call(self, before: str, middle: str, name: str, arguments: str) -> str:
+        if not arguments and self._spelling.after[:1].isspace():
             middle = middle.rstrip()
-        parts = (lit(spelling.before + tool["name"] + middle), arguments, lit(spelling.after))
-        return self._rule(" ".join(filter(None, parts)))
+        return self._rule(f"{self._literal(before + name + middle)} {arguments}")
 
     def _rule(self, body: str) -> str:
         name = f"r{len(self.lines)}"
@@ -68,7 +117,8 @@ class _Rules:
         return name
 
     def _literal(self, text: str) -> str:
-        return f" {_ANY_ID} ".join(self._terminal(part) for part in text.split(ID) if part)
+        parts = re.split(f"({ID}|{NUMBERED})", text)
+        return " ".join(_ANY.get(part) or self._terminal(part) for part in parts if part)
 
     def _arguments(self, schema: Any) -> str:
         schema = self._root = schema if isinstance(schema, Mapping) else {}
@@ -81,7 +131,7 @@ class _Rules:
                 return self._sequence(schema, self._keyword, separator=", ")
             case QuotedArguments() as quoted:
                 return self._rule(self._object(schema, quoted))
-        return self._json(schema or {"type": "object", "additionalProperties": False})
+        return self._rule(self._json(schema or {"type": "object", "additionalProperties": False}))
 
     def _json(self, schema: Any) -> str:
         """Any value that ``schema`` allows, which may refer to definitions of the tool's."""

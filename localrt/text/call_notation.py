@@ -25,6 +25,7 @@ from localrt.text.call_syntax import (
 
 __all__ = [
     "ID",
+    "NUMBERED",
     "Arguments",
     "Framed",
     "JsonArguments",
@@ -40,6 +41,9 @@ __all__ = [
 
 ID = "zidzid"
 """Stands for a call's id in a literal."""
+
+NUMBERED = "znznzn"
+"""Stands for the number of a call in a literal."""
 
 _NAME = r"""[^\s<>{}()\[\]"',=]+"""
 
@@ -193,12 +197,18 @@ class JsonArguments:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """A call letter by letter: ``before name middle arguments after``."""
+    """A call letter by letter: ``before name middle arguments after``.
+
+    Behind the arguments another may follow, as ``joint name later arguments``, where templates
+    write several; without a ``joint`` there is one only.
+    """
 
     before: str
     middle: str
     after: str
     arguments: Arguments
+    joint: str = ""
+    later: str = ""
 
 
 # -- pairs in tags ---------------------------------------------------------------------------------

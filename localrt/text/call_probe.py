@@ -157,8 +157,32 @@ class _Probe:
         if self._read(syntax, (FIRST, _ONE)) and (
             not self._both or self._read(syntax, (FIRST, _ONE), (SECOND, _ONE))
         ):
-            return syntax
+            return self._with_more(syntax)
         raise UnreadableError("what was found does not read what was written")
+
+    def _with_more(self, syntax: CallSyntax) -> CallSyntax:
+        """``syntax`` with how a second call is spelled, if the template writes one."""
+        spelling = syntax.spelling
+        if spelling is None or not self._both:
+            return syntax
+        both = self._both
+        try:
+            shape = self._shape()
+            _, end = shape.place(both, both.index(FIRST) + len(FIRST))
+            second = both.index(SECOND, end)
+            other, _ = shape.place(both, second + len(SECOND))
+            joint, later = both[end:second], self._numbered(shape.middle, other)
+        except (ValueError, UnreadableError):
+            return syntax
+        given = both[both.index(FIRST) + len(FIRST + shape.middle) : end]
+        spelling = replace(spelling, joint=self._without_ids(joint), later=self._without_ids(later))
+        more = replace(syntax, spelling=spelling)
+        text = f"{spelling.before}{FIRST}{spelling.middle}{given}{spelling.joint}"
+        text += f"{SECOND}{spelling.later.replace(NUMBERED, '1')}{given}{spelling.after}"
+        parser = TextParser(more, _READ_BY)
+        shown = parser.push(text) + parser.flush()
+        found = [(call.name, json.loads(call.arguments)) for call in parser.calls]
+        return more if not shown.strip() and found == [(FIRST, _ONE), (SECOND, _ONE)] else syntax
 
     def reads_everything(self, syntax: CallSyntax) -> bool:
         """Whether ``syntax`` reads every kind of value, and a call without arguments."""

@@ -17,7 +17,7 @@ from localrt.text.call_syntax import call_of
 from localrt.text.thinking import CLOSE, OPEN, overlap
 from localrt.text.tools import make_call
 
-__all__ = ["HARMONY_CALL", "HarmonyParser", "is_harmony"]
+__all__ = ["HARMONY_ANSWER", "HARMONY_CALL", "HarmonyParser", "is_harmony"]
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _TO = "to="  # a header may begin with the recipient: the prompt ends with the role
@@ -26,6 +26,8 @@ HARMONY_CALL = Spelling(
     f"{_CHANNEL}commentary to=functions.", f" <|constrain|>json{_MESSAGE}", "", JsonArguments()
 )
 """A call, behind the role."""
+HARMONY_ANSWER = f"{_CHANNEL}final{_MESSAGE}"
+"""What begins an answer there."""
 
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
 _MARK = re.compile("|".join(map(re.escape, _MARKERS)))

@@ -67,7 +67,12 @@ _HERMES = CallSyntax(
     (Known(parse_tagged),),
     bare=True,
     spelling=Spelling(
-        '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", JsonArguments()
+        '<tool_call>\n{"name": "',
+        '", "arguments": ',
+        "}\n</tool_call>",
+        JsonArguments(),
+        joint='}\n</tool_call>\n<tool_call>\n{"name": "',
+        later='", "arguments": ',
     ),
 )
 _FUNCTOOLS = CallSyntax("functools[", "", (Known(parse_json),), kept="[")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from localrt.text.call_notation import ID, pattern
+from localrt.text.call_notation import ID, NUMBERED, pattern
 
 __all__ = [
     "ID",
@@ -20,9 +20,6 @@ __all__ = [
 
 MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
 """What the tokens look like that models mark the parts of an answer with."""
-
-NUMBERED = "znznzn"
-"""Stands for the number of a call in a literal."""
 
 _LONGEST_MARK = 80  # characters
 _IN_NO_MARK = set(">\n{},")

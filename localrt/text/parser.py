@@ -81,7 +81,14 @@ PLAIN_CALLS = CallSyntax(
     "",
     (JsonCalls(),),
     bare=True,
-    spelling=Spelling('{"name": "', '", "arguments": ', "}", JsonArguments()),
+    spelling=Spelling(
+        '{"name": "',
+        '", "arguments": ',
+        "}",
+        JsonArguments(),
+        joint='}\n{"name": "',
+        later='", "arguments": ',
+    ),
 )
 """A JSON object and nothing else, for models whose own way is not known."""
 

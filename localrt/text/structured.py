@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -23,8 +24,10 @@ from localrt.errors import LocalrtError, MissingExtraError, OptionError
 from localrt.offload.account import constraint_nbytes
 from localrt.offload.memory.process import current_rss
 from localrt.option_names import option
+from localrt.text.argument_types import parameters_of
 from localrt.text.call_grammar import call_grammar
 from localrt.text.gbnf import gbnf_to_lark
+from localrt.text.loosening import loosened, outline
 from localrt.text.marked_text import MARK
 from localrt.text.parser import CallSyntax
 
@@ -59,6 +62,7 @@ class Grammars:
         self._take_ram = take_ram or (lambda nbytes: None)
         self._prepared: LLTokenizer | None = None
         self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._followed: OrderedDict[str, tuple[str, tuple[str, ...]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def constraint(self, options: Options) -> MakeConstraint | None:
@@ -83,27 +87,90 @@ class Grammars:
             if name == "grammar":
                 lark = gbnf_to_lark(text, self._tokenizer.token_id)
                 return LLMatcher.grammar_from_lark(lark)
-            return LLMatcher.grammar_from_json_schema(
-                _readable(text), overrides={"whitespace_pattern": SPACES}
-            )
+            return _of_schema(text)
 
         return self._made(name, text, grammar)
 
-    def call(self, syntax: CallSyntax, functions: Sequence[Mapping[str, Any]]) -> MakeConstraint:
-        """What makes the constraint of a call of one of ``functions``, spelled as in ``syntax``.
+    def followed(self, schema: str) -> tuple[str, tuple[str, ...]]:
+        """A schema as far as answers can follow it, and the keywords that they cannot.
 
         Raises:
             OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
         """
-        assert syntax.spelling is not None, "no other call can be forced"
-        lark = call_grammar(syntax.spelling, functions, self._terminal, spaces=SPACES)
+        known = self._followed.get(schema)
+        if known is None:
+            left_out: tuple[str, ...] = ()
+            try:
+                self._made("json_schema", schema, lambda: _of_schema(schema))
+                found = schema
+            except OptionError:
+                if len(schema) > _LONGEST:
+                    raise
+                loose, left_out = loosened(json.loads(schema), self._fits)
+                found = json.dumps(loose, ensure_ascii=False)
+                self._made("json_schema", found, lambda: _of_schema(found))
+            with self._lock:
+                self._followed[schema] = found, left_out
+                while len(self._followed) > _KEPT:
+                    self._followed.popitem(last=False)
+            return found, left_out
+        return known
 
-        def grammar() -> str:
-            from llguidance import LLMatcher
+    def call(
+        self,
+        syntax: CallSyntax,
+        functions: Sequence[Mapping[str, Any]],
+        *,
+        several: bool = False,
+        answer: tuple[str, str] | None = None,
+    ) -> MakeConstraint:
+        """What makes the constraint of a call of one of ``functions``, spelled as in ``syntax``, or
+        of ``several``, or else of an ``answer``: its mark and its schema, which can be followed.
 
-            return LLMatcher.grammar_from_lark(lark)
+        What of a tool's schema cannot be followed is left out: the answer need not be its call.
 
-        return self._made("tool_choice", lark, grammar)
+        Raises:
+            OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
+        """
+        spelling = syntax.spelling
+        assert spelling is not None, "no other call can be forced"
+        other = None if answer is None else (answer[0], json.loads(_readable(answer[1])))
+
+        def made(parameters: Callable[[Any], Any]) -> MakeConstraint:
+            given = [
+                {"name": each["name"], "parameters": parameters(each.get("parameters"))}
+                for each in functions
+            ]
+            lark = call_grammar(
+                spelling, given, self._terminal, spaces=SPACES, several=several, answer=other
+            )
+
+            def grammar() -> str:
+                from llguidance import LLMatcher
+
+                return LLMatcher.grammar_from_lark(lark)
+
+            return self._made("tool_choice", lark, grammar)
+
+        for parameters in (lambda schema: schema, self._parameters, outline):
+            with suppress(OptionError):
+                return made(parameters)
+        return made(_names_alone)
+
+    def _parameters(self, schema: Any) -> Any:
+        """A tool's parameters as far as they can be followed."""
+        try:
+            return json.loads(self.followed(json.dumps(schema))[0])
+        except OptionError:
+            return outline(schema)
+
+    def _fits(self, schema: Any) -> bool:
+        try:
+            with self._lock:
+                self._compiled("json_schema", lambda: _of_schema(json.dumps(schema)))
+        except OptionError:
+            return False
+        return True
 
     def _terminal(self, text: str) -> str:
         """``text`` as terminals of a grammar: strings, and the ids of control tokens in it."""
@@ -258,6 +325,20 @@ def _on_a_large_stack(work: Callable[[], _T]) -> _T:
             finally:
                 threading.stack_size(before)
         return result.result()
+
+
+def _of_schema(schema: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(
+        _readable(schema), overrides={"whitespace_pattern": SPACES}
+    )
+
+
+def _names_alone(schema: Any) -> Any:
+    properties, required = parameters_of(schema)
+    free: dict[str, Any] = {key: {} for key in properties}
+    return {"type": "object", "properties": free, "required": [*required]}
 
 
 def _readable(schema: str) -> str:

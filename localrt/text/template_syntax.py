@@ -14,7 +14,7 @@ from localrt.models.templates.chat_template import MessageTemplate
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.text.call_probe import probe_calls
 from localrt.text.frame_probe import probe_frame
-from localrt.text.harmony import HARMONY_CALL, is_harmony
+from localrt.text.harmony import HARMONY_ANSWER, HARMONY_CALL, is_harmony
 from localrt.text.known_syntaxes import known_syntax, known_with
 from localrt.text.parser import PLAIN_CALLS, USUAL_FRAME, AnswerFrame, CallSyntax
 from localrt.text.probing import UnreadableError, Written
@@ -68,6 +68,11 @@ class TemplateSyntax:
     def forced(self) -> CallSyntax:
         """The syntax of a call that must be made."""
         return PLAIN_CALLS if self.calls.spelling is None else self.calls
+
+    @property
+    def answer(self) -> str:
+        """What begins an answer where a call could begin as well."""
+        return HARMONY_ANSWER if self.calls.spelling is HARMONY_CALL else self.frame.answer
 
     def opened(self, prompt: str) -> str:
         """The mark with which the end of a prompt has opened thinking, or nothing."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import localrt
 from localrt.answering.requests import RequestBuilder
 from localrt.models.templates.chat_template import ChatTemplate
+from localrt.text.call_notation import ID, NUMBERED
 from localrt.text.harmony import HARMONY_CALL
 from tests.scripted import answer_to, with_template
 from tests.text.call_templates import TEMPLATES, chat, each
@@ -162,3 +165,123 @@ def test_answers_that_are_cut(
 ) -> None:
     found = answer_to(builder(TEMPLATES[name]), said, tools=[WEATHER], max_tokens=size)
     assert found == (shown, calls, "length")
+
+
+# -- a schema beside tools -------------------------------------------------------------------------
+
+COLOUR: dict[str, Any] = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+RED = '{"colour": "red"}'
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("wanted", ["answer", "call", "forced"])
+def test_a_schema_beside_tools_binds_what_is_no_call(builder: Any, name: str, wanted: str) -> None:
+    pytest.importorskip("llguidance")
+    requests: RequestBuilder = builder(TEMPLATES[name])
+    syntax = requests._syntax
+    given: dict[str, Any] = {"tools": [WEATHER], "json_schema": COLOUR}
+    if wanted == "answer":
+        found = answer_to(requests, syntax.answer + RED, **given)
+        assert found == (RED, [], "stop")
+        return
+    if wanted == "forced":
+        given["tool_choice"] = "weather"
+    text, calls, reason = answer_to(requests, call_in(requests, name), **given)
+    assert (text, calls, reason) == ("", [OSLO], "tool_calls")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_that_must_be_made_may_be_several(builder: Any, name: str) -> None:
+    pytest.importorskip("llguidance")
+    requests: RequestBuilder = builder(TEMPLATES[name])
+    spelling = requests._syntax.forced.spelling
+    assert spelling is not None
+    if not spelling.joint:
+        pytest.skip("the template writes one call only")
+    texts = ("before", "middle", "after", "joint", "later")
+    known = {each: getattr(spelling, each).replace(ID, "abcdefgh0") for each in texts}
+    spelling = replace(spelling, **known)
+    wish = call_in(requests, name)
+    given = wish[len(spelling.before + "weather" + spelling.middle) : -len(spelling.after) or None]
+    more = f"{spelling.joint}weather{spelling.later}".replace(NUMBERED, "1")
+    wish = wish[: len(wish) - len(spelling.after)] + more + given + spelling.after
+    for choice, count in (("required", 2), ("auto", 2)):
+        schema = COLOUR if choice == "auto" else None
+        options = {"tools": [WEATHER], "tool_choice": choice, "json_schema": schema}
+        assert answer_to(requests, wish, **options) == ("", [OSLO] * count, "tool_calls")
+
+
+def call_in(requests: RequestBuilder, name: str) -> str:
+    """A call of ``weather``, letter by letter as it is forced."""
+    spelling = requests._syntax.forced.spelling
+    assert spelling is not None
+    template = ChatTemplate(TEMPLATES[name])
+    function = {"name": "weather", "arguments": OSLO[1]}
+    call_id = "functions.weather:0" if name == "Kimi K2" else "abcdefgh0"
+    calls = [{"id": call_id, "type": "function", "function": function}]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    wish, _ = answer_of(template, requests._syntax, message, [WEATHER])
+    if name == "gpt-oss":
+        return f"{spelling.before}weather{spelling.middle}{OSLO[1]}{spelling.after}"
+    return wish.strip()
+
+
+SWITCHED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
+)
+LOOK = {"type": "function", "function": {"name": "look", "parameters": None}}
+THINKERS = {
+    "switched off by a closed thought": SWITCHED,
+    "opened by the template": OPENED,
+    "a thought with other marks": TEMPLATES["Seed-OSS"],
+    "an answer with marks": TEMPLATES["Cohere's actions"],
+    "a word behind the thought": TEMPLATES["Apriel"],
+    "channels": TEMPLATES["gpt-oss"],
+    "a mark before text": TEMPLATES["Solar"],
+}
+
+
+@pytest.mark.parametrize("template", THINKERS.values(), ids=THINKERS)
+@pytest.mark.parametrize(
+    ("options", "ends"),
+    [
+        ({}, "by itself"),
+        ({"thinking": False}, "by itself"),
+        ({"thinking": True}, "by itself"),
+        ({"thinking": True}, "with the turn"),
+        ({"thinking": "high"}, "by itself"),
+        ({"thinking": True, "thinking_tokens": 2}, "by itself"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tools", [None, [LOOK]], ids=["alone", "beside tools"])
+def test_a_schema_binds_the_answer_behind_the_thoughts(
+    builder: Any, template: str, options: dict[str, Any], tools: Any, ends: str
+) -> None:
+    pytest.importorskip("llguidance")
+    requests: RequestBuilder = builder(template)
+    tags = requests._thinking._syntax.tags
+    assert tags is not None
+    thinks = bool(options.get("thinking"))
+    if ends == "with the turn":
+        wish = "Hm. So" if thinks else ""
+    else:
+        close = tags.closes(tools=bool(tools))[0].removesuffix(requests._syntax.answer)
+        mark = requests._syntax.answer if tools or not thinks else ""
+        wish = (f"Hm. So{close}{mark}" if thinks else mark) + RED
+    text, calls, reason = answer_to(
+        requests, wish, tools=tools, json_schema=COLOUR, max_tokens=4000, **options
+    )
+    parts = localrt.split_thinking(text)
+    assert bool(parts.thinking) == thinks
+    assert (reason, calls) == ("stop", []) or (tools and reason == "tool_calls")
+    assert calls or json.loads(parts.answer)["colour"] in ("red", "blue")

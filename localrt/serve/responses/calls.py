@@ -57,8 +57,6 @@ def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted
         options["overflow"] = "drop_oldest"
     tools = offered([*(fields.get("tools") or ()), *tools_in(items)], note)
     choice, functions = chosen(fields.get("tool_choice"), tools)
-    if choice not in ("auto", "none") and "json_schema" in options:
-        raise invalid("text.format and a tool that must be called exclude one another")
     if choice != "auto":
         options["tool_choice"] = choice
     instructions = fields.get("instructions")
