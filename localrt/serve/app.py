@@ -22,17 +22,17 @@ from starlette.routing import Route
 
 from localrt.api import Model
 from localrt.errors import LocalrtError
-from localrt.serve import texts
+from localrt.serve import about, texts
 from localrt.serve.anthropic import routes as anthropic
 from localrt.serve.bodies import prepare_checks
 from localrt.serve.calls import Call, chat_call, completion_call, prompts_of
 from localrt.serve.embedding import embedded
 from localrt.serve.endpoints import fields_of, service_of
-from localrt.serve.errors import ANTHROPIC_HEADER, ApiError, JsonResponse, failure, invalid
+from localrt.serve.errors import ApiError, JsonResponse, failure, invalid
 from localrt.serve.generating import answer
 from localrt.serve.guard import Guard, LogLine
 from localrt.serve.infill import routes as infill
-from localrt.serve.models import Models, Offered, OneModel
+from localrt.serve.models import Models, OneModel
 from localrt.serve.ollama import routes as ollama
 from localrt.serve.openapi import describe
 from localrt.serve.options import ServeOptions
@@ -94,40 +94,6 @@ async def embeddings(request: Request) -> Response:
 # -- about the server ----------------------------------------------------------------------------
 
 
-def _model_object(service: Service, model: Offered) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": service.started,
-        "owned_by": "localrt",
-        **({} if model.ctx is None else {"max_model_len": model.ctx}),
-        **({} if model.base is None else {"parent": model.base}),
-        "status": {
-            "value": model.state,
-            "ram": model.ram,
-            **({} if model.unload_s is None else {"unload_s": round(model.unload_s, 1)}),
-        },
-    }
-
-
-async def models(request: Request) -> Response:
-    """GET /v1/models"""
-    if ANTHROPIC_HEADER in request.headers:
-        return await anthropic.models(request)
-    service = service_of(request)
-    data = [_model_object(service, model) for model in service.models.offered()]
-    return JsonResponse({"object": "list", "data": data})
-
-
-async def model(request: Request) -> Response:
-    """GET /v1/models/NAME"""
-    if ANTHROPIC_HEADER in request.headers:
-        return await anthropic.model(request)
-    service = service_of(request)
-    found = service.models.find(request.path_params["name"], exact=True)
-    return JsonResponse(_model_object(service, found))
-
-
 async def health(request: Request) -> Response:
     """GET /health"""
     service = service_of(request)
@@ -149,11 +115,10 @@ _ROUTES = (
     ("/v1/chat/completions", "POST", chat_completions),
     ("/v1/completions", "POST", completions),
     ("/v1/embeddings", "POST", embeddings),
-    ("/v1/models", "GET", models),
-    ("/v1/models/{name:path}", "GET", model),
     ("/health", "GET", health),
     ("/metrics", "GET", metrics),
     ("/openapi.json", "GET", openapi),
+    *about.ROUTES,
     *texts.ROUTES,
     *responses.ROUTES,
     *infill.ROUTES,

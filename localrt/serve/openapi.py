@@ -31,6 +31,7 @@ _ERRORS = {
 }
 
 
+_ANY_JSON: dict[str, Any] = {"application/json": {}}
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
 
 
@@ -156,9 +157,9 @@ def _ollama() -> dict[str, Any]:
 
 def _about() -> dict[str, Any]:
     return {
-        "/health": {
-            "get": _operation("Whether the server is up", {"application/json": {}}, security=[])
-        },
+        "/health": {"get": _operation("Whether the server is up", _ANY_JSON, security=[])},
+        "/props": {"get": _operation("The context and the template (llama.cpp)", _ANY_JSON)},
+        "/api/v0/models": {"get": _operation("The models that there are (LM Studio)", _ANY_JSON)},
         "/metrics": {"get": _operation("Counts for Prometheus", {"text/plain": {}})},
     }
 

@@ -214,6 +214,62 @@ def test_a_preflight_for_a_private_network_is_answered(model: localrt.Model) -> 
             assert not right or found["access-control-allow-private-network"] == "true"
 
 
+# -- what there is, and how much it reads ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tiny_folder: Path) -> Iterator[Running]:
+    """A server for a model with less context than it was made for."""
+    with localrt.load(tiny_folder, ctx=256) as model, serving(model, name="tiny") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "where"),
+    [
+        ("GET", "/v1/models", ["data", 0, "max_model_len"]),
+        ("GET", "/v1/models/", ["data", 0, "context_length"]),
+        ("GET", "/v1/models/tiny", ["meta", "n_ctx"]),
+        ("GET", "/v1/models/tiny", ["max_model_len"]),
+        ("GET", "/v1/props", ["default_generation_settings", "n_ctx"]),
+        ("GET", "/props?model=any", ["default_generation_settings", "n_ctx"]),
+        ("GET", "/api/v0/models", ["data", 0, "loaded_context_length"]),
+        ("GET", "/api/v0/models/tiny", ["loaded_context_length"]),
+        ("POST", "/api/show", ["model_info", "LlamaForCausalLM.context_length"]),
+        ("GET", "/api/ps", ["models", 0, "context_length"]),
+        ("POST", "/tokenize", ["max_model_len"]),
+    ],
+)
+def test_the_served_context_is_where_clients_look(
+    small: Running, method: str, path: str, where: list[Any]
+) -> None:
+    body = {"model": "tiny", "prompt": "a"} if method == "POST" else None
+    status, found, _ = small.request(method, path, body)
+    assert status == 200
+    for name in where:
+        found = found[name]
+    assert found == 256
+
+
+def test_what_show_and_props_say(server: Running) -> None:
+    _, shown, _ = server.request("POST", "/api/show", {"model": "gpt-5"})
+    assert re.search(r"^num_ctx +512$", shown["parameters"], re.MULTILINE)
+    _, props, _ = server.request("GET", "/props")
+    assert (props["model_alias"], props["total_slots"]) == ("tiny", 16)
+    assert "<|im_start|>" in props["chat_template"]
+    _, listed, _ = server.request("GET", "/api/v0/models")
+    (found,) = listed["data"]
+    assert (found["id"], found["state"], found["type"]) == ("tiny", "loaded", "llm")
+
+
+def test_pulling_a_model_that_is_here_succeeds(server: Running) -> None:
+    for fields in ({"model": "tiny"}, {"name": "Tiny:latest", "stream": False}):
+        status, text, _ = server.request("POST", "/api/pull", fields)
+        last = text if isinstance(text, dict) else json.loads(text.splitlines()[-1])
+        assert (status, last) == (200, {"status": "success"})
+    assert server.request("POST", "/api/pull", {"model": "gpt-5"})[0] == 403
+
+
 # -- a context that overflows ----------------------------------------------------------------------
 
 OPENAI = r"This model's maximum context length is 512 tokens\. However, the request has \d+ tokens"

@@ -217,7 +217,7 @@ def test_nothing_new_goes_on_from_an_earlier_response(client: Any) -> None:
     assert done.output_text == first.output_text
 
 
-def test_sign_of_life_is_small(client: Any, silence: bool) -> None:
+def test_sign_of_life_is_small(slow: None, client: Any, silence: bool) -> None:
     long = "Be brief. " * 15
     with client.responses.stream(input="hi", instructions=long, **GREEDY) as stream:
         events = list(stream)

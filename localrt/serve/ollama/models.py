@@ -11,19 +11,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from localrt.errors import LocalrtError
 from localrt.serve.bodies import read_fields
 from localrt.serve.endpoints import service_of
 from localrt.serve.errors import ApiError, JsonResponse
+from localrt.serve.facts import known_facts
 from localrt.serve.models import Offered
-from localrt.serve.ollama.facts import ModelFacts, facts_of
 from localrt.version import __version__
 
 __all__ = ["ROUTES"]
 
 _PROTOCOL = "0.12.0"  # Ollama's: clients refuse older ones
 _FOR_EVER = timedelta(days=36500)
-_UNKNOWN = ModelFacts("unknown", "unknown", 0, "unknown", None, None, "", ("completion",))
 
 
 async def running(_: Request) -> Response:
@@ -65,16 +63,16 @@ async def show(request: Request) -> Response:
     service = service_of(request)
     fields = await read_fields(request, "OLLAMA_SHOW", service.options, service.bodies)
     offered = service.models.find(fields.get("model") or fields["name"])
-    facts = await asyncio.to_thread(_facts, offered)
+    facts = await asyncio.to_thread(known_facts, offered)
     return JsonResponse(
         {
             "license": "",
             "modelfile": f"FROM {offered.name}\n",
-            "parameters": "",
+            "parameters": "" if offered.ctx is None else f"num_ctx {offered.ctx}",
             "template": facts.template,
             "modified_at": _modified(offered),
             "details": facts.details(),
-            "model_info": facts.info(),
+            "model_info": facts.info(offered.ctx),
             "capabilities": facts.capabilities,
         }
     )
@@ -95,18 +93,10 @@ def _listed(offered: Sequence[Offered]) -> list[dict[str, Any]]:
             "modified_at": _modified(one),
             "size": one.nbytes or 0,
             "digest": hashlib.sha256(f"{one.name} {one.nbytes}".encode()).hexdigest(),
-            "details": _facts(one).details(),
+            "details": known_facts(one).details(),
         }
         for one in offered
     ]
-
-
-def _facts(offered: Offered) -> ModelFacts:
-    """What is known of a model; a file that cannot be read is known by its name only."""
-    try:
-        return _UNKNOWN if offered.path is None else facts_of(offered.path)
-    except (LocalrtError, OSError):
-        return _UNKNOWN
 
 
 def _modified(offered: Offered) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
@@ -23,6 +24,7 @@ from localrt.serve.endpoints import service_of
 from localrt.serve.errors import ApiError, JsonResponse, failure, invalid, ollama_error
 from localrt.serve.generating import until_gone
 from localrt.serve.ollama.reply import LINES, line
+from localrt.serve.service import Service
 from localrt.settings import Settings
 
 __all__ = ["ROUTES"]
@@ -34,13 +36,17 @@ async def pull(request: Request) -> Response:
     """POST /api/pull"""
     service = service_of(request)
     fields = await read_fields(request, "OLLAMA_PULL", service.options, service.bodies)
+    name = fields.get("model") or fields["name"]
+    if _is_here(service, name):
+        done = {"status": "success"}
+        whole = fields.get("stream") is False
+        return JsonResponse(done) if whole else Response(line(done), media_type=LINES)
     if not service.options.allow_pull:
         raise ApiError(
             403,
             "this server does not let clients download models: start it with --allow-pull, or use "
             "`localrt pull`",
         )
-    name = fields.get("model") or fields["name"]
     if looks_like_path(name) or os.path.lexists(name):
         raise invalid(f"{name[:200]!r} is no model of the hub", "model")
     if fields.get("stream") is False:
@@ -51,6 +57,14 @@ async def pull(request: Request) -> Response:
             download.cancel.set()
         return JsonResponse({"status": "success"})
     return StreamingResponse(_lines(_Download(name, service.downloads)), media_type=LINES)
+
+
+def _is_here(service: Service, name: str) -> bool:
+    """Whether clients find a model by this very name."""
+    with suppress(ApiError):
+        service.models.find(name, exact=True)
+        return True
+    return False
 
 
 async def _lines(download: _Download) -> AsyncIterator[bytes]:

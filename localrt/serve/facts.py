@@ -1,4 +1,4 @@
-"""What a model is, read off its files: the answers to Ollama's questions about models.
+"""What a model is, read off its files, for clients that ask.
 
 Only headers are read; a model need not be loaded for it.
 """
@@ -13,13 +13,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from localrt.errors import LocalrtError
 from localrt.formatting import format_count
 from localrt.hub.files import quantization_label
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.templates.chat_template import load_template
+from localrt.serve.models import Offered
 from localrt.text.thinking_syntax import find_syntax
 
-__all__ = ["ModelFacts", "facts_of"]
+__all__ = ["ModelFacts", "facts_of", "known_facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,25 @@ class ModelFacts:
             "quantization_level": self.quantization,
         }
 
-    def info(self) -> dict[str, Any]:
-        """By the names that GGUF has for them."""
-        sizes = {"context_length": self.ctx, "embedding_length": self.width}
+    def info(self, ctx: int | None) -> dict[str, Any]:
+        """By the names that GGUF has for them; ``ctx`` is the context that it is served with."""
+        sizes = {"context_length": ctx or self.ctx, "embedding_length": self.width}
         return {
             "general.architecture": self.family,
             "general.parameter_count": self.parameters,
             **{f"{self.family}.{name}": size for name, size in sizes.items() if size is not None},
         }
+
+
+_UNKNOWN = ModelFacts("unknown", "unknown", 0, "unknown", None, None, "", ("completion",))
+
+
+def known_facts(offered: Offered) -> ModelFacts:
+    """What is known of a model; a file that cannot be read is known by its name only."""
+    try:
+        return _UNKNOWN if offered.path is None else facts_of(offered.path)
+    except (LocalrtError, OSError):
+        return _UNKNOWN
 
 
 def facts_of(path: Path) -> ModelFacts:
