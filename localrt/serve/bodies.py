@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.serve import schemas
 from localrt.serve.anthropic import schemas as anthropic
+from localrt.serve.compression import Unpacker
 from localrt.serve.errors import ApiError, invalid
 from localrt.serve.infill import schemas as infill
 from localrt.serve.ollama import schemas as ollama
@@ -97,7 +98,7 @@ async def read_fields(
     """The body of ``request`` as fields of the schema ``kind``, one of ``REQUESTS``.
 
     Raises:
-        ApiError: 400, 408, 413 or 503, with the field that it is about.
+        ApiError: 400, 408, 413, 415 or 503, with the field that it is about.
         ClientDisconnect: nobody waits for an answer.
     """
     taken = 0
@@ -126,10 +127,12 @@ async def _read(request: Request, options: ServeOptions, grow: Callable[[int], N
     )
     if int(request.headers.get("content-length") or 0) > limit:
         raise too_large
+    unpacker = Unpacker(request.headers.get("content-encoding", ""), limit)
     parts, size = [], 0
     try:
         async with asyncio.timeout(options.read_timeout_s):
-            async for part in request.stream():
+            async for packed in request.stream():
+                part = unpacker.push(packed)
                 size += len(part)
                 if size > limit:
                     raise too_large
@@ -143,6 +146,7 @@ async def _read(request: Request, options: ServeOptions, grow: Callable[[int], N
         ) from error
     if not size and await request.is_disconnected():
         raise ClientDisconnect
+    unpacker.end()
     return b"".join(parts)
 
 

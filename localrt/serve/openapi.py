@@ -24,6 +24,7 @@ _ERRORS = {
     "405": "another method",
     "408": "the request did not come in time",
     "413": "the request is too large",
+    "415": "the request's compression is not known",
     "429": "too many answers are running or queued",
     "500": "the model failed",
     "501": "an optional part is not installed",
