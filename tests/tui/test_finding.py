@@ -36,6 +36,16 @@ def highlighted(app: ChatApp) -> list[str]:
     return found
 
 
+async def test_match_over_a_line_end_in_chinese(model: FakeModel) -> None:
+    model.answer = ["Python " + "一二三四五六七八九十" * 8]
+    async with running(model) as (app, pilot):
+        await asked(pilot, "Hi")
+        await pilot.press("ctrl+f")
+        app.query_one(FindBar).query_one(Input).value = "九十一二"
+        await until(pilot, lambda: count(app) == "1 of 7")
+        assert "".join(highlighted(app)).count("九") == 7
+
+
 async def test_matches_are_highlighted_and_walked(model: FakeModel) -> None:
     model.answer = [WRAPPED]
     async with running(model) as (app, pilot):

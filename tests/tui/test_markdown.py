@@ -99,6 +99,49 @@ def test_every_kind_of_block() -> None:
     assert whole(DOCUMENT) == DRAWN
 
 
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        # Formulas stay as they were written.
+        (r"\[ x_1 * y_2 * z = \frac{a}{b} \]", r"\[ x_1 * y_2 * z = \frac{a}{b} \]"),
+        (r"so \( a_1 \) and \(b*c*d\)", r"so \( a_1 \) and \(b*c*d\)"),
+        ("It is\n\\[\na\n+ b\n- c\\\\\n\\]\nNow", "It is\n\n\\[\na\n+ b\n- c\\\\\n\\]\n\nNow"),
+        ("$$\na\n- b\n$$", "$$\na\n- b\n$$"),
+        ("with $a*b*c$ and $$d*e*f$$", "with $a*b*c$ and $$d*e*f$$"),
+        ("- one\n  \\[\n  a\n  - b\n  \\]\n- two", " • one\n   \\[\n   a\n   - b\n   \\]\n • two"),
+        ("`\\[ a \\]`\n\n\\[ no end", "\\[ a \\]\n\n[ no end"),
+        ("from $5 *to* $6", "from $5 to $6"),
+        (r"a list \[1\] is none", r"a list \[1\] is none"),
+        # HTML's line end.
+        ("one<br>two<BR/>three<br />four", "one\ntwo\nthree\nfour"),
+        ("| a | b |\n|--|--|\n| 1<br>2 | 3 |", " a  b\n ────\n 1  3\n 2"),
+        ("`<br>`", "<br>"),
+        # Chinese and Japanese break anywhere, but not before a full stop nor after a bracket.
+        (
+            "Python 是一种广泛使用的解释型高级和通用的编程语言。",
+            "Python 是一种广泛使用的解释型高级和通用\n的编程语言。",
+        ),
+        (
+            "一二三四五六七八九十一二三四五六七八九十。",
+            "一二三四五六七八九十一二三四五六七八九\n十。",
+        ),
+        (
+            "一二三四五六七八九十一二三四五六七八九「十」",
+            "一二三四五六七八九十一二三四五六七八九\n「十」",
+        ),
+        ("- Hello 一二三四五六七八九十一二三四五", " • Hello 一二三四五六七八九十一二三四五"),
+        (
+            "| a | b |\n|--|--|\n| 一二三四五六七八九十一二三四五六七八九十 | x |",
+            " a                                    b\n"
+            " ──────────────────────────────────────\n"
+            " 一二三四五六七八九十一二三四五六七   x\n 八九十",
+        ),
+    ],
+)
+def test_beyond_commonmark(source: str, shown: str) -> None:
+    assert whole(source) == shown
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_stream_shows_what_the_whole_shows(seed: int) -> None:
     chance = random.Random(seed)
@@ -133,6 +176,11 @@ def test_a_stream_shows_what_the_whole_shows(seed: int) -> None:
                 "*",
                 "`",
                 "#",
+                "\\[",
+                "\\]",
+                "$$",
+                "<br>",
+                "中文",
             ]
         ),
         max_size=40,

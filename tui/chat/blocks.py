@@ -15,6 +15,7 @@ from rich.text import Text
 from textual.strip import Strip
 
 from localrt.option_names import spelled
+from localrt.tui.chat.line_breaks import breakable_text, without_marks
 from localrt.tui.chat.styles import Styles
 from localrt.tui.conversation.attachments import Fold
 from localrt.tui.options import in_app
@@ -214,10 +215,9 @@ def wrapped(text: Text, width: int, styles: Styles) -> list[Strip]:
     """Text as lines of at most ``width`` columns; at least one."""
     text.expand_tabs(4)
     text.stylize_before(text.style)  # Rich leaves a text's own style to whoever prints it
-    lines = text.wrap(styles.console, max(width, 4), overflow="fold")
-    return [Strip([s for s in line.render(styles.console) if s.text]) for line in lines] or [
-        Strip([])
-    ]
+    lines = breakable_text(text).wrap(styles.console, max(width, 4), overflow="fold")
+    rows = (without_marks(line.render(styles.console)) for line in lines)
+    return [Strip([s for s in row if s.text]) for row in rows] or [Strip([])]
 
 
 def estimated(text: str, width: int) -> int:

@@ -15,6 +15,7 @@ from textual.strip import Strip
 
 from localrt.tui.chat.blocks import Block
 from localrt.tui.chat.layout import BlockColumn
+from localrt.tui.chat.line_breaks import pieces
 from localrt.tui.chat.styles import Styles
 
 __all__ = ["Finder", "Place"]
@@ -50,7 +51,7 @@ class Finder:
 
     def look_for(self, words: str) -> None:
         """Begin with other words; none ends it."""
-        parts = [re.escape(word) for word in words.split()]
+        parts = ["\n?".join(map(re.escape, pieces(word))) for word in words.split()]
         self._pattern = re.compile(r"\s+".join(parts), re.IGNORECASE) if parts else None
         self.forget()
 

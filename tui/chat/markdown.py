@@ -5,7 +5,7 @@ and kept; each piece lays out the open block alone, and a long code block or lis
 slices. When the text is complete it is laid out once more as a whole, so what remains on screen
 never depends on how the text was cut.
 
-Knows Rich and markdown-it, no widget. HTML is shown as text, a single newline stays a newline.
+Knows Rich and markdown-it, no widget.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from markdown_it import MarkdownIt
-from markdown_it.rules_core import StateCore
 from markdown_it.token import Token
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.markdown import CodeBlock, Heading, HorizontalRule, Markdown
+from rich.markdown import CodeBlock, Heading, HorizontalRule, Markdown, TableElement
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.segment import Segment
 from rich.style import Style
 from rich.syntax import Syntax
+from rich.table import Table
 from rich.theme import Theme
 from textual.strip import Strip
+
+from localrt.tui.chat.line_breaks import without_marks
+from localrt.tui.chat.markdown_rules import markdown_parser
 
 __all__ = ["MarkdownLines", "MarkdownStyles", "code_blocks"]
 
@@ -87,7 +89,7 @@ class MarkdownLines:
         self.lines: list[Strip] = []
         self._console = styles.console()
         self._options = self._console.options.update(width=max(width, 8))
-        self._parser = _parser()
+        self._parser = markdown_parser()
         self._source: list[str] = []
         self._open = ""  # source from the open block on
         self._closed = 0  # lines of the blocks that are closed
@@ -165,7 +167,7 @@ class MarkdownLines:
             self.lines.append(Strip([]))
         renderable = _Block(block, self.styles)
         rows = self._console.render_lines(renderable, self._options, pad=False)
-        self.lines.extend(Strip(segments) for segments in _trimmed(rows))
+        self.lines.extend(Strip(without_marks(segments)) for segments in _trimmed(rows))
         self._sliced = False
 
 
@@ -173,26 +175,9 @@ def code_blocks(source: str) -> list[tuple[str, str]]:
     """Language and text of the code blocks in Markdown, those inside lists and quotes included."""
     return [
         (token.info.split()[0] if token.info.split() else "", token.content)
-        for token in _parser().parse(source)
+        for token in markdown_parser().parse(source)
         if token.type in ("fence", "code_block")
     ]
-
-
-def _parser() -> MarkdownIt:
-    parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
-    parser.core.ruler.push("for_terminal", _for_terminal)
-    return parser
-
-
-def _for_terminal(state: StateCore) -> None:
-    """Keep single newlines, since verses are written so; name pictures, which we never fetch."""
-    for token in state.tokens:
-        for child in token.children or ():
-            if child.type == "softbreak":
-                child.type = "hardbreak"
-            elif child.type == "image":
-                child.type, child.tag, child.children = "text", "", None
-                child.content = f"[image: {child.content or child.attrs.get('src', '')}]"
 
 
 def _blocks(tokens: Sequence[Token]) -> list[list[Token]]:
@@ -280,6 +265,17 @@ class _Line(HorizontalRule):
         yield Rule(style="markdown.hr", characters="─")
 
 
+class _Table(TableElement):
+    """A table whose cells go on below instead of being cut off."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for table in super().__rich_console__(console, options):
+            assert isinstance(table, Table), "that is what it yields"
+            for column in table.columns:
+                column.overflow = "fold"
+            yield table
+
+
 class _Block(Markdown):
     """Rich's Markdown renderer over tokens that are parsed already."""
 
@@ -289,6 +285,7 @@ class _Block(Markdown):
         "fence": _Code,
         "code_block": _Code,
         "hr": _Line,
+        "table_open": _Table,
     }
 
     def __init__(self, tokens: Sequence[Token], styles: MarkdownStyles) -> None:
