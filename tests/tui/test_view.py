@@ -146,6 +146,29 @@ async def test_long_conversations(model: FakeModel) -> None:
         assert top.split()[:2] == screen.shown(app).splitlines()[0].split()[:2]
 
 
+@pytest.mark.parametrize("block", [Answer, UserTurn], ids=["answer", "message"])
+async def test_a_resize_keeps_the_words_on_top(model: FakeModel, block: type[Block]) -> None:
+    text = "\n\n".join(
+        f"In chapter {n}, " + " ".join(f"word{n}.{k}" for k in range(90)) for n in range(12)
+    )
+    async with running(model) as (app, pilot):
+        view = screen.conversation(app)
+        view.add(UserTurn("Write a novel"), block(text), UserTurn("Thanks"))
+        await pilot.press("ctrl+home", *["pagedown"] * 3)
+        await until(pilot, lambda: view.scroll_y > 40)
+        top = screen.shown(app).splitlines()[0]
+        word = top.split()[0]
+        for width, height in ((50, 24), (110, 24), (40, 30), (60, 12), (100, 40), (80, 24)):
+            await pilot.resize_terminal(width, height)
+            await until(pilot, lambda width=width: view.size.width == width)
+            assert word in screen.shown(app).splitlines()[0]
+            assert not view.follows
+        assert screen.shown(app).splitlines()[0] == top
+        await pilot.press("f3")  # a panel that makes it narrower, or lower
+        await until(pilot, lambda: app.chat.panel.is_open)
+        assert word in screen.shown(app).splitlines()[0]
+
+
 # -- the window ------------------------------------------------------------------------------------
 
 

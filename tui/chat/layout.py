@@ -20,12 +20,22 @@ from textual.strip import Strip
 from localrt.tui.chat.blocks import GUTTER, Block
 from localrt.tui.chat.styles import Styles
 
-__all__ = ["BlockColumn", "LinePainter"]
+__all__ = ["BlockColumn", "LinePainter", "TextPlace"]
 
 # Laid out and out of sight, for scrolling back and forth. A line is a dozen objects, which the
 # garbage collector styles at again and again.
 _KEPT_LINES = 500
 _PAINTED_LINES = 400  # finished lines that are kept
+
+
+class TextPlace(NamedTuple):
+    """Words in a block, by place: the row they were in, before 0 in the gap, and the letters above
+    it.
+    """
+
+    block: int
+    row: int
+    letters: int
 
 
 class BlockColumn:
@@ -65,6 +75,26 @@ class BlockColumn:
         block = self.blocks[self.at(line)]
         row = line - self._tops[self.at(line)] - block.gap
         return (block, row) if row >= 0 else (None, 0)
+
+    def place_at(self, line: int, styles: Styles) -> TextPlace | None:
+        """The words that a line begins with."""
+        if not self.blocks:
+            return None
+        place = self.at(line)
+        row = line - self._tops[place] - self.blocks[place].gap
+        rows = self.blocks[place].lines(self.width, styles)
+        return TextPlace(place, row, sum(map(_letters, rows[: max(row, 0)])))
+
+    def line_of(self, place: int, row: int, letters: int, styles: Styles) -> int:
+        """The line that has these words now."""
+        if row > 0:
+            row = -1
+            for text in self.blocks[place].lines(self.width, styles):
+                if letters < 0:
+                    break
+                letters -= _letters(text)
+                row += 1
+        return self._tops[place] + self.blocks[place].gap + row
 
     def between(self, first: int, end: int) -> Iterator[int]:
         """The places of blocks that have lines from ``first`` to before ``end``."""
@@ -174,6 +204,10 @@ class LinePainter:
         lines = block.lines(self._column.width, styles)
         text = lines[row] if row < len(lines) else None
         return text, block.gutter(styles, block is marked), block.background(styles)
+
+
+def _letters(line: Strip) -> int:
+    return len("".join(line.text.split()))
 
 
 def _joined(text: Strip | None, gutter: Segment | None) -> Strip:

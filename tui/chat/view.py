@@ -22,7 +22,7 @@ from textual.widget import Widget
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.blocks import GUTTER, Block, Kind, Notice
 from localrt.tui.chat.finding import Finder, Place
-from localrt.tui.chat.layout import BlockColumn, LinePainter
+from localrt.tui.chat.layout import BlockColumn, LinePainter, TextPlace
 from localrt.tui.chat.styles import COMPONENTS, Styles, styles_of
 
 __all__ = ["ConversationView"]
@@ -50,6 +50,7 @@ class ConversationView(ScrollView, can_focus=False):
         self._painter = LinePainter(self._column)
         self._finder = Finder(self._column)
         self._follows = True
+        self._read: tuple[TextPlace | None, int] = (None, 0)  # kept by a resize, at that line
         self._settling = False
         self._styles_now: Styles | None = None
         self._bar_place = (0, 0)
@@ -221,6 +222,8 @@ class ConversationView(ScrollView, can_focus=False):
 
     def _refit(self, first: int) -> None:
         """Heights from block ``first`` on may have changed."""
+        if self._read[0] is not None and first <= self._read[0].block:
+            self._read = None, 0
         if not self.is_mounted:
             return
         self._column.measure(first)
@@ -301,20 +304,32 @@ class ConversationView(ScrollView, can_focus=False):
             self._settle()
 
     def on_resize(self, event: Resize) -> None:
-        """Everything wraps anew; the block on top stays there."""
-        top = self._column.at(self.scroll_offset.y)
+        """Everything wraps anew; the words on top stay there."""
+        follows, place = self._follows, self._reading()
         # The gutter on the left, a column free on the right; longer lines are hard to read.
         width = self.scrollable_content_region.width - GUTTER - 1
         self._column.width = max(min(width, _WIDEST), 8)
         self._finder.forget()
         self._column.measure()
+        if place is not None and not follows:
+            self._column.lay_out([place.block], self._style())
+        self._settling = True  # a view that is shorter for now has not been moved by the reader
         self._fit_height()
-        if not self._follows:
-            self._go(self._column.span(top)[0])
+        self._settling, self._follows = False, follows
+        if place is not None and not follows:
+            self._go(self._column.line_of(*place, self._style()))
+            self._read = place, self.scroll_offset.y
         self._settle()
         if self._follows:
             self._to_end()
         self.refresh()  # it was painted at its new size already, with the lines of the old one
+
+    def _reading(self) -> TextPlace | None:
+        """The words on top; after a resize still those from before, which may begin in a line."""
+        place, line = self._read
+        if place is None or line != self.scroll_offset.y:
+            place = self._column.place_at(self.scroll_offset.y, self._style())
+        return place
 
     def notify_style_update(self) -> None:
         """Lay out again when the theme changes."""
