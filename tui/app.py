@@ -99,6 +99,8 @@ class ChatApp(App[None]):
         type_ahead: lines typed before the start are waiting on the terminal.
         history: opens the history; None keeps nothing.
         load_by_name: loads another model; its second argument is like that of ``load``.
+        list_models: asks a server for its models, names and facts of each; None where models are
+            those of this machine.
         load_options: what ``load`` was told of budgets and the like, to plan for other models.
         config: the folder of preferences; None keeps nothing.
         toolbox: the tools of MCP servers that a model is offered.
@@ -121,6 +123,7 @@ class ChatApp(App[None]):
         type_ahead: bool = False,
         history: Callable[[], History] | None = None,
         load_by_name: LoadByName | None = None,
+        list_models: Callable[[], Sequence[tuple[str, str]]] | None = None,
         load_options: Mapping[str, Any] | None = None,
         config: Path | None = None,
         toolbox: Toolbox | None = None,
@@ -133,6 +136,7 @@ class ChatApp(App[None]):
         self.keys: tuple[Key, ...] = KEYS
         # Why the model could not be loaded, in one line.
         self.failure: str | None = None
+        self._list_models = list_models
         self._load_options = load_options or {}
         self._chat_path = chat_path
         self._load_by_name = load_by_name
@@ -341,13 +345,18 @@ class ChatApp(App[None]):
     def action_models(self, search: str = "") -> None:
         """Open the models screen with a search in it."""
         from localrt.tui.screens.models import ModelsScreen
+        from localrt.tui.screens.server_models import ServerModelsScreen
 
         if self._load_by_name is None:
             self.chat.say("Models are chosen when the app starts: localrt chat MODEL", "error")
             return
         session = self.state.session
         current = None if session is None else session.model.info.name
-        ask(self.chat, ModelsScreen(self._load_options, current, search), self.load_model)
+        if self._list_models is not None:
+            here = ServerModelsScreen(self._list_models, current, search)
+            ask(self.chat, here, self.load_model)
+        else:
+            ask(self.chat, ModelsScreen(self._load_options, current, search), self.load_model)
 
     def action_settings(self) -> None:
         """Open the settings."""

@@ -14,7 +14,12 @@ from typing import Any
 import localrt
 from localrt.chat import ChatModel
 from localrt.cli.help import Examples
-from localrt.cli.loading import choose_model, connect_endpoint, model_title
+from localrt.cli.loading import (
+    choose_model,
+    connect_endpoint,
+    endpoint_models,
+    model_title,
+)
 from localrt.cli.options import (
     add_endpoint_arguments,
     add_load_arguments,
@@ -77,20 +82,23 @@ def run(args: argparse.Namespace) -> int:
         return localrt.load(args.model, progress=progress, **load_options(args))
 
     def load_by_name(name: str, progress: ProgressCallback) -> ChatModel:
+        if is_remote:
+            return connect_endpoint(args, progress, name=name)
         # One that is here: choosing it is no wish to ask the network. Its revision and template are
         # not those of the model that the command names.
         others = {**load_options(args), "revision": None, "chat_template": None, "offline": True}
         return localrt.load(name, progress=progress, **others)
 
+    is_remote = args.endpoint is not None and not args.note
     more: dict[str, Any] = {}
     if args.plain or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         from localrt.tui.plain import run_plain as chat  # neither imports the other's toolkit
     else:
         from localrt.tui import run_chat as chat
 
-        more = {"load_options": load_options(args)}
-        if args.endpoint is None or args.note:
-            more["load_by_name"] = load_by_name
+        more = {"load_options": load_options(args), "load_by_name": load_by_name}
+        if is_remote:
+            more["list_models"] = lambda: endpoint_models(args)
     return chat(
         load,
         model_name=model_title(args),

@@ -26,6 +26,7 @@ from localrt.settings import Settings
 __all__ = [
     "choose_model",
     "connect_endpoint",
+    "endpoint_models",
     "load",
     "load_chat_model",
     "load_model",
@@ -163,14 +164,34 @@ def _use_running_server(args: argparse.Namespace) -> None:
 
 
 def connect_endpoint(
-    args: argparse.Namespace, progress: ProgressCallback | None = None
+    args: argparse.Namespace,
+    progress: ProgressCallback | None = None,
+    *,
+    name: str | None = None,
 ) -> ChatModel:
-    """The server's model."""
+    """The server's model that the arguments ask for, or the one of this name."""
     from localrt.remote.model import connect
 
-    model = connect(args.endpoint, args.model or None, api_key=_key(args), progress=progress)
+    name = name or args.model or None
+    model = connect(args.endpoint, name, api_key=_key(args), progress=progress)
     model.info = replace(model.info, notes=(*filter(None, [args.note]), *model.info.notes))
     return model
+
+
+def endpoint_models(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The names of the server's models, and what it tells of each.
+
+    Raises:
+        LocalrtError: it cannot be reached, or lists none.
+    """
+    from localrt.remote.address import read_address
+    from localrt.remote.model import list_remote
+
+    found = list_remote(read_address(args.endpoint, _key(args)))
+    return [
+        (each.name, " · ".join(filter(None, (each.ctx and f"context {each.ctx:,}", each.state))))
+        for each in found
+    ]
 
 
 def model_title(args: argparse.Namespace) -> str:

@@ -6,8 +6,9 @@ import threading
 from typing import Any
 
 import pytest
+from textual.widgets import OptionList
 
-from localrt.errors import CancelledError, CheckpointError
+from localrt.errors import CancelledError, CheckpointError, StorageError
 from localrt.progress import Progress, ProgressCallback
 from localrt.tui import ChatApp
 from localrt.tui.chat.footer import Phase
@@ -194,6 +195,36 @@ async def test_after_a_failed_start_another_can_be_chosen() -> None:
         await until(pilot, lambda: idle(app))
         assert app.failure is None
     assert app.return_code in (0, None)
+
+
+async def test_models_of_a_server() -> None:
+    def list_models() -> list[tuple[str, str]]:
+        if not there:
+            raise StorageError("the server does not answer")
+        return there
+
+    there: list[tuple[str, str]] = []
+    shelf = Shelf()
+    app = shelf.app(list_models=list_models)
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: idle(app))
+
+        def rows() -> list[str]:
+            listed = app.screen.query_one(OptionList)
+            return [
+                str(listed.get_option_at_index(row).prompt) for row in range(listed.option_count)
+            ]
+
+        await pilot.press("f4")
+        await until(pilot, lambda: rows() == ["the server does not answer"])
+        await pilot.press("escape")
+        there += [("smollm2", "context 8,192 · loaded"), ("org/chat:Q4_K_M", "")]
+        await screen.say(pilot, "/models chat")
+        await until(pilot, lambda: rows() == ["  org/chat:Q4_K_M"])
+        await pilot.press("escape")
+        await until(pilot, lambda: rows()[0] == "● smollm2\n  context 8,192 · loaded")
+        await pilot.press("down", "enter")
+        await until(pilot, lambda: shelf.asked == ["org/chat:Q4_K_M"] and idle(app))
 
 
 async def test_without_a_way_to_load_by_name_it_says_so() -> None:
