@@ -107,6 +107,8 @@ def _messages(role: str, content: Any, note: Note, between: str) -> Iterator[Mes
         elif kind in ("thinking", "reasoning"):
             named = ("thinking", "reasoning", "content", "summary", "text")
             words = next((part[name] for name in named if part.get(name)), "")
+            if not words:
+                note("thoughts", "thoughts that only their maker can read are left out")
             before = fields.get(THOUGHT_FIELDS[0])
             if words := "\n\n".join(filter(None, (before, text_of(words, note)))):
                 fields |= thought(words)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from localrt.serve.anthropic.calls import messages_call
 from localrt.serve.bodies import check_fields
@@ -834,3 +837,61 @@ def test_custom_tool_of_a_chat_is_called(server: Running) -> None:
     assert call["custom"]["input"] in ("red", "blue")
     _, text, _ = server.chat(tools=tools, stream=True, **wanted)
     assert json.dumps(call["custom"], separators=(",", ":")) in text
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)
+_KINDS = st.sampled_from(
+    [
+        *("text", "image", "document", "file", "thinking", "reasoning", "tool_use", "tool_result"),
+        *(
+            "function",
+            "custom",
+            "namespace",
+            "allowed_tools",
+            "tool",
+            "bash",
+            "message",
+            "compaction",
+        ),
+        *("function_call", "custom_tool_call", "local_shell_call", "function_call_output"),
+        *("tool_search_output", "additional_tools", "item_reference", "hologram", "tool_search"),
+    ]
+)
+_NAMES = (
+    *("id", "name", "text", "content", "input", "call_id", "tool_use_id", "arguments", "action"),
+    *("source", "file", "output", "tools", "function", "custom", "namespace", "parameters", "role"),
+    *("input_schema", "format", "thinking", "summary", "title", "file_data", "mode", "data"),
+)
+
+
+def _things(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Objects with a type and the fields that blocks, items and tools have."""
+    values = _JSON | inner | st.lists(inner, max_size=3)
+    fields = st.dictionaries(st.sampled_from(_NAMES), values, max_size=5)
+    return st.builds(lambda kind, more: {"type": kind, **more}, _KINDS, fields)
+
+
+THING = _things(_things(_JSON))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(list(PATHS)), THING, THING, THING)
+def test_any_thing_is_read_or_refused(kind: str, content: Any, tool: Any, choice: Any) -> None:
+    """Whatever a body holds, it is a call, or an error that names a field."""
+    fields: dict[str, Any] = {"tools": [tool], "tool_choice": choice}
+    asked = [{"role": "user", "content": [content]}, {"role": "assistant", "content": content}]
+    more: dict[str, Any] = (
+        {"input": [*asked, content]} if kind == "RESPONSES" else {"messages": asked}
+    )
+    found: list[Call] = []
+    with contextlib.suppress(ApiError):
+        found.append(read(kind, **fields, **more))
+    for call in found:
+        for message in call.prompts[0]["prompt"]:
+            assert isinstance(message["content"], str)
+            json.dumps(message)
+        json.dumps(call.prompts[0]["tools"])
