@@ -248,8 +248,10 @@ def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
         if (former := message.get("function_call")) is not None:
             called = f"call_{number}"
             calls.append(made_call(called, str(former.get("name")), former.get("arguments")))
-        if calls:
-            shown["tool_calls"] = [*shown.get("tool_calls", ()), *calls]
+        if calls:  # some send each as a part of the content, too
+            ids = {call["id"] for call in calls}
+            more = [call for call in shown.get("tool_calls", ()) if call["id"] not in ids]
+            shown["tool_calls"] = [*more, *calls]
         if thinking := message.get("reasoning_content") or message.get("reasoning"):
             shown |= thought(thinking)
         found.append(shown)

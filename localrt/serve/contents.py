@@ -39,7 +39,9 @@ def unnoted(kind: str, text: str) -> None:
 _OPAQUE = 256  # characters without a space, from which on a text is no words
 _KIND = 60  # characters of the name of a kind
 _UNSHOWN = ("id", "type", "status", "signature", "cache_control", "annotations", "citations")
-_ARGUMENTS = ("arguments", "input", "action", "operation")
+_ARGUMENTS = ("arguments", "input", "args", "action", "operation")
+_THOUGHTS = ("thinking", "reasoning", "reasoning_content")  # types of parts
+_IN_THOUGHTS = (*_THOUGHTS, "content", "summary", "text")
 _RESULTS = ("content", "output", "result")
 _FUNCTIONS = "functions"  # the namespace of tools that have none
 
@@ -104,9 +106,8 @@ def _messages(role: str, content: Any, note: Note, between: str) -> Iterator[Mes
             yield from gathered()
             result = next((part[name] for name in _RESULTS if part.get(name)), "")
             yield {"role": "tool", "tool_call_id": answered, "content": text_of(result, note)}
-        elif kind in ("thinking", "reasoning"):
-            named = ("thinking", "reasoning", "content", "summary", "text")
-            words = next((part[name] for name in named if part.get(name)), "")
+        elif kind in _THOUGHTS:
+            words = next((part[name] for name in _IN_THOUGHTS if part.get(name)), "")
             if not words:
                 note("thoughts", "thoughts that only their maker can read are left out")
             before = fields.get(THOUGHT_FIELDS[0])
@@ -123,7 +124,8 @@ def _kind(part: Any) -> str:
 
 def _call(kind: str, part: Fields) -> Message | None:
     """The call that a part is; those without an id were carried out elsewhere."""
-    call_id = part.get("call_id") or (part.get("id") if kind.endswith("tool_use") else None)
+    own = kind.endswith("tool_use") or kind == "tool_call"
+    call_id = part.get("call_id") or (part.get("id") if own else None)
     if not call_id or not kind.endswith(("_call", "tool_use")):
         return None
     given = next((part[name] for name in _ARGUMENTS if part.get(name) is not None), None)

@@ -503,6 +503,88 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
             {"role": "user", "content": ""},
         ],
     ),
+    # LangChain: thoughts and calls as parts, and the calls once more; qwen-code: a picture that a
+    # tool gave.
+    (
+        "CHAT",
+        [
+            HI,
+            {
+                "role": "assistant",
+                "content": [
+                    {
+                        "type": "reasoning",
+                        "id": "rs_1",
+                        "summary": [{"type": "summary_text", "text": "Hm."}],
+                    },
+                    {"type": "text", "text": "So."},
+                    {
+                        "type": "function_call",
+                        "name": "look",
+                        "arguments": '{"at": "a"}',
+                        "call_id": "c1",
+                    },
+                    {"type": "tool_call", "id": "c2", "name": "look", "args": {"at": "b"}},
+                ],
+                "tool_calls": [called("look", '{"at": "a"}')],
+            },
+            {
+                "role": "tool",
+                "tool_call_id": "c1",
+                "content": [
+                    {"type": "text", "text": "Screen:"},
+                    {"type": "image_url", "image_url": {"url": PNG}},
+                ],
+            },
+        ],
+        [
+            HI,
+            says(
+                "So.",
+                called("look", '{"at": "b"}', "c2"),
+                called("look", '{"at": "a"}'),
+                reasoning_content="Hm.",
+            ),
+            result("Screen:\n[image left out]"),
+        ],
+    ),
+    # The ``ai`` package and openai-agents: what a response said, with ids that mean nothing here.
+    (
+        "RESPONSES",
+        [
+            {"role": "system", "content": "Be brief."},
+            HI,
+            {
+                "id": "__fake_id__",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [
+                    {"type": "output_text", "text": "So.", "annotations": [], "logprobs": []}
+                ],
+            },
+            {
+                "id": "__fake_id__",
+                "type": "function_call",
+                "call_id": "c1",
+                "name": "f",
+                "arguments": "",
+            },
+            {
+                "type": "function_call_output",
+                "call_id": "c1",
+                "output": {"content": "no", "success": False},
+            },
+            {"type": "mcp_call", "id": "m1", "name": "f", "arguments": "{}", "output": "4"},
+        ],
+        [
+            {"role": "system", "content": "Be brief."},
+            HI,
+            says("So.", called("f", "")),
+            result("no"),
+            says('[mcp_call: {"name": "f", "arguments": "{}", "output": "4"}]'),
+        ],
+    ),
     # Ollama: roles, parts, pictures, ids of calls.
     (
         "OLLAMA_CHAT",
