@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import takewhile
 from operator import index
 from typing import Any
 
@@ -29,22 +30,23 @@ from localrt.errors import (
     CancelledError,
     ContextOverflowError,
     OptionError,
-    TemplateError,
     TokenizerError,
 )
 from localrt.loading.parts import LoadedModel
-from localrt.models.templates.chat_template import encode_messages
+from localrt.models.templates.chat_template import encode_chat
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.text.content import check_text_only
 from localrt.text.gbnf import gbnf_to_lark
+from localrt.text.history_fit import RULES
+from localrt.text.history_rendering import HistoryRenderer
 from localrt.text.infill import Infill
 from localrt.text.known_syntaxes import TURN_ENDS
 from localrt.text.structured import Grammars
 from localrt.text.template_syntax import TemplateSyntax
 from localrt.text.thinking import CLOSE, thoughts_apart
-from localrt.text.tools import for_template, functions_to_call
+from localrt.text.tools import functions_to_call
 
 __all__ = ["RequestBuilder", "whole_ids"]
 
@@ -55,14 +57,15 @@ _TOLD = 8192
 
 
 def _with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
-    """The model's own system prompt comes first where a conversation has none."""
-    if system is None or any(_role(message) == "system" for message in messages):
+    """The model's own system prompt comes first where a conversation begins with none."""
+    if system is None or _head(messages):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
-def _role(message: object) -> object:
-    return message.get("role") if isinstance(message, Mapping) else None
+def _head(messages: Sequence[Message]) -> int:
+    """How many messages at the beginning say how to answer."""
+    return sum(1 for _ in takewhile(lambda message: message["role"] in RULES, messages))
 
 
 def whole_ids(ids: Sequence[int], what: str) -> list[int]:
@@ -213,7 +216,6 @@ class RequestBuilder:
         Raises:
             OptionError: the beginning of an answer that is bound, or no text.
         """
-        template = self._template
         options = options or Options()
         messages, begun = _beginning(_with_system(messages, self._parts.system))
         if begun:
@@ -227,18 +229,11 @@ class RequestBuilder:
         if tools is not None:
             check_tools(tools)
         given = messages if self._thinking.reads_thoughts else thoughts_apart(messages)
-        as_text = _have_calls(messages) and self._syntax.calls.as_text
-        shaped = for_template(given, arguments_as_text=as_text)
-        check_text_only(shaped)
-        extra: dict[str, Any] = {"tools": tools, "watch": watch, **told}
-        try:
-            ids = encode_messages(self.tokenizer, template, shaped, **extra)
-        except TemplateError:
-            # Some put arguments together as text, where most want them as values.
-            other = for_template(given, arguments_as_text=not as_text)
-            if other == shaped:
-                raise
-            ids = encode_messages(self.tokenizer, template, other, **extra)
+        check_text_only(given)
+        tokenizer = self.tokenizer
+        names = map(tokenizer.token_text, tokenizer.special_ids)
+        segments = self._histories.segments(given, control_tokens=names, tools=tools, **told)
+        ids = encode_chat(tokenizer, segments, watch)
         ids += self._thinking.begun(ids, options, tools=bool(tools))
         return ids + self.tokenizer.encode(begun, add_special=False) if begun else ids
 
@@ -248,6 +243,10 @@ class RequestBuilder:
     def _syntax(self) -> TemplateSyntax:
         """What the chat template shows of answers; found when it is first needed."""
         return TemplateSyntax.of(self._template, self._tokenizer)
+
+    @cached_property
+    def _histories(self) -> HistoryRenderer:
+        return HistoryRenderer(self._template, as_text=self._syntax.calls.as_text)
 
     def _watch(self, cancel: threading.Event, *, bounded: bool = True) -> Watch:
         """What ends the reading of a prompt that is cancelled, or, if ``bounded``, too long."""
@@ -403,7 +402,7 @@ class RequestBuilder:
         if options.overflow == "error":
             return self._short_enough(messages, tools, watch, options)
         ctx, room = self._parts.ctx, self._room(options)
-        head = 1 if messages[0]["role"] == "system" else 0
+        head = _head(messages)
         start, shown = head, messages
         while True:
             try:
@@ -456,7 +455,3 @@ def _beginning(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
 
 def _is_pair(file: object) -> bool:
     return isinstance(file, list | tuple) and list(map(type, file)) == [str, str]
-
-
-def _have_calls(messages: Sequence[Message]) -> bool:
-    return any(isinstance(each, Mapping) and each.get("tool_calls") for each in messages)

@@ -34,7 +34,7 @@ from localrt.text.call_syntax import (
 )
 from localrt.text.parser import CallSyntax
 
-__all__ = ["TURN_ENDS", "known_syntax", "known_with"]
+__all__ = ["HERMES_CALL", "TURN_ENDS", "known_syntax", "known_with"]
 
 TURN_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>", "<|calls|>")
 """Control tokens after which a tool has to be called: of gpt-oss, Llama and Solar."""
@@ -61,19 +61,18 @@ def _of(
     return CallSyntax(opening, closing, (Known(parser),), marks=marks, bare=bare)
 
 
+HERMES_CALL = Spelling(
+    '<tool_call>\n{"name": "',
+    '", "arguments": ',
+    "}\n</tool_call>",
+    JsonArguments(),
+    joint='}\n</tool_call>\n<tool_call>\n{"name": "',
+    later='", "arguments": ',
+)
+"""A call in the way that most models know."""
+
 _HERMES = CallSyntax(
-    "<tool_call>",
-    "</tool_call>",
-    (Known(parse_tagged),),
-    bare=True,
-    spelling=Spelling(
-        '<tool_call>\n{"name": "',
-        '", "arguments": ',
-        "}\n</tool_call>",
-        JsonArguments(),
-        joint='}\n</tool_call>\n<tool_call>\n{"name": "',
-        later='", "arguments": ',
-    ),
+    "<tool_call>", "</tool_call>", (Known(parse_tagged),), bare=True, spelling=HERMES_CALL
 )
 _FUNCTOOLS = CallSyntax("functools[", "", (Known(parse_json),), kept="[")
 _DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")

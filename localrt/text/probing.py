@@ -15,6 +15,7 @@ __all__ = [
     "IDS",
     "SECOND",
     "TEXT",
+    "TOOLS",
     "Asked",
     "Render",
     "UnreadableError",
@@ -52,7 +53,8 @@ def _tool(name: str) -> dict[str, Any]:
     }
 
 
-_TOOLS = (_tool(FIRST), _tool(SECOND))
+TOOLS = (_tool(FIRST), _tool(SECOND))
+"""The probes' tools."""
 
 
 class UnreadableError(Exception):
@@ -107,7 +109,7 @@ class Written:
         messages: list[Mapping[str, Any]] = [{"role": "user", "content": _USER}]
         if answer is not None:
             messages.append(answer)
-        _, found, behind = self.render(messages, _TOOLS, answer is None).rpartition(_USER)
+        _, found, behind = self.render(messages, TOOLS, answer is None).rpartition(_USER)
         if not found:
             raise UnreadableError("the user's words are gone")
         return behind

@@ -66,6 +66,8 @@ def for_template(messages: Sequence[Any], *, arguments_as_text: bool = False) ->
         calls = message.get("tool_calls")
         if isinstance(calls, list | tuple) and calls:
             message["tool_calls"] = [_shaped_call(call, arguments_as_text, names) for call in calls]
+        elif message.get("role") == "assistant" and message.get("content") is None:
+            message["content"] = ""
         if message.get("role") == "tool":
             message["content"] = _result(message.get("content"))
             name = names.get(str(message.get("tool_call_id")))

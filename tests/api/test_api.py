@@ -136,6 +136,9 @@ def test_an_old_turn_that_is_much_too_long_is_dropped(tiny: localrt.Model) -> No
     ]
     found = tiny.generate(messages, overflow="drop_oldest", **GREEDY)
     assert found.text == tiny.generate(messages[2:], **GREEDY).text
+    rules = [{"role": role, "content": "be brief"} for role in ("system", "developer")]
+    found = tiny.generate([*rules, *messages], overflow="drop_oldest", **GREEDY)
+    assert found.text == tiny.generate([*rules, messages[-1]], **GREEDY).text
 
 
 def test_a_prompt_that_is_being_read_can_be_cancelled(

@@ -55,6 +55,11 @@ def test_the_system_prompt_is_that_of_conversations_without_one(model: localrt.M
     hi = {"role": "user", "content": "Hi"}
     assert shown(hi) == "[system] You are a pirate.[user] Hi[assistant]"
     assert shown({"role": "system", "content": ""}, hi) == "[system] [user] Hi[assistant]"
+    assert shown({"role": "developer", "content": "X"}, hi) == "[system] X[user] Hi[assistant]"
+    late = {"role": "system", "content": "X"}  # the beginning of the prompt stays what it was
+    assert (
+        shown(hi, late, hi) == "[system] You are a pirate.[user] Hi[system] X[user] Hi[assistant]"
+    )
 
 
 @pytest.mark.parametrize("model", [{"ctx": 128}], indirect=True)

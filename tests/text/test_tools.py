@@ -391,7 +391,7 @@ def test_calls_are_saved_with_a_chat(model: localrt.Model, tmp_path: Path) -> No
 def test_a_template_that_wants_arguments_as_text(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "{{ 'call ' + c.function.arguments }}{% endfor %}{% endfor %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
     )
     folder = write_tiny_model(tmp_path, template=template)
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -400,7 +400,7 @@ def test_a_template_that_wants_arguments_as_text(tmp_path: Path) -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
     ]
     with localrt.load(folder) as model:
-        assert model.detokenize(core_of(model).requests.render(messages, None)) == 'xcall {"a": 1}'
+        assert model.detokenize(core_of(model).requests.render(messages, None)) == 'xf{"a": 1}'
 
 
 def test_a_template_that_opens_thinking(tmp_path: Path) -> None:
