@@ -10,7 +10,7 @@ import pytest
 from localrt.cli import main
 from localrt.errors import ModelNotFoundError, OptionError, StorageError
 from localrt.hub import list_models, resolve
-from localrt.hub.aliases import expand_alias, read_aliases, write_alias
+from localrt.hub.aliases import expand_alias, read_aliases, remove_alias, write_alias
 from localrt.settings import Settings
 from tests.hub.server import FakeHub
 
@@ -121,6 +121,9 @@ def test_models_are_listed_with_them(
     write_alias("best", "work", settings)
     write_alias("gone", "org/gone", settings)
     assert [model.aliases for model in list_models(settings)][-1] == ("best", "work")
+    write_alias("*", "best", settings)  # the model that a server uses for other names
+    assert [model.aliases for model in list_models(settings)][-1] == ("*", "best", "work")
+    remove_alias("*", settings)
     assert main(["list", "work"]) == 0
     assert "org/quants:Q8_0 (best, work)" in capsys.readouterr().out
     resolve("org/quants:Q4_K_M", settings=settings)  # now it may be either
