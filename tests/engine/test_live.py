@@ -121,6 +121,131 @@ def test_a_long_prompt_does_not_hold_up_a_short_one() -> None:
     assert len(shared) == 2
 
 
+class Copying(ScriptedSession):
+    """Can be copied from and to."""
+
+    blocks = property(lambda self: self)  # type: ignore[assignment]
+
+    def copy_prefix(self, other: Any, length: int) -> int:
+        self.tokens = list(other.tokens[:length])
+        return length
+
+
+class CopyingEngine(Stepped):
+    """With room for real prompts in a pass."""
+
+    pass_rows = 200
+
+    def session(self, capacity: int) -> Copying:
+        self.sessions.append(Copying(lambda n: 0, capacity))
+        return self.sessions[-1]  # type: ignore[return-value]
+
+
+def passes_to_first(engine: Stepped, answer: LiveAnswer) -> int:
+    """Passes from now until ``answer`` has its first token, with the one that is on its way."""
+    for count in range(1, 100):
+        engine.go()
+        wait_for(lambda: engine.asked > len(engine.passes) or bool(answer._unread))
+        if any(chunk.token_ids for chunk in answer.take()):
+            return count
+    raise AssertionError("it never came")
+
+
+LONG = [5] * 150
+OWN = [[100 + n] * 150 for n in range(16)]  # prompts that share nothing
+
+
+@pytest.mark.parametrize(
+    ("make", "prompts", "limits"),
+    [
+        (Stepped, [[1] * 40] * 16, {"most": 16}),  # n: 16, nothing can be copied
+        (Stepped, [[1] * 40] * 16, {"most": 4}),
+        (CopyingEngine, [LONG] * 16, {"most": 16}),
+        (CopyingEngine, [LONG] * 16, {"most": 2}),
+        (CopyingEngine, OWN, {"most": 16}),
+        (CopyingEngine, OWN[:8], {"most": 8}),
+        (CopyingEngine, OWN[:8], {"most": 8, "room": 3 * (512 * KV + 4 * VOCAB)}),  # of memory
+    ],
+)
+@pytest.mark.parametrize("under_way", [1, 3, 12])
+def test_another_client_has_its_first_token_within_two_passes(
+    make: type[Stepped], prompts: list[list[int]], limits: dict[str, int], under_way: int
+) -> None:
+    engine = make()
+    with open_live(engine, **limits) as live:
+        answers = [live.submit(request(prompt, 100), client="greedy") for prompt in prompts]
+        engine.go(under_way)
+        wait_for(lambda: engine.asked > under_way)
+        short = live.submit(request([200], 1), client="meek")
+        assert passes_to_first(engine, short) <= 2
+        engine.free = True
+        expected = [[prompt[0] + 1 + i for i in range(100)] for prompt in prompts]
+        assert [said(answer) for answer in answers] == expected
+
+
+def test_clients_have_equal_shares_of_a_pass() -> None:
+    engine = CopyingEngine()
+    with open_live(engine) as live:
+        answers = [live.submit(request(prompt, 1), client="greedy") for prompt in OWN[:10]]
+        engine.go(1)
+        wait_for(lambda: engine.asked == 2)
+        other = live.submit(request([200] * 90, 1), client="meek")
+        assert passes_to_first(engine, other) == 2
+        engine.free = True
+        assert [said(answer) for answer in answers] == [[101 + n] for n in range(10)]
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_answers_to_one_prompt_read_it_once(count: int) -> None:
+    engine = CopyingEngine()
+    engine.free = True
+    with open_live(engine, most=16) as live:
+        engine.free = False
+        answers = [live.submit(request(LONG, 3), client="one") for _ in range(count)]
+        engine.free = True
+        assert [said(answer) for answer in answers] == [[6, 7, 8]] * count
+    assert sum(map(sum, engine.passes)) <= len(LONG) + 3 * count + 1
+
+
+def test_who_leaves_gives_what_is_read_to_those_that_wait_for_it() -> None:
+    engine = CopyingEngine()
+    engine.pass_rows = 50
+    with open_live(engine, most=16) as live:
+        first = live.submit(request(LONG, 3), client="one")
+        engine.go(1)
+        wait_for(lambda: engine.asked == 2)
+        others = [live.submit(request([*LONG, n], 3), client="one") for n in (20, 30)]
+        engine.go(1)
+        first.cancel()
+        engine.free = True
+        assert [said(answer) for answer in others] == [[21, 22, 23], [31, 32, 33]]
+    assert sum(map(sum, engine.passes)) <= len(LONG) + 60
+
+
+def test_short_prompts_in_between_leave_a_conversation_its_cache() -> None:
+    """A title, tags, and questions to go on with, after each turn."""
+    engine = ScriptedEngine()
+    with open_live(engine, ctx=600, most=2) as live:
+        talk, other = list(range(200)), [299] * 100
+        said(live.submit(request(other, 1)))
+        for turn in range(5):
+            chunks = list(live.submit(request([*talk, turn], 1)))
+            talk += [turn]
+            if turn:
+                assert chunks[-1].metrics.cached_tokens == len(talk) - 1
+            for task in range(4):
+                said(live.submit(request([250 + task] * 30, 1)))
+
+
+def test_a_cache_that_nobody_comes_back_to_makes_room_in_the_end() -> None:
+    engine = ScriptedEngine()
+    with open_live(engine, most=2) as live:
+        said(live.submit(request(list(range(200)), 1)))
+        for number in range(40):
+            said(live.submit(request([number, *[210] * 30], 1)))
+        assert engine.sessions[0].closed
+
+
 def test_one_is_cancelled_and_the_others_go_on() -> None:
     engine = Stepped()
     with open_live(engine) as live:
@@ -450,14 +575,13 @@ def test_the_queue_is_fair_and_loses_nothing(pushed: list[tuple[int, int]]) -> N
     assert len(queue) == len(pushed)
     popped: list[tuple[int, int]] = []
     while (first := queue.first()) is not None:
-        popped.append(queue.pop())
-        assert popped[-1] is first
+        queue.take(first)
+        popped.append(first)
     for client in range(4):
         assert [p for p in popped if p[0] == client] == [p for p in pushed if p[0] == client]
     clients = {client for client, _ in pushed}
     assert {client for client, _ in popped[: len(clients)]} == clients
-    with pytest.raises(IndexError):
-        queue.pop()
+    assert len(queue) == 0
 
 
 def test_the_queue_puts_back_and_removes() -> None:
@@ -465,8 +589,12 @@ def test_the_queue_puts_back_and_removes() -> None:
     first, second, third = object(), object(), object()
     for item in (first, second, third):
         queue.push("client", item)
-    queue.put_back(queue.pop())
+    queue.take(first)
+    queue.put_back("client", first)
     assert queue.first() is first
+    queue.push("other", third)
+    assert queue.first({"client": 1}) is third
+    queue.take(third)
     for item in (first, third, object()):
         queue.remove(item)
     assert queue.items() == [second]

@@ -11,6 +11,7 @@ import pytest
 
 import localrt
 from localrt.quant.ops.native.abi import find_library
+from tests.models.tiny import save_tiny, tokens
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 
@@ -97,3 +98,23 @@ def test_closing_the_model_ends_its_batches(tiny_folder: Path) -> None:
     assert live.closed
     with pytest.raises(localrt.LocalrtError, match="closed"):
         live.generate("hi")
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3", "qwen3.5"])
+@pytest.mark.parametrize("draft", ["off", "ngram"])
+def test_answers_that_share_their_prompt_say_what_they_say_alone(
+    name: str, draft: str, tmp_path: Path
+) -> None:
+    save_tiny(name, tmp_path)
+    prompt = tokens(200, seed=3)
+    prompts = [prompt, prompt, [*prompt[:150], *tokens(30, seed=4)], prompt, prompt[:90]]
+    options = [
+        {"token_ids": ids, "max_tokens": 8, "seed": seed, "ignore_eos": True, "top_k": 0}
+        for seed, ids in enumerate(prompts)
+    ]
+    with localrt.load(tmp_path, ctx=256, draft=draft) as model:
+        alone = [model.generate(**one).token_ids for one in options]
+        with model.live(most=4) as live:
+            answers = [live.submit(client=number // 3, **one) for number, one in enumerate(options)]
+            shared = [[token for chunk in one for token in chunk.token_ids] for one in answers]
+    assert shared == [list(ids) for ids in alone]

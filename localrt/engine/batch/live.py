@@ -137,7 +137,7 @@ class Live:
         with self._changed:
             if self._closing:
                 raise LocalrtError("the batch is closed: nothing can be asked of it any more")
-            seq = BatchSequence(answer, request, limits.ctx)
+            seq = BatchSequence(answer, request, limits.ctx, client)
             self._asked.add(seq)
             self._waiting.push(client, seq)
             self._news = True
@@ -243,7 +243,7 @@ class Live:
                 self._end(seq)
             elif not seq.owner.full:
                 del self._paused[seq]
-                self._waiting.put_back(seq)
+                self._waiting.put_back(seq.client, seq)
 
     def _step(self) -> None:
         try:

@@ -5,18 +5,22 @@ weights which are streamed are read once for all (FlexGen's block schedule, Shen
 prompts joining as others finish, as in Orca, Yu et al. 2022, and Sarathi, Agrawal et al. 2023).
 Where they were given what guesses, sequences guess ahead. An engine whose passes hold one sequence
 runs one after another. What a sequence says does not depend on the others: sampling, stops and
-limits are the loop's. It does not know who asked, threads, or where the weights lie.
+limits are the loop's. A client that has nothing on its way joins at once: one of whoever has the
+most waits for it, and goes on later. It does not know threads, or where the weights lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
 from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
+from localrt.engine.batch.shared_prompts import SharedPrompts
 from localrt.engine.batch.speculation import BatchSpeculation, Prompt
+from localrt.engine.idle_sessions import IdleSessions
 from localrt.engine.protocol import Check, Engine, EngineSession
 from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.models.prefix import common_prefix
@@ -37,7 +41,8 @@ class Terms:
     sequence needs), and an answer joins where there is room for ``ahead`` tokens of it (None: for
     all that it may say). ``keep`` caches of sequences that have left stay for those that go on
     with their text. Beside answers a pass takes ``prompt_rows`` rows of prompts (None: as many as
-    go in), which prompts share in equal parts where ``evenly``, else in their order.
+    go in), which clients, and the prompts of each, share in equal parts where ``evenly``, else they
+    come in their order.
     """
 
     most: int = MOST_SEQUENCES
@@ -74,7 +79,8 @@ class Schedule(Generic[Owner]):
         most = min(terms.most, engine.pass_rows) if engine.shares_passes else 1
         self._most = self._limit = most
         self._live: list[tuple[BatchSequence[Owner], EngineSession]] = []  # in the order of joining
-        self._idle: list[EngineSession] = []  # of those that have left; the latest at the end
+        self._idle = IdleSessions()  # of those that have left
+        self._shared: SharedPrompts[Owner] = SharedPrompts()
         self._kv: dict[int, int] = {}  # bytes of a cache by its tokens
         self._guesses: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
         self.passes = 0
@@ -87,7 +93,7 @@ class Schedule(Generic[Owner]):
     @property
     def held_bytes(self) -> int:
         """Bytes that caches take now."""
-        return sum(session.nbytes for _, session in self._live) + self._idle_bytes()
+        return sum(session.nbytes for _, session in self._live) + self._idle.nbytes
 
     def step(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Let those in who have room, compute one pass, and let those out who have finished.
@@ -99,6 +105,7 @@ class Schedule(Generic[Owner]):
         items = self._join()
         if self._terms.ahead is not None:
             self._make_room()
+        self._shared.advance(self._live)
         items += self._guessed() or self._advance()
         if any(seq.done for seq, _ in self._live):
             for seq in self.sequences:
@@ -110,7 +117,12 @@ class Schedule(Generic[Owner]):
     def remove(self, seq: BatchSequence[Owner]) -> None:
         """``seq`` leaves; its cache stays for whoever goes on with its text."""
         seq.settle()
-        self._idle += [session for other, session in self._live if other is seq]
+        self._shared.leave(seq)
+        for other, session in self._live:
+            if other is seq and session.tokens:
+                self._idle.add(session)
+            elif other is seq:
+                session.close()
         self._live = [(other, session) for other, session in self._live if other is not seq]
 
     def end(self, seq: BatchSequence[Owner]) -> Chunks:
@@ -121,11 +133,11 @@ class Schedule(Generic[Owner]):
     def rest(self, keep: int | None = None) -> None:
         """Free the caches beyond those that are kept, ``keep`` or the usual number."""
         while len(self._idle) > (self._terms.keep if keep is None else keep):
-            self._idle.pop(0).close()
+            self._idle.evict().close()
 
     def park(self, save: Callable[[EngineSession], object]) -> int:
         """``save`` the caches that nobody uses, and free them; their bytes."""
-        nbytes = self._idle_bytes()
+        nbytes = self._idle.nbytes
         for session in self._idle:
             save(session)
         self.rest(keep=0)
@@ -137,7 +149,7 @@ class Schedule(Generic[Owner]):
             seq.settle()
         for session in [*self._idle, *(session for _, session in self._live)]:
             session.close()
-        self._idle, self._live = [], []
+        self._idle, self._live = IdleSessions(), []
 
     def cost(self, seq: BatchSequence[Owner], session: EngineSession | None = None) -> int:
         """Bytes to count for a sequence: of its cache, and of its row of logits."""
@@ -150,20 +162,41 @@ class Schedule(Generic[Owner]):
     def _join(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
         """Start waiting sequences while there is room; the errors of those that cannot start."""
         failed: list[tuple[BatchSequence[Owner], Chunks]] = []
-        while len(self._live) < self._most and (seq := self._waiting.first()) is not None:
+        while (seq := self._waiting.first(self._load())) is not None:
             try:
-                session = self._session(seq)
+                session = self._session(seq) if len(self._live) < self._most else None
             except LocalrtError as error:
-                self._waiting.pop()
+                self._waiting.take(seq)
                 failed.append((seq, seq.fail(error)))
                 continue
-            if session is None:
+            if session is not None:
+                self._waiting.take(seq)
+                seq.start(session, self._tokenizer)
+                self._shared.join(seq, session, self._live, self._idle)
+                self._live.append((seq, session))
+            elif not self._give_way(seq):
                 break
-            self._waiting.pop()
-            self._live.append((seq, session))
-            seq.start(session, self._tokenizer)
         self.rest()
         return failed
+
+    def _load(self) -> Counter[Hashable]:
+        """How many sequences of each client are on their way."""
+        return Counter(seq.client for seq, _ in self._live)
+
+    def _give_way(self, seq: BatchSequence[Owner]) -> bool:
+        """If the client of ``seq`` has none on its way, one of who has several waits for it."""
+        load = self._load()
+        if load[seq.client] or max(load.values(), default=0) < 2:
+            return False
+        other = self._last_of_busiest()
+        self.remove(other)
+        self._waiting.put_back(other.client, other)
+        return True
+
+    def _last_of_busiest(self) -> BatchSequence[Owner]:
+        """Of the client that has the most on their way, the last to join."""
+        load = self._load()
+        return max(reversed(self.sequences), key=lambda seq: load[seq.client])
 
     def _session(self, seq: BatchSequence[Owner]) -> EngineSession | None:
         """One left over that begins like the sequence, or a new one; None when out of room."""
@@ -173,9 +206,9 @@ class Schedule(Generic[Owner]):
         if self._live and needed > room:
             return None
         if session is not None:
-            self._idle.remove(session)
-        while self._idle and needed + self._idle_bytes() > room:
-            self._idle.pop(0).close()
+            self._idle.take(session)
+        while self._idle and needed + self._idle.nbytes > room:
+            self._idle.evict().close()
         if session is not None:
             return session
         return self._engine.session(self._terms.capacity or seq.capacity)
@@ -198,8 +231,8 @@ class Schedule(Generic[Owner]):
         room = self._room()
         while len(self._live) > 1:
             needed = sum(self._bytes(seq.length, session) for seq, session in self._live)
-            while self._idle and needed + self._idle_bytes() > room:
-                self._idle.pop(0).close()
+            while self._idle and needed + self._idle.nbytes > room:
+                self._idle.evict().close()
             if needed <= room:
                 break
             self._postpone()
@@ -243,7 +276,7 @@ class Schedule(Generic[Owner]):
             logits = None
         if logits is None:  # not above: the error keeps caches from being freed
             if self._idle:
-                self._idle.pop(0).close()
+                self._idle.evict().close()
             else:
                 self._postpone()
             return []
@@ -268,26 +301,32 @@ class Schedule(Generic[Owner]):
     def _parts(self) -> list[Prompt[Owner]]:
         """What the next pass appends to which session; answers come before prompts."""
         ready = [(seq, session) for seq, session in self._live if len(seq.pending) == 1]
-        prompts = [(seq, session) for seq, session in self._live if len(seq.pending) > 1]
+        prompts = [
+            (seq, session)
+            for seq, session in self._live
+            if len(seq.pending) > 1 and seq not in self._shared
+        ]
         room = self._engine.pass_rows - len(ready)
         if ready and self._terms.prompt_rows is not None:
             room = min(room, max(self._terms.prompt_rows, len(prompts)))
-        if self._terms.evenly:
-            prompts.sort(key=lambda running: len(running[0].pending))  # what one leaves, others get
+        shares = _even_shares if self._terms.evenly else _shares_in_order
+        rows = shares([(seq.client, len(seq.pending)) for seq, _ in prompts], room)
         parts = [(seq, session, seq.pending) for seq, session in ready]
-        for place, (seq, session) in enumerate(prompts):
-            share = room // (len(prompts) - place) if self._terms.evenly else room
-            tokens = seq.pending[:share]
-            room -= len(tokens)
-            if tokens:
-                parts.append((seq, session, tokens))
-        return parts
+        return parts + [
+            (seq, session, seq.pending[:share])
+            for (seq, session), share in zip(prompts, rows, strict=True)
+            if share
+        ]
 
     def _postpone(self) -> None:
         """Memory is short: the last to join gives its cache back, and is computed again later."""
-        seq, session = self._live.pop()
+        seq = self._last_of_busiest()
+        (session,) = (session for other, session in self._live if other is seq)
+        self._live.remove((seq, session))
+        self._shared.leave(seq)
+        seq.settle()
         session.close()
-        self._waiting.put_back(seq)
+        self._waiting.put_back(seq.client, seq)
         self._most = len(self._live)
 
     # -- bytes -----------------------------------------------------------------------------------
@@ -299,5 +338,29 @@ class Schedule(Generic[Owner]):
         held = 0 if session is None else session.nbytes
         return max(self._kv[size], held) + 4 * self._engine.info.vocab_size
 
-    def _idle_bytes(self) -> int:
-        return sum(session.nbytes for session in self._idle)
+
+def _shares_in_order(prompts: Sequence[tuple[Hashable, int]], room: int) -> list[int]:
+    """Rows of a pass for prompts (a client and the tokens to read), the first ones first."""
+    shares = []
+    for _, length in prompts:
+        shares.append(min(length, room))
+        room -= shares[-1]
+    return shares
+
+
+def _even_shares(prompts: Sequence[tuple[Hashable, int]], room: int) -> list[int]:
+    """The same in equal parts, for clients and then for the prompts of each; what one leaves,
+    others get.
+    """
+    totals: Counter[Hashable] = Counter()
+    for client, length in prompts:
+        totals[client] += length
+    shares = [0] * len(prompts)
+    for place, client in enumerate(sorted(totals, key=totals.__getitem__)):
+        own = [number for number, prompt in enumerate(prompts) if prompt[0] == client]
+        left = room // (len(totals) - place)
+        for after, number in enumerate(sorted(own, key=lambda number: prompts[number][1])):
+            shares[number] = min(prompts[number][1], left // (len(own) - after))
+            left -= shares[number]
+        room -= sum(shares[number] for number in own)
+    return shares

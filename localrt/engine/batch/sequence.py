@@ -5,7 +5,7 @@ It does not know the other sequences, passes or memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 from localrt.engine.answer import Answer
@@ -13,7 +13,7 @@ from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.engine.request import Request
 from localrt.engine.speculation import Guesser, Stepper
 from localrt.engine.types import Chunk, FinishReason, Metrics
-from localrt.errors import LocalrtError
+from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
@@ -28,12 +28,13 @@ Chunks: TypeAlias = Sequence[Chunk]
 class BatchSequence(Generic[Owner]):
     """``pending`` tokens are to be computed; ``done`` says that nothing more is.
 
-    ``owner`` is whoever its chunks are for; ``capacity`` the tokens that its cache may have to
-    hold.
+    ``owner`` is whoever its chunks are for, ``client`` whose turn it takes; ``capacity`` the tokens
+    that its cache may have to hold.
     """
 
-    def __init__(self, owner: Owner, request: Request, ctx: int) -> None:
+    def __init__(self, owner: Owner, request: Request, ctx: int, client: Hashable = None) -> None:
         self.owner = owner
+        self.client = client
         self.request = request
         room = ctx - len(request.prompt)
         self._limit = room if request.max_tokens is None else min(request.max_tokens, room)
@@ -74,11 +75,30 @@ class BatchSequence(Generic[Owner]):
         tokens = self.tokens
         if self.request.restore is not None:
             self.request.restore(session, tokens)
+        held = self._go_on(session, tokens)
+        if self._answer is None:
+            self._answer, self._held = Answer(self.request, session, tokenizer, shared=True), held
+
+    def copy(self, session: EngineSession, source: EngineSession) -> None:
+        """Have ``session`` hold what ``source`` has of its tokens, where that is more."""
+        tokens = self.tokens
+        shared = min(common_prefix(source.tokens, tokens), len(tokens) - 1)
+        if shared <= len(tokens) - len(self.pending):
+            return
+        try:
+            session.copy_prefix(source, shared)
+        except MemoryBudgetError:  # computed anew, as far as there is room
+            session.trim(0)
+        held = self._go_on(session, tokens)
+        if self._answer is not None and not self._answer.generated:
+            self._held = held
+
+    def _go_on(self, session: EngineSession, tokens: Sequence[int]) -> int:
+        """Keep what ``session`` holds of ``tokens``; how many, the others are pending."""
         # The last token runs in any case: its logits are what we need.
         held = session.trim(min(common_prefix(session.tokens, tokens), len(tokens) - 1))
         self.pending = tokens[held:]
-        if self._answer is None:
-            self._answer, self._held = Answer(self.request, session, tokenizer, shared=True), held
+        return held
 
     def stepper(self, session: EngineSession) -> Stepper | None:
         """What guesses ahead on ``session`` while it is alone; None where nothing does."""
