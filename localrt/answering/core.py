@@ -165,6 +165,7 @@ class Core:
             has_chat_template=not parts.template.is_plain,
             notes=parts.notes,
             pooling=parts.pooling,
+            quantization=parts.quantization or parts.engine.info.format,
         )
         self.budgets = Budgets(parts.engine, ram=ram, gpu_memory=gpu_memory)
         self.parking = Parking(parts.engine, prompts, self.budgets)

@@ -26,6 +26,8 @@ class ModelInfo(EngineInfo):
     """What was loaded and how it runs. ``ctx`` is the context in use, in tokens.
 
     ``notes`` are lines that a user should see: a plain chat format, a shortened context.
+    ``quantization`` is its name in ``list_models``, or what weights are unpacked to where that was
+    chosen.
     ``pooling`` is what an embedding model's files say of it, ``"rank"`` a reranker's; "" of others.
     """
 
@@ -35,6 +37,7 @@ class ModelInfo(EngineInfo):
     has_chat_template: bool
     notes: tuple[str, ...] = ()
     pooling: str = ""
+    quantization: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ It opens the model's files and reads their headers. No weight is read, and nothi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -17,6 +16,7 @@ from localrt.engine.sampling import sampling_defaults
 from localrt.errors import LocalrtError, TemplateError
 from localrt.hub import LocalModel, ResolvedModel
 from localrt.hub.extras import Extras
+from localrt.loading.quantization_name import quantization_name
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
 from localrt.models.templates.chat_template import load_template
@@ -83,7 +83,7 @@ def describe_model(found: ResolvedModel, listed: LocalModel | None) -> ModelDesc
             title=_metadata(checkpoint, "general.name"),
             weights=sum(prod(info.shape) for info in checkpoint.tensors.values()),
             bytes=_size(found.path) if listed is None else listed.bytes,
-            quantization=_quantization(checkpoint, listed),
+            quantization=(listed and listed.quantization) or quantization_name(checkpoint),
             context=context if isinstance(context, int) else None,
             template=template,
             abilities=abilities,
@@ -121,16 +121,6 @@ def _abilities(source: str) -> tuple[str, ...]:
     tools = "tools" in source or ".Tools" in source
     thinking = any(each in source for each in _THINKING) or ".Think" in source
     return ("tools",) * tools + ("thinking",) * thinking
-
-
-def _quantization(checkpoint: Checkpoint, listed: LocalModel | None) -> str:
-    if listed is not None and listed.quantization:
-        return listed.quantization
-    nbytes: Counter[str] = Counter()
-    for info in checkpoint.tensors.values():
-        if len(info.shape) == 2:
-            nbytes[info.format.name] += info.nbytes
-    return nbytes.most_common(1)[0][0] if nbytes else ""
 
 
 def _license(checkpoint: Checkpoint, extras: Extras) -> str:

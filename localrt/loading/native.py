@@ -7,7 +7,6 @@ weight is read.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from math import prod
 
 from localrt.engine.native.engine import NativeEngine
@@ -15,6 +14,7 @@ from localrt.engine.protocol import Engine, EngineInfo
 from localrt.errors import OptionError
 from localrt.loading.kernels import compiled_meanwhile
 from localrt.loading.options import LoadOptions, byte_counter, pick_context
+from localrt.loading.quantization_name import most_used_format
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import load_decoder, read_config
@@ -171,8 +171,4 @@ def _format_name(checkpoint: Checkpoint, ops: Ops) -> str:
     """The format that most weights are computed in."""
     if ops.compute_format != "packed":
         return ops.compute_format
-    bytes_of: Counter[str] = Counter()
-    for info in checkpoint.tensors.values():
-        if len(info.shape) == 2 and "embed_tokens" not in info.name:
-            bytes_of[info.format.name] += info.nbytes
-    return bytes_of.most_common(1)[0][0] if bytes_of else "packed"
+    return most_used_format(checkpoint) or "packed"

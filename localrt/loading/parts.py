@@ -24,6 +24,7 @@ from localrt.errors import (
 )
 from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
+from localrt.loading.quantization_name import quantization_name
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
 from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
 from localrt.models.templates.chat_template import (
@@ -60,6 +61,7 @@ class LoadedModel:
     pooling: str = ""  # what the model was made to be embedded by; empty where it does not say
     system: str | None = None  # of conversations that have no system prompt
     fingerprint: str = ""
+    quantization: str = ""
 
 
 def load_parts(
@@ -120,6 +122,7 @@ def load_parts(
             pooling=_pooling(checkpoint),
             system=system,
             fingerprint=fingerprint(checkpoint) if name == "native" else "",
+            quantization=options.format or quantization_name(checkpoint),
         )
     finally:
         checkpoint.close()

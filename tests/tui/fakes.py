@@ -31,6 +31,7 @@ INFO = ModelInfo(
     ctx=8192,
     has_chat_template=True,
     exactness="bit-exact",
+    quantization="Q4_1",
 )
 
 

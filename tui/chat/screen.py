@@ -134,7 +134,7 @@ class ChatScreen(Screen[None]):
         self.queue.add_waiting(waiting)
         self.footer.change(
             model=session.title,
-            engine=f"{info.engine} {info.format}".strip(),
+            engine=f"{info.engine} {info.quantization}".strip(),
             phase=Phase.READY,
             ctx=info.ctx or None,  # a server may not tell
         )

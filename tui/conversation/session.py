@@ -60,7 +60,7 @@ class Session:
         name = short_name(info.name) if Path(info.name).is_absolute() else info.name
         return (
             f"{name}: {info.architecture} {human_count(info.parameters)}, "
-            f"{info.format} on {info.device} ({info.engine}), context {info.ctx:,}"
+            f"{info.quantization} on {info.device} ({info.engine}), context {info.ctx:,}"
         )
 
     def tokens(self) -> int:
