@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint
+from localrt.models.default_values import with_default_values
 from localrt.quant.formats import unpack
 
 __all__ = ["RawConfig", "positive_number"]
@@ -49,6 +50,8 @@ class RawConfig:
     def __init__(self, checkpoint: Checkpoint, *, context: int | None = None) -> None:
         self._checkpoint = checkpoint
         self._values = checkpoint.config
+        if checkpoint.kind != "gguf":
+            self._values = with_default_values(checkpoint.config, checkpoint.architecture)
         self.context = context
 
     @property
@@ -176,11 +179,6 @@ class RawConfig:
         """This config with the keys of ``names`` under their names there."""
         found = {new: self._values[old] for old, new in names.items() if old in self._values}
         return self._with({**self._values, **found})
-
-    def with_defaults(self, values: Mapping[str, Any]) -> RawConfig:
-        """This config, with ``values`` for the keys that are absent or null."""
-        given = {key: value for key, value in self._values.items() if value is not None}
-        return self._with({**values, **given})
 
     def _with(self, values: Mapping[str, Any]) -> RawConfig:
         other = RawConfig(self._checkpoint, context=self.context)

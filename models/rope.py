@@ -88,7 +88,7 @@ def _scaled(
     elif kind == "dynamic":
         inv_freq = _dynamic(raw, parameters, theta, dim) ** -exponents
     elif kind == "llama3":
-        inv_freq = _llama3(parameters, theta**-exponents, raw.integer("max_position_embeddings"))
+        inv_freq = _llama3(raw, parameters, theta**-exponents)
     elif kind == "yarn":
         inv_freq, scale = _yarn(raw, parameters, theta, theta**-exponents)
     elif kind in ("longrope", "su"):
@@ -121,9 +121,10 @@ def scaling_number(parameters: Mapping[str, Any], key: str, default: float | Non
 
 
 def _original_context(raw: RawConfig, parameters: Mapping[str, Any]) -> float:
-    top = raw.optional_integer("original_max_position_embeddings")
-    fallback = float(top or raw.integer("max_position_embeddings"))
-    original = scaling_number(parameters, "original_max_position_embeddings", fallback)
+    key = "original_max_position_embeddings"
+    if raw.optional_integer(key):  # counts before the parameters' own
+        parameters = {key: raw.integer(key)}
+    original = scaling_number(parameters, key, raw.integer("max_position_embeddings"))
     if original < 2:  # its logarithm divides
         raise CheckpointError(f"original_max_position_embeddings must be 2 or more, is {original}")
     return original
@@ -140,11 +141,11 @@ def _dynamic(raw: RawConfig, parameters: Mapping[str, Any], theta: float, dim: i
     return theta * stretch
 
 
-def _llama3(parameters: Mapping[str, Any], inv_freq: Frequencies, trained: int) -> Frequencies:
+def _llama3(raw: RawConfig, parameters: Mapping[str, Any], inv_freq: Frequencies) -> Frequencies:
     factor = scaling_number(parameters, "factor")
     low = scaling_number(parameters, "low_freq_factor", 1.0)
     high = scaling_number(parameters, "high_freq_factor", 4.0)
-    original = scaling_number(parameters, "original_max_position_embeddings", float(trained))
+    original = _original_context(raw, parameters)
     wavelength = 2 * math.pi / inv_freq
     smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
     return np.asarray((1 - smooth) * inv_freq / factor + smooth * inv_freq)

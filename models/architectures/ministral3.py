@@ -24,7 +24,13 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         return config
     temperature = AttentionTemperature(
         beta=scaling_number(scaling, "llama_4_scaling_beta"),
-        length=int(scaling_number(scaling, "original_max_position_embeddings")),
+        length=int(
+            scaling_number(
+                scaling,
+                "original_max_position_embeddings",
+                raw.integer("max_position_embeddings"),
+            )
+        ),
     )
     attention = tuple(replace(spec, temperature=temperature) for spec in config.attending)
     return replace(config, attention=attention)

@@ -31,7 +31,8 @@ def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if not isinstance(text, dict):
             raise CheckpointError(f"{path}: {key} is not an object")
         flat.update({name: value for name, value in text.items() if name != "architectures"})
-    flat.setdefault("max_position_embeddings", flat.get(_KIMIS_LENGTH))
+    if flat.get(_KIMIS_LENGTH) is not None:
+        flat.setdefault("max_position_embeddings", flat[_KIMIS_LENGTH])
     _add_older_rope(flat, path)
     return flat
 
