@@ -21,7 +21,12 @@ __all__ = ["mxfp4_rows", "nvfp4_rows", "regrouped_nibbles"]
 
 
 def nvfp4_rows(
-    name: str, nibbles: StoredTensor, scales: StoredTensor, factor: StoredTensor, *, inverse: bool
+    name: str,
+    nibbles: StoredTensor,
+    scales: StoredTensor,
+    factor: StoredTensor | None,
+    *,
+    inverse: bool = False,
 ) -> RowSource:
     """The matrix ``name``: values are times ``factor``, or with ``inverse`` divided by it.
 
@@ -29,9 +34,11 @@ def nvfp4_rows(
         CheckpointError: tensors that are not NVFP4.
     """
     shape = _shape(nibbles, scales, NVFP4, F8_E4M3)
+    info = weight_info(name, *shape, NVFP4)
+    if factor is None:
+        return _Fp4Rows(info, nibbles, scales)
     if math.prod(factor.info.shape) != 1 or factor.info.format not in FLOATS:
         raise wrong(factor, "should be one number in F32, F16 or BF16")
-    info = weight_info(name, *shape, NVFP4)
     return _NvFp4Rows(info, nibbles, scales, factor, inverse)
 
 

@@ -48,6 +48,7 @@ class Gptq:
     group: int
     symmetric: bool
     lacking: Mapping[int, int]
+    modules: bool = False  # some have groups of their own
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -64,7 +65,9 @@ class Gptq:
         if group == 0 or group < -1:
             raise keys.wrong("group_size", "should be a number of columns, or -1 for whole rows")
         symmetric = keys.flag("sym", True)
-        return cls(bits, max(group, 0), symmetric, _LACKING if version == "gptq" else _NOTHING)
+        lacking = _LACKING if version == "gptq" else _NOTHING
+        own = any(keys.value(key) for key in ("dynamic", "extra_config"))
+        return cls(bits, max(group, 0), symmetric, lacking, own)
 
     @property
     def typical(self) -> str:
@@ -83,12 +86,11 @@ class Gptq:
         require_shape(words, INT32, None, None)
         count, rows = words.info.shape
         groups, order = parts.find(_ORDER), None
-        bits, group = self.bits, self.group or count * 32 // self.bits
-        if groups is not None:  # single modules may have other bits and groups
-            columns = groups.info.shape[0] if groups.info.shape else 0
-            own = next((n for n in (4, 8) if columns * n == count * 32), bits)
-            if own != bits and scales.info.shape[:1] > (0,):
-                bits, group = own, columns // scales.info.shape[0] or group
+        # Single modules may have other bits and groups
+        bits = next((n for n in (4, 8) if zeros.info.shape[1:] == (rows * n // 32,)), self.bits)
+        group = self.group or count * 32 // bits
+        if (bits != self.bits or self.modules) and scales.info.shape[:1] > (0,):
+            group = count * 32 // bits // scales.info.shape[0] or group
         each = 32 // bits
         columns = count * each
         if columns % group:

@@ -26,8 +26,25 @@ __all__ = ["published_notes", "read_scheme"]
 
 _KEY, _MLX_KEY = "quantization_config", "quantization"
 _MODELOPT_FILE = "hf_quant_config.json"
+
+
+def _auto_round(keys: Keys) -> Scheme:
+    """AutoRound, whose tensors are those of the method that ``packing_format`` names."""
+    packing = str(keys.value("packing_format") or "auto_round:auto_gptq")
+    if "llm_compressor" in packing:
+        return CompressedTensors.of(keys)
+    if keys.value("data_type") not in ("int", None) or "fp8" in packing:
+        raise keys.unread("data_type", str(keys.value("data_type"))[:20])
+    if "awq" in packing:
+        return Awq.of(keys)
+    older = "gptq" in packing and "gptqmodel" not in packing
+    values = {**keys.values, "checkpoint_format": "gptq" if older else "gptq_v2"}
+    return Gptq.of(Keys(values, keys.where))
+
+
 _METHODS: Mapping[str, Callable[[Keys], Scheme]] = MappingProxyType(
     {
+        "auto-round": _auto_round,
         "awq": Awq.of,
         "bitsandbytes": BitsAndBytes.of,
         "compressed-tensors": CompressedTensors.of,
@@ -55,6 +72,8 @@ def read_scheme(config: Mapping[str, Any], folder: Path) -> tuple[str, Scheme | 
     quantized, method = keys.inner(_KEY), None
     if quantized is not None:
         method = quantized.value("quant_method")
+        if method == "intel/auto-round":
+            method = "auto-round"
     mlx = keys.inner(_MLX_KEY)
     if mlx is not None and method is None:
         quantized, method = mlx, "mlx"

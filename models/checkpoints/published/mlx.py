@@ -1,13 +1,14 @@
-"""MLX's affine groups: columns packed into the words of ``weight``, ``scales`` and ``biases``.
+"""MLX's groups: columns packed into the words of ``weight``, ``scales`` and mostly ``biases``.
 
-A value is scale * code + bias. A config's ``quantization`` has bits and group size for all weights,
-and for some by their module's name. Codes of 2 to 6 bits that ours have no groups for take 8.
+An affine value is scale * code + bias. In the modes that are named after formats, codes are floats,
+and scales are bytes. A config's ``quantization`` has mode, bits and group size for all weights, and
+for some by their module's name. Codes of 2 to 6 bits that ours have no groups for take 8.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,25 +22,43 @@ from localrt.models.checkpoints.published.coded_rows import (
     minimum_codec,
     weight_info,
 )
+from localrt.models.checkpoints.published.fp4_rows import mxfp4_rows, nvfp4_rows
+from localrt.models.checkpoints.published.fp8_rows import fp8_rows
 from localrt.models.checkpoints.published.keys import Keys
 from localrt.models.checkpoints.published.weights import Parts, require_shape, wrong
-from localrt.models.checkpoints.safetensors_header import UINT32
+from localrt.models.checkpoints.safetensors_header import RAW_BYTES, UINT32
 from localrt.models.checkpoints.stored_tensor import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.text_model import decoder_tensor
+from localrt.quant.formats import F8_E4M3
 
 __all__ = ["Mlx"]
 
 _WEIGHT, _SCALES, _MINIMA = ".weight", ".scales", ".biases"
 _ENDINGS = dict.fromkeys((_WEIGHT, _SCALES, _MINIMA), _WEIGHT)
 _BITS = (2, 3, 4, 5, 6, 8)
+_MODES = {  # bits and group size where a config does not say; others than affine have no choice
+    "affine": (4, 64),
+    "mxfp4": (4, 32),
+    "nvfp4": (4, 16),
+    "mxfp8": (8, 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Width:
+    """How a module is packed."""
+
+    mode: str
+    bits: int
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
 class Mlx:
-    """See ``Scheme``. Bits and group size, and those of single modules."""
+    """See ``Scheme``. How all modules are packed, and single ones."""
 
-    bits: int
-    group: int
-    modules: Mapping[str, tuple[int, int]]
+    usual: _Width
+    modules: Mapping[str, _Width]
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -47,21 +66,22 @@ class Mlx:
         """Of a config's ``quantization``.
 
         Raises:
-            UnsupportedModelError: other bits, or another mode than affine.
+            UnsupportedModelError: other bits, or another mode.
             CheckpointError: a key is malformed.
         """
-        bits, group = _width(keys)
-        modules: dict[str, tuple[int, int]] = {}
+        modules: dict[str, _Width] = {}
         for name, value in keys.values.items():
             if isinstance(value, Mapping) and (own := keys.inner(name)) is not None:
-                modules[name] = _width(own)
-        return cls(bits, group, modules)
+                modules[_plain(name)] = _width(own)
+        return cls(_width(keys), modules)
 
     @property
     def typical(self) -> str:
         """See ``Scheme``."""
-        group = group_of(self.group)
-        return f"int{4 if self.bits <= 4 else 8}-g{group}b" if group else "f32"
+        if self.usual.mode != "affine":
+            return "e4m3-g32" if self.usual.mode == "mxfp8" else self.usual.mode
+        group = group_of(self.usual.group)
+        return f"int{4 if self.usual.bits <= 4 else 8}-g{group}b" if group else "f32"
 
     @property
     def endings(self) -> Mapping[str, str]:
@@ -73,11 +93,13 @@ class Mlx:
         weight = parts.find(_WEIGHT)
         if len(parts.tensors) == 1 and weight is not None and weight.info.format != UINT32:
             return None
-        weight, scales, minima = (parts.need(part) for part in (_WEIGHT, _SCALES, _MINIMA))
-        names = (parts.stem, f"language_model.{parts.stem}")
-        own = next((self.modules[name] for name in names if name in self.modules), None)
-        bits, group = own or (self.bits, self.group)
+        weight, scales = parts.need(_WEIGHT), parts.need(_SCALES)
+        width = self.modules.get(parts.stem, self.usual)
+        bits, group = width.bits, width.group
         require_shape(weight, UINT32, None, None)
+        if width.mode != "affine":
+            return _floats(parts.name, weight, scales, width.mode)
+        minima = parts.need(_MINIMA)
         rows, words = weight.info.shape
         columns = words * 32 // bits
         if words * 32 % bits or columns % group:
@@ -94,13 +116,36 @@ class Mlx:
         return _MlxRows(info, codec, weight, *grids, bits)
 
 
-def _width(keys: Keys) -> tuple[int, int]:
-    """Bits and group size."""
-    keys.one_of("mode", ("affine",), "affine")
-    group = keys.number("group_size", 64)
+def _width(keys: Keys) -> _Width:
+    mode = keys.one_of("mode", tuple(_MODES), "affine")
+    bits, group = _MODES[mode]
+    if mode != "affine":
+        return _Width(mode, keys.one_of("bits", (bits,), bits), group)
+    group = keys.number("group_size", group)
     if group < 1:
         raise keys.wrong("group_size", "should be a number of columns")
-    return keys.one_of("bits", _BITS, 4), group
+    return _Width(mode, keys.one_of("bits", _BITS, bits), group)
+
+
+def _plain(module: str) -> str:
+    """A module's name without what its tensors' names lose too."""
+    name = f"{module}{_WEIGHT}"
+    plain = decoder_tensor(name, {}, multimodal=True) or decoder_tensor(name, {}, multimodal=False)
+    return (plain or name).removesuffix(_WEIGHT)
+
+
+def _floats(name: str, words: StoredTensor, scales: StoredTensor, mode: str) -> RowSource:
+    """A matrix of the modes that are named after formats."""
+    rows, columns = words.info.shape
+    require_shape(scales, RAW_BYTES, None, None)
+    codes = replace(words, info=replace(words.info, shape=(rows, 4 * columns), format=RAW_BYTES))
+    if mode == "mxfp4":
+        return mxfp4_rows(name, codes, scales)
+    if mode == "nvfp4":
+        scales = replace(scales, info=replace(scales.info, format=F8_E4M3))
+        return nvfp4_rows(name, codes, scales, None)
+    codes = replace(codes, info=replace(codes.info, format=F8_E4M3))
+    return fp8_rows(name, codes, scales, (1, _MODES[mode][1]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -318,6 +318,52 @@ def mlx(bits: int, group: int, dtype: torch.dtype) -> Any:
     return {"quantization": {"bits": bits, "group_size": group}}, write
 
 
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+FP4 = np.concatenate([FP4, -FP4])  # by code
+
+
+def mlx_floats(mode: str, group: int) -> Any:
+    """The modes that are named after formats, in float64."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
+        grouped = weight.reshape(len(weight), -1, group).double().numpy()
+        largest = np.abs(grouped).max(-1, keepdims=True)
+        if mode == "nvfp4":
+            exact = torch.from_numpy(largest / 6).to(torch.float8_e4m3fn)
+            scales, stored = exact.double().numpy(), exact.view(torch.uint8)[..., 0]
+        else:
+            exponents = np.floor(np.log2(largest)) - (8 if mode == "mxfp8" else 2)
+            scales, stored = 2.0**exponents, torch.from_numpy(exponents[..., 0] + 127).byte()
+        if mode == "mxfp8":
+            codes = torch.from_numpy((grouped / scales).clip(-448, 448)).to(torch.float8_e4m3fn)
+            values = codes.double().numpy() * scales
+            words = codes.view(torch.uint8).numpy().reshape(len(weight), -1)
+        else:
+            places = np.abs(grouped[..., None] / scales[..., None] - FP4).argmin(-1)
+            values = FP4[places] * scales
+            words = packed_words(places.reshape(len(weight), -1), 4).numpy()
+        return {
+            "weight": torch.from_numpy(np.ascontiguousarray(words).view(np.uint32)),
+            "scales": stored.contiguous(),
+        }, values.reshape(weight.shape).astype(np.float32)
+
+    bits = 8 if mode == "mxfp8" else 4
+    return {"quantization": {"bits": bits, "group_size": group, "mode": mode}}, write
+
+
+# -- AutoRound -------------------------------------------------------------------------------------
+
+
+def auto_round(made: Any, packing: str | None, **more: Any) -> Any:
+    """Another method's tensors under AutoRound's own description."""
+    config, write = made
+    quantization = {**config["quantization_config"], "quant_method": "auto-round", **more}
+    quantization.pop("checkpoint_format", None)
+    if packing is not None:
+        quantization["packing_format"] = packing
+    return {"quantization_config": quantization}, write
+
+
 def scheme(format_: str, made: Any, note: str = "", **more: Any) -> Published:
     config, write = made
     return Published(config, format_, write, note, **more)
@@ -371,6 +417,39 @@ SCHEMES: Mapping[str, Published] = {
     "FP8 rows": scheme("e4m3-g128", fp8(None), "(W8A8)"),
     "ModelOpt NVFP4": scheme("nvfp4", modelopt("NVFP4"), "(W4A4)", rtol=_TWO_FACTORS),
     "ModelOpt FP8": scheme("e4m3-g128", modelopt("FP8"), "(W8A8)"),
+    "AutoRound": scheme("int4-g128", auto_round(gptq(4, 128, symmetric=True), None)),
+    "AutoRound GPTQ": scheme(
+        "int4-g128z",
+        auto_round(gptq(4, 128, symmetric=False), "auto_round:auto_gptq", data_type="int"),
+    ),
+    "AutoRound plain": scheme(
+        "int4-g128z",
+        auto_round(gptq(4, 128, symmetric=False, version="gptq_v2"), "auto_round", sym=False),
+    ),
+    "AutoRound GPTQModel": scheme(
+        "int4-g64z",
+        auto_round(gptq(4, 64, symmetric=False, version="gptq_v2"), "auto_round:gptqmodel"),
+    ),
+    "AutoRound of other bits here": scheme(
+        "int8-g32",
+        auto_round(
+            gptq(8, 32, symmetric=True), None, bits=4, group_size=128, extra_config={"a": 1}
+        ),
+    ),
+    "AutoRound AWQ": scheme("int4-g64z", auto_round(awq(64), "auto_round:auto_awq", sym=False)),
+    "AutoRound NVFP4": scheme(
+        "nvfp4",
+        auto_round(
+            compressed("nvfp4-pack-quantized", NVFP4A16, BF16),
+            "auto_round:llm_compressor",
+            data_type="nv_fp",
+            format="nvfp4-pack-quantized",
+        ),
+        rtol=_TWO_FACTORS,
+    ),
+    "MLX mxfp4": scheme("mxfp4", mlx_floats("mxfp4", 32)),
+    "MLX nvfp4": scheme("nvfp4", mlx_floats("nvfp4", 16)),
+    "MLX mxfp8": scheme("e4m3-g32", mlx_floats("mxfp8", 32)),
     "MLX": scheme("int4-g64b", mlx(4, 64, BF16)),
     "MLX f16": scheme("int4-g64m", mlx(4, 64, F16)),
     "MLX f32": scheme("f32", mlx(4, 64, F32)),
