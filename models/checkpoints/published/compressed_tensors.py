@@ -64,11 +64,13 @@ _ENDINGS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """See ``Scheme``. ``block`` is (rows, columns) of FP8 that share a scale."""
+    """See ``Scheme``. ``blocks`` are (rows, columns) of FP8 that share a scale, of any group: which
+    modules are of which follows from the tensors, as targets may overlap.
+    """
 
     notes: tuple[str, ...]
     typical: str
-    block: tuple[int, int] | None
+    blocks: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, keys: Keys) -> CompressedTensors:
@@ -85,7 +87,7 @@ class CompressedTensors:
         if sparsity is not None:
             sparsity.one_of("format", ("dense",), "dense")
         notes: list[str] = []
-        block: tuple[int, int] | None = None
+        blocks: list[tuple[int, int]] = []
         formats: list[str] = []
         for group in keys.all_inner("config_groups"):
             group.one_of("format", (*_FORMATS, None), None)
@@ -94,11 +96,12 @@ class CompressedTensors:
                 continue
             kind = weights.one_of("type", ("int", "float"), "int")
             bits = weights.one_of("num_bits", (4, 8), 8)
-            block = weights.pair("block_structure") or block
+            if (block := weights.pair("block_structure")) is not None:
+                blocks.append(block)
             formats.append(_typical(kind, bits, weights))
             if inputs is not None:
                 notes.append(weights_alone(kind, bits, inputs.number("num_bits", 8)))
-        return cls(tuple(dict.fromkeys(notes)), (formats or [BF16.name])[0], block)
+        return cls(tuple(dict.fromkeys(notes)), (formats or [BF16.name])[0], tuple(blocks))
 
     @property
     def endings(self) -> Mapping[str, str]:
@@ -122,12 +125,22 @@ class CompressedTensors:
             parts.need(_PACKED)
         assert weight is not None
         if weight.info.format in (F8_E4M3, E5M2):
-            return fp8_rows(parts.name, weight, parts.need(_SCALE), self.block)
+            return fp8_rows(parts.name, weight, parts.need(_SCALE), self._block(parts))
         if weight.info.format == INT8:
             return _bytes(parts, weight)
         if len(parts.tensors) > 1:
             raise wrong(weight, "has scales, and is not quantized: download the model again")
         return None
+
+    def _block(self, parts: Parts) -> tuple[int, int] | None:
+        """Those whose scales these are; the first where none fits."""
+        shape, scales = parts.need(_WEIGHT).info.shape, parts.need(_SCALE).info.shape
+        fitting = (
+            block
+            for block in self.blocks
+            if scales == tuple(-(-size // step) for size, step in zip(shape, block, strict=False))
+        )
+        return next(fitting, self.blocks[0] if self.blocks else None)
 
 
 def _typical(kind: str, bits: int, weights: Keys) -> str:

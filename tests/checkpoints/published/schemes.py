@@ -389,6 +389,9 @@ SCHEMES: Mapping[str, Published] = {
     "W8A8": scheme("int8-g128b", compressed(_NAIVE, INT8_W8A8, BF16), "(W8A8)"),
     "compressed FP8 rows": scheme("e4m3-g128", compressed(_FLOAT, FP8_DYNAMIC, BF16), "(W8A8)"),
     "compressed FP8 blocks": scheme("e4m3-g128", compressed(_FLOAT, FP8_BLOCK, BF16), "(W8A8)"),
+    "compressed FP8 blocks of 64": scheme(
+        "e4m3-g64", compressed(_FLOAT, FP8_BLOCK, BF16, block_structure=[32, 64]), "(W8A8)"
+    ),
     "NVFP4A16": scheme(
         "nvfp4", compressed("nvfp4-pack-quantized", NVFP4A16, BF16), rtol=_TWO_FACTORS
     ),

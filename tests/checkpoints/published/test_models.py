@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,26 @@ def test_logits_are_those_of_the_same_values(name: str, tmp_path: Path) -> None:
 def test_other_architectures_names(name: str, kind: str, tmp_path: Path) -> None:
     folder, oracle, formats = publish(tmp_path, name, SMALL[kind])
     assert formats
+    assert error_of(folder, oracle) < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["W4A16", "MLX"])
+def test_a_quantized_head_tied_to_a_whole_embedding(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embedding counts, as the config says."""
+    config = tiny.CONFIGS["qwen2"]()
+    config.vocab_size = 224
+    monkeypatch.setitem(tiny.CONFIGS, "qwen2", lambda: config)
+
+    def taken(name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) == 2 and "embed_tokens" not in name
+
+    folder, oracle, formats = publish(tmp_path, "qwen2", SMALL[kind], taken=taken)
+    assert "lm_head.weight" in formats
+    published = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**published, "tie_word_embeddings": True}))
+    oracle.lm_head.weight = oracle.model.embed_tokens.weight
     assert error_of(folder, oracle) < 2e-5
 
 

@@ -40,6 +40,36 @@ def folder_of(path: Path, scheme: Published, tensors: dict[str, torch.Tensor]) -
     return path
 
 
+COMPRESSED = ["W4A16", "W8A16 asymmetric", "W8A8", "NVFP4A16", "MXFP4A16"]
+COMPRESSED += ["compressed FP8 rows", "compressed FP8 blocks", "compressed FP8 blocks of 64"]
+
+
+@pytest.mark.parametrize("names", [COMPRESSED, COMPRESSED[::-1]], ids=["in-order", "reversed"])
+@pytest.mark.parametrize("target", ["re:.*layers.{}.*", "Linear"], ids=["apart", "overlapping"])
+def test_mixed_precision(tmp_path: Path, names: list[str], target: str) -> None:
+    """Each module by its own tensors, whatever other groups of the config say."""
+    whole: dict[str, torch.Tensor] = {}
+    wanted, groups = {}, {}
+    for layer, name in enumerate(names):
+        module = f"model.layers.{layer}.mlp.up_proj"
+        tensors, values = SCHEMES[name].write(random_weight(seed=layer))
+        whole |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
+        wanted[f"{module}.weight"] = (values, SCHEMES[name])
+        given = SCHEMES[name].config["quantization_config"]
+        group = {**given["config_groups"]["group_0"], "targets": [target.format(layer)]}
+        groups[f"group_{layer}"] = {**group, "format": given["format"]}
+    quantization = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"]}
+    config |= {"quantization_config": {**quantization, "config_groups": groups}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(whole, tmp_path / "model.safetensors")
+    model = SafetensorsCheckpoint(tmp_path)
+    for name, (values, scheme) in wanted.items():
+        assert model.tensors[name].format.name == scheme.format
+        found = unpack(model.read(name))
+        np.testing.assert_allclose(found, values, rtol=scheme.rtol, atol=0)
+
+
 PREFIXES = {
     # how a file's tensors and a config's modules begin, and whether a tower is beside the decoder
     "plain": ("model.layers.0.", "model.layers.0.", False),
