@@ -21,6 +21,7 @@ from localrt.models.checkpoints.published import read_scheme
 from localrt.models.checkpoints.text_model import TEXT_KEYS
 from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD, LAYER_EMBEDDING, NGRAM_TABLE
 from localrt.models.decoder import load_attention, load_mlp, load_norm
+from localrt.models.default_values import with_default_values
 from localrt.models.moe import ResidentExperts, load_expert
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.models.weights import Transform, WeightLoader
@@ -44,18 +45,6 @@ _ALIASES = {
     "hunyuanv1dense": "hunyuandensev1",
 }
 
-# What transformers adds to a config that leaves it out.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "qwen3": {"head_dim": 128},
-    "gpt_oss": {"head_dim": 64},
-    "smollm3": {"tie_word_embeddings": True},
-    "ernie4_5": {"tie_word_embeddings": True},
-    "ernie4_5_moe": {"tie_word_embeddings": True},
-    "granite_swa": {"tie_word_embeddings": True},
-    "olmo3": {"sliding_window": 4096},
-    "glm4_moe_lite": {"first_k_dense_replace": 1},
-    "seed_oss": {"attention_bias": True},
-}
 _QKV_BIAS, _OUT_BIAS = (f"model.layers.0.self_attn.{name}_proj.bias" for name in "qo")
 
 _MOST_EXPERTS = 1 << 17  # of all layers; each takes time
@@ -90,9 +79,9 @@ def shape_from_config(
     expert_format, rest = (format, format) if format else _published_formats(config, name, notes)
     if rest not in FORMATS:
         raise UnsupportedModelError(f"format {format!r} is not known: one of {', '.join(FORMATS)}")
-    usual = {"rms_norm_eps": 1e-6, **_DEFAULTS.get(kind, {})}
-    usual["max_position_embeddings"] = config.get("model_max_length") or 4096
-    model = _Described(architecture, {**usual, **config}, Path(name))
+    if config.get("model_max_length"):
+        config = {"max_position_embeddings": config["model_max_length"], **config}
+    model = _Described(architecture, with_default_values(config, architecture), Path(name))
     model.add(*_told_by_weights(kind, model.config))
     checkpoint = cast(Checkpoint, model)  # nothing is read of it
     model.tensors = _Asked(FORMATS[expert_format], FORMATS[rest]).tensors_of(checkpoint)

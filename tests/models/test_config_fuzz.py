@@ -121,7 +121,7 @@ def test_any_config(folder: Path, data: Any, name: str, context: int | None) -> 
         ("phi3-longrope", ("rope_parameters", "long_factor"), {}, "needs 6 numbers"),
         ("phi3-longrope", ("rope_parameters", "long_factor"), ["1"] * 6, "needs 6 numbers"),
         ("phi3-longrope", ("rope_parameters", "long_factor", 0), 0.0, "too large or too small"),
-        ("phi3-longrope", ("rope_parameters", "original_max_position_embeddings"), 1, "2 or more"),
+        ("phi3-longrope", ("original_max_position_embeddings",), 1, "2 or more"),
         ("llama-yarn", ("rope_parameters", "original_max_position_embeddings"), 1, "2 or more"),
         ("llama-yarn", ("rope_parameters", "rope_theta"), 1.0, "above 1"),
         ("llama-yarn", ("rope_parameters", "beta_fast"), 5e-324, "number above 0"),

@@ -157,8 +157,8 @@ def test_more_experts_for_a_token_than_there_are() -> None:
 def test_bad_configs_fail_in_one_line() -> None:
     with pytest.raises(UnsupportedModelError, match="model_type 'mamba'"):
         shape_from_config({"model_type": "mamba"}, name="m")
-    with pytest.raises(CheckpointError, match="num_attention_heads is missing"):
-        shape_from_config({"model_type": "llama"}, name="m")
+    with pytest.raises(CheckpointError, match="num_attention_heads must be"):
+        shape_from_config({"model_type": "llama", "num_attention_heads": 0}, name="m")
     with pytest.raises(CheckpointError, match="num_hidden_layers must be"):
         shape_from_config({**CONFIGS["phi-3-mini"], "num_hidden_layers": "many"}, name="m")
     with pytest.raises(UnsupportedModelError, match="int3"):
