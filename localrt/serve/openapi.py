@@ -159,6 +159,7 @@ def _ollama() -> dict[str, Any]:
 def _about() -> dict[str, Any]:
     return {
         "/health": {"get": _operation("Whether the server is up", _ANY_JSON, security=[])},
+        "/tokenizer_info": {"get": _operation("The tokenizer (vLLM)", _ANY_JSON)},
         "/props": {"get": _operation("The context and the template (llama.cpp)", _ANY_JSON)},
         "/api/v0/models": {"get": _operation("The models that there are (LM Studio)", _ANY_JSON)},
         "/metrics": {"get": _operation("Counts for Prometheus", {"text/plain": {}})},

@@ -203,6 +203,7 @@ TOKENIZE = object_of(
     tools=CHAT["properties"]["tools"],
     add_special=FLAG,
     add_special_tokens=FLAG,
+    parse_special=FLAG,
     with_pieces=FLAG,
     return_token_strs=FLAG,
 )

@@ -14,6 +14,7 @@ from localrt.api import Model
 from localrt.serve.calls import chat_call
 from localrt.serve.endpoints import fields_of, service_of
 from localrt.serve.errors import JsonResponse, invalid
+from localrt.serve.facts import known_facts
 from localrt.serve.generating import until_gone
 from localrt.serve.reranking import scores_of
 
@@ -46,12 +47,14 @@ async def tokenize(request: Request) -> Response:
     added = fields.get("add_special", fields.get("add_special_tokens"))
     special = fields.get("content") is None if added is None else added
 
+    parse = fields.get("parse_special") is not False
+
     def work(model: Model, _: threading.Event) -> dict[str, Any]:
         if fields.get("messages"):
             (given,) = chat_call(fields).prompts
             ids = model.tokenize(given["prompt"], tools=given["tools"])
         else:
-            ids = model.tokenize(text, add_special=special)
+            ids = model.tokenizer.encode(text, add_special=special, parse_special=parse)
         pieces = [model.tokenizer.token_bytes(one).decode("utf-8", "replace") for one in ids]
         shown: list[Any] = list(ids)
         if fields.get("with_pieces"):
@@ -60,6 +63,30 @@ async def tokenize(request: Request) -> Response:
         return {"tokens": shown, "count": len(ids), "max_model_len": model.info.ctx, **more}
 
     return JsonResponse(await _computed(request, fields, work))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """GET /tokenizer_info, vLLM's, by which lm-eval does without a tokenizer of its own"""
+
+    def work(model: Model, _: threading.Event) -> dict[str, Any]:
+        tokenizer = model.tokenizer
+        ends = {
+            "bos_token": tokenizer.bos_id,
+            "eos_token": min(tokenizer.eos_ids, default=None),
+        }
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": model.info.ctx,
+            **{
+                name: None if token is None else tokenizer.token_bytes(token).decode()
+                for name, token in ends.items()
+            },
+        }
+
+    name = request.query_params.get("model")
+    found = await _computed(request, {"model": name}, work)
+    facts = await asyncio.to_thread(known_facts, service_of(request).models.find(name))
+    return JsonResponse({**found, "chat_template": facts.template or None})
 
 
 async def detokenize(request: Request) -> Response:
@@ -112,6 +139,7 @@ async def rerank(request: Request) -> Response:
 ROUTES = (
     ("/tokenize", "POST", tokenize),
     ("/detokenize", "POST", detokenize),
+    ("/tokenizer_info", "GET", tokenizer_info),
     ("/v1/rerank", "POST", rerank),
     ("/v1/reranking", "POST", rerank),
 )

@@ -52,6 +52,19 @@ def test_tokens_of_a_conversation_are_those_that_it_is_answered_with(server: Run
     assert got["tokens"] == server.model.tokenize(HI)
 
 
+def test_control_tokens_are_read_as_other_servers_read_them(server: Running) -> None:
+    tokenizer = server.model.tokenizer
+    _, info, _ = server.request("GET", "/tokenizer_info")
+    assert info["model_max_length"] == server.model.info.ctx
+    assert "<|im_start|>" in info["chat_template"]
+    end = info["eos_token"]
+    body = {"prompt": end, "add_special_tokens": False}
+    _, got, _ = server.request("POST", "/tokenize", body)
+    assert got["tokens"] == [min(tokenizer.eos_ids)]
+    _, got, _ = server.request("POST", "/tokenize", {**body, "parse_special": False})
+    assert got["tokens"] == tokenizer.encode(end, add_special=False) != [min(tokenizer.eos_ids)]
+
+
 def test_text_of_tokens(server: Running) -> None:
     ids = server.model.tokenize("hi <there>")
     status, got, _ = server.request("POST", "/detokenize", {"tokens": ids})
