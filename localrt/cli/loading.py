@@ -189,9 +189,12 @@ def endpoint_models(args: argparse.Namespace) -> list[tuple[str, str]]:
 
     found = list_remote(read_address(args.endpoint, _key(args)))
     return [
-        (each.name, " · ".join(filter(None, (each.ctx and f"context {each.ctx:,}", each.state))))
-        for each in found
+        (each.name, " · ".join(filter(None, (_context(each.ctx), each.state)))) for each in found
     ]
+
+
+def _context(tokens: int) -> str:
+    return f"context {tokens:,}" if tokens else ""
 
 
 def model_title(args: argparse.Namespace) -> str:

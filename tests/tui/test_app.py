@@ -41,7 +41,7 @@ async def test_messages_written_while_loading_are_sent_in_order() -> None:
         assert screen.kinds(app)[:3] == ["Notice", "Notice", "UserTurn"]
         assert "llama 135M, Q4_1 on cpu" in screen.notices(app)[0]
         assert screen.notices(app)[1] == "no chat template: plain format"
-        assert "native q4_1" in screen.footer(app)
+        assert "native Q4_1" in screen.footer(app)
         # The command line's system prompt and options reach the chat.
         assert model.last_chat.system == "Be brief."
         assert model.last_chat.options == {"seed": 7}

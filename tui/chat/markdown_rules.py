@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from markdown_it import MarkdownIt
+from markdown_it.ruler import RuleOptionsType
 from markdown_it.rules_block import StateBlock
 from markdown_it.rules_core import StateCore
 from markdown_it.rules_inline import StateInline
@@ -30,7 +31,7 @@ _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 def markdown_parser() -> MarkdownIt:
     """The parser of answers; HTML is text, a single newline stays one."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
-    interrupts = {"alt": ["paragraph", "reference", "blockquote", "list"]}
+    interrupts: RuleOptionsType = {"alt": ["paragraph", "reference", "blockquote", "list"]}
     parser.block.ruler.before("fence", "formula", _formula_lines, interrupts)
     parser.inline.ruler.before("escape", "formula", _formula)
     parser.core.ruler.push("for_terminal", _for_terminal)
