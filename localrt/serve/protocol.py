@@ -186,7 +186,11 @@ class HttpProtocol(H11Protocol):
 
 
 class _HeadBound(h11.Connection):
-    """h11's, which also bounds a head that comes in one piece, and remembers what was wrong."""
+    """h11's, which also bounds a head that comes in one piece, and remembers what was wrong.
+
+    What proxies read differently is refused: lines that end without a carriage return, and bodies
+    with two lengths. A request could hide behind another (request smuggling).
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__(h11.SERVER, most)
@@ -196,8 +200,18 @@ class _HeadBound(h11.Connection):
     def next_event(self) -> Any:
         """See h11."""
         try:
+            before = self.trailing_data[0]
             event = super().next_event()
+            left = self.trailing_data[0]
+            if isinstance(event, h11.Request | h11.EndOfMessage):
+                _check_lines(before[: len(before) - len(left)])
+            elif event is h11.NEED_DATA:  # the rest of a head, or of a chunk's
+                _check_lines(left)
             if isinstance(event, h11.Request):
+                if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                    raise h11.RemoteProtocolError(
+                        "Content-Length and Transfer-Encoding cannot be combined"
+                    )
                 lines = sum(len(name) + len(value) + 4 for name, value in event.headers)
                 if len(event.method) + len(event.target) + lines > self._most:
                     raise h11.RemoteProtocolError("too large", error_status_hint=431)
@@ -205,6 +219,11 @@ class _HeadBound(h11.Connection):
             self.problem = error
             raise
         return event
+
+
+def _check_lines(data: bytes) -> None:
+    if data.count(b"\n") != data.count(b"\r\n"):
+        raise h11.RemoteProtocolError("a line must end with a carriage return and a line feed")
 
 
 class _Transport(asyncio.Transport):

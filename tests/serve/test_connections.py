@@ -210,6 +210,43 @@ def test_what_is_no_http_is_told_in_json(server: Running, sent: bytes, status: i
     assert server.request("GET", "/health")[0] == 200
 
 
+CHUNKED = UNFINISHED.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        UNFINISHED.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n") + b"0\r\n\r\n",
+        CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n") + b"0\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\n\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\rZ: z\r\n\r\n",
+        CHUNKED + b"2\n{}\r\n0\r\n\r\n",
+        CHUNKED + b"2;a\nb\r\n{}\r\n0\r\n\r\n",
+        CHUNKED + b"2\r\n{}\n0\r\n\r\n",
+        CHUNKED + b"2\r\n{}\r\n0\n\n",
+        CHUNKED + b"2\r\n{}\r\n0\r\n\n",
+        CHUNKED + b"2\r\n{}\r\n0\r\nX: y\n\r\n",
+    ],
+)
+def test_what_a_proxy_may_read_differently_is_refused_and_closed(
+    server: Running, sent: bytes
+) -> None:
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connected(server.port, sent + hidden) as sock, sock.makefile("rb") as reader:
+        received = reader.read()
+    status, body, _ = read_answer(received)
+    refused((status, body, {}), 400)
+    assert received.count(b"content-length:") == 1
+
+
+def test_chunks_with_extensions_and_trailers_are_read(server: Running) -> None:
+    sent = CHUNKED + b'2;a="b"\r\n{}\r\n0;c\r\nX: y\r\n\r\n'
+    status, body, _ = exchanged(server.port, sent.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+    refused((status, body, {}), 400, "must have")
+
+
 def test_heads_must_come_in_time(model: Any) -> None:
     # Long enough for a slow machine to send half a head; all three run out together.
     with serving(model, read_timeout_s=1.5) as running, ExitStack() as stack:
