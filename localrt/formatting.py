@@ -15,11 +15,13 @@ __all__ = [
     "one_line",
     "parse_duration",
     "parse_size",
+    "printable",
     "table",
 ]
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+_TERMINAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]I?)?B?", re.IGNORECASE)
 
 
@@ -109,6 +111,13 @@ def one_line(text: object, limit: int = 200) -> str:
     line = " ".join(str(text).split())
     line = "".join(each for each in line if each.isprintable())
     return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """``text`` for a terminal: what would move its cursor, change its colours or turn the direction
+    of writing is spelled out. Line ends and tabs stay.
+    """
+    return _TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: str = "") -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from localrt.cli.help import Examples, HelpfulParser
 from localrt.errors import LocalrtError, OptionError
+from localrt.formatting import printable
 from localrt.option_names import on_command_line
 from localrt.version import __version__
 
@@ -123,7 +124,7 @@ def _run(argv: Sequence[str] | None) -> int:
         status: int = _command(args.command).run(args)
         sys.stdout.flush()
     except LocalrtError as error:
-        print(f"localrt: {error.told(on_command_line)}", file=sys.stderr)
+        print(printable(f"localrt: {error.told(on_command_line)}"), file=sys.stderr)
         return _USAGE if isinstance(error, OptionError) else 1
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -133,7 +134,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _BROKEN_PIPE
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        print(f"localrt: {place}{error.strerror or error}", file=sys.stderr)
+        print(printable(f"localrt: {place}{error.strerror or error}"), file=sys.stderr)
         return 1
     return status
 

@@ -16,6 +16,7 @@ from localrt.chat import ChatModel
 from localrt.cli.options import load_options
 from localrt.cli.progress import ProgressLine
 from localrt.errors import LocalrtError, OptionError
+from localrt.formatting import printable
 from localrt.hub import DEMO_NAME, ResolvedModel, list_models, resolve
 from localrt.hub.client_names import client_names
 from localrt.option_names import on_command_line, spelled
@@ -72,7 +73,7 @@ def load_chat_model(args: argparse.Namespace) -> ChatModel:
 
 def _print_notes(model: ChatModel) -> None:
     for note in model.info.notes:
-        print(f"localrt: {spelled(note, on_command_line)}", file=sys.stderr)
+        print(printable(f"localrt: {spelled(note, on_command_line)}"), file=sys.stderr)
 
 
 def resolve_model(

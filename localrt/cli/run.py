@@ -31,7 +31,7 @@ from localrt.cli.run_batch import read_stdin, run_batch
 from localrt.engine.types import Chunk, Metrics
 from localrt.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.files import keep_private, private_folder, write_text
-from localrt.formatting import format_bytes, format_rate, format_seconds, one_line
+from localrt.formatting import format_bytes, format_rate, format_seconds, one_line, printable
 from localrt.hub import DEMO_NAME
 from localrt.hub.resolving import may_be_a_name
 from localrt.settings import Settings
@@ -163,7 +163,7 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
         for last in stream:
             parts.append(last.text)
             if not args.json:
-                out.write(last.text)
+                out.write(printable(last.text) if out.isatty() else last.text)
                 out.flush()
     finally:
         # Interrupted or not, what was said ends with a line end; closing records the turn.

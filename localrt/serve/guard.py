@@ -146,7 +146,7 @@ class Guard:
             metrics.observe("localrt_http_request_seconds", seconds)
         if self._log is not None:
             client = scope["client"][0] if scope.get("client") else "-"
-            shown = given.encode("ascii", "backslashreplace").decode()[:200]
+            shown = given.encode("unicode_escape").decode()[:200]
             with suppress(OSError):  # whoever read the log has gone
                 self._log(LogLine(client, scope["method"], shown, status, seconds, request_id))
 

@@ -226,3 +226,23 @@ def test_a_stream_that_is_left_is_cancelled(client: Any, server: Running) -> Non
             if event.type == "content_block_delta":
                 break
     wait_for(server.idle)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_header_that_changes_with_every_request_is_no_part_of_the_prompt(blocks: bool) -> None:
+    def prompts(build: str) -> Any:
+        first, rest = (
+            f"x-anthropic-billing-header: cc_version=2.1; cch={build};",
+            "You are an agent.",
+        )
+        texts = [{"type": "text", "text": text} for text in (first, rest)]
+        system: Any = texts if blocks else f"{first}\n{rest}"
+        hi = [{"role": "user", "content": "x-anthropic-billing-header: what is that?"}]
+        return messages_call({"model": "m", "system": system, "messages": hi}).prompts
+
+    (prompt,) = prompts("00001")
+    assert [prompt] == prompts("f00d2")
+    assert [message["content"] for message in prompt["prompt"]] == [
+        "You are an agent.",
+        "x-anthropic-billing-header: what is that?",
+    ]

@@ -234,6 +234,12 @@ def test_paths_and_methods(server: Running) -> None:
     refused(server.request("POST", "/v1/models", {}), 405)
 
 
+def test_paths_in_the_log_move_no_cursor(server: Running) -> None:
+    server.request("GET", "/v1/x%1b%5b2J%0a%c2%9b%e2%80%ae%7f%c3%a9")
+    wait_for(lambda: "x" in server.log[-1].path)
+    assert server.log[-1].path == r"/v1/x\x1b[2J\n\x9b\u202e\x7f\xe9"
+
+
 def test_large_requests_are_cut_off(model: Any) -> None:
     with serving(model, max_body=2000, max_header=2048) as running:
         long = {"messages": [{"role": "user", "content": "x" * 3000}]}
