@@ -178,6 +178,7 @@ BOMB = gzip.compress(b" " * (2 << 20))
         ("br", BODY, 415, "gzip, deflate"),
         ("gzip, br", BODY, 415, "or identity"),
     ],
+    ids=lambda value: f"{len(value)} bytes" if isinstance(value, bytes) else None,
 )
 def test_compressed_bodies(
     packing: Running, encoding: str, body: bytes, status: int, words: str
