@@ -43,9 +43,10 @@ from localrt.text.history_fit import RULES
 from localrt.text.history_rendering import HistoryRenderer
 from localrt.text.infill import Infill
 from localrt.text.known_syntaxes import TURN_ENDS
+from localrt.text.offered_tools import NO_TOOLS, Offer, Offers
 from localrt.text.structured import Grammars
 from localrt.text.template_syntax import TemplateSyntax
-from localrt.text.thinking import CLOSE, thoughts_apart
+from localrt.text.thinking import CLOSE
 from localrt.text.tools import functions_to_call
 
 __all__ = ["RequestBuilder", "whole_ids"]
@@ -161,6 +162,7 @@ class RequestBuilder:
         check_call(cancel=cancel, on_progress=on_progress)
         check_flag("raw", raw)
         tools = None if chosen.tool_choice == "none" else tools
+        offer = self._offered(tools)
         cancel = cancel or threading.Event()
         ends = self._parts.eos_ids
         if suffix is not None or files:
@@ -192,8 +194,8 @@ class RequestBuilder:
             logprobs=chosen.logprobs,
             exactness=self._engine.info.exactness,
             speculation=None if self._drafts is None else self._drafts.speculation(chosen),
-            constraint=self._constraint(chosen, tools if chat else None),
-            parser=self._thinking.parser(ids, tools or (), chosen) if chat else None,
+            constraint=self._constraint(chosen, offer if chat else NO_TOOLS),
+            parser=self._thinking.parser(ids, offer, chosen) if chat else None,
             thinking_limit=self._thinking.limit(chosen, tools=bool(tools)) if chat else None,
             mix=() if self._adapters is None else self._adapters.mix(chosen.adapter),
             cancel=cancel,
@@ -226,13 +228,12 @@ class RequestBuilder:
                 )
             options = replace(options, thinking=False)
         told = self._thinking.variables(options)
-        if tools is not None:
-            check_tools(tools)
-        given = messages if self._thinking.reads_thoughts else thoughts_apart(messages)
+        offer = self._offered(tools)
+        given = self._thinking.shaped(offer.shown(messages))
         check_text_only(given)
         tokenizer = self.tokenizer
         names = map(tokenizer.token_text, tokenizer.special_ids)
-        segments = self._histories.segments(given, control_tokens=names, tools=tools, **told)
+        segments = self._histories.segments(given, control_tokens=names, tools=offer.tools, **told)
         ids = encode_chat(tokenizer, segments, watch)
         ids += self._thinking.begun(ids, options, tools=bool(tools))
         return ids + self.tokenizer.encode(begun, add_special=False) if begun else ids
@@ -247,6 +248,15 @@ class RequestBuilder:
     @cached_property
     def _histories(self) -> HistoryRenderer:
         return HistoryRenderer(self._template, as_text=self._syntax.calls.as_text)
+
+    @cached_property
+    def _offers(self) -> Offers:
+        return Offers(self._template)
+
+    def _offered(self, tools: Sequence[Mapping[str, Any]] | None) -> Offer:
+        if tools is not None:
+            check_tools(tools)
+        return self._offers.of(tools)
 
     def _watch(self, cancel: threading.Event, *, bounded: bool = True) -> Watch:
         """What ends the reading of a prompt that is cancelled, or, if ``bounded``, too long."""
@@ -313,9 +323,7 @@ class RequestBuilder:
         self._check_length(sum(map(self.tokenizer.least_tokens, texts)), self._parts.ctx)
         return self._infill.prompt(before, behind, files, watch=self._watch(cancel))
 
-    def _constraint(
-        self, options: Options, tools: Sequence[Mapping[str, Any]] | None
-    ) -> MakeConstraint | None:
+    def _constraint(self, options: Options, offer: Offer) -> MakeConstraint | None:
         """What binds an answer: a schema, an expression, or a tool that must be called."""
         if not options.is_bound:
             return None
@@ -325,17 +333,17 @@ class RequestBuilder:
             self._grammars = Grammars(self.tokenizer, take_ram)
         grammars, syntax = self._grammars, self._syntax
         if options.forces_a_call:
-            functions = functions_to_call(options.tool_choice, tools or ())
-            several = options.tool_choice == "required"
+            choice = offer.named(options.tool_choice)
+            functions = functions_to_call(choice, offer.functions)
+            several = choice == "required"
             return grammars.call(syntax.forced, functions, several=several)
         if options.json_schema is None:
             return grammars.constraint(options)
         schema, _ = grammars.followed(options.json_schema)
-        if not tools:
+        if not offer.functions:
             return grammars.constraint(replace(options, json_schema=schema))
-        functions = functions_to_call("required", tools)
         answer = (syntax.answer, schema)
-        return grammars.call(syntax.forced, functions, several=True, answer=answer)
+        return grammars.call(syntax.forced, offer.functions, several=True, answer=answer)
 
     @cached_property
     def _thinking(self) -> ThinkingControl:

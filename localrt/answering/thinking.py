@@ -7,7 +7,7 @@ tokens. It knows no sessions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from localrt.engine.options import Options
@@ -15,9 +15,11 @@ from localrt.engine.request import MakeParser
 from localrt.engine.thinking import ThinkingLimit
 from localrt.models.templates.chat_template import MessageTemplate
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.text.harmony import HarmonyParser, is_harmony
+from localrt.text.harmony import HarmonyParser, is_harmony, with_thoughts_joined
+from localrt.text.offered_tools import Offer
 from localrt.text.parser import USUAL_FRAME, TextParser
 from localrt.text.template_syntax import TemplateSyntax
+from localrt.text.thinking import thoughts_apart
 from localrt.text.thinking_syntax import find_syntax
 
 __all__ = ["ThinkingControl"]
@@ -37,10 +39,11 @@ class ThinkingControl:
         self._syntax = find_syntax(template, answers.frame)
         self._frame = self._syntax.framed(answers.frame)
 
-    @property
-    def reads_thoughts(self) -> bool:
-        """Whether the template knows ``<think>`` in what an assistant has said."""
-        return self._syntax.reads_thoughts
+    def shaped(self, messages: Sequence[Any]) -> Sequence[Any]:
+        """``messages`` with thoughts where the template looks for them."""
+        if not self._syntax.reads_thoughts:
+            messages = thoughts_apart(messages)
+        return with_thoughts_joined(messages) if is_harmony(self._source) else messages
 
     def variables(self, options: Options) -> dict[str, Any]:
         """What the template is told.
@@ -85,19 +88,18 @@ class ThinkingControl:
         written = tuple(tuple(self._ids(text)) for text in closes)
         return ThinkingLimit(options.thinking_tokens, written, tuple(self._ids(then)))
 
-    def parser(
-        self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]], options: Options
-    ) -> MakeParser | None:
-        """What finds thinking and calls of ``tools`` in an answer to ``ids``."""
-        source, frame, opened = self._source, self._frame, self._opened(ids)
-        if is_harmony(source):
-            return lambda: HarmonyParser(thinking=bool(opened))
-        if not source or (self._syntax.tags is None and not tools and frame == USUAL_FRAME):
+    def parser(self, ids: Sequence[int], offer: Offer, options: Options) -> MakeParser | None:
+        """What finds thinking, and calls of what was offered, in an answer to ``ids``."""
+        frame, opened = self._frame, self._opened(ids)
+        tools, names = offer.functions, offer.own
+        if is_harmony(self._source):
+            return lambda: HarmonyParser(thinking=bool(opened), names=names)
+        if self._syntax.tags is None and not tools and frame == USUAL_FRAME:
             return None
         bound = options.is_bound and options.may_call
         known = self._answers.forced if bound else self._answers.calls
         calls = known if tools else None
-        return lambda: TextParser(calls, tools, thinking=opened, frame=frame)
+        return lambda: TextParser(calls, tools, names=names, thinking=opened, frame=frame)
 
     def _opened(self, ids: Sequence[int]) -> str:
         """The mark with which the prompt of these ``ids`` has opened the thinking, or nothing."""

@@ -65,7 +65,8 @@ class Accepted:
         except (ValueError, RecursionError):
             return text
         kind = kind_of(value)
-        if kind == "number" and value.is_integer() and kinds & {"integer", "number"} == {"integer"}:
+        only_whole = "integer" in kinds and "number" not in kinds
+        if only_whole and isinstance(value, float) and value.is_integer():
             value, kind = int(value), "integer"
         if not kinds or kind in kinds or (kind == "integer" and "number" in kinds):
             return value

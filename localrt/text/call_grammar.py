@@ -29,6 +29,8 @@ Terminal = Callable[[str], str]
 _ANY = {ID: "/[a-zA-Z0-9]{9}/", NUMBERED: "/[0-9]{1,2}/"}
 _MOST = 16  # calls in an answer
 _TEXT = "/(?s:.*)/"
+_NOTHING = {"type": "object", "additionalProperties": False}
+_WORDS = ("title", "description", "$schema")
 
 
 def call_grammar(
@@ -86,7 +88,7 @@ class _Rules:
 
     def _json_call(self, tool: Mapping[str, Any]) -> str:
         spelling = self._spelling
-        parameters = tool.get("parameters") or {"type": "object", "additionalProperties": False}
+        parameters = _closed(tool.get("parameters"))
         shape = json.loads(f"{spelling.before}n{spelling.middle}{{}}{spelling.after}")
         properties = {
             key: {"const": tool["name"]} if value == "n" else parameters
@@ -121,7 +123,7 @@ class _Rules:
         return " ".join(_ANY.get(part) or self._terminal(part) for part in parts if part)
 
     def _arguments(self, schema: Any) -> str:
-        schema = self._root = schema if isinstance(schema, Mapping) else {}
+        schema = self._root = _closed(schema)
         match self._spelling.arguments:
             case TaggedArguments() as tags:
                 return self._sequence(
@@ -131,7 +133,7 @@ class _Rules:
                 return self._sequence(schema, self._keyword, separator=", ")
             case QuotedArguments() as quoted:
                 return self._rule(self._object(schema, quoted))
-        return self._rule(self._json(schema or {"type": "object", "additionalProperties": False}))
+        return self._rule(self._json(schema))
 
     def _json(self, schema: Any) -> str:
         """Any value that ``schema`` allows, which may refer to definitions of the tool's."""
@@ -248,3 +250,10 @@ class _Rules:
             f'{text} | {plain} | "[" ({any_value} ("," {any_value})*)? "]"'
             f' | "{{" ({pair} ("," {pair})*)? "}}"'
         )
+
+
+def _closed(parameters: Any) -> Mapping[str, Any]:
+    """``parameters``, of which there are none where none is named."""
+    given = parameters if isinstance(parameters, Mapping) else {}
+    named = given.get("properties") or given.keys() - {"type", "properties", *_WORDS}
+    return given if named else {**_NOTHING, **given}

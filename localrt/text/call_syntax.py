@@ -129,7 +129,7 @@ def call_of(name: str, given: Any, call_id: str | None = None) -> Call | None:
     Nothing, an empty text and an empty list are no arguments.
     """
     if isinstance(given, str):
-        values = json_values(given) if given.strip() else [{}]
+        values = json_values(given)
         if values is None or len(values) > 1:
             return None
         given = values[0] if values else {}

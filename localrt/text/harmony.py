@@ -10,14 +10,16 @@ Thinking comes out as ``<think>...</think>``, calls are taken out. The format is
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from localrt.engine.types import ToolCall
 from localrt.text.call_notation import JsonArguments, Spelling
 from localrt.text.call_syntax import call_of
-from localrt.text.thinking import CLOSE, OPEN, overlap
+from localrt.text.thinking import CLOSE, OPEN, THOUGHT_FIELDS, overlap
 from localrt.text.tools import make_call
 
-__all__ = ["HARMONY_ANSWER", "HARMONY_CALL", "HarmonyParser", "is_harmony"]
+__all__ = ["HARMONY_ANSWER", "HARMONY_CALL", "HarmonyParser", "is_harmony", "with_thoughts_joined"]
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _TO = "to="  # a header may begin with the recipient: the prompt ends with the role
@@ -38,6 +40,26 @@ def is_harmony(template: str) -> bool:
     return _CHANNEL in template and _MESSAGE in template
 
 
+def with_thoughts_joined(messages: Sequence[Any]) -> list[Any]:
+    """``messages`` for such a template, which takes thoughts or words beside calls, not both: words
+    before calls are commentary, and become the end of the thoughts.
+    """
+    shaped: list[Any] = []
+    for message in messages:
+        if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content"):
+            thought = next(filter(None, map(message.get, THOUGHT_FIELDS)), "")
+            said = "\n\n".join(filter(None, (thought, _text(message["content"]))))
+            message = {**message, "content": "", **dict.fromkeys(THOUGHT_FIELDS, said)}
+        shaped.append(message)
+    return shaped
+
+
+def _text(content: Any) -> str:
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
 class HarmonyParser:
     """See ``localrt.text.parser.TextParser``. An answer begins with the header of a message, or
     within one of ``thinking`` that the prompt has opened.
@@ -45,13 +67,15 @@ class HarmonyParser:
 
     markers = _MARKERS
 
-    def __init__(self, *, thinking: bool = False) -> None:
+    def __init__(self, *, thinking: bool = False, names: Mapping[str, str] | None = None) -> None:
+        self._names = names or {}
         self._first = f"{OPEN}\n" if thinking else ""
         self._header: str | None = None if thinking else ""  # None while a message's text comes
         self._text = ""  # of a call, whose header is in _recipient
         self._recipient: str | None = None
         self.thinking = thinking
         self._held = ""
+        self._said = False  # anything but thoughts
         self._unmarked = True  # no mark has come yet
         self.calls: tuple[ToolCall, ...] = ()
 
@@ -91,6 +115,9 @@ class HarmonyParser:
         if self._recipient is not None:
             self._text += text
             return ""
+        if self.thinking:  # once something is said, thoughts have no place in a text
+            return "" if self._said else text
+        self._said = self._said or bool(text.strip())
         return text
 
     def _mark(self, mark: str) -> str:
@@ -111,13 +138,13 @@ class HarmonyParser:
             self._recipient, self._text = recipient[1], ""
             return ""
         self.thinking = "analysis" in header
-        return f"{OPEN}\n" if self.thinking else ""
+        return f"{OPEN}\n" if self.thinking and not self._said else ""
 
     def _end(self) -> str:
         """A message is whole."""
         if self.thinking:
             self.thinking = False
-            return f"\n{CLOSE}\n\n"
+            return "" if self._said else f"\n{CLOSE}\n\n"
         if self._recipient is None:
             return ""
         name, self._recipient = self._recipient, None
@@ -125,5 +152,5 @@ class HarmonyParser:
         call = call_of(name, text)
         if call is None:
             return text
-        self.calls += (make_call(call),)
+        self.calls += (make_call(call, self._names),)
         return ""

@@ -7,7 +7,7 @@ the table of known ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from localrt.engine.types import ToolCall
@@ -75,6 +75,7 @@ class AnswerFrame:
 
 
 USUAL_FRAME = AnswerFrame()
+_NO_NAMES: Mapping[str, str] = {}
 
 PLAIN_CALLS = CallSyntax(
     "",
@@ -94,7 +95,8 @@ PLAIN_CALLS = CallSyntax(
 
 
 class TextParser:
-    """Text as it comes to what may be shown; ``calls`` are those that were found.
+    """Text as it comes to what may be shown; ``calls`` are those that were found, with the caller's
+    ``names`` for those that the model knows.
 
     ``syntax`` is None where no tools were given. ``thinking`` says that the prompt itself has
     opened the model's thinking, and with which mark: the shown text then begins with ``<think>``.
@@ -107,10 +109,12 @@ class TextParser:
         syntax: CallSyntax | None,
         tools: Sequence[Mapping[str, Any]] = (),
         *,
+        names: Mapping[str, str] = _NO_NAMES,
         thinking: str = "",
         frame: AnswerFrame = USUAL_FRAME,
     ) -> None:
         self._syntax = syntax
+        self._names = names
         self._given = tools
         self._tools = signatures(tools)
         self._closings = dict(frame.thinking)
@@ -164,7 +168,7 @@ class TextParser:
         if self._bare and syntax is not None:
             calls = syntax.parse(_unfenced(held), self._tools) or []
             if calls and all(call.name in self._tools for call in calls):
-                self.calls += tuple(map(make_call, calls))
+                self.calls += tuple(make_call(call, self._names) for call in calls)
                 return shown
         if cut and syntax is not None:
             held = self._without_half_call(syntax, held)
@@ -262,11 +266,13 @@ class TextParser:
         """The text that a thought ends with which was never closed: calls of known tools, or its
         own.
         """
-        inner = TextParser(syntax, self._given)
+        inner = TextParser(syntax, self._given)  # with the names that the model knows
         rest = inner.push(held) + inner.flush()
         if rest.strip() or not all(call.name in self._tools for call in inner.calls):
             return held
-        self.calls += inner.calls
+        self.calls += tuple(
+            replace(call, name=self._names.get(call.name, call.name)) for call in inner.calls
+        )
         return ""
 
     def _without_half_call(self, syntax: CallSyntax, held: str) -> str:
@@ -303,7 +309,7 @@ class TextParser:
             self._begun = True
             opening = syntax.opening.removesuffix(syntax.kept) if syntax.kept else syntax.opening
             return space + opening.removeprefix(primed) + body + closing
-        self.calls += tuple(map(make_call, calls))
+        self.calls += tuple(make_call(call, self._names) for call in calls)
         return ""
 
 

@@ -15,9 +15,13 @@ from localrt.text.call_syntax import Call
 __all__ = ["arguments_of", "as_message_calls", "for_template", "functions_to_call", "make_call"]
 
 
-def make_call(call: Call) -> ToolCall:
-    """``call`` with an id: its own, or a new one of nine characters, as Mistral's models want."""
-    return ToolCall(call.id or uuid.uuid4().hex[:9], call.name, call.arguments)
+def make_call(call: Call, names: Mapping[str, str]) -> ToolCall:
+    """``call`` with an id: its own, or a new one of nine characters, as Mistral's models want.
+
+    ``names`` are the callers' for those that the model knows.
+    """
+    name = names.get(call.name, call.name)
+    return ToolCall(call.id or uuid.uuid4().hex[:9], name, call.arguments)
 
 
 def functions_to_call(choice: str, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
