@@ -285,3 +285,72 @@ def test_a_schema_binds_the_answer_behind_the_thoughts(
     assert bool(parts.thinking) == thinks
     assert (reason, calls) == ("stop", []) or (tools and reason == "tool_calls")
     assert calls or json.loads(parts.answer)["colour"] in ("red", "blue")
+
+
+# -- channels --------------------------------------------------------------------------------------
+
+_A, _C, _F = (f"<|channel|>{name}" for name in ("analysis", "commentary", "final"))
+_NEXT = "<|end|><|start|>assistant"
+_CALLED = f'{_C} to=functions.weather <|constrain|>json<|message|>{{"city": "Oslo"}}<|call|>'
+
+
+@pytest.mark.parametrize(
+    ("said", "shown", "calls"),
+    [
+        (f"{_A}<|message|>Hm.{_NEXT}{_CALLED}", ("Hm.", ""), [OSLO]),
+        (
+            f"{_A}<|message|>Hm.{_NEXT}{_C}<|message|>I look.{_NEXT}{_CALLED}",
+            ("Hm.", "I look."),
+            [OSLO],
+        ),
+        (f"{_C}<|message|>I look.{_NEXT}{_CALLED}", ("", "I look."), [OSLO]),
+        (
+            f"{_A}<|message|>Hm.{_NEXT}{_C}<|message|>I look.{_NEXT}"
+            f"{_A}<|message|>So.{_NEXT}{_CALLED}",
+            ("Hm.", "I look."),
+            [OSLO],
+        ),
+        (
+            f"{_A}<|message|>Hm.{_NEXT}{_A}<|message|>So.{_NEXT}{_F}<|message|>Yes.<|return|>",
+            ("Hm.\n\nSo.", "Yes."),
+            [],
+        ),
+    ],
+)
+def test_channels_of_one_answer(
+    builder: Any, said: str, shown: tuple[str, str], calls: list[Any]
+) -> None:
+    text, found, _ = answer_to(builder(TEMPLATES["gpt-oss"]), said, tools=[WEATHER])
+    parts = localrt.split_thinking(text)
+    assert (parts.thinking, parts.answer, found) == (*shown, calls)
+
+
+# As the published one: a message with calls has thoughts or words, and not both.
+EITHER = TEMPLATES["gpt-oss"].replace(
+    "{% if m.tool_calls %}",
+    "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "{% if m.tool_calls %}",
+    1,
+)
+
+
+@pytest.mark.parametrize("content", ["I look.", [{"type": "text", "text": "I look."}], "", None])
+@pytest.mark.parametrize("thought", ["Hm.", ""])
+def test_words_thoughts_and_calls_in_a_history_of_channels(
+    builder: Any, content: Any, thought: str
+) -> None:
+    requests: RequestBuilder = builder(EITHER)
+    function = {"name": "weather", "arguments": OSLO[1]}
+    calls = [{"id": "c1", "type": "function", "function": function}]
+    said = {"role": "assistant", "content": content, "tool_calls": calls}
+    messages: Any = [
+        {"role": "user", "content": "?"},
+        {**said, "reasoning_content": thought, "thinking": thought},
+        {"role": "tool", "tool_call_id": "c1", "content": "Dry."},
+    ]
+    ids = requests.render(messages, [WEATHER])
+    written = requests.tokenizer.decode(ids, skip_special=False)
+    assert ("Hm." in written) == bool(thought)
+    assert ("I look." in written) == bool(content)
+    assert "to=functions.weather" in written
+    assert "Dry." in written
