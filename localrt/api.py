@@ -59,6 +59,7 @@ def load(
     kv_format: str | None = None,
     activations: str | None = None,
     chat_template: str | Path | None = None,
+    pre_tokenizer: str | None = None,
     draft: str = "auto",
     threads: int | None = None,
     shrinkable: bool = False,
@@ -93,6 +94,8 @@ def load(
             which keeps what bf16 tells apart and takes more time in passes of many rows.
         chat_template: a file with the Jinja2 template to chat with, for a model that brings none
             or a wrong one. How tools are called and thinking is written follows from it.
+        pre_tokenizer: how a GGUF file's tokenizer cuts text into words, by llama.cpp's name
+            (``"qwen2"``), for a file that names none or a wrong one; loading says so in a note.
         draft: what guesses ahead: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself),
             ``"head"`` (the trained head that there is for the model, or a head's folder) or a
             smaller model, best of the same vocabulary, which is loaded first, within the same
@@ -126,6 +129,7 @@ def load(
         kv_format=kv_format,
         activations=activations,
         chat_template=None if chat_template is None else Path(chat_template),
+        pre_tokenizer=pre_tokenizer,
         threads=threads,
         shrinkable=shrinkable,
     )

@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
             return connect_endpoint(args, progress, name=name)
         # One that is here: choosing it is no wish to ask the network. Its revision and template are
         # not those of the model that the command names.
-        others = {**load_options(args), "revision": None, "chat_template": None, "offline": True}
+        own = dict.fromkeys(("revision", "chat_template", "pre_tokenizer"))
+        others = {**load_options(args), **own, "offline": True}
         return localrt.load(name, progress=progress, **others)
 
     is_remote = args.endpoint is not None and not args.note

@@ -83,6 +83,7 @@ _ACTIVATIONS_HELP = (
     "what the kernels of a GPU multiply with: int8 is faster, bf16 exacter (default: int8)"
 )
 _TEMPLATE_HELP = "file with a Jinja2 chat template (default: the model's own)"
+_PRE_HELP = "how a GGUF file's tokenizer cuts text into words (default: as the file says)"
 _LOADING: tuple[Flag, ...] = (
     ("--ram", str, "SIZE", RAM_HELP),
     ("--gpu-memory", str, "SIZE", GPU_MEMORY_HELP),
@@ -96,6 +97,7 @@ _LOADING_ADVANCED: tuple[Flag, ...] = (
     ("--kv-format", ("bf16", "int8", "int4"), None, KV_HELP),
     ("--activations", ("int8", "bf16"), None, _ACTIVATIONS_HELP),
     ("--chat-template", str, "FILE", _TEMPLATE_HELP),
+    ("--pre-tokenizer", str, "NAME", _PRE_HELP),
     ("--threads", int, "N", THREADS_HELP),
     *HUB_FLAGS,
 )

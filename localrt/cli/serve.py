@@ -75,7 +75,8 @@ _STRICT_HELP = (
     "refuse requests for models that are not here (default: one model answers to any name, of "
     "several the one of `localrt alias '*' MODEL`)"
 )
-_ALONE = ("name", "adapter", "chat_template", "revision")  # say something of one model
+# Say something of one model
+_ALONE = ("name", "adapter", "chat_template", "pre_tokenizer", "revision")
 _FLAGS: tuple[Flag, ...] = (
     ("--host", str, None, _HOST_HELP),
     ("--port", int, None, "port (default: 8080); 0 takes a free one"),

@@ -165,7 +165,8 @@ OPTION_NAMES = tuple(sorted(_SAMPLING_NAMES | _OTHER_NAMES))
 _OF_LOADING = frozenset(
     {
         *("activations", "adapters", "chat_template", "ctx", "device", "engine", "format"),
-        *("gpu_memory", "kv_format", "offline", "ram", "revision", "shrinkable", "threads"),
+        *("gpu_memory", "kv_format", "offline", "pre_tokenizer", "ram", "revision"),
+        *("shrinkable", "threads"),
     }
 )
 

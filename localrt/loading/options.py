@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localrt.errors import CancelledError, OptionError
+from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES
 from localrt.offload.account import longest_context
 from localrt.option_names import option
 from localrt.progress import Progress, ProgressCallback
@@ -38,6 +39,7 @@ class LoadOptions:
     kv_format: str | None = None
     activations: str | None = None
     chat_template: Path | None = None
+    pre_tokenizer: str | None = None
     threads: int | None = None
     pass_rows: int = 1
     shrinkable: bool = False
@@ -56,6 +58,11 @@ class LoadOptions:
             raise OptionError(
                 f"{option('kv_format')} must be bf16, int8 or int4 (or unset), "
                 f"is {self.kv_format!r}"
+            )
+        if self.pre_tokenizer not in (*KNOWN_PRE_TYPES, None):
+            raise OptionError(
+                f"{option('pre_tokenizer')} must be one of {', '.join(KNOWN_PRE_TYPES)}, is "
+                f"{self.pre_tokenizer!r:.60}"
             )
         if self.activations not in ("int8", "bf16", None):
             raise OptionError(

@@ -85,7 +85,7 @@ def load_parts(
         name = _choose_engine(checkpoint, options, notes)
         # Before the weights: what building a vocabulary leaves behind is used again for them, and
         # what the template's language takes is counted.
-        tokenizer, problem = _load_tokenizer(checkpoint)
+        tokenizer, problem = _load_tokenizer(checkpoint, options, notes)
         template: MessageTemplate | None = load_template(checkpoint, options.chat_template)
         if template is None and go_template is not None:
             template = _translated(go_template, notes)
@@ -207,10 +207,12 @@ def _load_llamacpp(
     return LlamaCppEngine(model), ctx
 
 
-def _load_tokenizer(checkpoint: Checkpoint) -> tuple[Tokenizer | None, str]:
+def _load_tokenizer(
+    checkpoint: Checkpoint, options: LoadOptions, notes: list[str]
+) -> tuple[Tokenizer | None, str]:
     """The model's tokenizer, or why there is none."""
     try:
-        return load_tokenizer(checkpoint), ""
+        return load_tokenizer(checkpoint, pre=options.pre_tokenizer, note=notes.append), ""
     except (TokenizerError, UnsupportedModelError) as error:
         return None, str(error)
 

@@ -74,7 +74,7 @@ _FOLDERS = re.compile(
 _OF_THE_SERVER = frozenset(
     {
         *("adapters", "chat_template", "ctx", "device", "draft", "engine", "format", "gpu_memory"),
-        *("kv_format", "overflow", "ram", "threads", "tree_budget"),
+        *("kv_format", "overflow", "pre_tokenizer", "ram", "threads", "tree_budget"),
     }
 )
 # Options that requests have under another name.

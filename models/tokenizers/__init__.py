@@ -6,6 +6,7 @@ is called.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from localrt.models.tokenizers.base import Detokenizer, Tokenizer
@@ -17,8 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["Detokenizer", "Tokenizer", "load_tokenizer"]
 
 
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def load_tokenizer(
+    checkpoint: Checkpoint,
+    *,
+    pre: str | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> Tokenizer:
     """The tokenizer of ``checkpoint``.
+
+    ``pre`` is the pre-tokenizer of a GGUF file that names a wrong one or none; ``note`` hears what
+    a user should know.
 
     Raises:
         TokenizerError: it has none (then only ``token_ids`` can be used), or a broken one.
@@ -29,7 +38,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
         if checkpoint.kind == "gguf":
             from localrt.models.tokenizers.gguf import gguf_tokenizer
 
-            return gguf_tokenizer(checkpoint.metadata)
+            return gguf_tokenizer(checkpoint.metadata, pre=pre, note=note)
         from localrt.models.tokenizers.hf import hf_tokenizer
 
         return hf_tokenizer(checkpoint.path, eos=checkpoint.generation_config.get("eos_token_id"))

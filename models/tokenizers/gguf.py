@@ -7,7 +7,7 @@ turn is partly known by name alone: files rarely say. Does not read files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -22,13 +22,19 @@ from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.bpe import ByteLevelTokenizer
 from localrt.models.tokenizers.merges import MergeTable
 from localrt.models.tokenizers.pieces import PieceTable
-from localrt.models.tokenizers.pretokenizers import pre_type
+from localrt.models.tokenizers.pretokenizers import (
+    KNOWN_PRE_TYPES,
+    PreType,
+    family_pre,
+    pre_type,
+)
 from localrt.models.tokenizers.spm import (
     SentencePieceTokenizer,
     join_by_merges,
     join_by_scores,
 )
 from localrt.models.tokenizers.vocabulary import Vocabulary
+from localrt.option_names import option
 
 __all__ = ["gguf_tokenizer"]
 
@@ -94,8 +100,15 @@ class _Tokens:
         return {self.table.text(token): token for token in ids}
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+def gguf_tokenizer(
+    metadata: Mapping[str, Any],
+    *,
+    pre: str | None = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> Tokenizer:
     """The tokenizer that a GGUF file's ``metadata`` describes.
+
+    ``pre`` names the pre-tokenizer in the file's place; ``note`` hears where neither does.
 
     Raises:
         TokenizerError: the file has none, or contradicts itself.
@@ -112,15 +125,32 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             f"{', '.join(_KNOWN_MODELS)}"
         )
     tokens = _read_tokens(metadata)
-    kinds = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}
-    return kinds[model](metadata, tokens)
+    if model == "gpt2":
+        return _byte_level(metadata, tokens, pre_type(pre or _pre_name(metadata, tokens, note)))
+    return (_sentencepiece if model == "llama" else _gemma4)(metadata, tokens)
 
 
-def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
+def _pre_name(metadata: Mapping[str, Any], tokens: _Tokens, note: Callable[[str], None]) -> str:
+    """The file's, or its family's where the file has none, or one that is not known."""
     named = metadata.get(f"{_PREFIX}pre") or "default"
     if not isinstance(named, str):
         raise _malformed("pre", "text", named)
-    pre = pre_type(named)
+    if named in KNOWN_PRE_TYPES and named != "default":
+        return named
+    architecture = str(metadata.get("general.architecture"))
+    found = family_pre(architecture, len(tokens.table), tokens.table.find)
+    said = "no pre-tokenizer" if named == "default" else f"the unknown pre-tokenizer {named!r:.60}"
+    if found is not None:
+        note(f"the GGUF file names {said}: it is read with {found}, its family's")
+    elif named == "default":
+        note(
+            f"the GGUF file names {said}: text may be read otherwise than the model was trained, "
+            f"and answers be worse; name the right one with {option('pre_tokenizer')}"
+        )
+    return found or named
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens, pre: PreType) -> Tokenizer:
     merges = MergeTable(tokens.table, _strings(metadata, "merges"))
     vocabulary = _vocabulary(metadata, tokens, add_bos=pre.add_bos)
     # Merges may build any piece: the tokenizer spells out control tokens that they lead to

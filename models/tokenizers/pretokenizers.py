@@ -9,16 +9,18 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from localrt.errors import UnsupportedModelError
+from localrt.option_names import option
 
 if TYPE_CHECKING:
     from tokenizers.normalizers import Normalizer
     from tokenizers.pre_tokenizers import PreTokenizer
 
-__all__ = ["KNOWN_PRE_TYPES", "PreType", "pre_type"]
+__all__ = ["KNOWN_PRE_TYPES", "PreType", "family_pre", "pre_type"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,47 @@ def pre_type(name: str) -> PreType:
     found = _TABLE.get(name)
     if found is None:
         raise UnsupportedModelError(
-            f"the GGUF tokenizer's pre-tokenizer {name!r:.60} is not known; known are "
-            f"{', '.join(KNOWN_PRE_TYPES)}"
+            f"the GGUF tokenizer's pre-tokenizer {name!r:.60} is not known: name the right one "
+            f"with {option('pre_tokenizer')}; known are {', '.join(KNOWN_PRE_TYPES)}"
         )
     return found
+
+
+# Of families: the name, architectures, a token that such vocabularies have, and their sizes
+_BEGIN, _DEEPSEEK_BEGIN = "<|begin_of_text|>", "<｜begin▁of▁sentence｜>"
+_TOLD: tuple[tuple[str, str, str, range], ...] = (
+    ("llama-bpe", "llama smollm3", _BEGIN, range(128_000, 129_000)),
+    ("llama-bpe", "llama", _DEEPSEEK_BEGIN, range(128_000, 129_000)),
+    ("deepseek-r1-qwen", "qwen2 qwen3", _DEEPSEEK_BEGIN, range(151_600, 152_100)),
+    ("qwen2", "qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe qwen3next",
+     "<|im_start|>", range(151_600, 152_100)),
+    ("qwen35", "qwen35 qwen35moe qwen4exp", "<|im_start|>", range(248_000, 249_000)),
+    ("smollm", "llama", "<|im_start|>", range(49_152, 49_160)),
+    ("tekken", "llama mistral3", "[INST]", range(131_072, 131_080)),
+    ("deepseek-v3", "deepseek2", _DEEPSEEK_BEGIN, range(128_800, 129_300)),
+    ("deepseek-llm", "llama deepseek deepseek2", _DEEPSEEK_BEGIN, range(102_000, 102_500)),
+    ("deepseek-coder", "llama", _DEEPSEEK_BEGIN, range(32_000, 32_300)),
+    ("gpt-4o", "gpt-oss", "<|return|>", range(200_000, 201_100)),
+    ("gpt-4o", "phi3", "<|assistant|>", range(200_000, 200_100)),
+    ("dbrx", "phi3", "<|im_sep|>", range(100_300, 100_400)),
+    ("dbrx", "olmo2", "<|endoftext|>", range(100_200, 100_400)),
+    ("dbrx", "granite granitemoe granitehybrid", "<|start_of_role|>", range(100_300, 100_400)),
+    ("refact", "granite granitemoe granitehybrid", "<|start_of_role|>", range(49_150, 49_170)),
+    ("glm4", "glm4moe deepseek2", "[gMASK]", range(151_000, 155_000)),
+    ("lfm2", "lfm2 lfm2moe", "<|startoftext|>", range(64_000, 66_000)),
+)  # fmt: skip
+
+
+def family_pre(architecture: str, size: int, find: Callable[[str], int | None]) -> str | None:
+    """The name for a vocabulary of ``size`` tokens, where it and the architecture say so.
+
+    ``find`` has a token's id.
+    """
+    return next(
+        (
+            name
+            for name, architectures, token, sizes in _TOLD
+            if size in sizes and architecture in architectures.split() and find(token) is not None
+        ),
+        None,
+    )

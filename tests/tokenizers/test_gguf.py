@@ -10,6 +10,7 @@ from localrt.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.bpe import BYTE_TO_CHAR
 from localrt.models.tokenizers.gguf import gguf_tokenizer
+from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES, family_pre
 
 NORMAL, UNKNOWN, CONTROL, USER, BYTE = 1, 2, 3, 4, 6
 
@@ -171,6 +172,73 @@ def test_control_tokens_are_left_out_of_text_by_default() -> None:
     ids = tokenizer.encode("<|im_start|>he", parse_special=True)
     assert tokenizer.decode(ids) == "he"
     assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>he"
+
+
+FAMILIES = [
+    # architecture, a token of the vocabulary, its size, the pre-tokenizer
+    ("llama", "<|begin_of_text|>", 128_256, "llama-bpe"),
+    ("llama", "<｜begin▁of▁sentence｜>", 128_256, "llama-bpe"),
+    ("llama", "<|im_start|>", 49_152, "smollm"),
+    ("llama", "[INST]", 131_072, "tekken"),
+    ("qwen2", "<|im_start|>", 151_936, "qwen2"),
+    ("qwen2", "<｜begin▁of▁sentence｜>", 151_936, "deepseek-r1-qwen"),
+    ("qwen3moe", "<|im_start|>", 151_936, "qwen2"),
+    ("qwen35", "<|im_start|>", 248_320, "qwen35"),
+    ("deepseek2", "<｜begin▁of▁sentence｜>", 129_280, "deepseek-v3"),
+    ("deepseek2", "<｜begin▁of▁sentence｜>", 102_400, "deepseek-llm"),
+    ("gpt-oss", "<|return|>", 201_088, "gpt-4o"),
+    ("phi3", "<|im_sep|>", 100_352, "dbrx"),
+    ("phi3", "<|assistant|>", 200_064, "gpt-4o"),
+    ("glm4moe", "[gMASK]", 151_552, "glm4"),
+    ("llama", "<|im_start|>", 32_000, None),  # anybody's
+    ("falcon", "<|im_start|>", 151_936, None),
+]
+
+
+@pytest.mark.parametrize(("architecture", "token", "size", "wanted"), FAMILIES)
+def test_a_familys_pre_tokenizer(
+    architecture: str, token: str, size: int, wanted: str | None
+) -> None:
+    ids = {token: 7}
+    assert family_pre(architecture, size, ids.get) == wanted
+    assert wanted is None or wanted in KNOWN_PRE_TYPES
+    assert family_pre(architecture, size, {}.get) is None
+
+
+SMOLLM = [(char, NORMAL) for char in BYTE_TO_CHAR] + [("<|im_start|>", CONTROL)]
+SMOLLM += [(f"unused-{number}", NORMAL) for number in range(49_152 - len(SMOLLM) - 1)]
+SMOLLM += [("12", NORMAL)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "architecture", "option", "wanted", "said"),
+    [
+        (None, "llama", None, ["1", "2"], "names no pre-tokenizer: it is read with smollm"),
+        ("default", "llama", None, ["1", "2"], "names no pre-tokenizer: it is read with smollm"),
+        ("new-one", "llama", None, ["1", "2"], "unknown pre-tokenizer 'new-one': it is read with"),
+        ("gpt-2", "llama", None, ["12"], ""),
+        (None, "other", None, ["12"], "name the right one with"),
+        ("new-one", "other", None, None, "name the right one with"),
+        (None, "other", "smollm", ["1", "2"], ""),
+        ("new-one", "other", "gpt-2", ["12"], ""),
+        ("gpt-2", "llama", "smollm", ["1", "2"], ""),
+    ],
+)
+def test_a_pre_tokenizer_that_is_missing_or_unknown(
+    pre: str | None, architecture: str, option: str | None, wanted: list[str] | None, said: str
+) -> None:
+    more = {} if pre is None else {"pre": pre}
+    given = metadata("gpt2", SMOLLM, merges=["1 2"], **more)
+    given["general.architecture"] = architecture
+    notes: list[str] = []
+    if wanted is None:
+        with pytest.raises(UnsupportedModelError, match=said):
+            gguf_tokenizer(given, pre=option, note=notes.append)
+        return
+    tokenizer = gguf_tokenizer(given, pre=option, note=notes.append)
+    assert spelled(tokenizer, "12") == wanted
+    assert len(notes) == bool(said)
+    assert said in "".join(notes)
 
 
 @pytest.mark.parametrize(
