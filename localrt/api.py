@@ -72,8 +72,8 @@ def load(
 
     Args:
         model: a hub id (``org/name``, ``org/name:Q4_K_M``), a folder or .gguf file, or ``smollm2``.
-        adapters: LoRA adapters by the names that ``adapter=`` of a request has for them: PEFT's
-            folders, ``.gguf`` files, or hub ids.
+        adapters: LoRA adapters by the names that ``adapter=`` of a request has for them:
+            folders of PEFT or mlx-lm, ``.gguf`` files, or hub ids.
         engine: ``"native"``, ``"llamacpp"``, or ``"auto"``: native where it knows the architecture,
             else llamacpp for a GGUF file.
         format: None keeps weights as they were published: quantized ones stay so. ``"bf16"`` or
@@ -457,8 +457,8 @@ class Model(Closing):
     def add_adapter(self, name: str, path: str | Path) -> None:
         """Have requests know the LoRA adapter at ``path`` by ``name``, from the next one on.
 
-        A PEFT folder (LoRA, rsLoRA, DoRA), a ``.gguf`` file, or a hub id. The weights of the model
-        are not read again; answers with different adapters share passes.
+        A folder of PEFT (LoRA, rsLoRA, DoRA) or mlx-lm, a ``.gguf`` file, or a hub id. The weights
+        of the model are not read again; answers with different adapters share passes.
 
         Raises:
             OptionError: the name is taken.

@@ -37,8 +37,11 @@ _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})$")
 _NOT_A_MODEL = re.compile(r"^(mmproj|imatrix|clip|vae)|[-._](mmproj|imatrix)\b", re.IGNORECASE)
 _TOKENIZER_FILES = re.compile(r"tokenizer.*\.model|.*\.jinja|merges\.txt|vocab\.txt|spiece\.model")
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""What an adapter's repository has to hold."""
+ADAPTER_FILES = (
+    ("adapter_config.json", "adapter_model.safetensors"),
+    ("adapter_config.json", "adapters.safetensors"),  # of mlx-lm
+)
+"""What an adapter's repository has to hold: one of these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,12 +229,13 @@ def resolve_adapter(
         raise ModelNotFoundError(f"no such adapter, folder or file: {one_line(adapter)}")
     repo = CachedRepo(settings.hub_cache, ref.repo)
     commit = repo.commit_of(ref.revision)
-    if commit is None or not set(ADAPTER_FILES) <= set(repo.files(commit)):
+    here = set() if commit is None else set(repo.files(commit))
+    if commit is None or not any(set(names) <= here for names in ADAPTER_FILES):
         online = not (settings.offline if offline is None else offline)
         fetch = _Fetch(
             settings, download=True, online=online, choose=None, progress=progress, cancel=cancel
         )
-        commit = fetch.files(ref, ADAPTER_FILES)
+        commit = fetch.files(ref, *ADAPTER_FILES)
     return repo.snapshot(commit)
 
 
@@ -348,15 +349,19 @@ class _Fetch:
             return None
         return values if isinstance(values, dict) else None
 
-    def files(self, ref: HubRef, names: Sequence[str]) -> str:
-        """Have these files of a repository in the cache; the commit that they are of."""
+    def files(self, ref: HubRef, *choices: Sequence[str]) -> str:
+        """Have the first of these choices of files that a repository has in the cache; the commit
+        that they are of.
+        """
         self._check_allowed(str(ref))
         from localrt.hub.repository import list_repo  # as above
         from localrt.hub.transfer import download
 
         remote = list_repo(ref.repo, ref.revision, self.settings)
-        if missing := [name for name in names if name not in remote.files]:
-            raise ModelNotFoundError(f"{ref.repo} is no adapter: it has no {missing[0]}")
+        names = next((names for names in choices if set(names) <= remote.files.keys()), None)
+        if names is None:
+            missing = next(name for name in choices[0] if name not in remote.files)
+            raise ModelNotFoundError(f"{ref.repo} is no adapter: it has no {missing}")
         download(
             remote,
             list(names),

@@ -1,9 +1,9 @@
-"""Low-rank adapters as they are published: PEFT's folders, llama.cpp's GGUF files.
+"""Low-rank adapters as they are published: folders of PEFT and mlx-lm, llama.cpp's GGUF files.
 
-A folder has ``adapter_config.json`` and ``adapter_model.safetensors``: LoRA, rsLoRA
-(arXiv:2312.03732) and DoRA. Every matrix is checked against the base model's before any is read,
-and comes out under the name of the tensor that it changes, in the row order that the checkpoint of
-the base shows (``adapter_places.py``). Nothing is unpickled.
+A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, or ``adapters.safetensors``
+of mlx-lm: LoRA, rsLoRA (arXiv:2312.03732) and DoRA. Every matrix is checked against the base
+model's before any is read, and comes out under the name of the tensor that it changes, in the row
+order that the checkpoint of the base shows (``adapter_places.py``). Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ from localrt.models.checkpoints.gguf_names import (
     hf_tensor_name,
 )
 from localrt.models.checkpoints.hf_names import INTERLEAVED_ROTARY as PUBLISHED_IN_PAIRS
-from localrt.models.checkpoints.peft_config import check_peft_config, peft_scale
+from localrt.models.checkpoints.peft_config import (
+    check_mlx_config,
+    check_peft_config,
+    mlx_scale,
+    peft_scale,
+)
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.safetensors_header import (
     is_raw,
@@ -51,6 +56,7 @@ __all__ = ["CONFIG_NAME", "WEIGHTS_NAME", "read_adapter"]
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+_MLX_NAME = "adapters.safetensors"
 
 Floats = npt.NDArray[np.float32]
 
@@ -61,6 +67,8 @@ _WRAPPER = "base_model.model."
 _PEFT = re.compile(
     r"(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?"
 )
+# mlx-lm's: A and B are transposed, m is DoRA's.
+_MLX = re.compile(r"(?P<module>.+)\.(lora_(?P<part>a|b)|(?P<m>m))")
 _MERGE = "merge it with 'localrt quantize MODEL --adapter PATH'"
 # What folders of these models keep in pairs, GGUF's converter leaves so.
 _IN_PAIRS = PUBLISHED_IN_PAIRS | {"ernie4_5", "ernie4_5-moe"}
@@ -79,6 +87,7 @@ class _Source:
     scale: Callable[[str, int], float]  # of a module's product, from its name and rank
     pairs: bool  # rotary rows of queries and keys lie in pairs
     converted: bool = False  # rows lie as in GGUF files
+    transposed: bool = False  # A is (columns, rank), B (rank, rows)
 
 
 @dataclass(slots=True)
@@ -106,7 +115,8 @@ def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adap
     if path.suffix == ".gguf" or is_gguf(path):  # other programs' files have no suffix
         return _read_gguf(path, base, merging=merging)
     raise CheckpointError(
-        f"{path} is no adapter: give PEFT's folder ({CONFIG_NAME}, {WEIGHTS_NAME}) or a .gguf file"
+        f"{path} is no adapter: give a folder of PEFT or mlx-lm ({CONFIG_NAME}, {WEIGHTS_NAME} or "
+        f"{_MLX_NAME}), or a .gguf file"
     )
 
 
@@ -115,13 +125,14 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
     if not config_path.exists():
         raise CheckpointError(f"{path} is no adapter: it has no {CONFIG_NAME}")
     config = read_json(config_path)
-    check_peft_config(config, config_path)
+    mlx = "peft_type" not in config and (path / _MLX_NAME).exists()
+    (check_mlx_config if mlx else check_peft_config)(config, config_path)
     if base.kind == "gguf" and base.architecture in _SCALED:
         raise UnsupportedModelError(
             f"{path}: {base.path.name} has the model's factors in its matrices, which an adapter "
             "does not: use the model's folder with it"
         )
-    weights = path / WEIGHTS_NAME
+    weights = path / (_MLX_NAME if mlx else WEIGHTS_NAME)
     if not weights.exists():
         pickled = " (only pickled weights, which could run code)" * (
             (path / "adapter_model.bin").exists()
@@ -134,7 +145,7 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
             if isinstance(tensor, str) or is_raw(tensor.info.format):
                 kind = tensor if isinstance(tensor, str) else tensor.info.format.name.upper()
                 raise unread_type_error(weights, name, kind)
-            found = _PEFT.fullmatch(name.removeprefix(_WRAPPER))
+            found = (_MLX if mlx else _PEFT).fullmatch(name.removeprefix(_WRAPPER))
             if found is None and name.endswith(_COPIES):
                 continue  # of the base's, which PEFT saves beside what it has for tokens
             if found is None:
@@ -145,21 +156,23 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
             if is_beside_text(found["module"]):
                 continue  # the text part alone runs
             parts = modules.setdefault(found["module"], _Parts())
-            kind = found["part"].removeprefix("embedding_")
-            parts.of_tokens |= kind != found["part"]
-            setattr(parts, {"A": "a", "B": "b"}.get(kind, "magnitude"), tensor)
-        if config.get("use_dora") and (
+            part = found["part"] or "magnitude"
+            kind = part.removeprefix("embedding_").removesuffix("_vector").lower()
+            parts.of_tokens |= part.startswith("embedding_")
+            setattr(parts, kind, tensor)
+        if (config.get("use_dora") or config.get("fine_tune_type") == "dora") and (
             plain := next((name for name, parts in modules.items() if not parts.magnitude), None)
         ):
             raise CheckpointError(
-                f"{weights}: module {plain!r:.100} has no lora_magnitude_vector, though use_dora "
-                f"is set in {CONFIG_NAME}"
+                f"{weights}: module {plain!r:.100} has no magnitudes, though {CONFIG_NAME} says "
+                "that it is a DoRA"
             )
         source = _Source(
             weights,
             lambda module: text_module(module, base),
-            peft_scale(config, config_path),
+            (mlx_scale if mlx else peft_scale)(config, config_path),
             pairs=base.architecture in _IN_PAIRS,
+            transposed=mlx,
         )
         with ThreadPoolExecutor(1) as pool:
             key = pool.submit(_digest, file, config_path.read_bytes())
@@ -225,8 +238,10 @@ def _assembled(
     embedding = head = None
     for module, found, a, b in checked:
         parts = modules[module]
-        rank = b.info.shape[1]
         low, high = _values(a), _values(b)
+        if source.transposed:
+            low, high = np.ascontiguousarray(low.T), np.ascontiguousarray(high.T)
+        rank = high.shape[1]
         if parts.of_tokens and a.info.shape[0] != rank:
             low = np.ascontiguousarray(low.T)  # llama.cpp keeps a row for each token
         factor = source.scale(module, rank)
@@ -259,14 +274,17 @@ def _checked(
         raise CheckpointError(f"{path}: module {module!r:.100} has no lora_{'B' if a else 'A'}")
     if len(a.info.shape) != 2 or len(b.info.shape) != 2:
         raise CheckpointError(f"{path}: module {module!r:.100} is not two matrices")
-    rank = b.info.shape[1]
-    of_rank = a.info.shape if a.info.shape[0] == rank else a.info.shape[::-1]
-    if of_rank[0] != rank or (of_rank != a.info.shape and not parts.of_tokens):
+    low, high = a.info.shape, b.info.shape
+    if source.transposed:
+        low, high = low[::-1], high[::-1]
+    rank = high[1]
+    of_rank = low if low[0] == rank else low[::-1]
+    if of_rank[0] != rank or (of_rank != low and not parts.of_tokens):
         raise CheckpointError(
             f"{path}: module {module!r:.100}: the ranks of A {a.info.shape} and B {b.info.shape} "
             "disagree"
         )
-    shape = (b.info.shape[0], of_rank[1])
+    shape = (high[0], of_rank[1])
     found = _places(source, module, shape, base)
     for place in found:
         what = None if merging else why_only_merged(place.name)

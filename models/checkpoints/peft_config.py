@@ -1,4 +1,4 @@
-"""PEFT's ``adapter_config.json``: which adapters are read, and what their products are times."""
+"""``adapter_config.json`` of PEFT and mlx-lm: what is read, and what products are times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["check_peft_config", "peft_scale"]
+__all__ = ["check_mlx_config", "check_peft_config", "mlx_scale", "peft_scale"]
 
 # What changes more than a matrix by a low rank.
 _REFUSED = {
@@ -94,3 +94,26 @@ def peft_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], fl
         return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)
 
     return scale
+
+
+def check_mlx_config(config: Mapping[str, Any], path: Path) -> None:
+    """Whether this is the ``adapter_config.json`` at ``path`` of an adapter of mlx-lm's.
+
+    Raises:
+        CheckpointError: a key is malformed.
+        UnsupportedModelError: it is of another kind than LoRA and DoRA.
+    """
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "dora"):
+        raise UnsupportedModelError(
+            f"{path}: fine_tune_type is {kind!r:.40}, of which localrt reads lora and dora: fuse "
+            "it with its model (mlx_lm.fuse)"
+        )
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict) or not _is_size(parameters.get("scale")):
+        raise CheckpointError(f"{path}: lora_parameters must have a scale above 0")
+
+
+def mlx_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
+    """What every product is times, whatever the rank."""
+    return lambda module, rank: float(config["lora_parameters"]["scale"])

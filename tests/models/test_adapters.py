@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,48 @@ def test_logits_are_those_of_peft(tiny: Tiny, kind: str) -> None:
     assert (
         relative_error(run(decoder, cache(decoder, adapter), ids), peft_logits(theirs, ids)) < 1e-4
     )
+
+
+def as_mlx(folder: Path, out: Path, **config: Any) -> Path:
+    """PEFT's adapter as mlx-lm writes one."""
+    out.mkdir()
+    tensors = {}
+    for name, values in load_file(folder / "adapter_model.safetensors").items():
+        module, _, part = name.removeprefix("base_model.model.").partition(".lora_")
+        own = {"A.weight": "lora_a", "B.weight": "lora_b"}.get(part, "m")
+        tensors[f"{module}.{own}"] = np.ascontiguousarray(values.T)
+    save_file(tensors, out / "adapters.safetensors")
+    given = {"fine_tune_type": "lora", "lora_parameters": {"rank": 8, "scale": 2.0}, **config}
+    (out / "adapter_config.json").write_text(json.dumps({"num_layers": 3, **given}))
+    return out
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("tiny", ["qwen2", "llama-tied-bias"], indirect=True)
+def test_adapters_of_mlx(tiny: Tiny, kind: str) -> None:
+    _, theirs = tiny.adapter("a", **KINDS[kind])
+    folder = as_mlx(tiny.folder / "a", tiny.folder / "mlx", fine_tune_type=kind)
+    adapter, ids = read_adapter(folder, tiny.checkpoint), tokens(11)
+    decoder = tiny.decoder(TorchOps(compute_format="f32"), adapter)
+    logits = run(decoder, cache(decoder, adapter), ids)
+    assert relative_error(logits, peft_logits(theirs, ids)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        ({"fine_tune_type": "full"}, UnsupportedModelError, "reads lora and dora: fuse it with"),
+        ({"fine_tune_type": "dora"}, CheckpointError, "has no magnitudes"),
+        ({"lora_parameters": {"rank": 8}}, CheckpointError, "must have a scale above 0"),
+        ({"lora_parameters": None}, CheckpointError, "must have a scale above 0"),
+    ],
+)
+def test_adapters_of_mlx_that_are_refused(
+    tiny: Tiny, config: dict[str, Any], error: type[LocalrtError], words: str
+) -> None:
+    tiny.adapter("a")
+    with pytest.raises(error, match=words):
+        read_adapter(as_mlx(tiny.folder / "a", tiny.folder / "mlx", **config), tiny.checkpoint)
 
 
 @needs_kernels
@@ -234,7 +277,7 @@ def edited(folder: Path, old: str, new: str) -> None:
         ('"bias": "none"', '"bias": "all"', "bias"),
         ('"r": 8', '"r": 4', "rank 8, the config.s r .* says 4"),
         ('"r": 8', '"r": null', "r must be a number"),
-        ('"use_dora": false', '"use_dora": true', "no lora_magnitude_vector, though use_dora"),
+        ('"use_dora": false', '"use_dora": true', "has no magnitudes, though adapter_config"),
         ('"rank_pattern": {}', '"rank_pattern": {"(": 4}', "rank_pattern"),
         ('"rank_pattern": {}', '"rank_pattern": {"([a-z.]+)+!": 4}', "too long to match"),
         ('"alpha_pattern": {}', '"alpha_pattern": {"a?a?a?a?_": 4}', "too long to match"),
