@@ -96,9 +96,8 @@ def load(
             or a wrong one. How tools are called and thinking is written follows from it.
         pre_tokenizer: how a GGUF file's tokenizer cuts text into words, by llama.cpp's name
             (``"qwen2"``), for a file that names none or a wrong one; loading says so in a note.
-        draft: what guesses ahead: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself),
-            ``"head"`` (the trained head that there is for the model, or a head's folder) or a
-            smaller model, best of the same vocabulary, which is loaded first, within the same
+        draft: what guesses ahead: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself)
+            or a smaller model, best of the same vocabulary, which is loaded first, within the same
             budgets, and left out where it does not fit. ``"MODEL+ngram"`` is both. Every request
             may choose again.
         threads: CPU threads of the engine; None takes the machine's physical cores.

@@ -48,7 +48,6 @@ __all__ = [
     "check_fits",
     "constraint_nbytes",
     "draft_growth_nbytes",
-    "draft_head_nbytes",
     "draft_nbytes",
     "fitting_rows",
     "growing_ring_nbytes",
@@ -462,11 +461,3 @@ def draft_nbytes(shape: ModelShape, ctx: int, kv_format: KvFormat = "bf16") -> i
 def draft_growth_nbytes(kv: int) -> int:
     """What a loaded draft still grows by: its cache of ``kv`` bytes, and its passes."""
     return kv + _DRAFT_PASS_NBYTES
-
-
-def draft_head_nbytes(weights: int, *, hidden: int, vocab: int, held: int) -> int:
-    """A draft head of ``weights`` bytes with its rows of the target's head as int8.
-
-    ``held`` are the float32 rows that it keeps: embeddings of tokens, and hidden states.
-    """
-    return weights + 2 * vocab * hidden + held * 4 * hidden

@@ -1,4 +1,4 @@
-"""The hidden states of a session's tokens, for a draft head that goes on from them.
+"""The hidden states of a session's tokens, for drafters that go on from them.
 
 A row is the residual stream after the last block, before the final norm. Rows follow the session's
 tokens: appended with them, trimmed with them, and of a tree's rows those are kept that were

@@ -34,7 +34,6 @@ COMMANDS = {
     "alias": "give models names of your own",
     "rm": "delete downloaded models",
     "quantize": "write a smaller copy of a model, with fewer bits per weight",
-    "draft": "train a draft head: a small model that guesses a model's next tokens",
     "plan": "say how fast a model would be here and what would help, or what this PC runs well",
     "bench": "measure engines side by side on one model",
     "eval": "measure how well a model predicts a text",

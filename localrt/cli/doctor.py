@@ -41,7 +41,7 @@ _PACKAGES = (
     ("cuda-bindings", "gpu", "compiles kernels for NVIDIA cards"),
     ("bitsandbytes", "gpu", "kernels on NVIDIA cards without CUDA's compiler"),
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
-    ("torch", "quantize", "quantizing with calibration, and training heads"),
+    ("torch", "quantize", "quantizing with calibration"),
     ("transformers", "bench", "an engine to compare with in bench"),
 )
 

@@ -25,7 +25,6 @@ __all__ = [
     "HUB_FLAGS",
     "KV_HELP",
     "RAM_HELP",
-    "THREADS_HELP",
     "Flag",
     "adapters_by_name",
     "add_constraint_arguments",
@@ -73,7 +72,7 @@ KV_HELP = (
     "(default: bf16)"
 )
 FORMAT_HELP = "unpack weights to this format (default: as they are in the file)"
-THREADS_HELP = "CPU threads (default: one for each core)"
+_THREADS_HELP = "CPU threads (default: one for each core)"
 _ENGINE_HELP = "what runs the model; auto takes llamacpp where native cannot (default: auto)"
 _ADAPTER_HELP = (
     "LoRA adapter, a folder, .gguf file or hub id; may be repeated, the first is used "
@@ -98,11 +97,11 @@ _LOADING_ADVANCED: tuple[Flag, ...] = (
     ("--activations", ("int8", "bf16"), None, _ACTIVATIONS_HELP),
     ("--chat-template", str, "FILE", _TEMPLATE_HELP),
     ("--pre-tokenizer", str, "NAME", _PRE_HELP),
-    ("--threads", int, "N", THREADS_HELP),
+    ("--threads", int, "N", _THREADS_HELP),
     *HUB_FLAGS,
 )
 _DRAFT_HELP = (
-    "what guesses the next tokens: a smaller model (best of the same vocabulary), a trained head, "
+    "what guesses the next tokens: a smaller model (best of the same vocabulary) "
     "or repeated text (ngram) (default: auto)"
 )
 _THINKING_HELP = "whether the model thinks before it answers, or how much (default: as it does)"
@@ -130,7 +129,7 @@ _SAMPLING: tuple[Flag, ...] = (
     ("--seed", int, "N", "the same seed gives the same text (default: another every time)"),
     ("--stop", list, "TEXT", "end the answer at this text; may be repeated (default: none)"),
     ("--thinking", ("on", "off", "low", "medium", "high"), None, _THINKING_HELP),
-    ("--draft", str, "MODEL|DIR|head|ngram|auto|off", _DRAFT_HELP),
+    ("--draft", str, "MODEL|ngram|auto|off", _DRAFT_HELP),
 )
 _DRY_BASE_HELP = "DRY: how much more each further repeated token counts (default: 1.75)"
 _DRY_LAST_HELP = "DRY: look at the last N tokens only; -1: at all (default: -1)"

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import cached_property
 
 from localrt.drafts.family import find_family_draft
-from localrt.drafts.head import HeadDraft, is_draft_head
 from localrt.drafts.model import ModelDraft
 from localrt.drafts.placement import DraftPlace
 from localrt.engine.native.engine import NativeEngine
@@ -25,19 +24,16 @@ from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.plan import DEPTH, TreeSize
 from localrt.speculative.tuner import Tuner
 
-__all__ = ["PLUS_NGRAM", "Draft", "Drafts", "LoadDraft", "family_draft"]
+__all__ = ["PLUS_NGRAM", "Drafts", "LoadDraft", "family_draft"]
 
 # Loads the model of that name; its notes are for the user.
 LoadDraft = Callable[[str], LoadedModel]
-
-# What guesses for the sequences of one target: a model, or a head on its features.
-Draft = HeadDraft | ModelDraft
 
 PLUS_NGRAM = "+ngram"
 _LOOKUP = "ngram"
 
 
-_Loaded = tuple[Draft | None, str]  # a draft, or why it is not used
+_Loaded = tuple[ModelDraft | None, str]  # a draft, or why it is not used
 
 
 class Drafts:
@@ -119,7 +115,7 @@ class Drafts:
     def _make(self, name: str, engine: NativeEngine, options: Options) -> Speculation:
         guesser = name.removesuffix(PLUS_NGRAM)
         lookups = guesser == _LOOKUP
-        draft, note = (None, "") if lookups else self._draft(guesser, engine, options)
+        draft, note = (None, "") if lookups else self._draft(guesser, options)
         explicit = options.draft != "auto" and options.tree_budget is not None
         makers: dict[str, MakeSource] = {}
         levels = {_LOOKUP: 0.0}
@@ -140,14 +136,10 @@ class Drafts:
         archive = self.archive if lookup else None
         return Speculation(makers, tuner, fixed=size, archive=archive, note=note)
 
-    def _draft(self, name: str, engine: NativeEngine, options: Options) -> _Loaded:
+    def _draft(self, name: str, options: Options) -> _Loaded:
         known = self._drafts.get(name)
         if known is None:
-            if is_draft_head(name):
-                known = HeadDraft(name, self._target, engine), ""
-            else:
-                known = self._load_model(name, asked=options.draft != "auto")
-            self._drafts[name] = known
+            known = self._drafts[name] = self._load_model(name, asked=options.draft != "auto")
         return known
 
     def _load_model(self, name: str, *, asked: bool) -> _Loaded:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.drafts.choice import PLUS_NGRAM, Drafts
-from localrt.drafts.head import is_draft_head, with_room_for_head
 from localrt.drafts.placement import DraftPlace, place_draft
 from localrt.errors import MemoryBudgetError
 from localrt.loading.options import LoadOptions
@@ -30,10 +29,8 @@ __all__ = ["is_draft_model", "load_draft", "load_with_draft"]
 
 
 def is_draft_model(draft: str) -> bool:
-    """Whether a ``draft`` option names a model: neither a way of guessing nor a draft head."""
-    if draft in ("auto", "off", "ngram"):  # checked to be a string that is not empty
-        return False
-    return not is_draft_head(draft.removesuffix(PLUS_NGRAM))
+    """Whether a ``draft`` option, a string that is not empty, names a model."""
+    return draft not in ("auto", "off", "ngram")
 
 
 def load_draft(
@@ -114,11 +111,9 @@ def load_with_draft(
     def later(name: str) -> LoadedModel:
         return load_draft(name, options, settings, offline=offline)
 
-    name, alone = draft.removesuffix(PLUS_NGRAM), options
-    if is_draft_head(name):
-        alone = with_room_for_head(name, options, settings)
+    name = draft.removesuffix(PLUS_NGRAM)
     if not is_draft_model(draft):
-        model = load(alone)
+        model = load(options)
         return model, Drafts(model, later)
     path = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel).path
     place = place_draft(target, path, name, options, settings)
@@ -142,7 +137,7 @@ def load_with_draft(
         parts: LoadedModel | None = None
         if own is not None or place.after:
             try:
-                parts = load(place.target or _beside_draft(own, alone))
+                parts = load(place.target or _beside_draft(own, options))
             except MemoryBudgetError as error:
                 note = f"draft {name} is not used: beside it, {error.marked}"
                 if own is not None:

@@ -41,7 +41,7 @@ class Options:
     ``logprobs`` asks for the log-probability of every token with that many alternatives (0 to 100).
     ``overflow="drop_oldest"`` keeps the system prompt and drops the oldest turns when a
     conversation outgrows the context, or ``context_tokens`` if these are fewer; they end the answer
-    too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"``, ``"head"`` or a model to draft with, which
+    too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"`` or a model to draft with, which
     ``+ngram`` may follow; ``tree_budget`` is the number of guesses in a pass (1 to 2048),
     ``tree_depth`` how far ahead they may be (1 to 64).
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
