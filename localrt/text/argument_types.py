@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -35,8 +36,15 @@ def _refused(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-DECODER = json.JSONDecoder(strict=False, parse_constant=_refused)
-"""Takes new lines within strings, which models write, and no NaN."""
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        _refused(digits)
+    return value
+
+
+DECODER = json.JSONDecoder(strict=False, parse_constant=_refused, parse_float=_finite)
+"""Takes new lines within strings, which models write, and no number that is infinite or none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +227,7 @@ def literal(text: str) -> Any:
         pass
     try:
         value = ast.literal_eval(text)
-        json.dumps(value)
+        json.dumps(value, allow_nan=False)
     except (SyntaxError, TypeError, MemoryError) as error:
         raise ValueError(str(error)) from None
     return value

@@ -70,7 +70,9 @@ def joined(symbols: Iterable[Symbol]) -> tuple[Symbol, ...]:
 
 def choice(sequences: Iterable[Sequence[Symbol]]) -> Symbol:
     """One of ``sequences``. Where one is empty, the others are optional."""
-    every = dict.fromkeys(map(joined, sequences))
+    every = list(map(joined, sequences))
+    if all(isinstance(symbol.what, str) for one in every for symbol in one):
+        every = list(dict.fromkeys(every))
     filled = tuple(one for one in every if one)
     if not filled:
         return EMPTY

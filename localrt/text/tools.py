@@ -10,6 +10,7 @@ from typing import Any
 from localrt.engine.types import ToolCall
 from localrt.errors import OptionError
 from localrt.option_names import option
+from localrt.text.argument_types import DECODER
 from localrt.text.call_syntax import Call
 
 __all__ = ["arguments_of", "as_message_calls", "for_template", "functions_to_call", "make_call"]
@@ -113,7 +114,7 @@ def _as_object(arguments: Any) -> dict[str, Any]:
 def _value(text: str) -> Any:
     """What ``text`` is as JSON; the text itself where it is none, without space around."""
     try:
-        return json.loads(text)
+        return DECODER.decode(text.strip())
     except (ValueError, RecursionError):
         return text.strip()
 

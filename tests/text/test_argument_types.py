@@ -45,6 +45,8 @@ STRING, INTEGER, NUMBER, NULL = ({"type": t} for t in ("string", "integer", "num
         (NUMBER, "5", 5),
         (NUMBER, "1e3", 1000.0),
         (INTEGER, "five", "five"),
+        (NUMBER, "1e999", "1e999"),
+        ({"type": "array"}, "[1, -1e999]", "[1, -1e999]"),
         (INTEGER, "", ABSENT),
         (INTEGER, "None", ABSENT),
         ({"$ref": "#/$defs/count"}, "5.0", 5),

@@ -266,6 +266,8 @@ NESTED = '{"a":' + "[" * 100_000
         ("[1]", {"arguments": "[1]"}),
         ([1], {"arguments": "[1]"}),
         ("7", {"arguments": "7"}),
+        ('{"a": 1e999}', {"arguments": '{"a": 1e999}'}),  # infinite: no JSON spells it
+        ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
     ],
     ids=lambda value: repr(value)[:30],
 )
