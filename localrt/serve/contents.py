@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "text_of",
     "thought",
     "unnoted",
+    "without_billing",
 ]
 
 Fields = Mapping[str, Any]
@@ -36,6 +38,7 @@ def unnoted(kind: str, text: str) -> None:
     """A ``Note`` that nobody reads."""
 
 
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 _OPAQUE = 256  # characters without a space, from which on a text is no words
 _KIND = 60  # characters of the name of a kind
 _UNSHOWN = ("id", "type", "status", "signature", "cache_control", "annotations", "citations")
@@ -75,8 +78,15 @@ def messages_of(role: str, content: Any, note: Note, *, between: str = "\n\n") -
     message.
     """
     if isinstance(content, str):
-        return [{"role": role, "content": content}]
+        return [{"role": role, "content": without_billing(content, role)}]
     return list(_messages(role, content, note, between))
+
+
+def without_billing(text: str, role: str = "system") -> str:
+    """``text`` of a system prompt without the first line of Claude Code's: it is for its maker's
+    servers and differs in each request, so that nothing behind it would be found in a cache.
+    """
+    return _BILLING.sub("", text) if role in ("system", "developer") else text
 
 
 def text_of(content: Any, note: Note, between: str = "\n\n") -> str:
@@ -93,7 +103,8 @@ def _messages(role: str, content: Any, note: Note, between: str) -> Iterator[Mes
 
     def gathered() -> Iterator[Message]:
         if texts or fields:
-            yield {"role": role, "content": between.join(texts), **fields}
+            words = without_billing(between.join(texts), role)
+            yield {"role": role, "content": words, **fields}
         texts.clear()
         fields.clear()
 

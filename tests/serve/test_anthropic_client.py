@@ -9,6 +9,7 @@ import pytest
 
 from localrt.serve.anthropic.calls import messages_call
 from localrt.serve.bodies import check_fields
+from localrt.serve.calls import chat_call
 from localrt.serve.options import ServeOptions
 from localrt.serve.pool import ModelPool
 from tests.serve.conftest import Running, needs_kernels, serving
@@ -229,7 +230,10 @@ def test_a_stream_that_is_left_is_cancelled(client: Any, server: Running) -> Non
 
 
 @pytest.mark.parametrize("blocks", [True, False])
-def test_a_header_that_changes_with_every_request_is_no_part_of_the_prompt(blocks: bool) -> None:
+@pytest.mark.parametrize("dialect", ["messages", "chat"])
+def test_a_header_that_changes_with_every_request_is_no_part_of_the_prompt(
+    dialect: str, blocks: bool
+) -> None:
     def prompts(build: str) -> Any:
         first, rest = (
             f"x-anthropic-billing-header: cc_version=2.1; cch={build};",
@@ -237,8 +241,10 @@ def test_a_header_that_changes_with_every_request_is_no_part_of_the_prompt(block
         )
         texts = [{"type": "text", "text": text} for text in (first, rest)]
         system: Any = texts if blocks else f"{first}\n{rest}"
-        hi = [{"role": "user", "content": "x-anthropic-billing-header: what is that?"}]
-        return messages_call({"model": "m", "system": system, "messages": hi}).prompts
+        hi = {"role": "user", "content": "x-anthropic-billing-header: what is that?"}
+        if dialect == "messages":
+            return messages_call({"model": "m", "system": system, "messages": [hi]}).prompts
+        return chat_call({"messages": [{"role": "system", "content": system}, hi]}).prompts
 
     (prompt,) = prompts("00001")
     assert [prompt] == prompts("f00d2")

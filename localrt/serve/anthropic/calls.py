@@ -5,20 +5,24 @@ It reads fields that have been checked against ``schemas``, and starts nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from localrt.serve.calls import Call, effort, stops
-from localrt.serve.contents import Fields, Message, Note, messages_of, text_of, unnoted
+from localrt.serve.contents import (
+    Fields,
+    Message,
+    Note,
+    messages_of,
+    text_of,
+    unnoted,
+    without_billing,
+)
 from localrt.serve.errors import invalid
 from localrt.serve.functions import chosen, offered
 
 __all__ = ["messages_call"]
 
-# Claude Code's first line, which is for its maker's servers and differs in each request: nothing
-# behind it would be found in a cache.
-_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 _SAME_NAMES = ("max_tokens", "temperature", "top_p")
 
 
@@ -43,7 +47,7 @@ def messages_call(fields: Fields, note: Note = unnoted) -> Call:
     choice, functions = chosen(given or None, tools)
     if choice != "auto":
         options["tool_choice"] = choice
-    system = _BILLING.sub("", text_of(fields.get("system"), note))
+    system = without_billing(text_of(fields.get("system"), note))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for message in fields["messages"]:
         messages += messages_of(message["role"], message.get("content"), note)
