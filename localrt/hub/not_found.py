@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from errno import ELOOP
 from pathlib import Path
 
 from localrt.formatting import one_line
@@ -22,6 +23,8 @@ def not_found(model: str, path: Path, settings: Settings) -> str:
     model = one_line(model)
     here = [each.name for each in list_models(settings)]
     if looks_like_path(model):
+        if path.is_symlink():
+            return f"{model} is a link that leads to no file or folder: {_target(path)}"
         close = close_files(path) or close_to(path.name, here)
         return f"no such file or folder: {model}{_hint(close)}"
     if " " in model:
@@ -34,6 +37,16 @@ def not_found(model: str, path: Path, settings: Settings) -> str:
         f"no model {model!r}{_hint(close)}: give a short name such as llama3.2, org/name of the "
         "hub, a folder or a .gguf (`localrt list` shows what is here)"
     )
+
+
+def _target(path: Path) -> str:
+    """Where a broken link points, or that it leads back to itself."""
+    target = one_line(str(path.readlink()))
+    try:
+        path.stat()
+    except OSError as error:
+        return "it leads back to itself" if error.errno == ELOOP else f"{target} is not there"
+    return target
 
 
 def _hint(close: list[str]) -> str:

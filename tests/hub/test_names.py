@@ -188,3 +188,16 @@ def test_a_single_file_is_preferred_to_other_copies() -> None:
 )
 def test_clients_know_no_paths(model: str, name: str) -> None:
     assert client_name(model) == name
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [("model.gguf", "it leads back to itself"), ("gone.gguf", "gone.gguf is not there")],
+)
+def test_a_link_that_leads_nowhere(
+    settings: Settings, tmp_path: Path, target: str, told: str
+) -> None:
+    link = tmp_path / "model.gguf"
+    link.symlink_to(target)
+    with pytest.raises(ModelNotFoundError, match=f"is a link that leads to no file.*: {told}"):
+        resolve(str(link), settings=settings)
