@@ -84,11 +84,7 @@ class WeightLoader:
 
     def matrix(self, shape: tuple[int, int], *names: str) -> Weight:
         """The rows of ``names`` stacked in order; together they must have ``shape``."""
-        shapes = [self._shape(name) for name in names]
-        if any(len(s) != 2 or s[1] != shape[1] for s in shapes) or (
-            sum(s[0] for s in shapes) != shape[0]
-        ):
-            self._mismatch(names, shapes, shape)
+        self.check(shape, *names)
         return self._ops.weight(shape, self._blocks(names))
 
     def vector(
@@ -100,9 +96,7 @@ class WeightLoader:
         transform: Transform | None = None,
     ) -> Vector:
         """The values of ``names`` joined in order, ``offset`` added, then times ``scale``."""
-        shapes = [self._shape(name) for name in names]
-        if any(len(s) != 1 for s in shapes) or sum(s[0] for s in shapes) != size:
-            self._mismatch(names, shapes, (size,))
+        self.check((size,), *names)
         key = (names, offset, scale, transform)
         if key not in self._vectors:
             values = np.concatenate([self._values(name) for name in names])
@@ -112,6 +106,13 @@ class WeightLoader:
             self._vectors[key] = self._ops.vector(values)
         self._used.update(names)
         return self._vectors[key]
+
+    def check(self, shape: tuple[int, ...], *names: str) -> None:
+        """Raise ``CheckpointError`` unless ``names``, one behind the other, have this shape."""
+        shapes = [self._shape(name) for name in names]
+        fits = all(len(s) == len(shape) and s[1:] == shape[1:] for s in shapes)
+        if not fits or sum(s[0] for s in shapes) != shape[0]:
+            self._mismatch(names, shapes, shape)
 
     def optional_vector(self, present: bool, size: int, *names: str) -> Vector | None:
         """``vector`` where a model has one."""

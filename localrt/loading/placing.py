@@ -48,6 +48,7 @@ from localrt.offload.pipeline.setup import Devices
 from localrt.offload.pipeline.streamed import Streamed
 from localrt.offload.placement import Where
 from localrt.offload.planner import Budgets, ModelShape, Plan, shape_from_checkpoint
+from localrt.offload.planner.config_shapes import check_shapes
 from localrt.offload.planner.costs import expert_costs
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.simulate import simulate
@@ -208,12 +209,17 @@ def _announce(
     stores: Path,
     progress: ProgressCallback | None,
 ) -> None:
-    """Say what will be written to the disk, and how not to, before it is."""
+    """Say what will be written to the disk, and how not to, before it is.
+
+    Raises:
+        CheckpointError: it would be in vain, as tensors are not as the config says.
+    """
     if isinstance(checkpoint, StoreCheckpoint):
         return
     folder = store_folder(checkpoint, stores)
     if (folder / MANIFEST_NAME).is_file():
         return
+    check_shapes(checkpoint)
     why = f"with more {option('ram')}, or a smaller file of the model, no copy is needed"
     if options.device.startswith("virtual:"):
         why = "a simulated card reads the weights from there"

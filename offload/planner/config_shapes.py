@@ -29,7 +29,7 @@ from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 from localrt.quant.formats import F8_E4M3, F32, FORMATS, Format
 from localrt.quant.methods.choices import fitting_format
 
-__all__ = ["shape_from_config"]
+__all__ = ["check_shapes", "shape_from_config"]
 
 _DEFAULT_FORMAT = "int4-g32"
 
@@ -201,3 +201,35 @@ class _Asked(WeightLoader):
         for name in names:
             self._found[name] = TensorInfo(name, (size,), F32, 0)
             size = 0
+
+
+class _Checked(_Asked):
+    """Compares what the parts of a model ask for with what ``checkpoint`` has."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._found = {}
+
+    def matrix(self, shape: tuple[int, int], *names: str) -> Any:
+        """See ``WeightLoader``."""
+        self.check(shape, *names)
+
+    def vector(
+        self,
+        size: int,
+        *names: str,
+        offset: float = 0.0,
+        scale: float = 1.0,
+        transform: Transform | None = None,
+    ) -> Any:
+        """See ``WeightLoader``."""
+        self.check((size,), *names)
+
+
+def check_shapes(checkpoint: Checkpoint) -> None:
+    """Whether every tensor is as the config asks for, before any is read.
+
+    Raises:
+        CheckpointError: one is missing, or of another shape.
+    """
+    _Checked(checkpoint).tensors_of(checkpoint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,3 +46,24 @@ def test_a_full_disk_is_said_before_anything_is_written(
         localrt.load(tiny_folder, shrinkable=True)
     left = [path for path in stores.glob("*/**/*") if path.is_file()]
     assert sum(path.stat().st_size for path in left) < 10_000, left
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("intermediate_size", 32, r"wrong shape: .*mlp.gate_proj.weight"),
+        ("vocab_size", 300, "wrong shape: model.embed_tokens.weight"),
+        ("num_hidden_layers", 9, "tensor .* is missing"),
+    ],
+)
+def test_wrong_shapes_are_said_before_packing_is_announced(
+    tmp_path: Path, tiny_folder: Path, stores: Path, key: str, value: int, told: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "wrong"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: value}))
+    stages: list[str] = []
+    with pytest.raises(localrt.CheckpointError, match=told):
+        localrt.load(folder, shrinkable=True, progress=lambda step: stages.append(step.stage))
+    assert NOTE not in stages
+    assert not stores.exists()
