@@ -43,9 +43,12 @@ def make_ops(
     ours = latent or any(isinstance(spec, IndexSpec) for spec in attention)
     if device == "auto":
         device = _default_device()
-        # Such attention on packed weights needs our kernels: without them, it is the CPU's.
-        if ours and compute_format is None and device != "cpu" and _limit(attention, 0):
-            device = "cpu"
+        # Such attention on packed weights needs our kernels: without them, it is the CPU's. So is
+        # what none of our kernels for cards can do: the CPU keeps it packed, and may stream it.
+        if compute_format is None and device != "cpu":
+            lacking = _kernels_fit(attention) and missing_on_cards(attention)
+            if lacking or (ours and _limit(attention, 0)):
+                device = "cpu"
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
         from localrt.quant.ops.native.kv import cache_format, parse_kv_format
         from localrt.quant.ops.native.ops import NativeOps
@@ -128,7 +131,10 @@ def why_not_our_kernels(ops: Ops, attention: Sequence[LayerSpec], device: str) -
     if not limit:
         return ""
     if ops.device == "cpu":
-        return f"the GPU is not used, for this model's attention needs our kernels, and {limit}"
+        other = ""
+        if not any(isinstance(spec, LatentSpec | IndexSpec) for spec in attention):
+            other = f"; {option('device', 'cuda')} computes with torch, on weights in bf16 or NF4"
+        return f"the GPU is not used: this model needs localrt's own kernels, and {limit}{other}"
     return f"the GPU computes without localrt's kernels, on weights in bf16 or NF4: {limit}"
 
 

@@ -1,0 +1,29 @@
+"""Which processor a model gets that asks for none, on a machine that says it has a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from localrt.option_names import on_command_line, spelled
+from localrt.quant.ops import choose
+from localrt.quant.ops.attention import AttentionSpec
+
+torch = pytest.importorskip("torch")
+PLAIN = AttentionSpec(heads=1, kv_heads=1, head_dim=64, scale=1.0, eps=1e-6, rope=None)
+NORMED = AttentionSpec(
+    heads=1, kv_heads=1, head_dim=64, scale=1.0, eps=1e-6, rope=None, value_norm=True
+)
+
+
+def test_what_no_kernel_for_cards_can_do_is_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("localrt.quant.ops.native.ops")
+    monkeypatch.setattr(choose, "_default_device", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
+    ops = choose.make_ops([PLAIN, NORMED])
+    assert (ops.name, ops.device) == ("native", "cpu")
+    why = spelled(choose.why_not_our_kernels(ops, [PLAIN, NORMED], "auto"), on_command_line)
+    assert why.startswith("the GPU is not used: this model needs localrt's own kernels")
+    assert "--device cuda computes with torch" in why
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose.make_ops([NORMED], device="cuda", compute_format="bf16").name == "torch"
