@@ -26,6 +26,7 @@ __all__ = [
     "Card",
     "find_card",
     "measured_profile",
+    "other_gpu",
     "parse_bandwidth",
     "parse_card",
 ]
@@ -66,14 +67,31 @@ class Card:
 
 
 # GB/s that pinned copies reach, by PCIe generation and lanes.
-_LINKS = {"3x16": 12.5, "4x4": 6.2, "4x8": 12.5, "4x16": 25.0, "5x8": 25.0, "5x16": 50.0}
+_LINKS = {
+    "3x8": 6.2,
+    "3x16": 12.5,
+    "4x4": 6.2,
+    "4x8": 12.5,
+    "4x16": 25.0,
+    "5x8": 25.0,
+    "5x16": 50.0,
+}
 
 # GiB of memory, PCIe, GB/s of the memory, TFLOPS: of cards of one name the usual one comes first.
 _ROWS: tuple[tuple[str, int, str, float, float], ...] = (
+    ("MX450 Laptop 2GB", 2, "4x4", 80, 1.6),
+    ("MX550 Laptop 2GB", 2, "4x8", 96, 2.6),
+    ("MX570 Laptop 2GB", 2, "4x8", 96, 9),
+    ("GTX 1630 4GB", 4, "3x16", 96, 1.8),
+    ("GTX 1650 4GB", 4, "3x16", 128, 3),
+    ("GTX 1650 Super 4GB", 4, "3x16", 192, 4.4),
+    ("GTX 1650 Laptop 4GB", 4, "3x16", 128, 3.1),
+    ("GTX 1650 Ti Laptop 4GB", 4, "3x16", 192, 3),
     ("GTX 1660 6GB", 6, "3x16", 192, 5),
     ("GTX 1660 Super 6GB", 6, "3x16", 336, 5),
     ("GTX 1660 Ti 6GB", 6, "3x16", 288, 5.4),
     ("GTX 1660 Ti Laptop 6GB", 6, "3x16", 288, 4.9),
+    ("RTX 2050 Laptop 4GB", 4, "3x8", 112, 12),
     ("RTX 2060 6GB", 6, "3x16", 336, 26),
     ("RTX 2060 12GB", 12, "3x16", 336, 29),
     ("RTX 2060 Super 8GB", 8, "3x16", 448, 29),
@@ -83,7 +101,11 @@ _ROWS: tuple[tuple[str, int, str, float, float], ...] = (
     ("RTX 2070 Laptop 8GB", 8, "3x16", 448, 27),
     ("RTX 2080 8GB", 8, "3x16", 448, 40),
     ("RTX 2080 Super 8GB", 8, "3x16", 496, 45),
+    ("RTX 2070 Super Laptop 8GB", 8, "3x16", 448, 28),
+    ("RTX 2080 Laptop 8GB", 8, "3x16", 448, 37),
+    ("RTX 2080 Super Laptop 8GB", 8, "3x16", 448, 38),
     ("RTX 2080 Ti 11GB", 11, "3x16", 616, 54),
+    ("Titan RTX 24GB", 24, "3x16", 672, 130),
     ("RTX 3050 8GB", 8, "4x8", 224, 18),
     ("RTX 3050 6GB", 6, "4x8", 168, 13.5),
     ("RTX 3050 Laptop 4GB", 4, "4x8", 192, 14),
@@ -119,6 +141,7 @@ _ROWS: tuple[tuple[str, int, str, float, float], ...] = (
     ("RTX 4080 Super 16GB", 16, "4x16", 736, 104),
     ("RTX 4080 Laptop 12GB", 12, "4x16", 432, 68),
     ("RTX 4090 24GB", 24, "4x16", 1008, 165),
+    ("RTX 4090 D 24GB", 24, "4x16", 1008, 147),
     ("RTX 4090 Laptop 16GB", 16, "4x16", 576, 79),
     ("RTX 5050 8GB", 8, "5x8", 320, 26),
     ("RTX 5050 Laptop 8GB", 8, "5x8", 384, 26),
@@ -137,7 +160,6 @@ _ROWS: tuple[tuple[str, int, str, float, float], ...] = (
     ("RTX A2000 6GB", 6, "4x16", 288, 32),
     ("RTX A2000 12GB", 12, "4x16", 288, 32),
     ("T4 16GB", 16, "3x16", 320, 65),
-    ("Arc A750 8GB", 8, "4x16", 512, 110),
 )
 
 CARDS: Mapping[str, Card] = MappingProxyType(
@@ -165,12 +187,37 @@ def measured_profile(name: str, vram_bytes: int, rates: CardRates) -> GpuProfile
     )
 
 
+# What localrt cannot compute on, by the words of its name.
+_OTHERS = (
+    ("AMD", r"\bRX ?\d{3,4}|radeon|\bvega\b|instinct|\bMI\d{2,3}\b|\b[6-9]\d0M\b"),
+    ("Intel", r"\barc\b|\biris\b|\bu?hd graphics\b|\bxe\b|intel graphics"),
+    ("Apple", r"\bapple\b|\bi?mac|\bM[1-9]\b"),
+    (
+        "older NVIDIA",
+        r"\bGTX? ?(?:[4-9]\d\d|10\d\d)\b|\bMX[1-3]\d\d\b|\bGT ?\d{3,4}\b"
+        r"|\bquadro [KMP]\d|\btesla [KMP]\d|\b[KMP](?:40|100|4)\b",
+    ),
+)
+
+
+def other_gpu(text: str) -> str:
+    """A line about a GPU that localrt cannot compute on yet; empty where ``text`` names none."""
+    for maker, words in _OTHERS:
+        if re.search(words, text, re.IGNORECASE) and find_card(text) is None:
+            return f"localrt does not compute on {maker} GPUs ({text.strip()}): the CPU is planned"
+    return ""
+
+
 def find_card(name: str, vram_bytes: int | None = None) -> Card | None:
     """The card that a name means, however a driver or a person writes it: None if none is close.
 
-    Of cards of one name the one that comes closest to ``vram_bytes``, else the usual one.
+    Of cards of one name the one that comes closest to ``vram_bytes``, else the usual one. A card
+    that only laptops have needs no word for it.
     """
-    wanted = _words(name)
+    return _find(_words(name), vram_bytes) or _find([*_words(name), "laptop"], vram_bytes)
+
+
+def _find(wanted: list[str], vram_bytes: int | None) -> Card | None:
     sizes = [word for word in wanted if re.fullmatch(r"\d+gb", word)]
     found: list[tuple[int, Card]] = []
     for card in CARDS.values():
@@ -212,7 +259,7 @@ def parse_card(text: str) -> Card:
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         raise OptionError(
             f'no card {text!r} in the table: {meant}Write it like "RTX 4060", "RTX 4060 Ti 16GB" '
-            'or "RTX 4060 Laptop" (from GTX 1660 to RTX 5090), '
+            'or "RTX 4060 Laptop" (from GTX 1630 to RTX 5090), '
             "or make one up: virtual:8GB@12GB/s,256GB/s,20TFLOPS"
         )
     return card
@@ -250,5 +297,5 @@ def _words(name: str) -> list[str]:
     text = re.sub(r"(\d)\s*ti\b", r"\1ti", text)
     text = re.sub(r"(\d(?:ti)?)\s*super\b", r"\1super", text)
     text = re.sub(r"\b([gr]tx)(?=\d)", "", text)
-    skipped = {"nvidia", "geforce", "gpu", "intel", "tesla", "graphics", "rtx", "gtx", "with"}
+    skipped = {"nvidia", "geforce", "gpu", "tesla", "graphics", "rtx", "gtx", "with"}
     return [word for word in re.findall(r"[a-z0-9]+", text) if word not in skipped]

@@ -1,7 +1,8 @@
 """A whole PC from a line of words: ``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"``.
 
 Parts come in any order, and what is left out is typical. A preset is such a line with a name. It
-knows figures of kinds of memory and disks, not of makers; cards are ``cards.py``'s.
+knows figures of kinds of memory and disks; cards are ``cards.py``'s. Memory that is not named is
+of the kind that processors and cards of that year came with.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import MappingProxyType
 
 from localrt.errors import OptionError
 from localrt.formatting import parse_size
-from localrt.offload.planner.cards import Card, parse_bandwidth, parse_card
+from localrt.offload.planner.cards import Card, other_gpu, parse_bandwidth, parse_card
 from localrt.offload.planner.machine import MachineProfile, typical_machine
 
 __all__ = ["PRESETS", "Pc", "parse_memory_speed", "parse_pc"]
@@ -44,6 +45,21 @@ _CORES = re.compile(
 _CORE_WORDS = {"dual": 2, "quad": 4, "hexa": 6, "octa": 8}
 _CHANNELS = re.compile(r"(?P<count>\d|single|dual|quad)[- ]channels?", re.IGNORECASE)
 _CHANNEL_WORDS = {"single": 1, "dual": 2, "quad": 4}
+# A processor's series, and its generation. What it has of cores, where they are not given.
+_INTEL = re.compile(
+    r"\b(?:core\s*)?i(?P<tier>[3579])[- ]?(?P<generation>\d{1,2})\d{3}", re.IGNORECASE
+)
+_ULTRA = re.compile(r"\bultra\s*(?P<tier>[579])\b", re.IGNORECASE)
+_RYZEN = re.compile(
+    r"\bryzen\s*(?:ai\s*)?(?P<tier>[3579])?\D{0,8}(?P<generation>\d)?\d{2,3}", re.IGNORECASE
+)
+_TIER_CORES = {"3": 4, "5": 6, "7": 8, "9": 12}
+_APPLE = re.compile(r"\bM(?P<generation>[1-9])\b(?:\s*(?P<more>pro|max|ultra))?", re.IGNORECASE)
+# GB/s that the cores of Apple's chips reach, by generation; of the larger ones twice that.
+_APPLE_GB_S = {"1": 60, "2": 90, "3": 90, "4": 108, "5": 135}
+_NEW_MEMORY = "DDR5-5600"  # with cards from the RTX 40 on, and with processors of their years
+_NEW_CARD = re.compile(r"\b(?:RTX )?[45]0[5-9]0\b")
+_NEW_OTHER = re.compile(r"\bRX ?[79]\d{3}|\barc B", re.IGNORECASE)
 _NO_CARD = re.compile(r"(no|without)( an?)? (card|gpu|graphics card)", re.IGNORECASE)
 # Bytes per second that large reads reach, by the words of a kind; the first that fits counts.
 _DISKS = (
@@ -68,6 +84,8 @@ class Pc:
     cores: int = 8
     ssd_bytes_s: float = field(default_factory=lambda: typical_machine().ssd_bytes_s)
     sources: Mapping[str, str] = field(default_factory=dict)
+    new_memory: bool | None = None
+    """Whether the processor that was named came with DDR5; None where none was."""
 
     @property
     def ram_budget(self) -> int:
@@ -99,6 +117,9 @@ def parse_pc(text: str) -> Pc:
     for part in [*preset.split(","), *rest.split(",")] if preset else text.split(","):
         if part.strip():
             pc = _with_part(pc, part.strip())
+    new = pc.card is not None and _NEW_CARD.search(pc.card.name)
+    if "ram_bytes_s" not in pc.sources and (pc.new_memory or (pc.new_memory is None and new)):
+        pc = replace(pc, ram_bytes_s=parse_memory_speed(_NEW_MEMORY))
     return pc
 
 
@@ -126,8 +147,16 @@ def _with_part(pc: Pc, part: str) -> Pc:
         return _given(replace(pc, cores=max(1, count)), cores="given")
     if _NO_CARD.fullmatch(part):
         return replace(pc, card=None)
+    if (known := _with_processor(pc, part)) is not None:
+        return known
     if any(re.search(rf"\b(?:{words})", part, re.IGNORECASE) for words, _ in _DISKS):
         return _with_disk(pc, part)
+    if apple := _APPLE.search(part):
+        rate = 1e9 * _APPLE_GB_S.get(apple["generation"], 135) * (2 if apple["more"] else 1)
+        pc = _given(replace(pc, card=None, ram_bytes_s=rate), ram_bytes_s="typical")
+        return _with_memory(pc, part, _SIZE.search(part), None)
+    if other_gpu(part):  # who plans says so
+        return replace(pc, card=None, new_memory=pc.new_memory or bool(_NEW_OTHER.search(part)))
     size, memory = _SIZE.search(part), _MEMORY.search(part)
     if memory or (
         size and not re.sub(r"\b(of|ram|memory)\b", "", _rest(part, size), flags=re.I).strip()
@@ -139,6 +168,21 @@ def _with_part(pc: Pc, part: str) -> Pc:
         raise OptionError(
             f"{part!r} is no part of a PC that is known: {_how(part, error)}"
         ) from error
+
+
+def _with_processor(pc: Pc, part: str) -> Pc | None:
+    """``pc`` with a processor's cores, and whether it came with DDR5; None where none is named."""
+    found = _INTEL.search(part) or _ULTRA.search(part) or _RYZEN.search(part)
+    if found is None:
+        return None
+    named = found.groupdict()
+    # Intel's 13th generation, Ryzen 6000 of laptops and 7000, and all that were renamed since.
+    first = 13 if found.re is _INTEL else 6
+    new = (
+        found.re is _ULTRA or "ai" in part.lower().split() or int(named["generation"] or 9) >= first
+    )
+    cores = pc.cores if pc.sources.get("cores") else _TIER_CORES[named["tier"] or "7"]
+    return replace(pc, cores=cores, new_memory=new)
 
 
 def _with_disk(pc: Pc, part: str) -> Pc:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from localrt.errors import OptionError
-from localrt.offload.planner.cards import CARDS
+from localrt.offload.planner.cards import CARDS, parse_card
 from localrt.offload.planner.pc import PRESETS, Pc, parse_memory_speed, parse_pc
+from localrt.planning.inputs import Hardware
+from localrt.planning.what_runs import what_runs
+from localrt.settings import Settings
 
 
 def test_parts_in_any_order() -> None:
@@ -68,8 +71,8 @@ def test_the_desktop_keeps_its_part() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("Ryzen 7 5800X, 32GB", "8 cores"),
-        ("RTX 9999", "from GTX 1660"),
+        ("Pentium 4, 32GB", "8 cores"),
+        ("RTX 9999", "from GTX 1630"),
         ("RTX 4065", "did you mean"),
         ("my PC", "gaming-pc"),
     ],
@@ -77,6 +80,94 @@ def test_the_desktop_keeps_its_part() -> None:
 def test_what_means_nothing_is_named(text: str, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         parse_pc(text)
+
+
+DDR4, DDR5 = "DDR4-3200", "DDR5-5600"
+
+
+@pytest.mark.parametrize(
+    ("text", "card", "cores", "memory"),
+    [
+        ("RTX 4060, 32GB, NVMe", "RTX 4060 8GB", 8, DDR5),
+        ("RTX 4050, 16GB", "RTX 4050 Laptop 6GB", 8, DDR5),
+        ("RTX 5070 Ti", "RTX 5070 Ti 16GB", 8, DDR5),
+        ("RTX 3060", "RTX 3060 12GB", 8, DDR4),
+        ("GTX 1650, i5-12400F", "GTX 1650 4GB", 6, DDR4),
+        ("RTX 4060, i5-12400F", "RTX 4060 8GB", 6, DDR4),
+        ("RTX 4060, 32GB DDR4-3200", "RTX 4060 8GB", 8, DDR4),
+        ("RTX 3060, Intel Core i7-13700K", "RTX 3060 12GB", 8, DDR5),
+        ("RTX 2070, Ryzen 5 7600X, 6 cores", "RTX 2070 8GB", 6, DDR5),
+        ("RTX 3070, Ryzen 7 5800X", "RTX 3070 8GB", 8, DDR4),
+        ("Ryzen 7 7840HS", None, 8, DDR5),
+        ("Ryzen AI 9 HX 370", None, 12, DDR5),
+        ("Core Ultra 7 155H", None, 8, DDR5),
+        ("16GB", None, 8, DDR4),
+        ("RX 7800 XT, 32GB", None, 8, DDR5),
+        ("RX 580, 16GB", None, 8, DDR4),
+        ("Arc B580, i5-14600K", None, 6, DDR5),
+        ("Intel Iris Xe, 16GB", None, 8, DDR4),
+        ("GTX 1080 Ti", None, 8, DDR4),
+        ("MacBook Air M2, 16GB", None, 8, "90GB/s"),
+        ("Mac mini M4 Pro, 24GB", None, 8, "216GB/s"),
+    ],
+)
+def test_typical_pcs(text: str, card: str | None, cores: int, memory: str) -> None:
+    pc = parse_pc(text)
+    assert (pc.card and pc.card.name) == card
+    assert pc.cores == cores
+    assert pc.ram_bytes_s == pytest.approx(parse_memory_speed(memory), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "maker"),
+    [
+        ("RX 7800 XT", "AMD"),
+        ("Radeon 780M", "AMD"),
+        ("Arc A750", "Intel"),
+        ("Intel UHD Graphics 770", "Intel"),
+        ("Apple M3 Pro", "Apple"),
+        ("GTX 1060 6GB", "older NVIDIA"),
+        ("Quadro P2000", "older NVIDIA"),
+    ],
+)
+def test_gpus_that_cannot_be_used_are_answered_with_the_cpu(gpu: str, maker: str) -> None:
+    settings = Settings.from_environment({})
+    for wanted in (Hardware(pc=f"{gpu}, 32GB"), Hardware(pc="32GB", gpu=gpu)):
+        found = what_runs(wanted, settings)
+        assert found.machine.gpu is None
+        assert found.best
+        assert (
+            f"localrt does not compute on {maker} GPUs ({gpu}): the CPU is planned"
+            in found.report()
+        )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("GTX 1630", "GTX 1650", "GTX 1650 Super", "GTX 1660", "GTX 1660 Super", "GTX 1660 Ti"),
+        *("RTX 2060", "RTX 2060 Super", "RTX 2070", "RTX 2070 Super", "RTX 2080", "RTX 2080 Super"),
+        *("RTX 2080 Ti", "Titan RTX", "RTX 3050", "RTX 3060", "RTX 3060 Ti", "RTX 3070"),
+        *("RTX 3070 Ti", "RTX 3080", "RTX 3080 Ti", "RTX 3090", "RTX 3090 Ti", "RTX 4060"),
+        *("RTX 4060 Ti", "RTX 4070", "RTX 4070 Super", "RTX 4070 Ti", "RTX 4070 Ti Super"),
+        *("RTX 4080", "RTX 4080 Super", "RTX 4090", "RTX 4090 D", "RTX 5050", "RTX 5060"),
+        *("RTX 5060 Ti", "RTX 5070", "RTX 5070 Ti", "RTX 5080", "RTX 5090"),
+        *("MX450 Laptop", "MX550 Laptop", "MX570 Laptop", "GTX 1650 Laptop", "GTX 1650 Ti Laptop"),
+        *("GTX 1660 Ti Laptop", "RTX 2050 Laptop", "RTX 2060 Laptop", "RTX 2070 Laptop"),
+        *("RTX 2070 Super Laptop", "RTX 2080 Laptop", "RTX 2080 Super Laptop", "RTX 3050 Laptop"),
+        *("RTX 3050 Ti Laptop", "RTX 3060 Laptop", "RTX 3070 Laptop", "RTX 3070 Ti Laptop"),
+        *("RTX 3080 Laptop", "RTX 3080 Ti Laptop", "RTX 4050 Laptop", "RTX 4060 Laptop"),
+        *("RTX 4070 Laptop", "RTX 4080 Laptop", "RTX 4090 Laptop", "RTX 5050 Laptop"),
+        *("RTX 5060 Laptop", "RTX 5070 Laptop", "RTX 5070 Ti Laptop", "RTX 5080 Laptop"),
+        "RTX 5090 Laptop",
+    ],
+)
+def test_every_consumer_card_since_turing_by_name(name: str) -> None:
+    card = parse_card(f"NVIDIA GeForce {name} GPU")
+    assert card.name.rpartition(" ")[0] == name
+    assert 2 << 30 <= card.vram_bytes <= 32 << 30
+    assert 60e9 < card.bytes_s < 2e12
+    assert parse_card(name.replace(" Laptop", " Mobile")) == card
 
 
 def test_speeds_of_memory() -> None:
