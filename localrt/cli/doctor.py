@@ -18,10 +18,10 @@ from typing import Any
 
 from localrt.cli.help import Examples
 from localrt.errors import LocalrtError
-from localrt.files import private_folder
 from localrt.formatting import format_bytes, table
 from localrt.hub import DEMO_NAME, resolve
 from localrt.machine import hardware
+from localrt.machine.hardware import DiskSpeed
 from localrt.quant.ops.cuda.card_file import kept_of
 from localrt.quant.ops.cuda.kernels.programs import NO_COMPILER, has_compiler
 from localrt.quant.ops.cuda.rates import known_rates
@@ -66,16 +66,14 @@ def _examine(*, quick: bool) -> dict[str, Any]:
     machine = hardware.probe()
     notes: list[str] = []
     if not quick:
-        machine = replace(
-            machine,
-            gpus=hardware.gpus() or machine.gpus,
-            memory_read_bytes_s=hardware.measure_memory_read(machine.cpu.usable_cores),
-        )
-        try:
-            private_folder(settings.cache_dir)
-            machine = replace(machine, disk=hardware.measure_disk_read(settings.cache_dir))
-        except OSError as error:
-            notes.append(f"the disk could not be measured: {error.strerror or error}")
+        machine = replace(machine, gpus=hardware.gpus() or machine.gpus)
+        from localrt.planning.inputs import measured_here  # it brings the planner
+
+        rates, note = measured_here(settings)  # as plans have them
+        notes += [note] if note else []
+        if rates.sources["kernels"] != "typical":
+            disk = DiskSpeed(rates.ssd_bytes_s, rates.sources["ssd_bytes_s"])
+            machine = replace(machine, memory_read_bytes_s=rates.ram_bytes_s, disk=disk)
     versions = {name: _version(name) for name, _, _ in _PACKAGES}
     folders = [
         _folder("models", settings.hub_cache),

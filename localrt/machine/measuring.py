@@ -18,7 +18,7 @@ from localrt.files import write_text
 from localrt.machine import hardware
 from localrt.offload.account import MEASURING_NBYTES
 from localrt.offload.planner.machine import MachineProfile, typical_machine
-from localrt.offload.planner.measure import WORKING_SET, known_machine, measure_machine
+from localrt.offload.planner.measure import WORKING_SET, is_busy, known_machine, measure_machine
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.settings import Settings
 from localrt.version import __version__
@@ -90,7 +90,8 @@ def _is_known(folder: Path, cache: Path, formats: list[str], memory: int) -> boo
     known, disks = _read(cache / "machine.json"), _read(cache / _DISKS)
     device = str(folder.stat().st_dev)
     return (
-        device in disks
+        not (known.get("busy") and not is_busy())
+        and device in disks
         and device in known.get("disks", {})
         and set(formats) <= set(known.get("kernels", {}))
         and known.get("working_set", WORKING_SET) >= memory

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from localrt.offload.planner.cards import (
     Card,
     find_card,
     measured_profile,
+    other_gpu,
     parse_bandwidth,
     parse_card,
 )
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.measure import known_machine, measure_machine
 from localrt.offload.planner.pc import parse_memory_speed, parse_pc
+from localrt.offload.reading.disk_speed import DiskProfile
 from localrt.option_names import option
 from localrt.quant.ops.cuda.rates import known_rates
 from localrt.quant.ops.native.abi import best_isa
@@ -39,7 +42,9 @@ __all__ = [
     "card_here",
     "hypothetical",
     "known_hardware",
+    "left_out",
     "machine_of",
+    "measured_here",
     "planned_machine",
     "unmeasured_machine",
     "with_card",
@@ -81,17 +86,41 @@ def machine_of(
     """
     given = None if ssd is None else parse_bandwidth(ssd)
     formats = {unit.format for unit in shape.units}
-    if best_isa() is None:
-        machine = typical_machine()
-        note = "the CPU kernels are not compiled: a typical desktop's rates are assumed"
-        return (machine if given is None else _with_disk(machine, given, "given")), note
-    if given is not None:
-        return _with_disk(_kernels(settings, formats, remeasure), given, "given"), ""
-    if _large_enough(path):
+    if given is None and best_isa() is not None and _large_enough(path):
         return machine_profile(path, settings, formats=formats, remeasure=remeasure)[1], ""
-    machine = _kernels(settings, formats, remeasure)
-    disk = hardware.measure_disk_read(settings.cache_dir).read_bytes_s
-    return _with_disk(machine, disk, "measured"), ""
+    machine, note = measured_here(settings, formats, remeasure=remeasure)
+    return (machine if given is None else _with_disk(machine, given, "given")), note
+
+
+def measured_here(
+    settings: Settings, formats: Iterable[str] = (), *, remeasure: bool = False
+) -> tuple[MachineProfile, str]:
+    """The same without a model: the disk is that of localrt's cache, by a file of its own."""
+    if best_isa() is None:
+        note = "the CPU kernels are not compiled: a typical desktop's rates are assumed"
+        return typical_machine(), note
+
+    def disk(folder: Path) -> DiskProfile:
+        read = hardware.measure_disk_read(folder).read_bytes_s
+        return replace(DiskProfile.assumed(), read_bytes_s=read)
+
+    try:
+        private_folder(settings.cache_dir)
+        machine = measure_machine(
+            settings.cache_dir,
+            cache=settings.cache_dir,
+            disk_speed=disk,
+            identity=fingerprint(),
+            formats=formats,
+            remeasure=remeasure,
+            sample=True,
+        )
+    except OSError as error:  # nothing can be written there, or the disk is full
+        note = (
+            f"this machine cannot be measured ({error.strerror or error}): typical rates are used"
+        )
+        return typical_machine(), note
+    return machine, ""
 
 
 def unmeasured_machine(path: Path, settings: Settings) -> MachineProfile:
@@ -103,18 +132,6 @@ def _large_enough(path: Path) -> bool:
     """Whether the model's own files can tell the speed of their disk."""
     files = [path] if path.is_file() else list(path.iterdir())
     return sum(each.stat().st_size for each in files if each.is_file()) >= _LEAST_SAMPLE
-
-
-def _kernels(settings: Settings, formats: set[str], remeasure: bool) -> MachineProfile:
-    private_folder(settings.cache_dir)
-    return measure_machine(
-        settings.cache_dir,
-        cache=settings.cache_dir,
-        disk_speed=None,
-        identity=fingerprint(),
-        formats=formats,
-        remeasure=remeasure,
-    )
 
 
 def _with_disk(machine: MachineProfile, ssd: float, source: str) -> MachineProfile:
@@ -150,26 +167,31 @@ def planned_machine(
         OptionError: a description that means nothing.
     """
     if wanted.pc is not None:
-        return (*_that_pc(wanted.pc, wanted), "")
+        return (*_that_pc(wanted.pc, wanted), left_out(wanted))
     machine, note = machine_of(path, settings, shape, ssd=wanted.ssd, remeasure=remeasure)
-    return (*_this_machine(machine, settings, wanted), note)
+    return (*_this_machine(machine, settings, wanted), note or left_out(wanted))
+
+
+def left_out(wanted: Hardware) -> str:
+    """A line about a GPU that was named and cannot be used; empty without one."""
+    parts = [wanted.gpu or "", *(wanted.pc or "").split(",")]
+    return next(filter(None, map(other_gpu, parts)), "")
 
 
 def known_hardware(settings: Settings, wanted: Hardware) -> tuple[MachineProfile, Budgets]:
-    """The same without a model, and without measuring: rates of this machine that are not known are
-    typical.
+    """The same without a model.
 
     Raises:
         OptionError: a description that means nothing.
     """
     if wanted.pc is not None:
         return _that_pc(wanted.pc, wanted)
-    machine = unmeasured_machine(settings.hub_cache, settings)
+    machine, _ = measured_here(settings)
+    if wanted.ssd is not None:
+        machine = _with_disk(machine, parse_bandwidth(wanted.ssd), "given")
     if machine.sources.get("cores") != "measured":
         cores = hardware.probe().cpu.usable_cores
         machine = _with_source(machine.with_cores(cores), cores="measured")
-    if wanted.ssd is not None:
-        machine = _with_disk(machine, parse_bandwidth(wanted.ssd), "given")
     return _this_machine(machine, settings, wanted)
 
 
@@ -228,6 +250,8 @@ def with_card(
     asked = None if wanted.gpu_memory is None else parse_size(wanted.gpu_memory)
     link = None if wanted.link is None else parse_bandwidth(wanted.link)
     here = card_here() if wanted.gpu is None else None
+    if wanted.gpu is not None and other_gpu(wanted.gpu):
+        return machine, 0
     if wanted.gpu is not None:
         card, source = parse_card(wanted.gpu), "typical"
         source = "given" if card.reached == 1.0 else source

@@ -29,6 +29,7 @@ from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch
 __all__ = [
     "DEFAULT_FORMATS",
     "WORKING_SET",
+    "is_busy",
     "known_machine",
     "measure_kernel",
     "measure_machine",
@@ -44,6 +45,7 @@ _BUDGET_S = 0.12  # of one rate
 _VERSION = 1
 _FILE = "machine.json"
 _UNKNOWN_DISK = (1e9, 0.0)
+_BUSY_PERCENT = 30.0
 
 
 def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | None:
@@ -65,6 +67,13 @@ def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | N
         return None
 
 
+def is_busy() -> bool:
+    """Whether others use the processor now, so that rates would come out too low."""
+    import psutil
+
+    return psutil.cpu_percent(interval=0.1) > _BUSY_PERCENT
+
+
 def measure_machine(
     folder: Path,
     *,
@@ -74,6 +83,7 @@ def measure_machine(
     formats: Iterable[str] = (),
     remeasure: bool = False,
     working_set: int = WORKING_SET,
+    sample: bool = False,
 ) -> MachineProfile:
     """The machine that reads weights from ``folder``; what ``cache`` knows is not measured again.
 
@@ -81,6 +91,8 @@ def measure_machine(
     library it makes the fingerprint. ``disk_speed`` is asked once for each disk; with None the disk
     is not measured, and the profile's figure means nothing until it is replaced. ``working_set`` is
     the memory to measure with: rates of a smaller one are measured again where there is more.
+    ``sample``: the disk's speed is that of a file for the purpose; a model's own files tell better.
+    Rates of a busy machine are marked, and measured again once it is not.
 
     Raises:
         MissingExtraError: the kernels are not compiled.
@@ -91,11 +103,15 @@ def measure_machine(
     fingerprint = [str(_VERSION), *identity, ops.isa, str(count), _library()]
     path = cache / _FILE
     known = {} if remeasure else _load(path, fingerprint)
+    if known.get("busy") and not is_busy():
+        known = {}
     if known.get("working_set", WORKING_SET) < working_set:
         known = {"disks": known["disks"]}
     kernels: dict[str, Any] = known.setdefault("kernels", {})
     wanted = {name for name in (*DEFAULT_FORMATS, *formats) if _measurable(name)}
     before = json.dumps(known)
+    if (wanted - kernels.keys() or "ram_bytes_s" not in known) and is_busy():
+        known["busy"] = True
     for name in sorted(wanted - kernels.keys()):
         kernels[name] = measure_kernel(ops, name, working_set)
     if "ram_bytes_s" not in known:
@@ -104,9 +120,10 @@ def measure_machine(
         known["attention"] = _measure_attention(ops)
     disks: dict[str, Any] = known.setdefault("disks", {})
     device = str(folder.stat().st_dev)
-    if disk_speed is not None and device not in disks:
+    is_sample = device in disks and len(disks[device]) > 2
+    if disk_speed is not None and (device not in disks or (is_sample and not sample)):
         rate = disk_speed(folder)
-        disks[device] = [rate.read_bytes_s, rate.cpu_s_per_byte]
+        disks[device] = [rate.read_bytes_s, rate.cpu_s_per_byte, *(["sample"] if sample else [])]
     if json.dumps(known) != before:
         known["working_set"] = min(known.get("working_set", working_set), working_set)
         _save(path, {**known, "fingerprint": fingerprint})
@@ -118,6 +135,7 @@ def _profile(
     known: dict[str, Any], name: str, disk: Sequence[float], threads: int
 ) -> MachineProfile:
     """The machine by what was measured of it; ``disk`` is bytes per second, CPU seconds a byte."""
+    source = "measured while busy" if known.get("busy") else "measured"
     return MachineProfile(
         name=name,
         ssd_bytes_s=disk[0],
@@ -127,7 +145,10 @@ def _profile(
         attention=KernelRate((1, 64), tuple(known["attention"])),
         call_s=known["call_s"],
         threads=threads,
-        sources=dict.fromkeys(("ssd_bytes_s", "ram_bytes_s", "kernels", "cores"), "measured"),
+        sources={
+            **dict.fromkeys(("ssd_bytes_s", "ram_bytes_s", "kernels"), source),
+            "cores": "measured",
+        },
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import localrt
 from localrt.cli import doctor
 from localrt.machine import hardware
 from localrt.quant.ops.cuda.card_file import CardFile
@@ -41,13 +42,13 @@ def test_json_says_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(tmp_path.iterdir()) == []  # looking makes nothing
 
 
-def test_the_full_report_measures_and_leaves_no_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_full_report_has_the_rates_that_plans_have(
+    capsys: pytest.CaptureFixture[str], quiet_machine: None
 ) -> None:
     report = _doctor(capsys, quick=False)
-    assert report["machine"]["memory_read_bytes_s"] > 0
-    assert report["machine"]["disk"]["read_bytes_s"] > 0
-    assert list((tmp_path / "LOCALRT_CACHE").iterdir()) == []
+    rates = localrt.plan("qwen3:8b", advise=False, ram="8GB").request.machine
+    assert report["machine"]["memory_read_bytes_s"] == rates.ram_bytes_s
+    assert report["machine"]["disk"]["read_bytes_s"] == rates.ssd_bytes_s
 
 
 def test_every_extra_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +110,7 @@ def test_a_folder_that_is_a_file_is_not_writable_and_not_fatal(
     monkeypatch.setenv("LOCALRT_CACHE", str(blocked))
     report = _doctor(capsys, quick=False)
     assert any("blocked is not writable" in line for line in report["advice"])
-    assert any("disk could not be measured" in line for line in report["advice"])
+    assert any("machine cannot be measured" in line for line in report["advice"])
 
 
 def test_quick_imports_nothing_heavy() -> None:

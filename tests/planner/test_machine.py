@@ -21,6 +21,7 @@ from localrt.offload.planner.cards import (
 from localrt.offload.planner.costs import Costs, expert_costs
 from localrt.offload.planner.machine import KernelRate, MachineProfile, typical_machine
 from localrt.offload.planner.measure import measure_machine
+from localrt.offload.reading.disk_speed import DiskProfile
 from tests.planner.models import RATE, machine, shape
 
 
@@ -88,7 +89,7 @@ def test_a_card_can_be_made_up() -> None:
     for bad in ("virtual:8GB", "virtual:8GB@12GB,1GB/s,1TFLOPS", "virtual:1GB@1GB/s,1GB/s,fast"):
         with pytest.raises(OptionError):
             parse_card(bad)
-    with pytest.raises(OptionError, match="from GTX 1660 to RTX 5090"):
+    with pytest.raises(OptionError, match="from GTX 1630 to RTX 5090"):
         parse_card("Voodoo 2")
     with pytest.raises(OptionError, match=r"did you mean .*RTX 4060"):
         parse_card("RTX 4065")
@@ -115,6 +116,7 @@ def test_measuring_is_done_once_for_one_machine(
     calls: list[str] = []
     monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(measure, "is_busy", lambda: False)
     real = measure.measure_kernel
     monkeypatch.setattr(
         measure,
@@ -157,9 +159,53 @@ def test_measuring_is_done_once_for_one_machine(
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["machine.json"]
 
 
+def test_rates_of_a_busy_machine_are_marked_and_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("localrt.quant.ops.native.ops")
+    monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
+
+    def source(*, busy: bool) -> str:
+        monkeypatch.setattr(measure, "is_busy", lambda: busy)
+        found = measure_machine(
+            tmp_path,
+            cache=tmp_path,
+            disk_speed=lambda _: _Disk(),  # type: ignore[arg-type,return-value]
+            identity=["cpu"],
+            working_set=8 << 20,
+        )
+        return found.sources["kernels"]
+
+    assert source(busy=True) == source(busy=True) == "measured while busy"
+    assert source(busy=False) == source(busy=True) == "measured"
+
+
+def test_a_models_own_files_tell_a_disks_speed_better_than_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("localrt.quant.ops.native.ops")
+    monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
+    monkeypatch.setattr(measure, "is_busy", lambda: False)
+
+    def speed(*, disk: float, sample: bool) -> float:
+        return measure_machine(
+            tmp_path,
+            cache=tmp_path,
+            disk_speed=lambda _: replace(DiskProfile.assumed(), read_bytes_s=disk),
+            identity=["cpu"],
+            working_set=8 << 20,
+            sample=sample,
+        ).ssd_bytes_s
+
+    assert speed(disk=1e9, sample=True) == speed(disk=2e9, sample=True) == 1e9
+    assert speed(disk=3e9, sample=False) == speed(disk=4e9, sample=True) == 3e9
+
+
 def test_a_measured_card_is_planned_with_what_was_measured() -> None:
     unit, expert = (
-        PlacedUnit(name="a", kind=kind, nbytes=1 << 20, macs=2_000_000, format="int4-g32")
+        PlacedUnit(name="a", kind=kind, nbytes=1 << 18, macs=2_000_000, format="int4-g32")
         for kind in ("mlp", "expert")
     )
     model = shape(layers=1, experts=8)
