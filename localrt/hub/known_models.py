@@ -9,6 +9,7 @@ names of their own in ``config.toml`` (``aliases.py``).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +18,17 @@ from typing import Any
 
 from localrt.hub.names import close_to
 
-__all__ = ["KNOWN_MODELS", "KnownModel", "close_names", "find_known", "known_repo"]
+__all__ = ["KNOWN_MODELS", "KnownModel", "close_names", "find_known", "known_repo", "repo_thinks"]
 
 _CONFIGS = Path(__file__).with_name("known_configs.json")
 _FIRST = "latest"  # a tag for the first of a family
+_THINKING = frozenset(
+    {
+        *("qwen3", "qwen3.5", "qwen3.6", "deepseek-r1", "gpt-oss", "smollm3"),
+        *("glm-4.7-flash", "nemotron-3-nano", "nemotron-nano"),
+    }
+)
+_THINKS = re.compile(r"thinking|reasoning|\bR1\b|QwQ|gpt-oss|magistral", re.IGNORECASE)
 
 _HUB = "https://huggingface.co"
 _GITHUB = "https://github.com"
@@ -217,6 +225,14 @@ def known_repo(repo: str) -> Mapping[str, Any] | None:
     """The published config of the model in this repository, where it is one of these."""
     found = (model for model in KNOWN_MODELS if model.repo.lower() == repo.lower())
     return next((model.config() for model in found), None)
+
+
+def repo_thinks(repo: str) -> bool:
+    """Whether the model in this repository thinks before it answers: answers then take longer."""
+    known = next((model for model in KNOWN_MODELS if model.repo.lower() == repo.lower()), None)
+    if known is not None:
+        return known.family in _THINKING
+    return _THINKS.search(repo) is not None
 
 
 def close_names(name: str, others: Iterable[str] = ()) -> list[str]:

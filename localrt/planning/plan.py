@@ -12,10 +12,13 @@ from typing import Literal
 from localrt.argument_names import known_arguments
 from localrt.errors import HubError, OptionError
 from localrt.hub.choosing import Offer
+from localrt.hub.known_models import repo_thinks
 from localrt.hub.names import looks_like_path, parse_hub_ref
 from localrt.hub.resolving import expand_name, offer_of
 from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan
+from localrt.offload.planner.estimate import estimate
 from localrt.offload.planner.plan import Change
+from localrt.offload.planner.verdict import Expected
 from localrt.option_names import option
 from localrt.planning.commands import with_commands
 from localrt.planning.contexts import largest_contexts
@@ -112,7 +115,9 @@ def plan(
     shape = shape_of(path, format)
     machine, budgets, note = planned_machine(path, settings, shape, wanted, remeasure=remeasure)
     offer = None if format is not None else _offer(str(model), path, settings, offline)
-    chosen = None if offer is None else recommend_on(offer, machine, budgets, ram=ram)
+    chosen = None
+    if offer is not None:
+        chosen = recommend_on(offer, machine, budgets, ram=ram, ctx=ctx)
     if offer is not None and chosen is not None:
         shape = _in_file(shape, offer, chosen)
         # A processor has rates of its own for the file's format.
@@ -132,10 +137,13 @@ def plan(
             f"the model has: answers may degrade{f'. {note}' if note else ''}"
         )
     found = make_plan(request, advise=advise)
+    if chosen is not None and (expected := estimate(request)) is not None:
+        found = _as_estimated(found, expected)
     found = replace(
         found,
         notes=(note, *found.notes) if note else found.notes,
         hypothetical=hypothetical(wanted),
+        thinks=repo_thinks(str(model)) or repo_thinks(expand_name(str(model), settings)),
         quantization="" if chosen is None else chosen.name,
     )
     if advise:
@@ -180,12 +188,26 @@ def _offer(model: str, path: Path, settings: Settings, offline: bool | None) -> 
     return offer if len(offer.sizes) > 1 and offer.config is not None else None
 
 
+def _as_estimated(plan: Plan, expected: Expected) -> Plan:
+    """``plan`` of a model that is not here with the figures that tables of models have."""
+    was, scale = plan.prediction, expected.tok_s / plan.tok_s
+    now = replace(
+        was,
+        tok_s=expected.tok_s,
+        ceiling_tok_s=max(was.ceiling_tok_s, expected.tok_s),
+        full_context_tok_s=scale * was.full_context_tok_s,
+        page_s=expected.wait_s,
+    )
+    changes = tuple(replace(each, tok_s=each.gain * expected.tok_s) for each in plan.changes)
+    return replace(plan, prediction=now, changes=changes)
+
+
 def _in_file(shape: ModelShape, offer: Offer, chosen: Recommendation) -> ModelShape:
     """The model in the file that was chosen for it."""
     if len(offer.sizes) == 1:  # as it was published
         return shape
     shape = sized(shape, chosen.name, offer.sizes[chosen.name])
-    return replace(shape, notes=(f"planned in {chosen.name}: {chosen.reason}",))
+    return replace(shape, notes=(f"of its files {chosen.name} is planned: {chosen.reason}",))
 
 
 def _given(plan: Plan, wanted: Hardware, ctx: int | None, format: str | None) -> dict[str, object]:

@@ -142,7 +142,7 @@ def _of_plan(plan: Plan) -> Preview:
         read_bytes=plan.read_bytes,
         copied_bytes=plan.copied_bytes,
         tok_s=plan.tok_s,
-        assumed=plan.request.machine.sources.get("kernels") != "measured",
+        assumed=plan.request.machine.sources.get("kernels") == "typical",
         verdict=str(plan.verdict),
     )
 

@@ -1,5 +1,5 @@
-"""Which of a repository's GGUF files to take: the largest that this machine answers with at reading
-speed.
+"""Which of a repository's GGUF files to take: the largest that is whole in GPU memory, else the
+best trade of what it loses against how fast it is.
 
 Sizes are known before anything is downloaded; how fast each is, is estimated from the model's
 published config, or from the size alone. No weight is read and nothing is measured.
@@ -7,23 +7,24 @@ published config, or from the size alone. No weight is read and nothing is measu
 
 from __future__ import annotations
 
+import math
 import re
-from bisect import bisect_left
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import pairwise
 
 from localrt.errors import CheckpointError, UnsupportedModelError
-from localrt.formatting import format_bytes, format_rate, parse_size
+from localrt.formatting import format_bytes, parse_size
 from localrt.hub.choosing import Offer
 from localrt.hub.files import DEFAULT_LABEL
-from localrt.hub.known_models import KnownModel
+from localrt.hub.known_models import KnownModel, repo_thinks
 from localrt.hub.names import HubRef
 from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import Budgets, MachineProfile, ModelShape, PlanRequest
 from localrt.offload.planner.estimate import estimate, outline, whole_nbytes
 from localrt.offload.planner.plan import Change
-from localrt.offload.planner.verdict import READING_TOK_S, Expected
+from localrt.offload.planner.verdict import READING_TOK_S, Expected, speed
 from localrt.offload.shapes import aligned
 from localrt.planning.inputs import budgets_of
 from localrt.planning.preview import machine_on_device, preview_size
@@ -32,11 +33,18 @@ from localrt.settings import Settings
 __all__ = ["Recommendation", "other_files", "recommend", "recommend_on", "sized", "usual_offer"]
 
 _CTX = 4096
+# What weights of so many bits lose: a share of perplexity, as measured on models of 0.1 to 1.5 B
+# (docs/quality.md). Larger ones lose less, in about these proportions.
+_LOSSES = ((3.0, 0.4), (3.9, 0.12), (4.9, 0.05), (5.7, 0.025), (6.6, 0.012), (8.5, 0.004))
+_WORTH = 4.0  # a loss of 1 % is worth as much as 4 % of what speed is good for
+_GOOD_BITS = 4  # files of fewer are for what is too slow in these
 _LEAST_GAIN = 1.05  # times as fast: less is not worth a line
 _MOST_BITS, _LEAST_BITS = 8, 3  # more are not seen in the answers, fewer are
 _BITS = re.compile(r"(?:I?Q|TQ|FP|BF|F)(\d+)")
 _NAMED_BITS = {"MXFP4": 4, "NVFP4": 4}
 _REPACKED = re.compile(r"_\d_\d_\d$")  # of one kind of processor
+_BESIDE = 0.9  # bits of scales, and of what a mix keeps in more
+_PLANNED, _PLANNED_BITS = "int4-g32", 4.5
 _FORMATS = {2: "q2_k", 3: "q3_k", 4: "int4-g32", 5: "int5-g32", 6: "int6-g32", 8: "int8-g32"}
 # Of a weight, in files of whole models: what repositories of GGUF files usually have.
 _USUAL_BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M": 3.9}
@@ -63,7 +71,7 @@ def recommend(
     gpu_memory: str | int | None = None,
     device: str = "auto",
 ) -> Recommendation:
-    """The largest of three to eight bits that reaches reading speed; else the fastest of four.
+    """The best of three to eight bits; where none reaches reading speed, one of four.
 
     ``ram``, ``gpu_memory`` and ``device`` are those of ``load``.
     """
@@ -73,27 +81,45 @@ def recommend(
 
 
 def recommend_on(
-    offer: Offer, machine: MachineProfile, budgets: Budgets, *, ram: str | int | None = None
+    offer: Offer,
+    machine: MachineProfile,
+    budgets: Budgets,
+    *,
+    ram: str | int | None = None,
+    ctx: int | None = None,
 ) -> Recommendation:
-    """The same on a machine within budgets; ``ram`` is for models of which only sizes are known."""
-    rate = _Rate(offer.sizes, offer.config, machine, budgets, ram)
+    """The same on a machine within budgets, for ``ctx`` tokens (None: 4,096); ``ram`` is for models
+    of which only sizes are known.
+    """
+    rate = _Rate(offer, machine, budgets, ram, ctx or _CTX)
     names = _candidates(offer.sizes)
-    where = "" if machine.sources.get("kernels") == "measured" else " on a typical machine"
-    # Smaller files are never slower, so that few of them need a look.
-    first = bisect_left(range(len(names)), True, key=lambda place: rate.reaches(names[place]))
-    if first < len(names):
-        name, too_slow = names[first], names[first - 1] if first else None
-        tok_s = rate(name)
-        return Recommendation(name, tok_s, _why(tok_s, too_slow, where), rate.expected.get(name))
+    where = " on a typical machine" if machine.sources.get("kernels") == "typical" else ""
+    name = _best(names, rate)
+    if name is not None:
+        return Recommendation(name, rate(name), _why(name, names, rate, where), rate.of(name))
     name = next((each for each in reversed(names) if (_bits(each) or 0) >= 4), names[-1])
     name = DEFAULT_LABEL if DEFAULT_LABEL in names and _bits(name) == 4 else name
     tok_s = rate(name)
     if not tok_s:
         return Recommendation(name, None, "none of its files fits the memory here")
-    speed = f"about {format_rate(tok_s)} tok/s{where}"
     slow = f"none of its files reaches reading speed ({READING_TOK_S:.0f} tok/s)"
-    why = f"{slow}; this one does {speed}"
-    return Recommendation(name, tok_s, why, rate.expected.get(name))
+    why = f"{slow}; this one does about {speed(tok_s)}{where}"
+    return Recommendation(name, tok_s, why, rate.of(name))
+
+
+def _best(names: list[str], rate: _Rate) -> str | None:
+    """Of ``names``, the largest first; None where none reaches reading speed."""
+    known = {name: found for name in names if (found := rate.of(name)) is not None}
+    if not known:  # sizes alone
+        return next((name for name in names if rate(name) is None or rate.is_quick(name)), None)
+    good = [name for name in known if (_bits(name) or _GOOD_BITS) >= _GOOD_BITS]
+    whole = (name for name in good if known[name].whole_on_gpu and known[name].is_quick)
+    if (name := next(whole, None)) is not None:
+        return name
+    quick = [name for name in known if known[name].tok_s >= READING_TOK_S]
+    # Fewer bits than four are worth it only where they make a model quick.
+    worth = [name for name in known if name in good or (name in quick and known[name].is_quick)]
+    return max(worth, key=rate.worth) if quick and worth else None
 
 
 def usual_offer(model: KnownModel) -> Offer:
@@ -148,16 +174,20 @@ def sized(shape: ModelShape, name: str, nbytes: int) -> ModelShape:
     return replace(shape, units=tuple(units))
 
 
-def _why(tok_s: float | None, too_slow: str | None, where: str) -> str:
-    if tok_s is None:
+def _why(name: str, names: list[str], rate: _Rate, where: str) -> str:
+    found = rate.of(name)
+    if found is None:
         return f"the largest of up to {_MOST_BITS} bits that fits the memory here"
-    speed = f"about {format_rate(tok_s)} tok/s{where}"
-    if too_slow is None:
-        return f"the largest of up to {_MOST_BITS} bits, {speed}"
-    return (
-        f"the largest that runs at reading speed ({READING_TOK_S:.0f} tok/s), {speed}; "
-        f"{too_slow} would be slower"
-    )
+    what = f"about {speed(found.tok_s)}{where}"
+    larger = names[names.index(name) - 1] if names.index(name) else None
+    if found.whole_on_gpu and found.is_quick:
+        why = "the largest that is whole in GPU memory" if larger else "whole in GPU memory"
+    elif larger is None:
+        return f"the largest of up to {_MOST_BITS} bits, {what}"
+    else:
+        why = "the best of quality and speed"
+    slower = rate.of(larger) if larger else None
+    return f"{why}, {what}" + (f"; {larger} would do {speed(slower.tok_s)}" if slower else "")
 
 
 def _candidates(sizes: Mapping[str, int]) -> list[str]:
@@ -182,52 +212,72 @@ def _bits(name: str) -> int | None:
 class _Rate:
     """Tokens per second of a file; None: it fits, and nothing more is known; 0: it does not."""
 
-    sizes: Mapping[str, int]
-    config: Mapping[str, Any] | None
+    offer: Offer
     machine: MachineProfile
     budgets: Budgets
     ram: str | int | None
+    ctx: int
     shape: ModelShape | None = None
     known: dict[str, float | None] = field(default_factory=dict)
     expected: dict[str, Expected] = field(default_factory=dict)
 
-    def reaches(self, name: str) -> bool:
-        """Whether it runs at reading speed, as far as can be told."""
-        tok_s = self(name)
-        return tok_s is None or tok_s >= READING_TOK_S
+    def is_quick(self, name: str) -> bool:
+        """Whether it runs at reading speed."""
+        return (self(name) or 0.0) >= READING_TOK_S
+
+    def of(self, name: str) -> Expected | None:
+        """What to expect of a file; None where it does not fit, or only its size is known."""
+        self(name)
+        return self.expected.get(name)
+
+    def worth(self, name: str) -> float:
+        """What its speed is good for, less what its bits lose. Speed that is enough for reading
+        counts half of what is without end.
+        """
+        found = self.expected[name]
+        bits = _PLANNED_BITS * self.offer.sizes[name] / whole_nbytes(self.outlined())
+        if (named := _bits(name)) is not None:  # tables of words are often larger than the rest
+            bits = min(bits, named + _BESIDE)
+        return found.tok_s / (found.tok_s + found.enough_tok_s) * math.exp(-_WORTH * _loss(bits))
 
     def __call__(self, name: str) -> float | None:
         if name not in self.known:
-            self.known[name] = self._estimated(name, self.sizes[name])
+            self.known[name] = self._estimated(name, self.offer.sizes[name])
         return self.known[name]
 
+    def outlined(self) -> ModelShape:
+        """The model in one format."""
+        assert self.shape is not None, "its config was read"
+        return self.shape
+
     def _estimated(self, name: str, nbytes: int) -> float | None:
-        shape = self._shape()
-        if shape is None:
+        if self.shape is None and self.offer.config is not None:
+            format = None if _as_published(self.offer) else _PLANNED
+            with suppress(UnsupportedModelError, CheckpointError):
+                self.shape = outline(self.offer.config, name="model", format=format)
+        if self.shape is None:
             found = preview_size(nbytes, ram=self.ram)
             return None if found.fits else found.tok_s or 0.0
-        if not self.as_published:
-            shape = sized(shape, name, nbytes)
-        ctx = min(_CTX, shape.context_length)
+        shape = self.shape if _as_published(self.offer) else sized(self.shape, name, nbytes)
+        ctx = min(self.ctx, shape.context_length)
         request = PlanRequest(shape=shape, machine=self.machine, budgets=self.budgets, ctx=ctx)
         expected = estimate(request)
         if expected is None:
             return 0.0
-        self.expected[name] = expected
+        self.expected[name] = replace(expected, thinks=repo_thinks(self.offer.repo))
         return expected.tok_s
 
-    @property
-    def as_published(self) -> bool:
-        """Whether the only file is in the format that the config names."""
-        quantized = None if self.config is None else self.config.get("quantization_config")
-        return len(self.sizes) == 1 and isinstance(quantized, Mapping)
 
-    def _shape(self) -> ModelShape | None:
-        """The model in one format; None where its config says too little."""
-        if self.config is not None and self.shape is None:
-            format = None if self.as_published else "int4-g32"
-            try:
-                self.shape = outline(self.config, name="model", format=format)
-            except (UnsupportedModelError, CheckpointError):
-                self.config = None
-        return self.shape
+def _as_published(offer: Offer) -> bool:
+    """Whether the only file is in the format that the config names."""
+    quantized = None if offer.config is None else offer.config.get("quantization_config")
+    return len(offer.sizes) == 1 and isinstance(quantized, Mapping)
+
+
+def _loss(bits: float) -> float:
+    """Of perplexity, between the points in proportion."""
+    for (low, more), (high, less) in pairwise(_LOSSES):
+        if bits <= high:
+            part = max(0.0, (bits - low) / (high - low))
+            return float(more * (less / more) ** part)
+    return _LOSSES[-1][1]

@@ -14,7 +14,7 @@ from localrt.hub.names import looks_like_path
 from localrt.offload.planner.explain import explain, figures, hypothetical_line
 from localrt.offload.planner.plan import Plan, expected_of
 from localrt.offload.planner.search import EVEN_EXPERTS
-from localrt.offload.planner.verdict import PROMPT_TOKENS, READING_TOK_S, speed
+from localrt.offload.planner.verdict import PROMPT_TOKENS, READING_TOK_S, UNITS, speed
 from localrt.planning.commands import typed
 from localrt.planning.published import Published
 
@@ -63,6 +63,7 @@ def _lines(plan: Plan, name: str, published: tuple[Published, ...]) -> Iterator[
     yield f"{called}: {format_count(shape.parameters)} parameters, {size}{kind}"
     yield from _wrapped(f"Forecast from {', '.join(figures(plan.request.machine))}, {_room(plan)}")
     yield f"{_prompt(plan)}."
+    yield UNITS
     if plan.command:
         yield ""
         yield "To run it there, type" if plan.hypothetical else "To run it, type"

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from localrt.formatting import format_bytes, format_rate, table
-from localrt.hub.known_models import KNOWN_MODELS, KnownModel
+from localrt.formatting import format_bytes, format_seconds, table
+from localrt.hub.known_models import KNOWN_MODELS, KnownModel, repo_thinks
 from localrt.offload.planner import Budgets, MachineProfile
 from localrt.offload.planner.explain import figures
-from localrt.offload.planner.verdict import Expected, Level
-from localrt.planning.inputs import Hardware, hypothetical, known_hardware
+from localrt.offload.planner.verdict import UNITS, Expected, Level, speed
+from localrt.planning.inputs import Hardware, hypothetical, known_hardware, left_out
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
 from localrt.settings import Settings
 
@@ -60,6 +60,7 @@ class WhatRuns:
     budgets: Budgets
     models: tuple[Runnable, ...]
     hypothetical: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def best(self) -> tuple[Runnable, ...]:
@@ -105,6 +106,13 @@ class WhatRuns:
             yield f"Too slow or too large: {', '.join(slow)}"
         yield f"Forecasts from {', '.join(figures(self.machine))}"
         yield f"{_memory(self.budgets)}; sizes of files are estimates."
+        yield UNITS
+        yield (
+            "FILE: the bits of a weight come first (Q4: about 4); fewer are smaller, faster and "
+            "less exact. FIRST TOKEN: of the answer to a page of text."
+        )
+        if self.note:
+            yield f"Note: {self.note}"
         yield ""
         first = best[0].model.name
         yield f"  localrt chat {first}    downloads it, and chats"
@@ -118,15 +126,19 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
         OptionError: a description of hardware that means nothing.
     """
     machine, budgets = known_hardware(settings, wanted)
-    found: dict[tuple[str, float], Recommendation] = {}  # some models differ in their weights alone
+    found: dict[
+        tuple[str, float, bool], Recommendation
+    ] = {}  # some models differ in their weights alone
     models = []
     for model in KNOWN_MODELS:
-        key = model.shape, model.parameters
+        key = model.shape, model.parameters, repo_thinks(model.repo)
         if key not in found:
             found[key] = recommend_on(usual_offer(model), machine, budgets)
         best = found[key]
         models.append(Runnable(model, best.name if best.expected else None, best.expected))
-    return WhatRuns(machine, budgets, tuple(sorted(models, key=_rank)), hypothetical(wanted))
+    return WhatRuns(
+        machine, budgets, tuple(sorted(models, key=_rank)), hypothetical(wanted), left_out(wanted)
+    )
 
 
 def _rank(each: Runnable) -> tuple[int, bool, float]:
@@ -140,8 +152,8 @@ def _row(each: Runnable) -> Iterable[str]:
     yield each.model.name
     yield each.quantization or ""
     yield format_bytes(each.expected.nbytes)
-    yield format_rate(each.expected.tok_s)
-    yield f"{each.expected.wait_s:.0f} s" if each.expected.wait_s >= 1 else "< 1 s"
+    yield speed(each.expected.tok_s).removesuffix(" tok/s")
+    yield format_seconds(each.expected.wait_s)
     yield each.expected.place
     yield _WORDS[each.level]
 

@@ -1,8 +1,9 @@
 """How long one unit takes on one resource of a machine: the only place where rates become seconds.
 
 Disk and link are bytes over bandwidth; the CPU follows its measured kernels, and so does a GPU that
-was measured; else it is a roofline, as the virtual accelerator charges it. It knows units and
-rates, not how tasks overlap.
+was measured; else it is a roofline, as the virtual accelerator charges it. Nothing is faster than
+its bytes over the rate of their memory, whatever a kernel measured at another time. It knows units
+and rates, not how tasks overlap.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ class Costs:
         if unit.macs == 0:
             return 0.0
         machine = self.machine
-        seconds = machine.call_s + unit.macs * machine.kernel(unit.format).at(rows)
+        seconds = max(
+            unit.macs * machine.kernel(unit.format).at(rows), unit.nbytes / machine.ram_bytes_s
+        )
+        seconds += machine.call_s
         if unit.kind == "attention" and unit.layer is not None:
             macs = self._attention_macs(unit.layer, rows)
             rate = machine.attention.at(min(rows, machine.attention.rows[-1]))
@@ -119,6 +123,7 @@ class Costs:
             seconds = unit.macs * rate.at(PACKED_ROWS) * rows / PACKED_ROWS
         else:
             seconds = unit.macs * rate.at(rows)
+        seconds = max(seconds, unit.nbytes / gpu.bytes_s)
         if unit.kind == "attention" and unit.layer is not None:
             nbytes, macs = self.kv_held(unit.layer), self._attention_macs(unit.layer, rows)
             seconds += seconds_of(nbytes, macs, 1)

@@ -53,7 +53,8 @@ def outline(config: Mapping[str, Any], *, name: str, format: str | None = None) 
 def estimate(request: PlanRequest) -> Expected | None:
     """Of the best plan for ``request``; None where nothing fits."""
     if request.uses_gpu and request.shape.off_card:
-        request = request.without_gpu()
+        found = estimate(request.without_gpu())
+        return found and replace(found, gpu_unused=True)
     request, rooms, _ = prepare(request)
     costs = request.costs()
     solved = [
@@ -76,6 +77,7 @@ def estimate(request: PlanRequest) -> Expected | None:
         read=round(sum(nbytes * use for where, nbytes, use in placed if where.read)),
         copied=round(sum(nbytes * use for where, nbytes, use in placed if where.copied)),
         on_card=sum(nbytes for where, nbytes, _ in placed if where is Where.VRAM),
+        by_cpu=round(sum(nbytes * use for where, nbytes, use in placed if where is Where.RAM)),
     )
 
 

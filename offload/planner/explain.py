@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import expm1
 
-from localrt.formatting import format_bytes, format_rate
+from localrt.formatting import format_bytes, format_rate, format_seconds
 from localrt.offload.account import Tier
 from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.plan import Plan, PlannedSize, PlanRequest
 from localrt.offload.planner.simulate import Resource
+from localrt.offload.planner.verdict import PROMPT_TOKENS, UNITS, speed
 from localrt.offload.shapes import ModelShape
 
 __all__ = ["explain", "figures", "hypothetical_line", "one_line"]
@@ -42,9 +43,9 @@ _KV_PLACES = {"ram": "in RAM", "vram": "in GPU memory", "ssd": "on the SSD"}
 def one_line(plan: Plan) -> str:
     """Rate, ceiling and bottleneck."""
     prediction = plan.prediction
-    ceiling = format_rate(prediction.ceiling_tok_s)
+    ceiling = speed(prediction.ceiling_tok_s)
     return (
-        f"{format_rate(prediction.tok_s)} tok/s predicted, {ceiling} at most with this placement; "
+        f"{speed(prediction.tok_s)} predicted, {ceiling} at most with this placement; "
         f"the {_RESOURCES[prediction.bottleneck]} is the bottleneck"
     )
 
@@ -90,11 +91,15 @@ def _lines(plan: Plan) -> Iterator[str]:
         yield ""
         yield "What would help most"
         for change in plan.changes:
-            yield f"  {format_rate(change.tok_s):>6} tok/s ({change.gain:.2g}x)  {change.what}"
+            yield f"  {speed(change.tok_s):>9} ({change.gain:.2g}x)  {change.what}"
     if plan.sizes:
         yield ""
         yield "Smaller weights"
         yield from _sizes(plan)
+    yield ""
+    yield UNITS
+    yield "Keys and values: what the model remembers of a conversation, for each token of it."
+    yield "Link: between RAM and GPU (PCIe). Pass: one way through the model, for each token."
     if plan.notes:
         yield ""
         yield "Notes"
@@ -138,7 +143,7 @@ def figures(machine: MachineProfile) -> Iterator[str]:
     yield figure("speed of the cores", "kernels")
     if machine.gpu is not None and machine.link_bytes_s is not None:
         yield f"{machine.gpu.name} with {rate('memory at', 'gpu', machine.gpu.bytes_s)}"
-        yield rate("link", "link_bytes_s", machine.link_bytes_s)
+        yield rate("link to it", "link_bytes_s", machine.link_bytes_s)
 
 
 def _placement(plan: Plan) -> Iterator[str]:
@@ -207,7 +212,8 @@ def _prediction(plan: Plan) -> Iterator[str]:
     if waits:
         yield f"computing waits {', '.join(waits)}"
     yield (
-        f"prompts at {format_rate(prediction.prefill_tok_s)} tok/s, "
+        f"a page of text ({PROMPT_TOKENS} tokens) is read in {format_seconds(prediction.page_s)}, "
+        f"long prompts at {format_rate(prediction.prefill_tok_s)} tok/s, "
         f"{plan.placement.prefill_rows} tokens a pass"
     )
     yield from _long_passes(plan)

@@ -40,7 +40,7 @@ def make_plan(request: PlanRequest, *, exact: bool = True, advise: bool = False)
             "cache is small as it is: use bf16 or int8"
         )
     if request.uses_gpu and (missing := request.shape.off_card):
-        note = f"the card is not used: of localrt's kernels for cards, {missing}"
+        note = f"the GPU is not used: this model needs localrt's own kernels, and {missing}"
         shape = replace(request.shape, notes=(*request.shape.notes, note))
         request = replace(request.without_gpu(), shape=shape)
     plan = find_plan(request, exact=exact)

@@ -13,7 +13,7 @@ from localrt.offload.placement import Placement, Where
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.simulate import Resource, Simulation
-from localrt.offload.planner.verdict import Expected, Verdict, judge
+from localrt.offload.planner.verdict import PROMPT_TOKENS, Expected, Verdict, judge
 from localrt.offload.shapes import KvFormat, ModelShape
 
 __all__ = [
@@ -40,7 +40,9 @@ class Prediction:
 
     ``ceiling_tok_s`` is what this placement allows with perfect overlap, ``bottleneck`` the
     busiest resource. ``tok_s`` holds for ``held`` tokens in the cache, ``full_context_tok_s``
-    for all. ``waits`` is the time of a pass that computing stood still, by what it waited for.
+    for all. ``page_s`` is how long a prompt of a page takes (``PROMPT_TOKENS``), which has fewer
+    rows than the passes of ``prefill_tok_s`` may have. ``waits`` is the time of a pass that
+    computing stood still, by what it waited for.
     """
 
     tok_s: float
@@ -48,6 +50,7 @@ class Prediction:
     bottleneck: Resource
     efficiency: float
     prefill_tok_s: float
+    page_s: float
     held: int
     full_context_tok_s: float
     nbytes: Mapping[str, float]
@@ -196,6 +199,7 @@ class Plan:
     where that is slow, the largest that is not. They are there where they were asked for.
     ``hypothetical`` names what was given and is not this machine's.
 
+    ``thinks``: the model thinks before it answers, and has to be faster to be good for chat.
     ``quantization`` names the file that was planned for, where a repository has several.
 
     Plans that ``localrt.plan`` made have texts too: ``command`` runs the model (empty where there
@@ -213,6 +217,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     contexts: tuple[PlannedContext, ...] = ()
     hypothetical: tuple[str, ...] = ()
+    thinks: bool = False
     quantization: str = ""
     command: str = ""
     report: str = field(default="", repr=False)
@@ -327,6 +332,7 @@ class Plan:
                 "experts": None if shape.experts is None else asdict(shape.experts),
             },
             "verdict": asdict(self.verdict),
+            "thinks": self.thinks,
             "quantization": self.quantization or None,
             "command": self.command,
             "ctx": request.ctx,
@@ -359,10 +365,14 @@ def expected_of(plan: Plan) -> Expected:
     shape, where = plan.request.shape, plan.placement.where
     return Expected(
         tok_s=plan.tok_s,
-        prefill_tok_s=plan.prefill_tok_s,
+        prefill_tok_s=PROMPT_TOKENS / plan.prediction.page_s,
         nbytes=plan.weight_bytes,
         needed=round(shape.pass_nbytes),
         read=plan.read_bytes,
         copied=plan.copied_bytes,
         on_card=sum(unit.nbytes for unit in shape.units if where[unit.name] is Where.VRAM),
+        by_cpu=round(
+            sum(unit.nbytes * unit.use for unit in shape.units if where[unit.name] is Where.RAM)
+        ),
+        thinks=plan.thinks,
     )

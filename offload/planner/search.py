@@ -19,6 +19,7 @@ from localrt.offload.placement import Placement
 from localrt.offload.planner.candidates import Candidate, Rooms, best_candidate, can_place
 from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
 from localrt.offload.planner.simulate import RESOURCES, simulate
+from localrt.offload.planner.verdict import PROMPT_TOKENS
 
 __all__ = ["EVEN_EXPERTS", "find_plan", "fits", "predicted_rate", "prepare"]
 
@@ -165,15 +166,16 @@ def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
     placement = best.placement
     steady = simulate(request.costs(), placement, keep_tasks=2)
     full = simulate(request.costs(held=request.ctx), placement)
-    prompt = simulate(
-        request.costs(
-            rows=placement.prefill_rows,
-            held=max(0, min(request.ctx, 512) - placement.prefill_rows) // 2,
-        ),
-        placement,
-        passes=2,
-        warm_up=1,
-    )
+
+    def prompt_seconds(rows: int) -> float:
+        """Of a pass of a prompt."""
+        held = max(0, min(request.ctx, 512) - rows) // 2
+        costs = request.costs(rows=rows, held=held)
+        return simulate(costs, placement, passes=2, warm_up=1).seconds
+
+    prompt = prompt_seconds(placement.prefill_rows)
+    page_rows = min(PROMPT_TOKENS, placement.prefill_rows)
+    page = prompt if page_rows == placement.prefill_rows else prompt_seconds(page_rows)
     tokens = request.sequences
     busy = steady.busy
     prediction = Prediction(
@@ -181,7 +183,8 @@ def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
         ceiling_tok_s=tokens / steady.bound,
         bottleneck=max(RESOURCES, key=lambda name: busy[name]),
         efficiency=steady.efficiency,
-        prefill_tok_s=placement.prefill_rows / prompt.seconds,
+        prefill_tok_s=placement.prefill_rows / prompt,
+        page_s=page * PROMPT_TOKENS / page_rows,
         held=request.held_tokens,
         full_context_tok_s=tokens / full.seconds,
         nbytes=dict(steady.nbytes),

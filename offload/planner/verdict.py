@@ -14,6 +14,8 @@ from localrt.formatting import format_bytes, format_rate, format_seconds
 __all__ = [
     "PROMPT_TOKENS",
     "READING_TOK_S",
+    "THINKING_TOK_S",
+    "UNITS",
     "USABLE_TOK_S",
     "Expected",
     "Level",
@@ -24,6 +26,15 @@ __all__ = [
 
 READING_TOK_S = 7.0
 """About as fast as people read."""
+
+THINKING_TOK_S = 20.0
+"""Of a model that thinks first: some hundred tokens of thoughts then take half a minute."""
+
+UNITS = (
+    "tok/s: tokens per second. A token is about three quarters of a word; people read about "
+    f"{READING_TOK_S:.0f} a second."
+)
+"""What every report that names them says of its units."""
 
 USABLE_TOK_S = 2.0
 """Below this a short answer takes minutes."""
@@ -47,7 +58,9 @@ _WORDS: dict[Level, str] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """Tokens per second of answers and prompts, and bytes: of all weights, of those that a token
-    needs, of what is read from the disk and copied to the card for it, and of what the card keeps.
+    needs, of what is read from the disk, copied to the card and computed by the CPU for it, and of
+    what the card keeps. ``thinks``: the model thinks before it answers. ``gpu_unused``: there is a
+    GPU that this model cannot use.
     """
 
     tok_s: float
@@ -57,6 +70,9 @@ class Expected:
     read: int = 0
     copied: int = 0
     on_card: int = 0
+    by_cpu: int = 0
+    thinks: bool = False
+    gpu_unused: bool = False
 
     @property
     def wait_s(self) -> float:
@@ -68,16 +84,37 @@ class Expected:
         """How good it is for chat."""
         if self.tok_s < USABLE_TOK_S or self.wait_s > _USABLE_WAIT_S:
             return "slow"
-        return "good" if self.tok_s >= READING_TOK_S and self.wait_s <= _GOOD_WAIT_S else "usable"
+        return "good" if self.is_quick and self.wait_s <= _GOOD_WAIT_S else "usable"
+
+    @property
+    def enough_tok_s(self) -> float:
+        """Tokens per second that keep nobody waiting."""
+        return THINKING_TOK_S if self.thinks else READING_TOK_S
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether answers keep nobody waiting."""
+        return self.tok_s >= self.enough_tok_s
+
+    @property
+    def whole_on_gpu(self) -> bool:
+        """Whether the card keeps and computes all that a token needs: the table of words, of which
+        it needs a row, may be in RAM.
+        """
+        elsewhere = self.read + self.copied + self.by_cpu
+        kept = self.on_card >= _WHOLE_SHARE * self.needed
+        return kept and elsewhere <= (1 - _WHOLE_SHARE) * self.needed
 
     @property
     def place(self) -> str:
         """Where the weights lie, in three words."""
         if self.read:
             return "partly on the SSD"
-        if self.on_card >= _WHOLE_SHARE * self.nbytes:
+        if self.whole_on_gpu:
             return "GPU memory"
-        return "GPU memory and RAM" if self.on_card else "RAM"
+        if self.on_card:
+            return "GPU memory and RAM"
+        return "RAM (not the GPU)" if self.gpu_unused else "RAM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +130,11 @@ class Verdict:
 
 def judge(expected: Expected) -> Verdict:
     """``"Good for chat: 23 tok/s, all of it in memory"``."""
-    level, slow = expected.level, expected.tok_s < READING_TOK_S
+    level, slow = expected.level, not expected.is_quick
     text = f"{_WORDS[level]}: {speed(expected.tok_s)}"
     text += f", because {_burden(expected)}" if slow else f", {_where(expected)}"
+    if expected.thinks and READING_TOK_S <= expected.tok_s < THINKING_TOK_S:
+        text += "; it thinks before it answers, which takes longer"
     if expected.wait_s > _GOOD_WAIT_S:
         text += f"; a page of text takes {format_seconds(expected.wait_s)} to read"
     return Verdict(level, text)
@@ -111,7 +150,7 @@ def speed(tok_s: float) -> str:
 def _where(expected: Expected) -> str:
     if expected.read:
         return _moved(expected)
-    if expected.on_card >= _WHOLE_SHARE * expected.nbytes:
+    if expected.whole_on_gpu:
         return "all of it in GPU memory"
     if expected.on_card:
         return f"{_of(expected.on_card, expected.nbytes)} in GPU memory, the rest in RAM"

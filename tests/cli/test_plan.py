@@ -97,13 +97,13 @@ def test_a_short_name_is_planned_in_the_file_that_chat_would_choose(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = as_json(capsys, "qwen3:8b", "--pc", "office-laptop")
-    assert report["verdict"]["text"].startswith("Good for chat: ")
-    assert (report["quantization"], report["command"]) == ("Q3_K_M", "localrt chat qwen3:8b")
-    assert report["model"]["weight_bytes"] == pytest.approx(8.2e9 * 3.9 / 8, rel=0.01)
+    assert report["verdict"]["text"].startswith("Usable for chat: ")
+    assert (report["quantization"], report["command"]) == ("Q4_K_M", "localrt chat qwen3:8b")
+    assert report["model"]["weight_bytes"] == pytest.approx(8.2e9 * 4.9 / 8, rel=0.01)
     roomy = as_json(capsys, "qwen3:8b", "--pc", "gaming-pc")
-    assert roomy["quantization"] == "Q8_0"
+    assert roomy["quantization"] == "Q6_K"
     commands = [change["command"] for change in roomy["changes"]]
-    assert "localrt chat unsloth/Qwen3-8B-GGUF:Q6_K" in commands
+    assert "localrt chat unsloth/Qwen3-8B-GGUF:Q5_K_M" in commands
     assert as_json(capsys, "qwen3:8b", "--format", "int4-g32")["quantization"] is None
 
 

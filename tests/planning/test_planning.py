@@ -63,7 +63,7 @@ def test_this_machines_card_has_the_rates_that_were_measured(
         assert not each.gpu.kernels
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
     found = localrt.plan(folder, format="int4-g32", advise=False)
-    assert "memory at 250 GB/s (measured), link 12 GB/s (measured)" in found.details
+    assert "memory at 250 GB/s (measured), link to it 12 GB/s (measured)" in found.details
 
 
 def test_a_whole_pc_and_what_replaces_parts_of_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Of a repository's GGUF files, the largest that this machine answers with at reading speed."""
+"""Of a repository's GGUF files, the one that a PC runs best."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from pathlib import Path
 import pytest
 
 from localrt.hub.choosing import Offer
-from localrt.hub.known_models import find_known
-from localrt.offload.planner.verdict import READING_TOK_S
+from localrt.hub.known_models import find_known, repo_thinks
+from localrt.offload.planner.verdict import READING_TOK_S, THINKING_TOK_S, judge, speed
 from localrt.planning import recommending
-from localrt.planning.recommending import recommend
+from localrt.planning.inputs import Hardware, known_hardware
+from localrt.planning.recommending import recommend, recommend_on
 from localrt.settings import Settings
 
-BITS = {"Q2_K": 3.0, "Q3_K_M": 3.9, "Q4_K_M": 4.85, "Q6_K": 6.6, "Q8_0": 8.5, "BF16": 16.0}
+BITS = {
+    "Q2_K": 3.0,
+    "Q3_K_M": 3.9,
+    "Q4_K_M": 4.85,
+    "Q5_K_M": 5.7,
+    "Q6_K": 6.6,
+    "Q8_0": 8.5,
+    "BF16": 16.0,
+}
 CARD = "virtual:8GB@12GB/s,256GB/s,20TFLOPS"
 
 
@@ -35,19 +44,90 @@ def offer(name: str, *, config: bool = True) -> Offer:
     return Offer(known.repo, sizes, known.config() if config else None)
 
 
-def test_a_small_model_has_eight_bits(settings: Settings) -> None:
-    found = recommend(offer("llama3.2:1b"), settings, ram="8GB", device="cpu")
-    assert found.name == "Q8_0"
-    assert found.tok_s is not None
-    assert found.tok_s > READING_TOK_S
-    assert "about" in found.reason
+@pytest.mark.parametrize(
+    ("model", "pc", "best"),
+    [
+        # Whole in GPU memory: the largest that is.
+        ("llama3.2:3b", "RTX 4060, 32GB", "Q8_0"),
+        ("llama3.1:8b", "RTX 4060, 32GB", "Q6_K"),
+        ("qwen3:8b", "RTX 4060, 32GB", "Q6_K"),
+        ("qwen3.5:9b", "RTX 3060, 32GB", "Q8_0"),
+        ("lfm2:8b", "RTX 4060, 32GB", "Q6_K"),
+        ("llama3.2:3b", "GTX 1650, 16GB", "Q6_K"),
+        ("llama3.2:1b", "RTX 4050, 16GB", "Q8_0"),
+        ("qwen2.5:14b", "RTX 3060 12GB, 32GB", "Q5_K_M"),
+        ("qwen2.5:14b", "RTX 4080, 32GB", "Q6_K"),
+        ("qwen2.5-coder:32b", "RTX 4090, 64GB", "Q4_K_M"),
+        ("mistral-small3.2:24b", "RTX 4090, 64GB", "Q6_K"),
+        # Partly in RAM: what bits lose against what they cost in speed.
+        ("qwen3:30b", "RTX 4060, 32GB DDR4", "Q5_K_M"),
+        ("qwen3:30b", "RTX 4060, 32GB", "Q5_K_M"),
+        ("qwen3-coder:30b", "RTX 3060 12GB, 64GB", "Q6_K"),
+        ("qwen2.5:14b", "RTX 4060, 32GB", "Q4_K_M"),
+        ("qwen2.5:14b", "RTX 2080, 32GB", "Q4_K_M"),
+        # By the CPU.
+        ("llama3.2:1b", "16GB DDR4", "Q6_K"),
+        ("llama3.2:3b", "16GB DDR4", "Q5_K_M"),
+        ("llama3.1:8b", "32GB DDR5, no GPU", "Q5_K_M"),
+        ("llama3.1:8b", "16GB DDR4, 4 cores", "Q5_K_M"),
+        ("qwen3:30b", "32GB DDR5", "Q5_K_M"),
+        ("llama3.3:70b", "16GB", "Q4_K_M"),
+    ],
+)
+def test_best_file(model: str, pc: str, best: str) -> None:
+    machine, budgets = known_hardware(Settings.from_environment({}), Hardware(pc=pc))
+    found = recommend_on(offer(model), machine, budgets)
+    assert found.name == best, found.reason
+    assert found.expected is not None
+    assert speed(found.expected.tok_s) in found.reason
 
 
-def test_a_larger_one_fewer_and_the_reason_names_what_would_be_slower(settings: Settings) -> None:
-    found = recommend(offer("qwen3:30b"), settings, ram="24GB", device="cpu")
-    assert found.name in ("Q4_K_M", "Q6_K")
-    assert "reading speed (7 tok/s)" in found.reason
-    assert "would be slower" in found.reason
+@pytest.mark.parametrize("pc", ["RTX 4060, 32GB DDR4", "RTX 4060, 32GB", "32GB DDR5", "16GB DDR4"])
+@pytest.mark.parametrize("model", ["qwen3:30b", "qwen2.5:14b", "llama3.1:8b", "qwen3:8b"])
+def test_nothing_larger_is_nearly_as_fast_and_nothing_smaller_much_faster(
+    model: str, pc: str
+) -> None:
+    machine, budgets = known_hardware(Settings.from_environment({}), Hardware(pc=pc))
+    files = offer(model)
+    found = recommend_on(files, machine, budgets)
+    alone = {
+        name: recommend_on(Offer(files.repo, {name: size}, files.config), machine, budgets)
+        for name, size in files.sizes.items()
+        if 4 <= BITS[name] <= 8.5
+    }
+    for name, other in alone.items():
+        if other.tok_s and found.tok_s and BITS[name] < BITS[found.name] and found.tok_s < 20:
+            assert other.tok_s < 2 * found.tok_s
+        if other.tok_s and found.tok_s and BITS[name] > BITS[found.name]:
+            assert other.tok_s < 0.95 * found.tok_s
+
+
+def test_thinking_models_need_more_than_reading_speed() -> None:
+    machine, budgets = known_hardware(Settings.from_environment({}), Hardware(pc="RTX 4060, 32GB"))
+    plain, thinks = (
+        recommend_on(offer(name), machine, budgets).expected
+        for name in ("qwen2.5:14b", "deepseek-r1:14b")
+    )
+    assert plain is not None
+    assert thinks is not None
+    assert READING_TOK_S < thinks.tok_s < THINKING_TOK_S
+    assert (plain.level, thinks.level) == ("good", "usable")
+    assert "thinks before it answers" in str(judge(thinks))
+
+
+@pytest.mark.parametrize(
+    ("repo", "thinks"),
+    [
+        ("unsloth/Qwen3-8B-GGUF", True),
+        ("unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF", False),
+        ("bartowski/DeepSeek-R1-Distill-Qwen-14B-GGUF", True),
+        ("someone/QwQ-32B-GGUF", True),
+        ("someone/Qwen3-4B-Thinking-2507-GGUF", True),
+        ("bartowski/Qwen2.5-7B-Instruct-GGUF", False),
+    ],
+)
+def test_models_that_think(repo: str, thinks: bool) -> None:
+    assert repo_thinks(repo) is thinks
 
 
 def test_a_card_makes_room_for_more(settings: Settings) -> None:
@@ -65,7 +145,7 @@ def test_where_none_is_fast_enough_four_bits_are_taken_and_it_is_said(settings: 
 
 def test_without_a_config_what_fits_the_memory_counts(settings: Settings) -> None:
     found = recommend(offer("llama3.1:8b", config=False), settings, ram="6GB", device="cpu")
-    assert found.name == "Q4_K_M"
+    assert found.name == "Q5_K_M"
     assert found.reason == "the largest of up to 8 bits that fits the memory here"
 
 

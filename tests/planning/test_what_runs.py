@@ -39,10 +39,13 @@ def test_every_model_once_the_best_first(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(found.machine.sources.values()) <= {"given", "typical"}
 
 
-def test_this_machine_is_not_measured_for_it() -> None:
+@pytest.mark.usefixtures("quiet_machine")
+def test_this_machine_has_the_rates_that_plans_have() -> None:
     found = what_runs(Hardware(ram="8GB"), Settings.from_environment())
-    assert found.machine.sources["kernels"] == "typical"
-    assert found.machine.sources["cores"] == "measured"
+    plan = localrt.plan("llama3.2:3b", ram="8GB", advise=False)
+    assert found.machine.ssd_bytes_s == plan.request.machine.ssd_bytes_s
+    assert found.machine.kernels == plan.request.machine.kernels
+    assert found.machine.sources["kernels"] == "measured"
     assert found.hypothetical in ((), ("--ram",))  # as this machine has them or not
     assert "What this PC runs well" in found.report() or found.hypothetical
 

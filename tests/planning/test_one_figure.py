@@ -1,0 +1,120 @@
+"""One figure for one thing: tables, pages, notes and details say the same."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import localrt
+from localrt.offload.planner import Budgets, PlanRequest, make_plan
+from localrt.offload.planner.estimate import estimate
+from localrt.offload.planner.machine import KernelRate, MachineProfile
+from localrt.offload.planner.plan import expected_of
+from localrt.offload.planner.verdict import speed
+from localrt.planning.inputs import Hardware
+from localrt.planning.what_runs import what_runs
+from localrt.settings import Settings
+from tests.planner.models import machine, shape
+
+PCS = ("RTX 4060, 32GB", "16GB DDR4", "GTX 1650, 16GB")
+MB = 1_000_000
+
+
+@pytest.mark.usefixtures("quiet_machine")
+@pytest.mark.parametrize("pc", PCS)
+@pytest.mark.parametrize("name", ["qwen2.5:14b", "llama3.1:8b", "gemma4:e4b"])
+def test_table_page_note_and_details(name: str, pc: str) -> None:
+    found = what_runs(Hardware(pc=pc), Settings.from_environment())
+    row = next(each for each in found.models if each.model.name == name)
+    plan = localrt.plan(name, pc=pc)
+    assert row.expected is not None
+    assert plan.tok_s == pytest.approx(row.expected.tok_s)
+    assert expected_of(plan).wait_s == pytest.approx(row.expected.wait_s)
+    assert plan.quantization == row.quantization
+    assert plan.verdict.level == row.level
+    figure = speed(plan.tok_s)
+    assert figure in plan.report.splitlines()[0]
+    assert f"{figure} predicted" in plan.details
+    (planned,) = (note for note in plan.notes if "of its files" in note)
+    assert figure in planned
+    (page,) = set(re.findall(r"A?a? ?page of text \(500 tokens\) is read in ([^.,]*)", plan.report))
+    assert f"a page of text (500 tokens) is read in {page}" in plan.details
+    if row in found.best:
+        cells = next(line for line in found.report().splitlines() if line.startswith(f"{name} "))
+        assert figure.removesuffix(" tok/s") in cells.split()
+
+
+@st.composite
+def measured(draw: st.DrawFn) -> MachineProfile:
+    """A machine whose kernels were measured at another time than its memory."""
+    here = machine(gpu=draw(st.booleans()), ssd=draw(st.sampled_from([0.2e9, 3e9])))
+    times = draw(st.floats(0.1, 4))
+    kernels = {
+        name: KernelRate(rate.rows, tuple(times * each for each in rate.seconds))
+        for name, rate in here.kernels.items()
+    }
+    gpu = here.gpu and replace(here.gpu, kernels=draw(st.sampled_from([{}, kernels])))
+    ram = draw(st.sampled_from([8e9, 30e9, 90e9]))
+    return replace(here, kernels=kernels, gpu=gpu, ram_bytes_s=ram)
+
+
+@given(
+    here=measured(),
+    experts=st.sampled_from([0, 0, 16]),
+    layers=st.integers(1, 6),
+    mlp=st.integers(500, 20_000),
+    ram=st.sampled_from([200, 400, 2_000]),
+    vram=st.sampled_from([0, 100, 400]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_forecast_never_exceeds_bytes_over_its_own_rate(
+    here: MachineProfile, experts: int, layers: int, mlp: int, ram: int, vram: int
+) -> None:
+    model = shape(layers=layers, mlp=4096 * mlp, experts=experts)
+    budgets = Budgets(ram=ram * MB, vram=vram * MB, process=20 * MB, cuda_context=0)
+    request = PlanRequest(shape=model, machine=here, budgets=budgets, ctx=256)
+    found = estimate(request)
+    try:
+        plan = make_plan(request, exact=False)
+    except localrt.MemoryBudgetError:
+        assert found is None
+        return
+    assert found is not None
+    for expected in (found, expected_of(plan)):
+        least = max(expected.read / here.ssd_bytes_s, expected.by_cpu / here.ram_bytes_s)
+        if here.gpu is not None and expected.on_card >= expected.needed:
+            least = max(least, expected.needed / here.gpu.bytes_s)
+        assert expected.tok_s <= 1.001 / least
+    assert plan.tok_s <= 1.001 * plan.ceiling_tok_s
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_every_unit_is_explained_where_it_stands() -> None:
+    pc = "RTX 4060, 32GB"
+    plan = localrt.plan("qwen2.5:14b", pc=pc)
+    table = what_runs(Hardware(pc=pc), Settings.from_environment()).report()
+    for text in (plan.report, plan.details, table):
+        assert text.count("tok/s: tokens per second. A token is about three quarters of") == 1
+        assert not re.search(r"\b[KMG]iB\b", text)
+    assert "Q4: about 4" in table
+    assert "Keys and values: what the model remembers" in plan.details
+    assert "Link: between RAM and GPU" in plan.details
+
+
+@pytest.mark.usefixtures("quiet_machine")
+@pytest.mark.parametrize(
+    ("pc", "place"), [("RTX 4060, 32GB", "RAM (not the GPU)"), ("32GB", "RAM")]
+)
+def test_a_gpu_that_a_model_cannot_use_is_marked(pc: str, place: str) -> None:
+    found = what_runs(Hardware(pc=pc), Settings.from_environment())
+    row = next(each for each in found.models if each.model.name == "gemma4:e4b")
+    assert row.expected is not None
+    assert row.expected.place == place
+    said = (
+        "the GPU is not used: this model needs localrt's own kernels, and they do not norm values"
+    )
+    assert (said in localrt.plan("gemma4:e4b", pc=pc, advise=False).notes) == ("GPU" in place)
