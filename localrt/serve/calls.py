@@ -232,14 +232,13 @@ def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
     found: list[Message] = []
     called = ""  # the id of the last call that had none of its own
     for number, message in enumerate(given):
-        role = "system" if message["role"] == "developer" else message["role"]
-        content = message.get("content")
+        role, content = message["role"], message.get("content")
         if role in ("tool", "function"):
             shown: Message = {"role": "tool", "content": text_of(content, note, "\n")}
             shown |= {"tool_call_id": called} if role == "function" else {}
         else:
             parts = messages_of(role, content, note, between="\n")
-            if not parts or parts[-1]["role"] != role:
+            if not parts or (role == "assistant" and parts[-1]["role"] != role):
                 parts.append({"role": role, "content": message.get("refusal") or ""})
             *before, shown = parts
             found += before

@@ -500,7 +500,6 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
             HI,
             says("", called("look", '{"at": "a"}'), reasoning_content="Hm."),
             result("done"),
-            {"role": "user", "content": ""},
         ],
     ),
     # LangChain: thoughts and calls as parts, and the calls once more; qwen-code: a picture that a
@@ -599,7 +598,7 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
             {"role": "tool", "tool_call_id": "c1", "content": "done"},
         ],
         [
-            {"role": "system", "content": "Be brief."},
+            {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": "What is it?\n\n[image left out]\n\n[image left out]"},
             says("", called("look", '{"a": 1}')),
             result("done", name="look"),

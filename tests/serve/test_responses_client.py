@@ -170,7 +170,7 @@ def test_items_become_messages() -> None:
     assert (said["content"], said["reasoning_content"]) == ("So", "Hm")
     assert [call["id"] for call in said["tool_calls"]] == ["1", "2"]
     assert result == {"role": "tool", "tool_call_id": "1", "content": "one"}
-    assert told == {"role": "system", "content": "Brief."}
+    assert told == {"role": "developer", "content": "Brief."}
 
 
 @pytest.mark.parametrize(

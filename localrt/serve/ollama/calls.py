@@ -137,8 +137,7 @@ def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
     messages: list[Message] = []
     waiting: list[tuple[str, str]] = []  # ids and names of calls that have no result yet
     for number, message in enumerate(given, 1):
-        role = "system" if message["role"] == "developer" else message["role"]
-        content = message.get("content")
+        role, content = message["role"], message.get("content")
         parts = content if isinstance(content, list) else [content or ""]
         content = text_of([*parts, *_images(message)], note)
         shown: Message = {"role": role, "content": content}

@@ -99,9 +99,9 @@ def conversation(items: Sequence[Fields], note: Note = unnoted) -> list[Message]
     for item in items:
         kind = item.get("type") or "message"
         if kind == "message":
-            role = str(item.get("role") or "user")
-            role = "system" if role == "developer" else role
-            found = messages_of(role, item.get("content"), note, between="\n")
+            found = messages_of(
+                str(item.get("role") or "user"), item.get("content"), note, between="\n"
+            )
         elif kind == "additional_tools":
             continue
         elif kind == "tool_search_output":
