@@ -129,6 +129,6 @@ _FLAGS = {
 _NO_FLAGS = frozenset(
     {
         *("context_tokens", "ignore_eos", "line_seconds", "logit_bias", "logprobs", "min_indent"),
-        *("token_ids", "tool_choice", "tree_depth"),
+        *("parallel_tool_calls", "token_ids", "tool_choice", "tree_depth"),
     }
 )

@@ -335,7 +335,7 @@ class RequestBuilder:
         if options.forces_a_call:
             choice = offer.named(options.tool_choice)
             functions = functions_to_call(choice, offer.functions)
-            several = choice == "required"
+            several = choice == "required" and options.parallel_tool_calls
             return grammars.call(syntax.forced, functions, several=several)
         if options.json_schema is None:
             return grammars.constraint(options)

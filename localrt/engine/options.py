@@ -47,8 +47,8 @@ class Options:
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
     llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a
     stop string cuts it short. Beside tools, a schema binds what is no call.
-    ``tool_choice`` says whether the model calls a tool: ``"auto"``, ``"none"``, ``"required"``, or
-    the name of the one that it has to call.
+    ``tool_choice`` says whether the model calls a tool: ``"auto"``, ``"none"``, ``"required"`` (one
+    call with ``parallel_tool_calls=False``), or the name of the one that it has to call.
     ``thinking`` switches a model's thinking on (``True``, ``"on"``) or off; ``"low"``,
     ``"medium"`` and ``"high"`` say how much, to models that can be told. After
     ``thinking_tokens`` of thinking, the thinking is ended and the answer begins; 0 is off. A model
@@ -75,6 +75,7 @@ class Options:
     thinking: bool | Effort | None = None
     thinking_tokens: int | None = None
     tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
     adapter: str | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
@@ -92,10 +93,9 @@ class Options:
             )
         if self.line_seconds is not None:
             check_number("line_seconds", self.line_seconds, 0.0, 1e9)
-        if not isinstance(self.ignore_eos, bool):
-            raise OptionError(
-                f"{option('ignore_eos')} must be true or false, is {self.ignore_eos!r}"
-            )
+        for name in ("ignore_eos", "parallel_tool_calls"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise OptionError(f"{option(name)} must be true or false, is {value!r}")
         for name in ("regex", "grammar"):
             text = getattr(self, name)
             if text is not None and not (isinstance(text, str) and text):

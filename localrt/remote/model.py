@@ -44,6 +44,7 @@ _SENT = (
 _THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 # Of no use elsewhere, and what they are when nobody chose.
 _HERE = {"draft": "auto", "tree_budget": None, "tree_depth": None, "overflow": "error"}
+_HERE |= {"parallel_tool_calls": True}
 _HERE |= dict.fromkeys(("context_tokens", "regex", "logprobs", "min_indent", "line_seconds"))
 
 

@@ -76,11 +76,12 @@ class Call:
     def submissions(self) -> list[dict[str, Any]]:
         """The arguments of every answer, choices of a prompt side by side."""
         seed = self.options.get("seed")
+        one = {} if self.parallel_tools else {"parallel_tool_calls": False}
         found = []
         for prompt in self.prompts:
             for choice in range(self.choices):
                 own = {} if seed is None else {"seed": (seed + choice) % SEEDS}
-                found.append({**prompt, **self.options, **own})
+                found.append({**prompt, **self.options, **one, **own})
         return found
 
 

@@ -909,6 +909,7 @@ PATCH = {
 def test_custom_tool_of_a_chat_is_called(server: Running) -> None:
     pytest.importorskip("llguidance", reason="needs the structured extra")
     wanted = {"max_tokens": 300, "temperature": 0, "tool_choice": "required"}
+    wanted["parallel_tool_calls"] = False
     grammar = {**PATCH, "format": {"type": "grammar", "grammar": PATCH["format"]}}
     tools = [{"type": "custom", "custom": grammar}]
     status, got, _ = server.chat(tools=tools, **wanted)

@@ -282,6 +282,7 @@ def test_a_tool_that_must_be_called_is_called(bound: Any) -> None:
             messages=HI,
             tools=TOOLS,
             tool_choice=choice,
+            parallel_tool_calls=False,
             stream=stream,
             max_tokens=300,
             temperature=0,

@@ -35,7 +35,12 @@ RED = {
     "required": ["colour"],
     "additionalProperties": False,
 }
-FORCED: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "max_output_tokens": 300}
+ONE_CALL: dict[str, Any] = {
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "max_output_tokens": 300,
+}
+FORCED: dict[str, Any] = {"tools": TOOLS, **ONE_CALL}
 
 
 def client_of(server: Running) -> Any:
@@ -254,7 +259,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("tool", "expected"), CALLS)
 def test_call_has_the_type_of_its_tool(client: Any, tool: Any, expected: Any) -> None:
     pytest.importorskip("llguidance", reason="needs the structured extra")
-    fields = {**GREEDY, "tools": [tool], "tool_choice": "required", "max_output_tokens": 300}
+    fields = {**GREEDY, **ONE_CALL, "tools": [tool]}
     got = client.responses.create(input="hi", **fields)
     (call,) = [item.model_dump() for item in got.output]
     assert {name: call[name] for name in expected} == expected
