@@ -7,43 +7,15 @@ as ``Model.logits`` does.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from math import nan
 
 from localrt.api import Model
 from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, Metrics, TokenLogprob
 from localrt.errors import CancelledError, OptionError
-from localrt.live import AsyncAnswer
 
-__all__ = ["EchoedAnswer", "echo_of"]
-
-
-class EchoedAnswer(AsyncIterator[Chunk]):
-    """``echo``, and then the chunks of ``answer``; without an answer the echo is all."""
-
-    def __init__(self, echo: Chunk, answer: AsyncAnswer | None) -> None:
-        self._answer = answer
-        self._first: Chunk | None = echo if answer else replace(echo, finish_reason="length")
-
-    async def __anext__(self) -> Chunk:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        if self._answer is None:
-            raise StopAsyncIteration
-        return await anext(self._answer)
-
-    @property
-    def over(self) -> bool:
-        """Whether all has been read."""
-        return self._first is None and (self._answer is None or self._answer.over)
-
-    def cancel(self) -> None:
-        """See ``AsyncAnswer``."""
-        if self._answer is not None:
-            self._answer.cancel()
+__all__ = ["echo_of"]
 
 
 def echo_of(

@@ -9,29 +9,29 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import defaultdict
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
     Hashable,
-    Sequence,
 )
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from localrt.answering.streams import joined
-from localrt.engine.types import Chunk
+from localrt.engine.types import Chunk, FinishReason
 from localrt.errors import CancelledError, ContextOverflowError
 from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call
-from localrt.serve.echo import EchoedAnswer, echo_of
+from localrt.serve.echo import echo_of
 from localrt.serve.errors import JsonResponse, failure, invalid
 from localrt.serve.replies import Reply, TokenBytes
 from localrt.serve.served import ServedModel
@@ -40,7 +40,6 @@ from localrt.serve.service import Service
 __all__ = ["answer", "prompt_tokens", "until_gone"]
 
 T = TypeVar("T")
-AnyAnswer: TypeAlias = AsyncAnswer | EchoedAnswer
 
 _SILENT_S = 15.0  # that a stream may be
 _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
@@ -69,33 +68,11 @@ async def answer(
     if count > most:
         field = "n" if call.choices > 1 else "prompt"
         raise invalid(f"{count} answers in one request: {most} are the most", field)
-    submissions = call.submissions()
-    found = service.models.find(call.model).name
+    work = _Work(service, call, began)
     async with AsyncExitStack() as stack:
-        stack.enter_context(service.admitted(len(submissions)))
-        used = await stack.enter_async_context(AsyncExitStack())
-        tokens, answers = _LateTokenizer(), list[AnyAnswer]()
-        stack.callback(_ended, service, answers)
-
-        async def prepare() -> None:
-            served = await used.enter_async_context(service.using(call.model))
-            tokens.served = served
-            adapting = _adapting(served, found)
-            served.check_options(**call.options)
-            echoes = await _echoes(served, call, adapting.get("adapter"))
-            for number, one in enumerate(submissions):
-                submitted = None
-                if not call.only_reads:
-                    client = _client(request)
-                    submitted = await served.live.asubmit(client=client, **one, **adapting)
-                if echoes:
-                    answers.append(EchoedAnswer(echoes[number // call.choices], submitted))
-                elif submitted is not None:
-                    answers.append(submitted)
-                if service.stopping:  # while it was on its way
-                    answers[-1].cancel()
-
-        preparing = asyncio.ensure_future(prepare())
+        stack.enter_context(service.admitted(count))
+        await stack.enter_async_context(work)
+        preparing = asyncio.ensure_future(work.prepare(_client(request)))
         stack.push_async_callback(_cancelled, preparing)
         patience = _SILENT_S if call.stream else None
         await until_gone(request, asyncio.wait([preparing], timeout=patience))
@@ -103,45 +80,18 @@ async def answer(
         told = call.stream and call.overflow_in_stream and isinstance(error, ContextOverflowError)
         if error is not None and not told:
             raise error
-        reply = make(tokens, call, call.model or found)
+        reply = make(work, call, call.model or work.name)
         if not call.stream:
-            chunks = await until_gone(request, _gathered(service, call, answers, began))
-            return JsonResponse(reply.whole(chunks))
-        events = _events(service, call, preparing, answers, reply, began)
+            return JsonResponse(reply.whole(await until_gone(request, work.gathered())))
+        events = _events(preparing, work, reply)
         stack.push_async_callback(events.aclose)
         # What was entered here is left when the response has been sent.
         return _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
 
 
-class _LateTokenizer:
-    """Of a model that may still be loading; once there are tokens it is there."""
-
-    served: ServedModel | None = None
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """See ``Tokenizer``."""
-        assert self.served is not None, "a model has written the token"
-        return self.served.model.tokenizer.token_bytes(token_id)
-
-
 async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-async def _echoes(served: ServedModel, call: Call, adapter: str | None) -> list[Chunk]:
-    """What is shown of each prompt; nothing where that is all the same."""
-    if not (call.echo or call.only_reads):
-        return []
-    cancel = threading.Event()
-    top = call.options["logprobs"] if call.echo and call.logprobs else None
-    given = [prompt.get("token_ids", prompt.get("prompt")) for prompt in call.prompts]
-    read = partial(echo_of, served.model, shown=call.echo, top=top, adapter=adapter, cancel=cancel)
-    try:
-        async with served.embedding:
-            return [await asyncio.to_thread(read, prompt) for prompt in given]
-    finally:
-        cancel.set()
 
 
 async def prompt_tokens(request: Request, service: Service, call: Call) -> int:
@@ -160,18 +110,6 @@ async def prompt_tokens(request: Request, service: Service, call: Call) -> int:
 
     with service.admitted():
         return await until_gone(request, work())
-
-
-def _adapting(served: ServedModel, name: str) -> dict[str, str]:
-    """The option that says which adapter is called ``name``, where there are any."""
-    return {"adapter": served.names.get(name) or "none"} if served.model.adapters else {}
-
-
-def _ended(service: Service, answers: Sequence[AnyAnswer]) -> None:
-    for one in answers:
-        if not one.over:
-            service.metrics.count("localrt_cancelled_requests_total")
-        one.cancel()
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
@@ -203,72 +141,130 @@ def _client(request: Request) -> Hashable:
     return request.headers.get("authorization", ""), address
 
 
-# -- whole answers ---------------------------------------------------------------------------------
+# -- the answers of a call -------------------------------------------------------------------------
 
 
-async def _gathered(
-    service: Service, call: Call, answers: Sequence[AnyAnswer], began: float
-) -> list[Chunk]:
-    """Every answer as one chunk."""
-    parts: list[list[Chunk]] = [[] for _ in answers]
-    async with aclosing(_merged(service, call, answers, began)) as merged:
-        async for found in merged:
-            if found is not None:
-                parts[found[0]].append(found[1])
-    return [joined(chunks) for chunks in parts]
+class _Work(AsyncExitStack):
+    """The answers to a call, and what they need; all of it ends when it is left.
 
-
-async def _merged(
-    service: Service, call: Call, answers: Sequence[AnyAnswer], began: float
-) -> AsyncGenerator[tuple[int, Chunk] | None, None]:
-    """The chunks of all, with the answer's number, as they come; None when none came for long.
-
-    Raises:
-        LocalrtError: what went wrong with one of them, or that it was cancelled.
+    It is the tokenizer of the reply too, since the model may still be loading.
     """
-    waiting = {
-        asyncio.ensure_future(anext(one, None)): (index, one) for index, one in enumerate(answers)
-    }
-    first = True
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(
-                waiting, timeout=_SILENT_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                yield None
-            for task in done:
-                index, one = waiting.pop(task)
-                chunk = task.result()
-                if chunk is None:
-                    continue
-                if chunk.finish_reason == "cancelled":
-                    why = "the server is stopping" if service.stopping else "it was not read"
-                    raise CancelledError(f"the answer was cut off: {why}")
-                if first and chunk.token_ids:
-                    first = False
-                    elapsed = time.monotonic() - began
-                    service.metrics.observe("localrt_time_to_first_token_seconds", elapsed)
-                if not call.parallel_tools:
-                    chunk = replace(chunk, tool_calls=chunk.tool_calls[:1])
-                yield index, chunk
-                if chunk.finish_reason is None:
-                    waiting[asyncio.ensure_future(anext(one, None))] = index, one
-    finally:
-        for task in waiting:
-            task.cancel()
+
+    def __init__(self, service: Service, call: Call, began: float) -> None:
+        super().__init__()
+        self.name = service.models.find(call.model).name
+        self._service, self._call, self._began = service, call, began
+        self._served: ServedModel | None = None
+        self._echoes: list[Chunk] = []  # of each prompt, where something is to be said of it
+        self._answers: list[AsyncAnswer] = []
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See ``Tokenizer``."""
+        assert self._served is not None, "its model has written the token"
+        spelled: bytes = self._served.model.tokenizer.token_bytes(token_id)
+        return spelled
+
+    async def prepare(self, client: Hashable) -> None:
+        """Have the model, and what is to be answered, in place."""
+        call, service = self._call, self._service
+        served = await self.enter_async_context(service.using(call.model))
+        self._served = served
+        self.callback(self._end)
+        # Which adapter is called by the name, where there are any.
+        adapting: dict[str, str] = {}
+        if served.model.adapters:
+            adapting["adapter"] = served.names.get(self.name) or "none"
+        served.check_options(**call.options)
+        if call.echo or call.only_reads:
+            await self._read(served, adapting.get("adapter"))
+        for one in () if call.only_reads else call.submissions():
+            self._answers.append(await served.live.asubmit(client=client, **one, **adapting))
+            if service.stopping:  # while it was on its way
+                self._answers[-1].cancel()
+
+    async def _read(self, served: ServedModel, adapter: str | None) -> None:
+        call, cancel = self._call, threading.Event()
+        top = call.options["logprobs"] if call.echo and call.logprobs else None
+        read = partial(
+            echo_of, served.model, shown=call.echo, top=top, adapter=adapter, cancel=cancel
+        )
+        end: FinishReason | None = "length" if call.only_reads else None
+        try:
+            async with served.embedding:
+                for one in call.prompts:
+                    prompt = one.get("token_ids", one.get("prompt"))
+                    echo = replace(await asyncio.to_thread(read, prompt), finish_reason=end)
+                    self._echoes += [echo] * call.choices
+        finally:
+            cancel.set()
+
+    def _end(self) -> None:
+        for one in self._answers:
+            if not one.over:
+                self._service.metrics.count("localrt_cancelled_requests_total")
+            one.cancel()
+
+    async def gathered(self) -> list[Chunk]:
+        """Every answer as one chunk."""
+        parts: dict[int, list[Chunk]] = defaultdict(list)
+        async with aclosing(self.merged()) as merged:
+            async for found in merged:
+                if found is not None:
+                    parts[found[0]].append(found[1])
+        return [joined(parts[index]) for index in sorted(parts)]
+
+    async def merged(self) -> AsyncGenerator[tuple[int, Chunk] | None, None]:
+        """The chunks of all, with the answer's number, as they come; None when none came for long.
+
+        Raises:
+            LocalrtError: what went wrong with one of them, or that it was cancelled.
+        """
+        for each in enumerate(self._echoes):
+            yield each
+        waiting = {
+            asyncio.ensure_future(anext(one, None)): (index, one)
+            for index, one in enumerate(self._answers)
+        }
+        first = True
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(
+                    waiting, timeout=_SILENT_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    yield None
+                for task in done:
+                    index, one = waiting.pop(task)
+                    chunk = task.result()
+                    if chunk is None:
+                        continue
+                    if chunk.finish_reason == "cancelled":
+                        why = (
+                            "the server is stopping"
+                            if self._service.stopping
+                            else "it was not read"
+                        )
+                        raise CancelledError(f"the answer was cut off: {why}")
+                    if first and chunk.token_ids:
+                        first = False
+                        elapsed = time.monotonic() - self._began
+                        metrics = self._service.metrics
+                        metrics.observe("localrt_time_to_first_token_seconds", elapsed)
+                    if not self._call.parallel_tools:
+                        chunk = replace(chunk, tool_calls=chunk.tool_calls[:1])
+                    yield index, chunk
+                    if chunk.finish_reason is None:
+                        waiting[asyncio.ensure_future(anext(one, None))] = index, one
+        finally:
+            for task in waiting:
+                task.cancel()
 
 
 # -- streams ---------------------------------------------------------------------------------------
 
 
 async def _events(
-    service: Service,
-    call: Call,
-    preparing: asyncio.Task[None],
-    answers: Sequence[AnyAnswer],
-    reply: Reply,
-    began: float,
+    preparing: asyncio.Task[None], work: _Work, reply: Reply
 ) -> AsyncGenerator[bytes, None]:
     try:
         for event in reply.begin():
@@ -276,20 +272,22 @@ async def _events(
         while not (await asyncio.wait([preparing], timeout=_SILENT_S))[0]:
             yield reply.alive()
         preparing.result()
-        held: dict[int, list[Chunk]] = {index: [] for index in range(len(answers))}
-        async with aclosing(_merged(service, call, answers, began)) as merged:
+        held: dict[int, list[Chunk]] = defaultdict(list)
+        shown = time.monotonic()
+        async with aclosing(work.merged()) as merged:
             async for each in merged:
-                if each is None:
+                if each is not None:
+                    index, chunk = each
+                    held[index].append(chunk)
+                    if chunk.finish_reason is not None or chunk.text:
+                        for event in reply.delta(index, joined(held.pop(index))):
+                            yield event
+                        shown = time.monotonic()
+                        continue
+                # Nothing has come, or nothing to show yet: a character, or a call, is open.
+                if each is None or time.monotonic() - shown >= _SILENT_S:
                     yield reply.alive()
-                    continue
-                index, chunk = each
-                held[index].append(chunk)
-                if chunk.finish_reason is None and not chunk.text:
-                    continue  # there is nothing to show yet: a character, or a call, is open
-                found = joined(held[index])
-                held[index] = []
-                for event in reply.delta(index, found):
-                    yield event
+                    shown = time.monotonic()
         for event in reply.end():
             yield event
     except BaseException as error:  # a native library's panic too

@@ -181,18 +181,15 @@ EMBEDDINGS = object_of(
 
 RERANK = object_of(
     "query",
+    "documents",
     model=TEXT,
     query=FILLED,
-    documents=nullable(
-        list_of(
-            {"type": ["string", "object"], "required": ["text"], "properties": {"text": STRING}},
-            minItems=1,
-        )
+    documents=list_of(
+        {"type": ["string", "object"], "required": ["text"], "properties": {"text": STRING}},
+        minItems=1,
     ),
-    texts=nullable(list_of(STRING, minItems=1)),
     top_n=integer(1, MOST_ID),
     return_documents=FLAG,
-    return_text=FLAG,
     instruction=TEXT,
 )
 TOKENIZE = object_of(
@@ -247,20 +244,10 @@ EMBEDDINGS_RESPONSE = whole(
     object={"const": "list"}, data=list_of(_VECTOR), model=STRING, usage=_USAGE
 )
 
-RERANKED: Schema = {
-    "type": ["object", "array"],
-    "properties": {
-        "results": list_of(
-            object_of(
-                "index",
-                "relevance_score",
-                index=COUNT,
-                relevance_score={"type": "number"},
-                document=whole(text=STRING),
-            )
-        )
-    },
-}
+RERANKED = object_of(
+    "results",
+    results=list_of(object_of(index=COUNT, relevance_score={"type": "number"})),
+)
 TOKENIZED = object_of("tokens", "count", tokens={"type": "array"}, count=COUNT)
 DETOKENIZED = whole(content=STRING, prompt=STRING)
 

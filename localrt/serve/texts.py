@@ -13,7 +13,7 @@ from starlette.responses import Response
 from localrt.api import Model
 from localrt.serve.calls import chat_call
 from localrt.serve.endpoints import fields_of, service_of
-from localrt.serve.errors import JsonResponse, invalid
+from localrt.serve.errors import JsonResponse
 from localrt.serve.facts import known_facts
 from localrt.serve.generating import until_gone
 from localrt.serve.reranking import scores_of
@@ -101,12 +101,9 @@ async def detokenize(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    """POST /v1/rerank: ``documents`` as Jina and Cohere have them, or TEI's ``texts``"""
+    """POST /v1/rerank, in the form of Jina and Cohere"""
     fields = await fields_of(request, "RERANK")
-    given = fields.get("documents") or fields.get("texts")
-    if not given:
-        raise invalid("documents must be a list of texts", "documents")
-    texts = [one if isinstance(one, str) else one["text"] for one in given]
+    texts = [one if isinstance(one, str) else one["text"] for one in fields["documents"]]
 
     def work(model: Model, cancel: threading.Event) -> tuple[list[float], int]:
         instruction = fields.get("instruction")
@@ -115,13 +112,6 @@ async def rerank(request: Request) -> Response:
     scores, read = await _computed(request, fields, work)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
     order = order[: fields.get("top_n") or len(order)]
-    if not fields.get("documents"):
-        with_text = fields.get("return_text")
-        ranked: list[dict[str, Any]] = [
-            {"index": at, "score": scores[at], **({"text": texts[at]} if with_text else {})}
-            for at in order
-        ]
-        return JsonResponse(ranked)
     shown = fields.get("return_documents")
     results = [
         {

@@ -20,6 +20,7 @@ import pytest
 
 import localrt
 from localrt.live import LiveModel
+from localrt.serve import generating
 from localrt.serve.models import OneModel
 from localrt.serve.options import ServeOptions
 from localrt.serve.service import Service
@@ -147,6 +148,25 @@ def test_a_stream_shows_signs_of_life(
     status, text, _ = server.request("POST", path, {**fields, "stream": True})
     assert status == 200
     assert (text.count(sign) > 1) is silence
+
+
+def test_a_stream_shows_signs_of_life_while_a_call_is_written(
+    slow: None, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens come all the time, but there is nothing to show of them before the call's end."""
+    monkeypatch.setattr(generating, "_SILENT_S", 0.1)
+    word = {"type": "string", "minLength": 40, "maxLength": 60}
+    tool = {"name": "say", "parameters": {"type": "object", "properties": {"word": word}}}
+    fields = {
+        "messages": HI,
+        "tools": [{"type": "function", "function": {**tool, "required": ["word"]}}],
+        "tool_choice": "required",
+        "max_tokens": 80,
+        "stream": True,
+    }
+    status, text, _ = server.request("POST", "/v1/chat/completions", fields)
+    assert status == 200
+    assert text.count('"delta":{}') > 3
 
 
 def test_too_many_are_told_to_come_back(slow: None, model: Any) -> None:

@@ -109,28 +109,25 @@ def expected_scores(model: localrt.Model) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("path", "fields", "results", "score"),
+    ("path", "fields"),
     [
-        ("/v1/rerank", {"documents": DOCUMENTS}, "results", "relevance_score"),
-        ("/rerank", {"documents": [{"text": t} for t in DOCUMENTS]}, "results", "relevance_score"),
-        ("/v1/rerank/", {"documents": DOCUMENTS, "top_n": 2}, "results", "relevance_score"),
-        ("/rerank", {"texts": DOCUMENTS}, None, "score"),
+        ("/v1/rerank", {"documents": DOCUMENTS}),
+        ("/rerank", {"documents": [{"text": text} for text in DOCUMENTS]}),
+        ("/v1/rerank/", {"documents": DOCUMENTS, "top_n": 2}),
     ],
 )
 def test_documents_by_how_well_they_answer(
-    ranking: Running, path: str, fields: dict[str, Any], results: str | None, score: str
+    ranking: Running, path: str, fields: dict[str, Any]
 ) -> None:
-    body = {"model": "any", "query": QUERY, "return_documents": True, "return_text": True, **fields}
+    body = {"model": "any", "query": QUERY, "return_documents": True, **fields}
     status, got, _ = ranking.request("POST", path, body)
-    assert status == 200
-    found = got if results is None else got[results]
+    assert (status, got["model"]) == (200, "any")
     expected = expected_scores(ranking.model)
     order = sorted(range(3), key=lambda index: -expected[index])
-    assert [one["index"] for one in found] == order[: fields.get("top_n", 3)]
-    for one in found:
-        assert one[score] == pytest.approx(expected[one["index"]], abs=1e-4)
-        text = one["text"] if results is None else one["document"]["text"]
-        assert text == DOCUMENTS[one["index"]]
+    assert [one["index"] for one in got["results"]] == order[: fields.get("top_n", 3)]
+    for one in got["results"]:
+        assert one["relevance_score"] == pytest.approx(expected[one["index"]], abs=1e-4)
+        assert one["document"]["text"] == DOCUMENTS[one["index"]]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +135,7 @@ def test_documents_by_how_well_they_answer(
     [
         ({"query": "a", "documents": ["b"]}, 400, "no reranker"),
         ({"query": "a", "documents": []}, 400, "documents"),
-        ({"query": "a"}, 400, "documents must be a list"),
+        ({"query": "a"}, 400, "documents"),
         ({"documents": ["b"]}, 400, "query"),
     ],
 )
