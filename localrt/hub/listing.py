@@ -87,8 +87,9 @@ def list_models(settings: Settings) -> list[LocalModel]:
     stores = list(own_stores(settings))
     quantized = [store for store in stores if store.quantized and store.finished]
     models += [_of_store(store, store.path.name) for store in quantized]
-    models += _used_files(settings, {_identity(model.path) for model in models})
-    models = _with_packed(models, [store for store in stores if not store.quantized])
+    copies = [store for store in stores if not store.quantized]
+    models += _used_files(settings, copies, {_identity(model.path) for model in models})
+    models = _with_packed(models, copies)
     models = _with_aliases(models, settings)
     return sorted(models, key=lambda model: (model.name != DEMO_NAME, model.name.lower()))
 
@@ -156,12 +157,15 @@ def _of_other_programs(settings: Settings) -> Iterator[LocalModel]:
             )
 
 
-def _used_files(settings: Settings, known: set[object]) -> Iterator[LocalModel]:
-    """Files and folders of the user's own that were run before, the latest first, but for links to
-    what is ``known``.
+def _used_files(
+    settings: Settings, copies: Iterable[OwnStore], known: set[object]
+) -> Iterator[LocalModel]:
+    """Files and folders of the user's own that were run before, the latest first, or that are
+    packed, but for links to what is ``known``.
     """
     used = last_used(settings)
-    for name in sorted(used, key=lambda each: -used[each]):
+    packed = [shown_path(store.origin) for store in copies if store.origin is not None]
+    for name in (*sorted(used, key=lambda each: -used[each]), *packed):
         path = Path(name).expanduser()
         with suppress(OSError, ValueError):
             identity = _identity(path)

@@ -54,9 +54,10 @@ def plan_removal(name: str, settings: Settings, *, packed_only: bool = False) ->
     if not packed_only:
         _refuse_what_is_not_ours(name, full, models)
     if not models and (packed_only or not _is_begun(full, settings)):
-        if os.path.exists(os.path.expanduser(full)):  # noqa: PTH110, PTH111
+        if not os.path.exists(os.path.expanduser(full)):  # noqa: PTH110, PTH111
+            raise _not_here(name, listed)
+        if not packed_only:
             raise OptionError(f"{full} belongs to you: delete it yourself")
-        raise _not_here(name, listed)
     if packed_only and not any(model.packed for model in models):
         raise ModelNotFoundError(f"{name} has no packed copy (`localrt list` shows which have one)")
     gone = [] if packed_only else models

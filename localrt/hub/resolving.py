@@ -79,7 +79,8 @@ class ResolvedModel:
     @property
     def listed_name(self) -> str:
         """What ``list_models`` calls it: a path is absolute there."""
-        if self.source != "local" or self.name == self.path.name:
+        named = self.name == self.path.name and self.path.is_absolute()  # one of localrt's stores
+        if self.source != "local" or named:
             return self.name
         return shown_path(self.path.absolute())
 

@@ -125,3 +125,27 @@ def test_files_that_were_run_are_listed_and_never_deleted(
     assert not folder.exists()
     file.unlink()
     assert list_models(settings) == []
+
+
+@pytest.mark.parametrize("noted", [True, False])
+@pytest.mark.parametrize("name", ["m.gguf", "./m.gguf"])
+def test_a_copy_of_a_model_run_by_a_relative_path(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, noted: bool
+) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"a model")
+    monkeypatch.chdir(tmp_path)
+    if noted:  # as every run does
+        note_use(resolve(name, settings=settings).listed_name, settings)
+    folder = add_store(settings, "m-abc", file)
+    (model,) = list_models(settings)
+    assert (model.path, model.where, model.packed) == (file, "your file", (folder,))
+    with pytest.raises(
+        OptionError, match=r"delete it yourself; localrt's packed copy of it, 1.2 kB"
+    ):
+        remove_model(name, settings)
+    assert remove_model(name, settings, packed_only=True) > 1000
+    assert not folder.exists()
+    assert file.exists()
+    with pytest.raises(ModelNotFoundError, match=f"{name} has no packed copy"):
+        remove_model(name, settings, packed_only=True)
