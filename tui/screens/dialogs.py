@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
+from rich.cells import cell_len
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -34,6 +35,7 @@ __all__ = [
     "SearchDialog",
     "TooSmall",
     "ask",
+    "hanging",
 ]
 
 SMALLEST = Size(30, 8)
@@ -53,6 +55,23 @@ def ask(
             take(answer)
 
     screen.app.push_screen(dialog, closed)
+
+
+def hanging(content: Content, width: int, indent: int = 2) -> Content:
+    """The text in lines of ``width`` columns; what goes on below is ``indent`` columns in."""
+    lines: list[Content] = []
+    for line in content.split("\n"):
+        while line.cell_length > width > 2 * indent:
+            fits = next(n for n in range(len(line), 0, -1) if cell_len(line.plain[:n]) <= width)
+            at = line.plain.rfind(" ", 0, fits + 1)
+            if not line.plain[: max(at, 0)].strip():
+                at = fits
+            lines.append(line[:at].rstrip())
+            rest = line[at:]
+            rest = rest[len(rest.plain) - len(rest.plain.lstrip()) :]
+            line = rest.pad_left(indent)
+        lines.append(line)
+    return Content("\n").join(lines)
 
 
 class Dialog(ModalScreen[_Answer | None]):
@@ -211,11 +230,26 @@ class SearchDialog(Dialog[str], Generic[_Item]):
         """List the items; ``none`` says that there are none."""
         self.items = items
         self.rows.clear_options()
-        self.rows.add_options(Option(self.draw(item)) for item in items)
+        self.rows.add_options(Option(self._row(item)) for item in items)
         if items:
             self.rows.highlighted = min(highlighted, len(items) - 1)
         else:
             self.rows.add_option(Option(none, disabled=True))
+
+    def _row(self, item: _Item) -> Content:
+        return hanging(self.draw(item), self.rows.scrollable_content_region.width)
+
+    def redraw(self, place: int) -> None:
+        """Draw an item anew."""
+        self.rows.replace_option_prompt_at_index(place, self._row(self.items[place]))
+
+    def on_resize(self, event: Resize) -> None:
+        """The rows wrap anew."""
+        self.call_after_refresh(self._redraw_all)
+
+    def _redraw_all(self) -> None:
+        for place in range(len(self.items)):
+            self.redraw(place)
 
     @property
     def chosen(self) -> _Item | None:

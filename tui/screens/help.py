@@ -11,15 +11,17 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.events import Resize
 from textual.widgets import Static
 
 from localrt.tui.commands import COMMANDS
 from localrt.tui.keys import KEYS, OTHER_KEYS, Key
-from localrt.tui.screens.dialogs import HEADING, Dialog
+from localrt.tui.screens.dialogs import HEADING, Dialog, hanging
 
 __all__ = ["HelpScreen", "help_page"]
 
-_WIDTH = 16
+_WIDTH = 18  # of what is typed, the space behind it included
+_NARROW = 60  # columns; below that what it does stands on lines of its own
 
 
 class HelpScreen(Dialog[None]):
@@ -30,10 +32,20 @@ class HelpScreen(Dialog[None]):
     ]
 
     def __init__(self, keys: Sequence[Key] = KEYS) -> None:
-        super().__init__(VerticalScroll(Static(help_page(keys))), keys="Esc closes", tall=True)
+        self._keys, self._page = keys, Static()
+        self._scroll = VerticalScroll(self._page)
+        super().__init__(self._scroll, keys="Esc closes", tall=True)
+
+    def on_resize(self, event: Resize) -> None:
+        """The lines wrap anew."""
+
+        def show() -> None:
+            self._page.update(help_page(self._keys, self._scroll.scrollable_content_region.width))
+
+        self.call_after_refresh(show)
 
 
-def help_page(known: Sequence[Key] = KEYS) -> Content:
+def help_page(known: Sequence[Key] = KEYS, width: int = 80) -> Content:
     """Commands and keys under their headings: what to type, what it does."""
     commands = [(entry.usage, entry.does) for entry in COMMANDS]
     commands.append(("@PATH", "in a message: attach that file"))
@@ -43,6 +55,8 @@ def help_page(known: Sequence[Key] = KEYS) -> Content:
     for heading, rows in (("Commands", commands), ("Keys", keys)):
         parts.append((f"{heading}\n", HEADING))
         for left, right in rows:
-            parts += [(f"{left:<{_WIDTH}} ", "$text-accent"), (f"{right}\n", "$foreground")]
+            gap = "\n  " if width < _NARROW else " " * (_WIDTH - len(left))
+            parts += [(left, "$text-accent"), (f"{gap}{right}\n", "$foreground")]
         parts.append(("\n", ""))
-    return Content.assemble(*parts).rstrip()
+    page = Content.assemble(*parts).rstrip()
+    return hanging(page, width, 2 if width < _NARROW else _WIDTH)

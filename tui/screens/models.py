@@ -191,7 +191,7 @@ class ModelsScreen(SearchDialog[_Row]):
         self._previews[name] = found
         for place, row in enumerate(self.items):
             if isinstance(row, LocalModel | Path) and _name(row) == name:
-                self.rows.replace_option_prompt_at_index(place, self.draw(row))
+                self.redraw(place)
                 if place == self.rows.highlighted:
                     self._say(f"{_title(row)}: {_expected(found)}")
 

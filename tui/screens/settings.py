@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.content import Content
+from textual.events import Resize
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
@@ -22,7 +23,16 @@ from localrt.tui.conversation.session import Session, library_defaults
 from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.options import OPTIONS
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
-from localrt.tui.screens.dialogs import HEADING, Ask, AskLines, Choose, Confirm, Dialog, ask
+from localrt.tui.screens.dialogs import (
+    HEADING,
+    Ask,
+    AskLines,
+    Choose,
+    Confirm,
+    Dialog,
+    ask,
+    hanging,
+)
 from localrt.tui.text import clean, one_line
 from localrt.tui.themes import FAINT, offered
 
@@ -98,16 +108,21 @@ class SettingsScreen(Dialog[None]):
             f"Keys (change them in {config}, [keys])",
             *(_Row(does, key, key_help, lambda: None) for does, key in self._keys.items()),
         ]
+        width = options.scrollable_content_region.width
         options.clear_options()
         options.add_options(
-            Option(Content.styled(row, HEADING), disabled=True)
+            Option(hanging(Content.styled(row, HEADING), width), disabled=True)
             if isinstance(row, str)
-            else Option(_drawn(row))
+            else Option(_drawn(row, width))
             for row in self._rows
         )
         options.highlighted = 1 if keep is None else min(keep, len(self._rows) - 1)
         for note in self._presets.notes:
             self.notify(note, markup=False)
+
+    def on_resize(self, event: Resize) -> None:
+        """The rows wrap anew."""
+        self.call_after_refresh(self._fill)
 
     # -- this conversation -----------------------------------------------------------------------
 
@@ -308,12 +323,13 @@ class PickTheme(Choose):
         super().action_leave()
 
 
-def _drawn(row: _Row) -> Content:
+def _drawn(row: _Row, width: int) -> Content:
     value = row.value if len(row.value) <= _VALUE_WIDTH else f"{row.value[: _VALUE_WIDTH - 1]}…"
-    return Content.assemble(
-        (f"  {row.name:<{_NAME_WIDTH}}", ""),
+    drawn = Content.assemble(
+        ("  " + row.name + " " * max(_NAME_WIDTH - len(row.name), 2), ""),
         (value, "bold $text-accent" if row.chosen else FAINT),
     )
+    return hanging(drawn, width, 4)
 
 
 def _as_typed(value: Any) -> str:
