@@ -80,6 +80,17 @@ async def test_control_z_suspends(
         assert screen.composer(app).text == "word"
 
 
+async def test_all_is_drawn_again_after_suspending(
+    model: FakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[bool] = []
+    async with running(model) as (app, pilot):
+        monkeypatch.setattr(app, "refresh", lambda **how: drawn.append(how["layout"]))
+        app.app_resume_signal.publish(app)
+        await pilot.pause()
+    assert True in drawn
+
+
 @pytest.mark.parametrize("key", ["alt+z", "ctrl+underscore"])
 async def test_undo(model: FakeModel, key: str) -> None:
     async with running(model) as (app, pilot):
