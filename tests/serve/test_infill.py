@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.serve.infill.reply import InfillReply
 from tests.serve.conftest import Running, needs_kernels
 
 pytestmark = needs_kernels
@@ -49,6 +50,12 @@ def test_a_completion_may_have_a_suffix(server: Running) -> None:
     assert plain["choices"][0]["text"] == server.model.generate("def f(", raw=True, **GREEDY).text
     status, error, _ = server.request("POST", "/v1/completions", {**body, "prompt": [1, 2]})
     assert (status, error["error"]["param"]) == (400, "suffix")
+
+
+def test_a_sign_of_life_is_a_piece_without_text() -> None:
+    sign = InfillReply("tiny", {}).alive().decode()
+    found = json.loads(sign.removeprefix("data: "))
+    assert (found["content"], found["stop"]) == ("", False)
 
 
 @pytest.mark.parametrize("stream", [False, True])
