@@ -187,25 +187,21 @@ def measured_profile(name: str, vram_bytes: int, rates: CardRates) -> GpuProfile
     )
 
 
-# What localrt cannot compute on, by the words of its name.
-_OTHERS = (
-    ("AMD", r"\bRX ?\d{3,4}|radeon|\bvega\b|instinct|\bMI\d{2,3}\b|\b[6-9]\d0M\b"),
-    ("Intel", r"\barc\b|\biris\b|\bu?hd graphics\b|\bxe\b|intel graphics"),
-    ("Apple", r"\bapple\b|\bi?mac|\bM[1-9]\b"),
-    (
-        "older NVIDIA",
-        r"\bGTX? ?(?:[4-9]\d\d|10\d\d)\b|\bMX[1-3]\d\d\b|\bGT ?\d{3,4}\b"
-        r"|\bquadro [KMP]\d|\btesla [KMP]\d|\b[KMP](?:40|100|4)\b",
-    ),
+# GPUs of AMD, Intel and Apple, and NVIDIA's before Turing.
+_OTHERS = re.compile(
+    r"\bRX ?\d{3,4}|radeon|\bvega\b|instinct|\bMI\d{2,3}\b|\b[6-9]\d0M\b"
+    r"|\barc\b|\biris\b|\bu?hd graphics\b|\bxe\b|intel graphics|\bapple\b|\bi?mac|\bM[1-9]\b"
+    r"|\bGTX? ?(?:[4-9]\d\d|10\d\d)\b|\bMX[1-3]\d\d\b|\bGT ?\d{3,4}\b"
+    r"|\b(?:quadro|tesla) [KMP]\d|\b[KMP](?:40|100|4)\b",
+    re.IGNORECASE,
 )
 
 
 def other_gpu(text: str) -> str:
-    """A line about a GPU that localrt cannot compute on yet; empty where ``text`` names none."""
-    for maker, words in _OTHERS:
-        if re.search(words, text, re.IGNORECASE) and find_card(text) is None:
-            return f"localrt does not compute on {maker} GPUs ({text.strip()}): the CPU is planned"
-    return ""
+    """A line about a GPU that localrt's kernels are not for; empty where ``text`` names none."""
+    if _OTHERS.search(text) is None or find_card(text) is not None:
+        return ""
+    return f"localrt uses NVIDIA GPUs from GTX 16 and RTX 20 on: {text.strip()} is left out"
 
 
 def find_card(name: str, vram_bytes: int | None = None) -> Card | None:
