@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from localrt.offload.planner.estimate import estimate
 from localrt.offload.planner.machine import KernelRate, MachineProfile
 from localrt.offload.planner.plan import expected_of
 from localrt.offload.planner.verdict import speed
+from localrt.planning import preview as preview_module
 from localrt.planning.inputs import Hardware
 from localrt.planning.what_runs import what_runs
 from localrt.settings import Settings
@@ -118,3 +120,14 @@ def test_a_gpu_that_a_model_cannot_use_is_marked(pc: str, place: str) -> None:
         "the GPU is not used: this model needs localrt's own kernels, and they do not norm values"
     )
     assert (said in localrt.plan("gemma4:e4b", pc=pc, advise=False).notes) == ("GPU" in place)
+
+
+@pytest.mark.usefixtures("quiet_machine")
+def test_a_models_window_says_what_its_page_says(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = localrt.plan(tiny_folder, advise=False)
+    monkeypatch.setattr(preview_module, "unmeasured_machine", lambda *_: plan.request.machine)
+    found = localrt.preview(tiny_folder)
+    assert found.tok_s == pytest.approx(plan.tok_s, rel=0.001)
+    assert found.verdict == str(plan.verdict) == plan.report.splitlines()[0]
