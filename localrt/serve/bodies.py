@@ -9,6 +9,7 @@ import asyncio
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -276,10 +277,9 @@ def _no_constant(name: str) -> Any:
 
 
 def _finite(digits: str) -> float:
+    """The number, or the largest there is: what is infinite could not be written as JSON again."""
     value = float(digits)
-    if math.isinf(value):
-        raise ValueError(f"{digits[:40]} is too large a number")
-    return value
+    return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
 
 
 def _whole_characters(value: Any) -> Any:

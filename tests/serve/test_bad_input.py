@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -148,7 +149,6 @@ def test_what_is_no_json(server: Running) -> None:
         (b'{"messages": NaN}', "NaN"),
         (b"[" * 200_000, "nested"),
         (b'{"seed": ' + b"9" * 9999 + b"}", "digit"),
-        (b'{"messages": [1, 1e999]}', "1e999 is too large a number"),
     ):
         refused(server.request("POST", path, body), 400, word)
 
@@ -182,6 +182,11 @@ def test_bodies_of_too_many_values_are_refused_unread(
 )
 def test_large_bodies_of_few_values_are_read(body: Any) -> None:
     assert parse_json(json.dumps(body).encode()) == body
+
+
+def test_no_number_of_a_body_is_infinite() -> None:
+    most = sys.float_info.max
+    assert parse_json(b'{"a": [1e999, -1e999, 1e308, 0.5]}') == {"a": [most, -most, 1e308, 0.5]}
 
 
 def test_many_biases_are_refused_by_their_number(server: Running) -> None:
