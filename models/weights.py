@@ -100,9 +100,10 @@ class WeightLoader:
         key = (names, offset, scale, transform)
         if key not in self._vectors:
             values = np.concatenate([self._values(name) for name in names])
-            values = (values + np.float32(offset)) * np.float32(scale)
-            if transform is not None:
-                values = transform(values)
+            with np.errstate(all="ignore"):  # of a damaged file, as its matrices are unpacked
+                values = (values + np.float32(offset)) * np.float32(scale)
+                if transform is not None:
+                    values = transform(values)
             self._vectors[key] = self._ops.vector(values)
         self._used.update(names)
         return self._vectors[key]

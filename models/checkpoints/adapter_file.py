@@ -346,7 +346,10 @@ def _decomposed(part: LowRank, magnitude: Floats, name: str, base: Checkpoint) -
         rows = rows + part.b[at : at + len(rows)] @ part.a
         factors[at : at + len(rows)] = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
         at += len(rows)
-    factors = magnitude / factors
+    with np.errstate(all="ignore"):
+        factors = magnitude / factors
+    if not np.isfinite(factors).all():
+        raise CheckpointError(f"{base.path.name}: rows of {name} are 0: a DoRA cannot scale them")
     return LowRank(part.a, part.b * factors[:, None], factors)
 
 

@@ -211,6 +211,19 @@ def test_a_recurrent_tensor_of_a_wrong_size_is_named(
         load_ours(tmp_path)
 
 
+@pytest.mark.parametrize("value", [np.inf, np.nan, 3e38, -3e38])
+@pytest.mark.parametrize("name", ["llama-yarn", "qwen3.5-moe", "granite-hybrid-moe", "falcon-h1"])
+def test_numbers_of_a_damaged_file_warn_nobody(tmp_path: Path, name: str, value: float) -> None:
+    save_tiny(name, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    wrong = {key: np.full_like(own, value) for key, own in tensors.items() if own.ndim == 1}
+    save_file({**tensors, **wrong}, file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_ours(tmp_path)
+
+
 def test_every_architecture_is_tried(folder: Path) -> None:
     tried = {ARCHITECTURES[tiny_config(folder, name)["architectures"][0]] for name in MODELS}
     assert tried == set(ARCHITECTURES.values())
