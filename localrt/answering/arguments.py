@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from localrt.engine.types import ToolCall
 from localrt.errors import OptionError
 from localrt.option_names import option
 
@@ -69,6 +70,18 @@ def check_messages(prompt: Any, template: str = "") -> None:
             raise OptionError(
                 f"a message's role must be one of {', '.join(_ROLES)}, is {role!r:.80}"
             )
+        calls = message.get("tool_calls")
+        if calls and not (isinstance(calls, list | tuple) and all(map(_is_call, calls))):
+            raise OptionError(
+                "a message's tool_calls must be a list of calls in OpenAI's form, each with the "
+                f"function's name, is {calls!r:.80}"
+            )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    named = isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    return named or isinstance(call, ToolCall)
 
 
 def check_tools(tools: Any) -> None:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import takewhile
 from operator import index
 from typing import Any
 
@@ -39,7 +38,7 @@ from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.text.content import check_text_only
 from localrt.text.gbnf import gbnf_to_lark
-from localrt.text.history_fit import RULES
+from localrt.text.history_fit import rules_first
 from localrt.text.history_rendering import HistoryRenderer
 from localrt.text.infill import Infill
 from localrt.text.known_syntaxes import TURN_ENDS
@@ -59,14 +58,9 @@ _TOLD = 8192
 
 def _with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
     """The model's own system prompt comes first where a conversation begins with none."""
-    if system is None or _head(messages):
+    if system is None or rules_first(messages):
         return messages
     return [{"role": "system", "content": system}, *messages]
-
-
-def _head(messages: Sequence[Message]) -> int:
-    """How many messages at the beginning say how to answer."""
-    return sum(1 for _ in takewhile(lambda message: message["role"] in RULES, messages))
 
 
 def whole_ids(ids: Sequence[int], what: str) -> list[int]:
@@ -410,7 +404,7 @@ class RequestBuilder:
         if options.overflow == "error":
             return self._short_enough(messages, tools, watch, options)
         ctx, room = self._parts.ctx, self._room(options)
-        head = _head(messages)
+        head = rules_first(messages)
         start, shown = head, messages
         while True:
             try:

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from localrt.text.known_syntaxes import HERMES_CALL
 from localrt.text.thinking import THOUGHT_FIELDS
 
-__all__ = ["RULES", "Can", "Situation", "calls_of", "fitted", "text_of"]
+__all__ = ["RULES", "Can", "Situation", "calls_of", "fitted", "rules_first", "text_of"]
 
 RULES = ("system", "developer")
 """The roles of messages that say how to answer."""
@@ -62,6 +62,11 @@ def fitted(messages: Sequence[Mapping[str, Any]], can: Can) -> list[_Message]:
     return _in_turns(_with_calls(_with_rules(list(map(dict, messages)), can), can), can)
 
 
+def rules_first(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How many messages at the beginning say how to answer."""
+    return sum(1 for _ in takewhile(lambda message: message["role"] in RULES, messages))
+
+
 def text_of(message: Mapping[str, Any]) -> str:
     """What a message says; parts of its content are joined by new lines."""
     content = message.get("content")
@@ -88,8 +93,8 @@ def _with_rules(messages: list[_Message], can: Can) -> list[_Message]:
     if not can(Situation.DEVELOPER):
         renamed = {"developer": "system"}
         messages = [{**each, "role": renamed.get(each["role"], each["role"])} for each in messages]
-    head = list(takewhile(lambda message: message["role"] in RULES, messages))
-    rest = messages[len(head) :]
+    size = rules_first(messages)
+    head, rest = messages[:size], messages[size:]
     if head and not can(Situation.SYSTEM if rest else Situation.SYSTEM_ALONE):
         first = [rest.pop(0)] if rest and rest[0]["role"] == "user" else []
         head = [{**_joined([*head, *first]), "role": "user"}]
@@ -105,13 +110,14 @@ def _with_calls(messages: list[_Message], can: Can) -> list[_Message]:
     shown: list[_Message] = []
     at = 0
     while at < len(messages):
-        message = messages[at]
-        at += 1
+        message, first, at = messages[at], at, at + 1
         if calls := message.get("tool_calls"):
-            results = list(takewhile(lambda each: each["role"] == "tool", messages[at:]))
-            at += len(results)
+            while at < len(messages) and messages[at]["role"] == "tool":
+                at += 1
+            results = messages[first + 1 : at]
             cut = len(results) < len(calls) and at < len(messages)
-            if shown and _is_answer(shown[-1]) and not can(Situation.ASSISTANTS):
+            joins = first > 0 and shown[-1] is messages[first - 1] and _is_answer(shown[-1])
+            if joins and not can(Situation.ASSISTANTS):
                 message = _joined([shown.pop(), message])
             shown += _call(message, results, can, cut=cut)
         elif message["role"] == "tool" and not can(Situation.RESULT_WITHOUT_CALL):
@@ -141,11 +147,10 @@ def _call(message: _Message, results: list[_Message], can: Can, *, cut: bool) ->
         return [*before, message, *results]
     turns = [[{"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls]
     turns[0] = [{**message, "tool_calls": calls[:1]}]
-    ids = [call.get("id") for call in calls]
+    places = {str(call.get("id")): place for place, call in enumerate(calls)}
     for number, result in enumerate(results):
-        known = result.get("tool_call_id") in ids
-        own = ids.index(result.get("tool_call_id")) if known else min(number, len(ids) - 1)
-        turns[own].append(result)
+        place = places.get(str(result.get("tool_call_id")), min(number, len(calls) - 1))
+        turns[place].append(result)
     return [*before, *chain.from_iterable(turns)]
 
 
@@ -173,24 +178,24 @@ def _result(message: _Message) -> _Message:
 
 
 def _in_turns(messages: list[_Message], can: Can) -> list[_Message]:
-    turns: list[_Message] = []
+    rows: list[list[_Message]] = []
     begun = False  # by anybody but the system
     for message in messages:
-        role, last = message["role"], turns[-1] if turns else {"role": ""}
-        row = _ROWS.get(role)
-        if row and last["role"] == role and not last.get("tool_calls") and not can(row):
-            turns[-1] = _joined([last, message])
+        role, last = message["role"], rows[-1][-1] if rows else {"role": ""}
+        follows = role == last["role"] and role in _ROWS and not last.get("tool_calls")
+        if follows and not can(_ROWS[role]):
+            rows[-1].append(message)
             continue
         if role == "assistant" and not begun and not can(Situation.ASSISTANT_FIRST):
-            turns.append(_by_user(_NO_QUESTION))
+            rows.append([_by_user(_NO_QUESTION)])
         if role == "user" and last["role"] == "tool" and not can(Situation.USER_BEHIND_RESULT):
-            turns.append({"role": "assistant", "content": _NO_ANSWER})
+            rows.append([{"role": "assistant", "content": _NO_ANSWER}])
         silent = role == "assistant" and not (message.get("tool_calls") or text_of(message).strip())
         if silent and not can(Situation.EMPTY_ANSWER):
             message = {**message, "content": _NO_ANSWER}
         begun = begun or role not in RULES
-        turns.append(message)
-    return turns
+        rows.append([message])
+    return [row[0] if len(row) == 1 else _joined(row) for row in rows]
 
 
 def _joined(messages: Sequence[_Message]) -> _Message:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from localrt.errors import TemplateError
-from localrt.text.history_fit import RULES, Situation, calls_of, text_of
+from localrt.text.history_fit import RULES, Situation, calls_of, rules_first, text_of
 from localrt.text.probing import FIRST, SECOND
 from localrt.text.thinking import split_thinking
 
@@ -33,19 +33,19 @@ class CallForm:
 
     def shaped(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
         """``messages`` with such ids, those of results included."""
-        ids: dict[Any, str] = {}
+        ids: dict[str, str] = {}
         found: list[dict[str, Any]] = []
         for message in messages:
             message = dict(message)
             if calls := message.get("tool_calls"):
                 message["tool_calls"] = [self._call(call, ids) for call in calls]
                 message["content"] = message.get("content") or self.empty
-            if message.get("tool_call_id") in ids:
-                message["tool_call_id"] = ids[message["tool_call_id"]]
+            if (given := str(message.get("tool_call_id"))) in ids:
+                message["tool_call_id"] = ids[given]
             found.append(message)
         return found
 
-    def _call(self, call: Any, ids: dict[Any, str]) -> Any:
+    def _call(self, call: Any, ids: dict[str, str]) -> Any:
         given = call.get("id") if isinstance(call, Mapping) else None
         if not self.ids or not isinstance(given, str):
             return call
@@ -66,41 +66,50 @@ _FORMS = (
 
 
 def left_out(messages: Sequence[_Message], written: str, *, calls: bool = True) -> list[_Message]:
-    """The messages of which something is not in ``written``, a prompt, in its place.
+    """The messages of which something is not in ``written``, a prompt, in its place; some of them.
 
     Thoughts may be left out. What the system says at the beginning may stand anywhere. Without
     ``calls``, only texts are looked for.
     """
+    head = rules_first(messages)
     missing: list[_Message] = []
     at = start = 0
-    before = "system"  # the role
-    for message in messages:
+    before = ""  # the role
+    for number, message in enumerate(messages):
         role, text = message["role"], text_of(message)
-        if role != "tool" or before != "tool":
+        if number == head:
+            at = 0
+        if number >= head and (role != "tool" or before != "tool"):
             start = at  # results may stand in the order of their calls
         if role == "assistant":
             text = split_thinking(text).answer
-        called = calls_of(message) if calls else ()
-        ends = [_end_of(each, written, start) for each in (text, *called)]
-        if -1 in ends:
-            missing.append(message)
-        elif role not in RULES or before not in RULES:
-            at, before = max(at, *ends), role
+        for said in (text, *(calls_of(message) if calls else ())):
+            end = _end_of(said, written, at)
+            if end < 0 and at > start:
+                end = _end_of(said, written, start)
+            if end < 0:
+                missing.append(message)
+                break
+            at = max(at, end)
+        before = role
+        if len(missing) == _ENOUGH:
+            break
     return missing
 
 
+_ENOUGH = 16  # of what is missing; each may have been looked for in all that is written
 _QUOTED = re.compile(r"\\u[0-9a-fA-F]{4}|\\.|[^a-zA-Z0-9]+", re.DOTALL)
 _COMPARED = 1000  # characters of a text that is quoted in a way of its own
+_NEAR = 1 << 16  # characters in which a text is looked for first: quoted ones cost little
 
 
 def _end_of(text: str, written: str, start: int) -> int:
     """Where ``text`` ends behind ``start``, or ``start`` if it is quoted there; -1: it is not."""
     text = text.strip()
-    if (found := written.find(text, start)) >= 0:
-        return found + len(text)
-    quoted = json.dumps(text, ensure_ascii=False)[1:-1]
-    if (found := written.find(quoted, start)) >= 0:
-        return found + len(quoted)
+    for quotes, most in ((False, _NEAR), (True, _NEAR), (False, len(written))):
+        form = json.dumps(text, ensure_ascii=False)[1:-1] if quotes else text
+        if (found := written.find(form, start, start + len(form) + most)) >= 0:
+            return found + len(form)
     words = re.sub("[^a-zA-Z0-9]+", "", text[:_COMPARED])
     near = written[start : start + 7 * _COMPARED]
     return start if words and words in _QUOTED.sub("", near) else -1

@@ -21,8 +21,6 @@ from localrt.text.tools import for_template
 
 __all__ = ["HistoryRenderer"]
 
-_Tools = Sequence[Mapping[str, Any]] | None
-
 
 class HistoryRenderer:
     """Of ``template``, which usually wants the arguments of calls ``as_text``, or as values."""
@@ -40,7 +38,7 @@ class HistoryRenderer:
         messages: Sequence[Mapping[str, Any]],
         *,
         control_tokens: Iterable[str] | None = None,
-        tools: _Tools = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> list[Segment]:
         """See ``MessageTemplate.render_segments``: of a history that the template can show.
@@ -52,24 +50,26 @@ class HistoryRenderer:
         options = {"control_tokens": control_tokens and list(control_tokens), "tools": tools}
         probe = self._probes[bool(tools)]
         refused: TemplateError | None = None
-        best: tuple[int, list[Segment]] | None = None
+        found: list[tuple[int, list[Any], list[Segment]]] = []
         for history in self._forms(given, probe):
-            try:
-                segments = self._segments(history, **options, **extra)
-            except TemplateError as error:
-                refused = refused or error
-                continue
+            if found and found[-1][1] == history:
+                segments = found[-1][2]
+            else:
+                try:
+                    segments = self._segments(history, **options, **extra)
+                except TemplateError as error:
+                    refused = refused or error
+                    continue
             written = "".join([text for text, _ in segments])
             missing = left_out(history, written, calls=history is given)
             # A word that is left out everywhere (/no_think) is meant to be.
             if not any(map(probe.shows_alone, missing)):
                 return segments
-            if best is None or len(missing) < best[0]:
-                best = len(missing), segments
-        if best is not None:
-            return best[1]
-        assert refused is not None, "there is one form at least"
-        raise refused
+            found.append((len(missing), history, segments))
+        if not found:
+            assert refused is not None, "there is one form at least"
+            raise refused
+        return min(found, key=lambda each: each[0])[2]
 
     @staticmethod
     def _forms(given: list[Any], probe: HistoryProbe) -> Iterator[list[Any]]:

@@ -309,6 +309,8 @@ def test_what_is_no_prompt_is_said_in_one_line(tiny: localrt.Model) -> None:
         ([{"content": "hi"}], {"overflow": "drop_oldest"}, "a message is a mapping with a role"),
         (["hi"], {}, "a message is a mapping with a role, .* is 'hi'"),
         ([{"role": "users", "content": "hi"}], {}, "role must be one of system, .*, is 'users'"),
+        ([{"role": "assistant", "tool_calls": {"f": 1}}], {}, "tool_calls must be a list of calls"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], {}, r"calls .* name, is \['f'\]"),
         ("hi", {"suffix": "a", "files": [("a", 1)]}, "files must be a list of pairs"),
         ("hi", {"cancel": 5}, "cancel must be a threading.Event"),
         ("hi", {"on_progress": 5}, "on_progress must be a function"),
