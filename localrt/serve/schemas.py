@@ -48,7 +48,11 @@ __all__ = [
     "TOKENIZED",
 ]
 
-_PROMPTS = "a text, a list of texts, token ids, or a list of lists of token ids"
+_MOST_PROMPTS = 16384
+_PROMPTS = (
+    "a text, a list of texts, token ids, or a list of lists of token ids "
+    f"(lists of at most {_MOST_PROMPTS})"
+)
 _BIAS: Schema = {"type": "number", "minimum": -100, "maximum": 100}
 
 # -- requests --------------------------------------------------------------------------------------
@@ -157,7 +161,8 @@ CHAT = object_of(
 
 
 def _prompts(text: Schema) -> Schema:
-    kinds = [text, list_of(text, minItems=1), IDS, list_of(IDS, minItems=1)]
+    several = (list_of(each, minItems=1, maxItems=_MOST_PROMPTS) for each in (text, IDS))
+    kinds = [text, IDS, *several]
     return {"description": _PROMPTS, "anyOf": kinds}
 
 

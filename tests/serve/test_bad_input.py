@@ -184,6 +184,15 @@ def test_large_bodies_of_few_values_are_read(body: Any) -> None:
     assert parse_json(json.dumps(body).encode()) == body
 
 
+@pytest.mark.parametrize("prompt", [[[1]] * 20_000, ["a"] * 20_000])
+def test_more_prompts_than_any_client_sends_are_refused(prompt: Any) -> None:
+    for kind, name in (("COMPLETION", "prompt"), ("EMBEDDINGS", "input")):
+        with pytest.raises(ApiError, match="lists of at most 16384"):
+            check_fields(kind, {name: prompt})
+        assert check_fields(kind, {name: prompt[:16384]})
+        assert check_fields(kind, {name: [1] * 20_000})
+
+
 def test_no_number_of_a_body_is_infinite() -> None:
     most = sys.float_info.max
     assert parse_json(b'{"a": [1e999, -1e999, 1e308, 0.5]}') == {"a": [most, -most, 1e308, 0.5]}
