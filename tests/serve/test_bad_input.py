@@ -85,8 +85,7 @@ def test_wrong_fields_are_named(server: Running, fields: Any, param: str) -> Non
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "n": 1, "best_of": 4}, "best_of"),
-        ({"prompt": [1], "echo": True}, "echo"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "a", "suffix": "b", "echo": True, "logprobs": 1}, "suffix"),
     ],
 )
 def test_wrong_fields_of_a_completion(server: Running, fields: Any, param: str) -> None:
