@@ -32,7 +32,7 @@ class HelpScreen(Dialog[None]):
     ]
 
     def __init__(self, keys: Sequence[Key] = KEYS) -> None:
-        self._keys, self._page = keys, Static()
+        self._keys, self._page = keys, Static(help_page(keys))
         self._scroll = VerticalScroll(self._page)
         super().__init__(self._scroll, keys="Esc closes", tall=True)
 
