@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +26,16 @@ from tests.api.test_thinking import TEMPLATE
 from tests.conftest import write_tiny_model
 from tests.inside import engine_of
 from tests.waits import wait_for
+
+# As the tiny model's own, and it knows tools: by their names, as its context is short.
+WITH_TOOLS = (
+    "{% for t in tools or [] %}<|im_start|>tool {{ t.function.name }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+    "<tool_call>{{ {'name': f.name, 'arguments': f.arguments} | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
 
@@ -107,9 +116,10 @@ def serving(model: localrt.Model | Models, **options: Any) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def model(tiny_folder: Path) -> Iterator[localrt.Model]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localrt.Model]:
     """The tiny model on the CPU kernels, whose rows do not depend on each other."""
-    with localrt.load(tiny_folder, draft="off") as loaded:
+    folder = write_tiny_model(tmp_path_factory.mktemp("served"), template=WITH_TOOLS)
+    with localrt.load(folder, draft="off") as loaded:
         loaded.defaults["max_tokens"] = 16  # of requests that say nothing
         yield loaded
 
