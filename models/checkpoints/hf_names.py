@@ -145,6 +145,12 @@ _GPT_OSS_STACKS: Mapping[str, Stack] = {
     "mlp.experts.gate_up_proj_bias": Stack(_GATE_UP_BIAS, turns=True),
     "mlp.experts.down_proj": Stack(_DOWN, transposed=True),
     "mlp.experts.down_proj_bias": Stack(_DOWN_BIAS),
+    # MLX
+    **{
+        f"mlp.experts.{kind}_proj.{part}": Stack((f"mlp.experts.{{}}.{kind}_proj.{part}",))
+        for kind in ("gate", "up", "down")
+        for part in ("weight", "bias")
+    },
 }
 _GPT_OSS_PACKED: Mapping[str, Stack] = {
     # as two tensors, ``..._blocks`` and ``..._scales``

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("compressed_tensors")
 
@@ -21,9 +22,9 @@ from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, untile
 from localrt.quant.ops.protocol import Batch
 from tests.checkpoints.published.models import SMALL, publish
-from tests.checkpoints.published.schemes import Tensors
+from tests.checkpoints.published.schemes import SCHEMES, Tensors
 from tests.models import tiny
-from tests.models.tiny import load_ours, relative_error, tokens
+from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
 from tests.offload.placed import Model, extend, needs_kernels, passing
 
 # One scale a row is that of the largest groups that divide it; one group is always in order.
@@ -112,6 +113,44 @@ def test_experts_that_mlx_stacks(kind: str, tmp_path: Path) -> None:
     with closing(open_checkpoint(folder)) as model:
         assert set(formats) <= set(model.tensors)
     assert error_of(folder, oracle) < 2e-5
+
+
+def test_gpt_oss_of_mlx(tmp_path: Path) -> None:
+    """Experts in mxfp4, apart and turned, each with a bias."""
+    write = SCHEMES["MLX mxfp4"].write
+    plain, out = tmp_path / "plain", tmp_path / "mlx"
+    plain.mkdir()
+    out.mkdir()
+    oracle = save_tiny("gpt-oss", plain)
+    kept = load_file(plain / "model.safetensors")
+    tensors: Tensors = {}
+    for name, tensor in list(kept.items()):
+        stem, _, kind = name.partition(".experts.")
+        if not kind:
+            tensors[name] = tensor
+            continue
+        whole = tensor if kind.endswith("_bias") else tensor.transpose(1, 2)  # (experts, rows, ...)
+        joined = kind.startswith("gate_up")
+        made = whole.clone()
+        for turn, part in enumerate(("gate", "up") if joined else ("down",)):
+            rows = slice(turn, None, 2 if joined else 1)
+            own, module = whole[:, rows].contiguous(), f"{stem}.experts.{part}_proj"
+            if kind.endswith("_bias"):
+                tensors[f"{module}.bias"] = own
+                continue
+            parts, values = write(own.reshape(-1, own.shape[-1]))
+            made[:, rows] = torch.from_numpy(values).reshape(own.shape)
+            for end, content in parts.items():
+                shape = (len(own), -1, content.shape[-1])
+                tensors[f"{module}.{end}"] = content.reshape(shape).contiguous()
+        kept[name] = (made if kind.endswith("_bias") else made.transpose(1, 2)).contiguous()
+    save_file(kept, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    quantization = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    (out / "config.json").write_text(json.dumps({**config, "quantization": quantization}))
+    save_file(tensors, out / "model.safetensors")
+    oracle = type(oracle).from_pretrained(plain, dtype=torch.float32).eval()
+    assert error_of(out, oracle) < 2e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
