@@ -144,8 +144,13 @@ def test_tensors_that_do_not_fit(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "hqq"}, r"quantized with hqq, .* \(it reads awq, bitsandbytes, .*GGUF"),
+        (
+            {"quant_method": "hqq"},
+            r"quantized with hqq, .* \(it reads auto-round, awq, bitsandbytes, .*GGUF",
+        ),
         ({"quant_method": 3}, "quantized with 3, which"),
+        ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type asks for mx_fp, which"),
+        ({"quant_method": "auto-round", "bits": 3}, "bits is 3, of which localrt reads 4, 8"),
         ({"quant_method": "gptq", "bits": 3}, "bits is 3, of which localrt reads 4, 8; use the"),
         ({"quant_method": "gptq", "bits": True}, "bits is True, of which localrt reads 4, 8"),
         ({"quant_method": "gptq", "group_size": 0}, "group_size should be a number of columns"),
@@ -187,7 +192,8 @@ def test_configs_that_are_not_understood(config: Any, message: str, tmp_path: Pa
     ("config", "message"),
     [
         ({"bits": 7, "group_size": 64}, "bits is 7, of which localrt reads 2, 3, 4, 5, 6, 8"),
-        ({"bits": 4, "group_size": 64, "mode": "nvfp4"}, "mode is 'nvfp4', of which .* affine"),
+        ({"bits": 4, "group_size": 64, "mode": "fp5"}, "mode is 'fp5', of which .* affine, mxfp4"),
+        ({"bits": 8, "mode": "nvfp4"}, "bits is 8, of which localrt reads 4"),
         ({"bits": 4, "group_size": -64}, "group_size should be a number of columns"),
         ({"bits": 4, "group_size": 64, "a": {"bits": 9}}, "quantization: a: bits is 9"),
     ],
