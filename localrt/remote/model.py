@@ -43,8 +43,8 @@ _SENT = (
 # What localrt's server, vLLM and llama.cpp call it.
 _THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
 # Of no use elsewhere, and what they are when nobody chose.
-_HERE = {"draft": "auto", "tree_budget": None, "tree_depth": None, "overflow": "error"}
-_HERE |= {"parallel_tool_calls": True}
+_HERE: dict[str, Any] = {"draft": "auto", "overflow": "error", "parallel_tool_calls": True}
+_HERE |= dict.fromkeys(("tree_budget", "tree_depth"))
 _HERE |= dict.fromkeys(("context_tokens", "regex", "logprobs", "min_indent", "line_seconds"))
 
 
