@@ -205,6 +205,11 @@ class AsyncAnswer(AsyncIterator[Chunk]):
         """Whether all has been read."""
         return self._answer.over and not self._chunks
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The keywords of its schema that the answer is not bound by."""
+        return self._answer.left_out
+
     def cancel(self) -> None:
         """Stop; the last chunk has finish reason ``"cancelled"``."""
         self._answer.cancel()

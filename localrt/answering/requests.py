@@ -177,6 +177,7 @@ class RequestBuilder:
             raise TokenizerError("stop strings need a tokenizer, and the model has none")
         if chosen.forces_a_call and not chat:
             raise OptionError(f"{option('tool_choice')} needs messages: a raw prompt has no tools")
+        constraint, left_out = self._constraint(chosen, offer if chat else NO_TOOLS)
         return Request(
             prompt=ids,
             sampling=chosen.sampling,
@@ -188,7 +189,8 @@ class RequestBuilder:
             logprobs=chosen.logprobs,
             exactness=self._engine.info.exactness,
             speculation=None if self._drafts is None else self._drafts.speculation(chosen),
-            constraint=self._constraint(chosen, offer if chat else NO_TOOLS),
+            constraint=constraint,
+            left_out=left_out,
             parser=self._thinking.parser(ids, offer, chosen) if chat else None,
             thinking_limit=self._thinking.limit(chosen, tools=bool(tools)) if chat else None,
             mix=() if self._adapters is None else self._adapters.mix(chosen.adapter),
@@ -317,10 +319,14 @@ class RequestBuilder:
         self._check_length(sum(map(self.tokenizer.least_tokens, texts)), self._parts.ctx)
         return self._infill.prompt(before, behind, files, watch=self._watch(cancel))
 
-    def _constraint(self, options: Options, offer: Offer) -> MakeConstraint | None:
-        """What binds an answer: a schema, an expression, or a tool that must be called."""
+    def _constraint(
+        self, options: Options, offer: Offer
+    ) -> tuple[MakeConstraint | None, tuple[str, ...]]:
+        """What binds an answer: a schema, an expression, or a tool that must be called. And the
+        keywords of a schema that it is not bound by.
+        """
         if not options.is_bound:
-            return None
+            return None, ()
         if self._grammars is None:
             engine = self._engine
             take_ram = engine.take_ram if engine.info.streamed else None
@@ -330,14 +336,16 @@ class RequestBuilder:
             choice = offer.named(options.tool_choice)
             functions = functions_to_call(choice, offer.functions)
             several = choice == "required" and options.parallel_tool_calls
-            return grammars.call(syntax.forced, functions, several=several)
+            return grammars.call(syntax.forced, functions, several=several), ()
         if options.json_schema is None:
-            return grammars.constraint(options)
-        schema, _ = grammars.followed(options.json_schema)
+            return grammars.constraint(options), ()
+        schema, left_out = grammars.followed(options.json_schema)
         if not offer.functions:
-            return grammars.constraint(replace(options, json_schema=schema))
+            return grammars.constraint(replace(options, json_schema=schema)), left_out
         answer = (syntax.answer, schema)
-        return grammars.call(syntax.forced, offer.functions, several=True, answer=answer)
+        several = options.parallel_tool_calls
+        made = grammars.call(syntax.forced, offer.functions, several=several, answer=answer)
+        return made, left_out
 
     @cached_property
     def _thinking(self) -> ThinkingControl:

@@ -100,6 +100,7 @@ class Request:
     constraint: MakeConstraint | None = None  # makes what binds the answer
     parser: MakeParser | None = None  # makes what finds thinking and calls of tools in it
     thinking_limit: ThinkingLimit | None = None  # needs a parser
+    left_out: tuple[str, ...] = ()  # keywords of its schema that the answer is not bound by
     mix: Mix = ()  # the adapters that it is computed with
     restore: Restore | None = None  # gives the session what is kept of the prompt elsewhere
     cancel: threading.Event = field(default_factory=threading.Event)

@@ -33,9 +33,11 @@ from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call
 from localrt.serve.echo import echo_of
 from localrt.serve.errors import JsonResponse, failure, invalid
+from localrt.serve.loose_schemas import LOOSENED, follows
 from localrt.serve.replies import Reply, TokenBytes
 from localrt.serve.served import ServedModel
 from localrt.serve.service import Service
+from localrt.text.thinking import split_thinking
 
 __all__ = ["answer", "prompt_tokens", "until_gone"]
 
@@ -81,12 +83,19 @@ async def answer(
         if error is not None and not told:
             raise error
         reply = make(work, call, call.model or work.name)
+        loose = work.loosened()
         if not call.stream:
-            return JsonResponse(reply.whole(await until_gone(request, work.gathered())))
+            chunks = await until_gone(request, work.gathered())
+            said = [split_thinking(each.text).answer for each in chunks if not each.tool_calls]
+            if loose and said:
+                loose |= await follows(call.options.get("json_schema", True), said)
+            return JsonResponse(reply.whole(chunks), headers=loose)
         events = _events(preparing, work, reply)
         stack.push_async_callback(events.aclose)
         # What was entered here is left when the response has been sent.
-        return _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
+        stream = _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
+        stream.headers.update(loose)
+        return stream
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
@@ -197,6 +206,16 @@ class _Work(AsyncExitStack):
                     self._echoes += [echo] * call.choices
         finally:
             cancel.set()
+
+    def loosened(self) -> dict[str, str]:
+        """The header, and a note in the log, of a schema that is followed in part only."""
+        left_out = next((one.left_out for one in self._answers if one.left_out), ())
+        if not left_out:
+            return {}
+        names = ", ".join(left_out)
+        why = "answers cannot be bound by these"
+        self._service.note_once(f"schema {names}", f"a schema is followed without {names}: {why}")
+        return {LOOSENED: names}
 
     def _end(self) -> None:
         for one in self._answers:

@@ -359,3 +359,19 @@ def test_smollm2_answers_over_http() -> None:
                     max_tokens=16,
                 )
                 assert got.choices[0].message.content == said
+
+
+def test_a_schema_that_is_followed_in_part_says_so(server: Running) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"enum": ["ab", "b"], "pattern": "^(?=a)ab"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    status, body, headers = server.chat("hi", response_format=wanted, max_tokens=20)
+    assert status == 200
+    assert headers["x-localrt-schema-loosened"] == "pattern"
+    said = json.loads(body["choices"][0]["message"]["content"])
+    assert headers["x-localrt-schema-followed"] == ("true" if said == "ab" else "false")
+    _, _, headers = server.chat("hi", response_format=wanted, max_tokens=20, stream=True)
+    assert headers["x-localrt-schema-loosened"] == "pattern"
+    wanted["json_schema"]["schema"] = {"enum": ["ab", "b"]}  # type: ignore[index]
+    _, _, headers = server.chat("hi", response_format=wanted, max_tokens=20)
+    assert not any("schema" in name for name in headers)

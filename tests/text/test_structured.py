@@ -16,6 +16,7 @@ import localrt
 from localrt.cli import main
 from localrt.engine.sampling import Sampling, constrained
 from tests.conftest import CHATML, write_tiny_model
+from tests.inside import core_of
 
 pytest.importorskip("llguidance")
 
@@ -150,6 +151,68 @@ def test_what_cannot_be_followed_is_said_before_any_work(
     assert "\n" not in str(caught.value)
     with pytest.raises(localrt.OptionError):
         tiny.chat(**options).send("hi")
+
+
+def field(**schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+
+
+LOOSE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (field(type="string", pattern="^(?=a)b"), ("pattern",)),
+    (field(type="string", pattern=r"(a)\1"), ("pattern",)),
+    (field(type="string", pattern="^a+$"), ()),
+    (field(type="string", format="colour"), ("format",)),
+    (field(type="string", format="date"), ()),
+    (field(type="integer", minimum=10**30), ("minimum",)),
+    (field(**{"not": {"type": "string"}}), ("not",)),
+    (field(type="array", uniqueItems=True, contains={}), ("contains", "uniqueItems")),
+    (field(**{"if": {}, "then": {}}), ("if", "then")),
+    ({"type": "object", "propertyNames": {"pattern": "a"}}, ("propertyNames",)),
+    ({"type": "object", "patternProperties": {"^(?!a)": {}, "^b": {}}}, ("patternProperties",)),
+    ({"type": "object", "unevaluatedProperties": False}, ("unevaluatedProperties",)),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, ("dependentRequired",)),
+    ({"oneOf": [field(type="string"), field(minLength=1)]}, ("oneOf",)),
+    ({"$ref": "https://example.org/schema.json"}, ("$ref",)),
+    ({"$ref": "#/$defs/x", "$defs": {"x": field(**{"not": {}})}}, ("not",)),
+    (field(default=1, examples=[2], title="T", deprecated=True, **{"x-own": 3}), ()),
+]
+
+
+@pytest.mark.parametrize(("schema", "left_out"), LOOSE, ids=json.dumps)
+def test_what_cannot_be_followed_is_left_out_and_told(
+    tiny: localrt.Model, schema: dict[str, Any], left_out: tuple[str, ...]
+) -> None:
+    made = core_of(tiny).requests.make("hi", {"json_schema": schema})
+    assert made.left_out == left_out
+    assert made.constraint is not None
+    made.constraint().allowed()
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        *(schema for schema, _ in LOOSE),
+        {"type": "strng"},
+        {"$ref": "#/nowhere"},
+        {"type": "object", "properties": []},
+        {"type": "object", "required": None, "properties": {"a": {"type": "any"}}},
+        {"type": "object", "required": ["b"], "properties": {}, "additionalProperties": False},
+        {"type": "object", "additionalProperties": None},
+        {"properties": {"a": {"enum": []}}},
+    ],
+    ids=json.dumps,
+)
+@pytest.mark.parametrize("choice", ["auto", "none", "look"])
+def test_no_schema_of_a_tool_is_an_error(
+    tiny: localrt.Model, parameters: dict[str, Any], choice: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    for schema in (None, {"type": "object"}):
+        options = {"tool_choice": choice, "json_schema": schema}
+        made = core_of(tiny).requests.make("hi", options, tools=tools)
+        assert made.left_out == ()
+        if made.constraint is not None:
+            made.constraint().allowed()
 
 
 def test_hundreds_of_optional_fields_are_followed(tiny: localrt.Model) -> None:

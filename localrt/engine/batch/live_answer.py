@@ -40,6 +40,11 @@ class LiveAnswer(Iterator[Chunk]):
         self._over = False
         self._full = False
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """See ``Request``."""
+        return self._request.left_out
+
     # -- reading ---------------------------------------------------------------------------------
 
     def __next__(self) -> Chunk:
