@@ -172,6 +172,9 @@ class Answer:
             candidates = distribution(adjusted, sampling, chance)
         else:
             ids = _allowed_ids(bound, request.eos_ids, adjusted)
+            ends = bound.ends_early and bound.may_end and int(adjusted.argmax()) not in ids
+            if ends and request.eos_ids:
+                return min(request.eos_ids)
             candidates = constrained(adjusted, ids, sampling, chance)
         greedy = sampling.greedy
         return int(candidates.tokens[0]) if greedy else draw(candidates, self._rng.random())

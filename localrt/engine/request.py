@@ -52,6 +52,10 @@ class Constraint(Protocol):
         """Whether the answer is complete as it is."""
 
     @property
+    def ends_early(self) -> bool:
+        """Whether it ends where it may, unless the model itself wants to go on as is allowed."""
+
+    @property
     def done(self) -> bool:
         """Whether nothing may follow."""
 

@@ -29,9 +29,8 @@ _LONGEST = 128  # characters of a name
 _UNUSUAL = re.compile(r"[^\w.\-]")
 _ASK = {"role": "user", "content": "Hello?"}
 _PLAIN = (
-    "You may call these functions, of which each line describes one:\n{}\n\nTo call a function, "
-    "write this and nothing else, once for each call:\n{}\nIts result comes within "
-    "<tool_response></tool_response>. If you need no function, answer in words."
+    "You may call these functions:\n{}\nTo call one, write this and nothing else, once a call:\n{}"
+    "\nIts result comes in <tool_response>."
 )
 
 

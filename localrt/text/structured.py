@@ -261,6 +261,7 @@ class _GrammarConstraint:
 
     def __init__(self, name: str, matcher: LLMatcher, vocab_size: int) -> None:
         self._name = name
+        self.ends_early = name == "tool_choice"  # a call more is made by those who want it
         self._matcher = matcher
         self._vocab_size = vocab_size
 

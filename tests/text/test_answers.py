@@ -216,6 +216,13 @@ def test_a_call_that_must_be_made_may_be_several(builder: Any, name: str) -> Non
         assert answer_to(requests, wish, **options) == ("", [OSLO] * count, "tool_calls")
 
 
+def test_more_calls_are_made_only_if_the_model_wants_them(builder: Any) -> None:
+    pytest.importorskip("llguidance")
+    requests: RequestBuilder = builder(HERMES)
+    options = {"tools": [WEATHER], "tool_choice": "required"}
+    assert answer_to(requests, f"{CALL} And more.", **options) == ("", [OSLO], "tool_calls")
+
+
 def call_in(requests: RequestBuilder, name: str) -> str:
     """A call of ``weather``, letter by letter as it is forced."""
     spelling = requests._syntax.forced.spelling
