@@ -157,7 +157,8 @@ _PREFILLED = chat(
 
 @pytest.mark.parametrize("name", ["Hermes, Qwen", "GLM", "Gemma 4", "functionary 3.2", "gpt-oss"])
 def test_a_tool_that_must_be_called_is_called(name: str, tmp_path: Path) -> None:
-    with localrt.load(write_tiny_model(tmp_path, template=TEMPLATES[name])) as model:
+    folder = write_tiny_model(tmp_path, template=TEMPLATES[name], context=2048)
+    with localrt.load(folder) as model:
         tools = [_SHORT, TOOLS[1]]
         for choice in ("required", "paint"):
             answer = model.generate("?", tools=tools, tool_choice=choice, seed=3, max_tokens=400)
@@ -171,7 +172,8 @@ def test_a_tool_that_must_be_called_is_called(name: str, tmp_path: Path) -> None
 
 
 def test_a_bound_answer_begins_where_the_template_begins_answers(tmp_path: Path) -> None:
-    with localrt.load(write_tiny_model(tmp_path, template=TEMPLATES["functionary 3.2"])) as model:
+    folder = write_tiny_model(tmp_path, template=TEMPLATES["functionary 3.2"], context=2048)
+    with localrt.load(folder) as model:
         made = core_of(model).requests.make("?", {"regex": "yes|no"})
         assert model.detokenize(made.prompt).endswith(">>>all\n")
         for tools in (None, [_SHORT]):
@@ -179,7 +181,8 @@ def test_a_bound_answer_begins_where_the_template_begins_answers(tmp_path: Path)
 
 
 def test_a_call_that_must_be_made_comes_behind_a_thought(tmp_path: Path) -> None:
-    with localrt.load(write_tiny_model(tmp_path, template=_PREFILLED)) as model:
+    folder = write_tiny_model(tmp_path, template=_PREFILLED, context=2048)
+    with localrt.load(folder) as model:
         for limit in (0, 5):
             answer = model.generate(
                 "?", tools=[_SHORT], tool_choice="paint", thinking=True, thinking_tokens=limit
