@@ -23,7 +23,7 @@ from localrt.serve.options import ServeOptions
 from localrt.serve.server import Server, open_socket
 from localrt.serve.service import Service
 from tests.api.test_thinking import TEMPLATE
-from tests.conftest import CHATML, write_tiny_model
+from tests.conftest import write_tiny_model
 from tests.inside import engine_of
 from tests.waits import wait_for
 
