@@ -2,7 +2,8 @@
 
 Where one has to go, it is the one that costs least to read again: a long conversation outlives many
 short prompts that come between two of its turns, but not for ever (GreedyDual, Young 1994). Tokens
-that another one holds too cost nothing. It does not know how many may stay.
+that another one holds too cost nothing. The latest stays as long as two can: whoever has just been
+answered often goes on. It does not know how many may stay.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class IdleSessions:
 
     def evict(self) -> EngineSession:
         """The one that costs least to read again, which is kept no more."""
-        session = min(self._worth, key=self._worth.__getitem__)
+        kept = list(self._worth)
+        session = min(kept[:-1] if len(kept) > 2 else kept, key=self._worth.__getitem__)
         self._floor = self._worth.pop(session)
         return session
