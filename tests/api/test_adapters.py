@@ -167,12 +167,15 @@ def test_each_adapter_is_a_model_of_the_server(model: localrt.Model) -> None:
         assert listed["data"][1]["parent"] == "tiny"
         _, one, _ = server.request("GET", "/v1/models/second")
         assert one["id"] == "second"
-        for name, adapter in (("tiny", None), ("first", "first"), (None, None)):
+        asked = {"tiny": None, "first": "first", "second": "second", None: None, "third": None}
+        for name, adapter in asked.items():  # an unknown name means the model without adapters
             status, answer, _ = server.chat(PROMPT, model=name, **fields)
             assert status == 200
             assert answer["model"] == (name or "tiny")
             want = model.generate(PROMPT, adapter=adapter, **GREEDY).text
             assert answer["choices"][0]["message"]["content"] == want
+    with serving(model, name="tiny", strict_models=True) as server:
+        assert server.chat(PROMPT, model="first", **fields)[0] == 200
         status, answer, _ = server.chat(PROMPT, model="third", **fields)
         assert status == 404
         assert "'first'" in answer["error"]["message"]
