@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -157,6 +159,27 @@ def test_measuring_is_done_once_for_one_machine(
     profile("another cpu")
     assert calls[7:] == ["q8_0", "disk"]
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["machine.json"]
+
+
+@pytest.mark.parametrize(
+    ("later", "busy"),
+    [
+        ("cpu  180 0 10 910 100 0 0 0 80 0", True),  # a guest's ticks are its user's, too
+        ("cpu  110 0 10 990 100 0 0 0 0 0", False),
+        ("cpu  110 0 10 910 180 0 0 0 0 0", False),  # waiting for a disk
+        ("cpu  110 0 10 900 100 0 0 80 0 0", True),  # another machine has the core
+        ("cpu  100 0 10 900 100 0 0 0 0 0", False),  # no tick since
+    ],
+)
+def test_linux_says_without_a_package_whether_it_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str, busy: bool
+) -> None:
+    stat = tmp_path / "proc" / "stat"
+    stat.parent.mkdir()
+    stat.write_text("cpu  100 0 10 900 100 0 0 0 0 0\ncpu0 1 2 3 4\n", encoding="ascii")
+    monkeypatch.setattr(time, "sleep", lambda _: stat.write_text(later, encoding="ascii"))
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert measure.is_busy(tmp_path) == busy
 
 
 def test_rates_of_a_busy_machine_are_marked_and_measured_again(
