@@ -237,6 +237,16 @@ def test_short_prompts_in_between_leave_a_conversation_its_cache() -> None:
                 said(live.submit(request([250 + task] * 30, 1)))
 
 
+def test_long_conversations_leave_a_short_one_its_cache() -> None:
+    engine = ScriptedEngine()
+    with open_live(engine, ctx=600, most=3) as live:
+        for number in range(3):
+            said(live.submit(request([number] * 200, 1)))
+        short = request([0] * 30, 3)  # a long one begins with it, which is not trimmed for it
+        said(live.submit(short))
+        assert list(live.submit(short))[-1].metrics.cached_tokens == 29
+
+
 def test_a_cache_that_nobody_comes_back_to_makes_room_in_the_end() -> None:
     engine = ScriptedEngine()
     with open_live(engine, most=2) as live:
