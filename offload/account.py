@@ -70,7 +70,7 @@ __all__ = [
 
 _PROCESS_NBYTES = 58 << 20  # interpreter, numpy, libraries, the kernels' threads
 _VOCABULARY_NBYTES = 100  # of a token in the tokenizer: its bytes, merges, hash tables
-GROWTH_NBYTES = 5 << 20
+GROWTH_NBYTES = 4 << 20
 """What a loaded process grows by beside the accounted parts: sampling, text, threads' stacks."""
 
 KERNEL_SCRATCH_NBYTES = 3 << 20

@@ -1,7 +1,8 @@
 """Runs one cell in a process of its own and watches what its whole tree takes.
 
 What counts is the resident set of the process, and, while helpers run that it has started
-(measuring, solving), the sum of theirs and its own: pages that both map count twice.
+(measuring, solving, rendering), what all of them take: pages that several map count once, as in the
+kernel's limits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ _ROOT = Path(__file__).resolve().parents[2]
 _EVERY_S = 0.02
 _LEAST = re.compile(r"at least (\d+) MB of RAM")
 _SHARE, _BYTES = 0.03, 8_000_000
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _PROMPT = "Tell me about lighthouses, at length."
 
 
@@ -109,7 +109,8 @@ def _watch(process: subprocess.Popen[bytes]) -> tuple[int, int]:
     while process.poll() is None:
         with suppress(OSError, ValueError):
             peak = max(peak, _high_water(process.pid))
-            tree = max(tree, sum(map(_resident, _family(process.pid))))
+            private, shared = zip(*map(_resident, _family(process.pid)), strict=True)
+            tree = max(tree, sum(private) + max(shared))
         time.sleep(_EVERY_S)
     return peak, tree
 
@@ -124,10 +125,15 @@ def _family(pid: int) -> list[int]:
     return found
 
 
-def _resident(pid: int) -> int:
+def _resident(pid: int) -> tuple[int, int]:
+    """Bytes in RAM that a process has for itself, and that it shares with any other."""
+    private = shared = 0
     with suppress(OSError, ValueError, IndexError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-    return 0
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            nbytes = int(line.split()[1]) * 1024 if " kB" in line else 0
+            private += nbytes if line.startswith("Private_") else 0
+            shared += nbytes if line.startswith("Shared_") else 0
+    return private, shared
 
 
 def _high_water(pid: int) -> int:

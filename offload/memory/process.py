@@ -35,7 +35,14 @@ def current_rss() -> int:
 
 
 def peak_rss() -> int | None:
-    """Highest resident set of this process so far, in bytes; None where it is not known."""
+    """Highest resident set of this process so far, in bytes, and what the one that renders its chat
+    templates takes; None where it is not known.
+    """
+    own = _own_peak()
+    return None if own is None else own + renderer_nbytes()
+
+
+def _own_peak() -> int | None:
     if sys.platform == "win32":
         import psutil
 
