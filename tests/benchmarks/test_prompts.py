@@ -12,13 +12,13 @@ from benchmarks.offload.tables import prompts_table
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sixth of the models, on a sixth of the card."""
+    """A third of the models, on a third of the card: of less, a layer's weights fill the ring."""
     models = {}
     for name, (architecture, config) in prompts.MODELS.items():
-        layers, vocab = config["num_hidden_layers"] // 6, 8192
+        layers, vocab = config["num_hidden_layers"] // 3, 8192
         models[name] = architecture, {**config, "num_hidden_layers": layers, "vocab_size": vocab}
     monkeypatch.setattr(prompts, "MODELS", models)
-    monkeypatch.setattr(prompts, "VRAM", (prompts.VRAM - (500 << 20)) // 6 + (500 << 20))
+    monkeypatch.setattr(prompts, "VRAM", (prompts.VRAM - (500 << 20)) // 3 + (500 << 20))
     monkeypatch.setattr(prompts, "RAM", prompts.RAM // 2)
     monkeypatch.setattr(prompts, "ARITHMETIC", {"bf16": prompts.ARITHMETIC["bf16"]})
 
@@ -35,8 +35,8 @@ def test_the_link_hides_behind_the_cards_arithmetic(name: str) -> None:
     found = bf16(name)
     assert found["share_in_ram"] > 0.2
     # Of so few layers the first one's copies show, and short passes unpack more.
-    assert found["busy"]["gpu"] > 0.7
-    assert 0.55 < found["share_of_arithmetic"] < 1
+    assert found["busy"]["gpu"] > 0.9
+    assert 0.7 < found["share_of_arithmetic"] < 1
     assert found["tok_s"] > 3 * found["tok_s_without_crossing"]
     assert found["tok_s"] == pytest.approx(found["forecast_tok_s"], rel=0.15)
     moved = found["share_in_ram"] * found["weight_bytes"]
