@@ -154,8 +154,11 @@ async def test_a_resize_keeps_the_words_on_top(model: FakeModel, block: type[Blo
     async with running(model) as (app, pilot):
         view = screen.conversation(app)
         view.add(UserTurn("Write a novel"), block(text), UserTurn("Thanks"))
-        await pilot.press("ctrl+home", *["pagedown"] * 3)
-        await until(pilot, lambda: view.scroll_y > 40)
+        await until(pilot, lambda: round(view.scroll_y) == view.max_scroll_y > 40)
+        await pilot.press("ctrl+home")
+        await until(pilot, lambda: view.scroll_y == 0)
+        await pilot.press(*["pagedown"] * 3)
+        await until(pilot, lambda: view.scroll_y > 40 and not view.follows)
         top = screen.shown(app).splitlines()[0]
         word = top.split()[0]
         for width, height in ((50, 24), (110, 24), (40, 30), (60, 12), (100, 40), (80, 24)):
