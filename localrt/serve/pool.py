@@ -223,7 +223,8 @@ class ModelPool(Models):
                 try:
                     await asyncio.to_thread(self._make_ready, slot)
                 except MemoryBudgetError:
-                    if not any(other.users for other in self._others(slot)):
+                    in_use = any(other.users for other in self._others(slot))
+                    if not in_use and not self._freed.is_set():  # nor was any, meanwhile
                         raise
                 else:
                     return

@@ -274,7 +274,8 @@ def test_call_has_the_type_of_its_tool(client: Any, tool: Any, expected: Any) ->
 
 @pytest.mark.usefixtures("slow")
 def test_a_stream_that_is_left_is_cancelled(client: Any, server: Running) -> None:
-    with client.responses.stream(input="hi", model="tiny", max_output_tokens=400) as stream:
+    given = {"input": "hi", "model": "tiny", "max_output_tokens": 400, "temperature": 0}
+    with client.responses.stream(**given) as stream:
         next(event for event in stream if event.type == "response.output_text.delta")
     wait_for(server.idle)
 

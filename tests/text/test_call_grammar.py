@@ -184,9 +184,8 @@ def test_a_call_that_must_be_made_comes_behind_a_thought(tmp_path: Path) -> None
     folder = write_tiny_model(tmp_path, template=_PREFILLED, context=2048)
     with localrt.load(folder) as model:
         for limit in (0, 5):
-            answer = model.generate(
-                "?", tools=[_SHORT], tool_choice="paint", thinking=True, thinking_tokens=limit
-            )
+            thinking = {"thinking": True, "thinking_tokens": limit, "seed": 3}
+            answer = model.generate("?", tools=[_SHORT], tool_choice="paint", **thinking)
             assert answer.metrics.thinking_tokens == limit
             assert localrt.split_thinking(answer.text).answer == ""
             assert [call.name for call in answer.tool_calls] == ["paint"]
