@@ -107,7 +107,7 @@ from pathlib import Path
 from contextlib import closing
 import numpy as np
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.templates.chat_template import PlainTemplate, encode_messages, load_template
+from localrt.models.templates.chat_template import PlainTemplate, encode_chat, load_template
 from localrt.models.registry import read_config
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.formats import unpack
@@ -123,7 +123,7 @@ with closing(open_checkpoint(Path(sys.argv[1]))) as checkpoint:
     assert unpack(checkpoint.read(name)).shape == checkpoint.tensors[name].shape
     tokenizer = load_tokenizer(checkpoint)
     template = load_template(checkpoint) or PlainTemplate()
-ids = encode_messages(tokenizer, template, [{"role": "user", "content": "hi"}])
+ids = encode_chat(tokenizer, template.render_segments([{"role": "user", "content": "hi"}]))
 assert "hi" in tokenizer.decode(ids)
 logits = np.zeros(config.vocab_size, np.float32)
 assert 0 <= draw(distribution(logits, Sampling()), 0.5) < config.vocab_size

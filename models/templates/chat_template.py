@@ -1,8 +1,8 @@
 """Messages to prompt text, by the chat template that a model brings (Jinja2, sandboxed).
 
 Text in a message that spells a control token (``<|im_start|>``) stays ordinary text on the way to
-token ids, whatever the template does around it: use ``encode_messages``. A model without a template
-gets ``PlainTemplate``. Does not know which model is loaded.
+token ids, whatever the template does around it: use ``render_segments`` and ``encode_chat``. A
+model without a template gets ``PlainTemplate``. Does not know which model is loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ __all__ = [
     "PlainTemplate",
     "Segment",
     "encode_chat",
-    "encode_messages",
     "load_template",
 ]
 
@@ -338,26 +337,6 @@ def _separate(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[Segment
             else:
                 joined.append((piece, allowed))
     return joined or [("", False)]
-
-
-def encode_messages(
-    tokenizer: Tokenizer,
-    template: MessageTemplate,
-    messages: Sequence[Message],
-    *,
-    watch: Watch = ignore_count,
-    **options: Any,
-) -> list[int]:
-    """Token ids of ``messages``; nothing in them can become a control token.
-
-    ``options`` are those of ``MessageTemplate.render``, ``watch`` that of ``encode_chat``.
-
-    Raises:
-        TemplateError: the template refused the messages.
-    """
-    names = map(tokenizer.token_text, tokenizer.special_ids)
-    segments = template.render_segments(messages, control_tokens=names, **options)
-    return encode_chat(tokenizer, segments, watch)
 
 
 def _shape(message: Message, *, parts: bool) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from localrt.errors import TemplateError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.templates.chat_template import (
     ChatTemplate,
+    MessageTemplate,
     PlainTemplate,
     encode_chat,
-    encode_messages,
     load_template,
 )
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
@@ -34,6 +34,13 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def user(content: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
+
+
+def encode_messages(
+    tokenizer: Tokenizer, template: MessageTemplate, messages: list[dict[str, Any]]
+) -> list[int]:
+    names = map(tokenizer.token_text, tokenizer.special_ids)
+    return encode_chat(tokenizer, template.render_segments(messages, control_tokens=names))
 
 
 def test_renders_messages_and_the_generation_prompt() -> None:
