@@ -28,7 +28,7 @@ from benchmarks.kernels.files import types_table
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.kv.tables import kv_table
 from benchmarks.moe.tables import experts_table, ssd_table
-from benchmarks.offload.tables import offload_table, prompts_table
+from benchmarks.offload.tables import offload_table
 from benchmarks.published.tables import published_table
 from benchmarks.quality.tables import full_tables, short_table
 from benchmarks.speculation.tables import speculation_short, speculation_table
@@ -121,7 +121,6 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "kv": kv_table,
     "offload": offload_table,
     "passes": passes_table,
-    "prompts": prompts_table,
     "published": published_table,
     "quality": short_table,
     "quality-full": full_tables,

@@ -1,4 +1,4 @@
-"""The tables of models larger than memory, and of prompts on a card that is simulated."""
+"""The table of models larger than memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from localrt.formatting import format_bytes, format_rate
 
-__all__ = ["offload_table", "prompts_table"]
+__all__ = ["offload_table"]
 
 Result = Mapping[str, Any]
 
@@ -50,37 +50,6 @@ def offload_table(record: Mapping[str, Any]) -> str:
     return (
         f"{markdown_table(_HEADERS, lines)}\n\n`{record['command']}` on {machine_of(record)}; "
         f"medians. {versions_of(record)}."
-    )
-
-
-def prompts_table(record: Mapping[str, Any]) -> str:
-    """A row for each model and kind of arithmetic, from ``prompts.json``."""
-    rows = [
-        [
-            row["name"],
-            f"{result['arithmetic']}, {result['peak_ops_s'] / 1e12:.1f} T/s",
-            f"{100 * result['share_in_ram']:.0f} % of {format_bytes(result['weight_bytes'])}",
-            str(result["pass_rows"]),
-            format_rate(result["tok_s"]),
-            format_rate(result["forecast_tok_s"]),
-            f"{100 * result['share_of_arithmetic']:.0f} %",
-            ", ".join(f"{100 * result['busy'][name]:.0f} %" for name in ("gpu", "link")),
-            format_rate(result.get("tok_s_without_crossing")),
-        ]
-        for row in record["rows"]
-        for result in row["results"]
-    ]
-    headers = [
-        *("model", "arithmetic", "not on the card", "tokens a pass", "prompt tok/s", "forecast"),
-        *("of the card's arithmetic", "card, link busy", "one placement for all passes"),
-    ]
-    first = record["rows"][0]["results"][0]
-    return (
-        f"{markdown_table(headers, rows)}\n\n`{record['command']}`. Simulated: prompts of "
-        f"{first['prompt_tokens']:,} tokens on an RTX 4060 (8 GB, "
-        f"{first['card_bytes_s'] / 1e9:.0f} GB/s, link {first['link_bytes_s'] / 1e9:.0f} GB/s, "
-        f"kernels reach {100 * first['reached']:.0f} % of the arithmetic), weights in "
-        f"{first['format']}, room for {first['ctx']:,} tokens. {versions_of(record)}."
     )
 
 
