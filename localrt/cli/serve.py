@@ -64,8 +64,7 @@ _KEY_HELP = (
     f"key that requests must send (default: ${SERVE_KEY}, a better place for it; unset: no key)"
 )
 _CONNECTIONS_HELP = (
-    "most open connections (default: 1000, or fewer where the system allows few open files); "
-    "for more the longest idle are closed"
+    "most requests that are open at a time (default: 1000); more get 503, but /health answers"
 )
 _KEEP_HELP = (
     "without MODEL: how long a model keeps its memory after its last answer, like 30s, 10m or 2h "

@@ -20,7 +20,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from localrt.serve.connections import CONNECTION
 from localrt.serve.errors import ApiError, failure
 from localrt.serve.options import ServeOptions, is_loopback
 from localrt.serve.paths import Paths
@@ -31,6 +30,9 @@ __all__ = ["Guard", "LogLine"]
 _OPEN = ("/health", "/openapi.json")
 _WHEN_FULL = ("/health", "/metrics")
 _GONE = 499  # as web servers log a client that went away
+_LATE = 408
+_MOST_DISCARDED = 256 << 20  # bytes of a body that is refused
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ID_HEADERS = ("x-request-id", "request-id")  # OpenAI's, Anthropic's
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
@@ -80,21 +82,29 @@ class Guard:
         shown, scope = scope["path"], {**scope, "path": self._paths.meant(scope["path"])}
         given = Headers(scope=scope).get(_ID_HEADERS[0], "")
         request_id = given if _ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        body = _Body(scope, receive)
 
         async def watched(message: Message) -> None:
             nonlocal status, whole
             if message["type"] == "http.response.start":
-                ids = [(name.encode(), request_id.encode()) for name in _ID_HEADERS]
-                message = {**message, "headers": [*message.get("headers", ()), *ids]}
+                added = [(name.encode(), request_id.encode()) for name in _ID_HEADERS]
+                if message["status"] >= 400 and message["status"] != _LATE:
+                    await body.discard(self._service.options.read_timeout_s)
+                    added += [] if body.ended else [(b"connection", b"close")]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif not message.get("more_body", False):
                 whole = True
 
+        self._service.open_requests += 1
         try:
-            await self._answered(scope, receive, watched)
+            # Not even a preflight may be ambiguous.
+            answer = self._answer if _has_two_lengths(scope) else self._answered
+            await answer(scope, body.receive, watched)
         finally:
+            self._service.open_requests -= 1
             status = status if whole else _GONE
             self._note(scope, shown, status, time.monotonic() - began, request_id)
 
@@ -128,8 +138,8 @@ class Guard:
         Raises:
             ApiError: 503.
         """
-        connection = scope.get("state", {}).get(CONNECTION)
-        if scope["path"] not in _WHEN_FULL and self._service.connections.crowded(connection):
+        most = self._service.options.max_connections
+        if scope["path"] not in _WHEN_FULL and self._service.open_requests > most:
             raise ApiError(
                 503,
                 "too many requests are open: try again later",
@@ -151,13 +161,38 @@ class Guard:
                 self._log(LogLine(client, scope["method"], shown, status, seconds, request_id))
 
 
+class _Body:
+    """The body of a request. What nobody has read is discarded before a refusal is sent: a client
+    that first sends all it has would find its connection reset, and not see the answer.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._receive = receive
+        self.ended = "expect" in Headers(scope=scope)  # such a client waits before it sends
+
+    async def receive(self) -> Message:
+        """See ASGI."""
+        message = await self._receive()
+        self.ended |= not message.get("more_body", False)
+        return message
+
+    async def discard(self, seconds: float) -> None:
+        """Read the rest, as far as it comes in time and is not too much."""
+        left = _MOST_DISCARDED
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.ended and left > 0:
+                    left -= len((await self.receive()).get("body", b""))
+
+
 def _check(scope: Scope, options: ServeOptions) -> None:
     """Whether a request may come in.
 
     Raises:
-        ApiError: 401 or 403.
+        ApiError: 400, 401, 403 or 431.
     """
     headers = Headers(scope=scope)
+    _check_head(scope, options)
     if options.api_key is None:  # which a page would not have
         _check_page(headers, options)
     preflight = scope["method"] == "OPTIONS" and "origin" in headers
@@ -171,6 +206,26 @@ def _check(scope: Scope, options: ServeOptions) -> None:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+
+def _has_two_lengths(scope: Scope) -> bool:
+    return {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
+
+
+def _check_head(scope: Scope, options: ServeOptions) -> None:
+    """What proxies may read differently is refused, and the connection closed: a request could
+    hide behind it.
+    """
+    close, most = {"Connection": "close"}, options.max_header
+    if _has_two_lengths(scope):
+        message = "Content-Length and Transfer-Encoding cannot be combined"
+        raise ApiError(400, message, headers=close)
+    if any(_CONTROL.search(value) for _, value in scope["headers"]):
+        raise ApiError(400, "a header contains a control character", headers=close)
+    line = len(scope["raw_path"]) + len(scope["query_string"])
+    if line + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > most:
+        message = f"the request's line and headers are larger than {most} bytes"
+        raise ApiError(431, message, headers=close)
 
 
 def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:

@@ -17,13 +17,12 @@ class ServeOptions:
 
     ``name`` is what the model is called in requests (None: its own name). ``max_running`` answers
     share passes, ``max_queued`` wait for their turn; more are told to come back.
-    ``max_connections`` are open at a time, or fewer where the system has too few open files; for
-    more the longest idle are closed. ``origins`` are the web pages that may ask (CORS), ``"*"``
-    all. A request's headers must have come within ``read_timeout_s``, and so must its body; who
-    does not read for ``write_timeout_s`` is cut off. Of several models one that nobody has used for
-    ``keep_alive_s`` gives its memory back (below zero: never). With ``strict_models`` a request
-    for a model that is not here is refused, with ``allow_pull`` clients may have models downloaded.
-    Answers get ``drain_s`` to finish when the server stops.
+    ``max_connections`` requests are open at a time, more are told to come back. ``origins`` are the
+    web pages that may ask (CORS), ``"*"`` all. A request's body must have come within
+    ``read_timeout_s``; a client that does not read for ``write_timeout_s`` is cut off. Of several
+    models one that nobody has used for ``keep_alive_s`` gives its memory back (below zero: never).
+    With ``strict_models`` a request for a model that is not here is refused, with ``allow_pull``
+    clients may have models downloaded. Answers get ``drain_s`` to finish when the server stops.
     """
 
     host: str = "127.0.0.1"

@@ -14,10 +14,10 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 
@@ -27,12 +27,12 @@ from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
 from localrt.serve.models import Models
 from localrt.serve.options import ServeOptions
-from localrt.serve.protocol import HttpProtocol
+from localrt.serve.protocol import StrictHttp
 
 __all__ = ["Server", "open_socket", "serve"]
 
 _BACKLOG = 1024
-_ACCEPTED = 8  # at a time: they take open files before one can be closed for them
+_OPEN_FILES = 1 << 16  # most that are wanted: some programs look at every possible one
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _REASONS = {
     errno.EADDRINUSE: "the port is in use: choose another with --port",
@@ -62,7 +62,9 @@ def open_socket(options: ServeOptions) -> socket.socket:
         reason = _REASONS.get(error.errno or 0) or os.strerror(error.errno or 0)
         raise LocalrtError(f"cannot listen on {host}:{port}: {reason}") from error
     # Connections get what the listening socket has. What the system holds for a client that does
-    # not read is bounded, and so is the time until it gives its connection up.
+    # not read is bounded, and so is the time until it gives its connection up. A client that is no
+    # longer there is noticed by the system.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         timeout = max(1, int(options.write_timeout_s * 1000))
@@ -86,6 +88,7 @@ def serve(
     Raises:
         LocalrtError: the address cannot be listened on.
     """
+    _allow_open_files()
     bound = bound or open_socket(options)
     host, port = bound.getsockname()[:2]
     app = create_app(model, options, log=log, note=note)
@@ -97,18 +100,30 @@ def serve(
         server.run(sockets=[bound])
 
 
+def _allow_open_files() -> None:
+    """Raise the soft limit of open files to the hard one: each connection takes one."""
+    try:
+        import resource  # not on every system
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow fewer than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class Server(uvicorn.Server):
     """uvicorn's, which ends quietly and tells answers when their time is over."""
 
     def __init__(self, app: Starlette, options: ServeOptions) -> None:
         # What is worth saying of a request is in the log line.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-        self._connections = app.state.service.connections
-        http = partial(HttpProtocol, connections=self._connections, options=options)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast(type[asyncio.Protocol], http),
+                http=StrictHttp,
+                h11_max_incomplete_event_size=options.max_header,
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -117,7 +132,7 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 timeout_keep_alive=_KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(options.drain_s) + _AFTER_DRAIN_S,
-                backlog=_ACCEPTED,
+                backlog=_BACKLOG,
             )
         )
         self._app = app
@@ -128,8 +143,6 @@ class Server(uvicorn.Server):
         """See uvicorn."""
         asyncio.get_running_loop().set_exception_handler(self._unexpected)
         await super().startup(sockets)
-        for bound in sockets or ():
-            bound.listen(_BACKLOG)
         self.ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -143,9 +156,9 @@ class Server(uvicorn.Server):
 
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            self._connections.make_room()  # asyncio accepts the next one in a second
-        else:
+        # asyncio accepts the next connection in a second; uvicorn closes what is no HTTP.
+        no_room = isinstance(error, OSError) and error.errno in _NO_ROOM
+        if not no_room and not isinstance(error, h11.ProtocolError):
             loop.default_exception_handler(context)
 
     @contextlib.contextmanager

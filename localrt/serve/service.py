@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 from localrt.offload.memory.process import current_rss
 from localrt.serve.bodies import BodyRoom
-from localrt.serve.connections import Connections, most_connections
 from localrt.serve.errors import ApiError
 from localrt.serve.metrics import Labels, Metrics, render
 from localrt.serve.models import Models
@@ -47,7 +46,7 @@ class Service:
         self.bodies = BodyRoom(_BODIES * options.max_body)
         self.responses = ResponseStore()
         self.downloads = asyncio.Lock()  # one at a time: each keeps a thread of the server's few
-        self.connections = Connections(most_connections(options.max_connections))
+        self.open_requests = 0
         self.started = int(time.time())
         self.stopping = False
         self._inside = 0

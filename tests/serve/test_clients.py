@@ -248,7 +248,7 @@ def test_pages_can_read_refusals(
     with serving(model, origins=(PAGE,), api_key="k") as running:
         headers = {"Origin": PAGE, "Authorization": f"Bearer {'x' if case == '401' else 'k'}"}
         if case == "503":
-            monkeypatch.setattr(running.service.connections, "crowded", lambda _: True)
+            running.service.open_requests = 1 << 20
         if case == "500":
             monkeypatch.setattr(running.service.models, "offered", lambda: 1 / 0)
         path = "/v1/nothing" if case == "404" else "/v1/models"
