@@ -32,8 +32,8 @@ from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.hub import resolve, resolve_adapter
-from localrt.hub.extras import Extras
-from localrt.hub.uses import note_use
+from localrt.hub.other_programs import Extras
+from localrt.hub.own_stores import note_use
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint

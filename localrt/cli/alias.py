@@ -10,9 +10,8 @@ from localrt.cli.help import Examples
 from localrt.errors import ModelNotFoundError, OptionError
 from localrt.formatting import table
 from localrt.hub import resolve
-from localrt.hub.aliases import read_aliases, remove_alias, write_alias
 from localrt.hub.known_models import find_known
-from localrt.hub.names import shown_path
+from localrt.hub.names import read_aliases, remove_alias, shown_path, write_alias
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]

@@ -18,7 +18,7 @@ from localrt.cli.progress import ProgressLine
 from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import printable
 from localrt.hub import DEMO_NAME, ResolvedModel, list_models, resolve
-from localrt.hub.client_names import client_names
+from localrt.hub.listing import client_names
 from localrt.option_names import on_command_line, spelled
 from localrt.planning.chooser import chooser
 from localrt.progress import ProgressCallback, note_to

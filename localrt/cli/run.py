@@ -33,7 +33,7 @@ from localrt.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.files import keep_private, private_folder, write_text
 from localrt.formatting import format_bytes, format_rate, format_seconds, one_line, printable
 from localrt.hub import DEMO_NAME
-from localrt.hub.resolving import may_be_a_name
+from localrt.hub.listing import may_be_a_name
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "answer", "prompt_of", "run"]

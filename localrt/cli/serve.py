@@ -34,7 +34,7 @@ from localrt.engine.options import read_options
 from localrt.errors import OptionError
 from localrt.formatting import parse_duration, parse_size
 from localrt.hub import list_models
-from localrt.hub.client_names import client_names
+from localrt.hub.listing import client_names
 from localrt.option_names import on_command_line, option, spelled
 from localrt.progress import NOTE, Progress
 from localrt.remote.local_servers import LocalServer, announced

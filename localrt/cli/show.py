@@ -14,8 +14,8 @@ from localrt.errors import ModelNotFoundError
 from localrt.formatting import format_bytes, format_count, one_line
 from localrt.hub import HubRef, list_models, resolve
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel
+from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref, shown_path
-from localrt.hub.resolving import expand_name
 from localrt.hub.searching import Variant
 from localrt.library import list_variants
 from localrt.loading.describing import ModelDescription, describe_model

@@ -1,14 +1,13 @@
 """From the name of a model to its files on this machine, downloading them where they are missing.
 
 The cache is the hub's own, so that models are shared with other tools. This package knows files
-and names; it does not open a model. Importing it is cheap: ``repository``,
-``transfer`` and ``package_index`` import huggingface_hub, and are imported by those who ask the
-hub, when they do.
+and names; it does not open a model. Start reading at ``names`` and ``resolving``. Importing it is
+cheap: ``download`` and ``package_index`` import huggingface_hub, and are imported by those who ask
+the hub, when they do.
 """
 
-from localrt.hub.demo import DEMO_NAME
 from localrt.hub.listing import LocalModel, list_models
-from localrt.hub.names import HubRef
+from localrt.hub.names import DEMO_NAME, HubRef
 from localrt.hub.removing import remove_model
 from localrt.hub.resolving import ResolvedModel, resolve, resolve_adapter
 

@@ -3,7 +3,7 @@
 A name is a family and a tag, as Ollama has them; a family alone means the first of its models here.
 Each entry names a repository of GGUF files and the public page that names it. The model's published
 config is in ``known_configs.json``, so that it can be planned for without the network. People add
-names of their own in ``config.toml`` (``aliases.py``).
+names of their own in ``config.toml`` (``names.py``).
 """
 
 from __future__ import annotations

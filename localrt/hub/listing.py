@@ -13,18 +13,45 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localrt.errors import LocalrtError
-from localrt.hub.aliases import read_aliases
 from localrt.hub.cache import CachedRepo
-from localrt.hub.demo import DEMO_NAME, DEMO_PACKAGE, demo_cache_file, demo_in_package
 from localrt.hub.files import gguf_variants, quantization_label, variant_name
-from localrt.hub.names import parse_hub_ref, shown_path
-from localrt.hub.other_programs import other_models
-from localrt.hub.own_stores import OwnStore, find_quantized, is_own_store, own_stores, read_store
-from localrt.hub.resolving import expand_name
-from localrt.hub.uses import last_used
+from localrt.hub.known_models import find_known
+from localrt.hub.names import (
+    DEMO_NAME,
+    DEMO_PACKAGE,
+    HubRef,
+    client_name,
+    demo_cache_file,
+    demo_in_package,
+    expand_alias,
+    looks_like_path,
+    parse_hub_ref,
+    read_aliases,
+    shown_path,
+)
+from localrt.hub.other_programs import OtherModel, find_other_model, other_models
+from localrt.hub.own_stores import (
+    OwnStore,
+    find_quantized,
+    is_own_store,
+    last_used,
+    own_stores,
+    read_store,
+)
 from localrt.settings import Settings
 
-__all__ = ["LocalModel", "list_models", "models_named", "models_of_repo", "own_store"]
+__all__ = [
+    "LocalModel",
+    "client_names",
+    "expand_name",
+    "list_models",
+    "may_be_a_name",
+    "models_named",
+    "models_of_repo",
+    "own_store",
+    "place_of",
+    "variants_here",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,3 +279,73 @@ def _local(
     stats = [file.stat() for file in files]
     size, modified = sum(stat.st_size for stat in stats), max(stat.st_mtime for stat in stats)
     return LocalModel(name, path, size, kind, quantization, modified, place)
+
+
+# -- short names -----------------------------------------------------------------------------------
+
+
+def expand_name(model: str, settings: Settings) -> str:
+    """What a short name or a name of the user's stands for; others as they are.
+
+    Raises:
+        OptionError, StorageError: the user's own names cannot be read.
+    """
+    model = expand_alias(model, settings)
+    if model == DEMO_NAME or os.path.exists(os.path.expanduser(model)):  # noqa: PTH110, PTH111
+        return model
+    found = place_of(model, settings)
+    return found.name if isinstance(found, OtherModel) else str(found or model)
+
+
+def may_be_a_name(model: str, settings: Settings) -> bool:
+    """Whether ``model`` can be meant as a model: one that is here, known, of the hub, or a path."""
+    name = expand_name(model, settings)
+    if name == DEMO_NAME or looks_like_path(name) or parse_hub_ref(name) is not None:
+        return True
+    path = os.path.expanduser(name)  # noqa: PTH111
+    return (
+        name != model
+        or os.path.exists(path)  # noqa: PTH110
+        or find_quantized(name, settings) is not None
+    )
+
+
+def place_of(model: str, settings: Settings) -> OtherModel | HubRef | None:
+    """Where a short name leads: the hub's cache, then another program's store, then the hub."""
+    if "/" in model and ":" not in model.partition("/")[0]:  # org/name, or a path
+        return None
+    known = find_known(model)
+    ref = None if known is None else HubRef(known.repo)
+    if ref is not None and variants_here(settings.hub_cache, ref):
+        return ref
+    other = find_other_model(model, settings)
+    if other is None and known is not None:  # a family's name means its first model there too
+        other = find_other_model(known.name, settings)
+    return other or ref
+
+
+def variants_here(cache: Path, ref: HubRef) -> dict[str, int]:
+    """The GGUF models of a repository that the cache has all of: bytes by name."""
+    repo = CachedRepo(cache, ref.repo)
+    commit = repo.commit_of(ref.revision)
+    if commit is None:
+        return {}
+    snapshot = repo.snapshot(commit)
+    variants = [each for each in gguf_variants(repo.files(commit)) if each.complete]
+    return {
+        variant_name(each, variants): sum((snapshot / name).stat().st_size for name in each.files)
+        for each in variants
+    }
+
+
+def client_names(models: Iterable[LocalModel]) -> dict[str, LocalModel]:
+    """Models by their names for clients; of two that are called the same, one gets a number."""
+    found: dict[str, LocalModel] = {}
+    for model in models:
+        name = plain = client_name(model.name)
+        count = 1
+        while name in found:
+            count += 1
+            name = f"{plain}-{count}"
+        found[name] = model
+    return found

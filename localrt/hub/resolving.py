@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from errno import ELOOP
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from localrt.errors import HubError, ModelNotFoundError, OfflineError, OptionError
 from localrt.formatting import one_line
-from localrt.hub.aliases import expand_alias
 from localrt.hub.cache import CachedModel, CachedRepo, find_cached
-from localrt.hub.choosing import Chooser, Offer
-from localrt.hub.demo import DEMO_HUB, DEMO_NAME, demo_cache_file, demo_in_package
-from localrt.hub.extras import Extras
 from localrt.hub.files import (
     ADAPTER_FILES,
     GgufVariant,
@@ -29,16 +26,24 @@ from localrt.hub.files import (
     safetensors_model_files,
     variant_name,
 )
-from localrt.hub.known_models import find_known, known_repo
+from localrt.hub.known_models import close_names, known_repo
+from localrt.hub.listing import list_models, place_of, variants_here
 from localrt.hub.names import (
+    DEMO_HUB,
+    DEMO_NAME,
     HubRef,
+    close_files,
+    close_to,
+    demo_cache_file,
+    demo_in_package,
+    expand_alias,
     is_revision,
     looks_like_path,
     parse_hub_ref,
+    read_aliases,
     shown_path,
 )
-from localrt.hub.not_found import not_found
-from localrt.hub.other_programs import OtherModel, find_other_model
+from localrt.hub.other_programs import Extras, OtherModel
 from localrt.hub.own_stores import find_quantized
 from localrt.models.weight_files import INDEX_NAME, index_shards
 from localrt.option_names import option
@@ -46,16 +51,26 @@ from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
 if TYPE_CHECKING:
-    from localrt.hub.repository import RemoteRepo
+    from localrt.hub.download import RemoteRepo
 
-__all__ = [
-    "ResolvedModel",
-    "expand_name",
-    "may_be_a_name",
-    "offer_of",
-    "resolve",
-    "resolve_adapter",
-]
+__all__ = ["Chooser", "Offer", "ResolvedModel", "offer_of", "resolve", "resolve_adapter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """``sizes`` are bytes by quantization (or file name). ``config`` is the model's published one,
+    None where it is not known; ``here`` says that the files are on this machine.
+    """
+
+    repo: str
+    sizes: Mapping[str, int]
+    config: Mapping[str, Any] | None = None
+    here: bool = False
+
+
+Chooser: TypeAlias = Callable[[Offer], str]
+"""Takes one of ``sizes``."""
+
 
 _LARGEST_CONFIG, _SMALLEST_CONFIG = 1 << 20, 200  # bytes; GGUF repositories may have a mere note
 
@@ -135,13 +150,13 @@ def resolve(
     if (quantized := find_quantized(model, settings)) is not None:
         _refuse_revision(model, revision)
         return ResolvedModel(model, quantized, None, "local")
-    found = _place_of(model, settings)
+    found = place_of(model, settings)
     if isinstance(found, OtherModel):
         _refuse_revision(model, revision)
         return ResolvedModel(found.name, found.path, None, found.program, found.extras())
     ref = None if found is None and looks_like_path(model) else found or parse_hub_ref(model)
     if ref is None:
-        raise ModelNotFoundError(not_found(model, path, settings))
+        raise ModelNotFoundError(_not_found(model, path, settings))
     if revision is not None:
         if not is_revision(revision):
             raise OptionError(f"{revision!r} cannot be a branch, tag or commit")
@@ -157,52 +172,12 @@ def offer_of(repo: str, settings: Settings) -> Offer:
     Raises:
         HubError: and its kinds, as for a download.
     """
-    from localrt.hub.repository import list_repo  # it imports huggingface_hub
+    from localrt.hub.download import list_repo  # it imports huggingface_hub
 
     online = not settings.offline
     fetch = _Fetch(settings, download=True, online=online, choose=None, progress=None, cancel=None)
     remote = list_repo(repo, None, settings)
     return fetch.offer(HubRef(repo), remote, gguf_variants(remote.files))
-
-
-def expand_name(model: str, settings: Settings) -> str:
-    """What a short name or a name of the user's stands for; others as they are.
-
-    Raises:
-        OptionError, StorageError: the user's own names cannot be read.
-    """
-    model = expand_alias(model, settings)
-    if model == DEMO_NAME or os.path.exists(os.path.expanduser(model)):  # noqa: PTH110, PTH111
-        return model
-    found = _place_of(model, settings)
-    return found.name if isinstance(found, OtherModel) else str(found or model)
-
-
-def may_be_a_name(model: str, settings: Settings) -> bool:
-    """Whether ``model`` can be meant as a model: one that is here, known, of the hub, or a path."""
-    name = expand_name(model, settings)
-    if name == DEMO_NAME or looks_like_path(name) or parse_hub_ref(name) is not None:
-        return True
-    path = os.path.expanduser(name)  # noqa: PTH111
-    return (
-        name != model
-        or os.path.exists(path)  # noqa: PTH110
-        or find_quantized(name, settings) is not None
-    )
-
-
-def _place_of(model: str, settings: Settings) -> OtherModel | HubRef | None:
-    """Where a short name leads: the hub's cache, then another program's store, then the hub."""
-    if "/" in model and ":" not in model.partition("/")[0]:  # org/name, or a path
-        return None
-    known = find_known(model)
-    ref = None if known is None else HubRef(known.repo)
-    if ref is not None and _variants_here(settings.hub_cache, ref):
-        return ref
-    other = find_other_model(model, settings)
-    if other is None and known is not None:  # a family's name means its first model there too
-        other = find_other_model(known.name, settings)
-    return other or ref
 
 
 def resolve_adapter(
@@ -260,8 +235,7 @@ class _Fetch:
                 return ResolvedModel(str(ref), found.path, found.commit, "hub")
         self._check_allowed(str(ref))
         # What asks the hub imports huggingface_hub: only for a model that is not here.
-        from localrt.hub.repository import list_repo
-        from localrt.hub.transfer import download
+        from localrt.hub.download import download, list_repo
 
         remote = list_repo(ref.repo, ref.revision, self.settings)
         name, exact = ref, ref
@@ -295,7 +269,7 @@ class _Fetch:
         names = safetensors_model_files(remote.files)
         if INDEX_NAME not in names:
             return names
-        from localrt.hub.transfer import download  # as above
+        from localrt.hub.download import download  # as above
 
         download(
             remote,
@@ -312,7 +286,7 @@ class _Fetch:
         found = find_cached(self.settings.hub_cache, ref)
         if ref.variant is not None or self.choose is None or (found and not found.variant):
             return found
-        sizes = _variants_here(self.settings.hub_cache, ref)
+        sizes = variants_here(self.settings.hub_cache, ref)
         if len(sizes) < 2:
             return found
         chosen = self.choose(Offer(ref.repo, sizes, known_repo(ref.repo), here=True))
@@ -355,8 +329,10 @@ class _Fetch:
         that they are of.
         """
         self._check_allowed(str(ref))
-        from localrt.hub.repository import list_repo  # as above
-        from localrt.hub.transfer import download
+        from localrt.hub.download import (
+            download,
+            list_repo,  # as above
+        )
 
         remote = list_repo(ref.repo, ref.revision, self.settings)
         names = next((names for names in choices if set(names) <= remote.files.keys()), None)
@@ -414,15 +390,36 @@ def _refuse_revision(model: str, revision: str | None) -> None:
         raise OptionError(f"a revision is for models of the hub, and {model} is not one")
 
 
-def _variants_here(cache: Path, ref: HubRef) -> dict[str, int]:
-    """The GGUF models of a repository that the cache has all of: bytes by name."""
-    repo = CachedRepo(cache, ref.repo)
-    commit = repo.commit_of(ref.revision)
-    if commit is None:
-        return {}
-    snapshot = repo.snapshot(commit)
-    variants = [each for each in gguf_variants(repo.files(commit)) if each.complete]
-    return {
-        variant_name(each, variants): sum((snapshot / name).stat().st_size for name in each.files)
-        for each in variants
-    }
+def _not_found(model: str, path: Path, settings: Settings) -> str:
+    """The one line for ``model``, which is not at ``path`` and nothing else."""
+    model = one_line(model)
+    here = [each.name for each in list_models(settings)]
+    if looks_like_path(model):
+        if path.is_symlink():
+            return f"{model} is a link that leads to no file or folder: {_target(path)}"
+        close = close_files(path) or close_to(path.name, here)
+        return f"no such file or folder: {model}{_hint(close)}"
+    if " " in model:
+        return (
+            f"no model {model!r}: it was taken for a model's name, which comes before the prompt: "
+            f"{DEMO_NAME} {json.dumps(model, ensure_ascii=False)}"
+        )
+    close = close_names(model, [DEMO_NAME, *read_aliases(settings), *here]) or close_files(path)
+    return (
+        f"no model {model!r}{_hint(close)}: give a short name such as llama3.2, org/name of the "
+        "hub, a folder or a .gguf (`localrt list` shows what is here)"
+    )
+
+
+def _target(path: Path) -> str:
+    """Where a broken link points, or that it leads back to itself."""
+    target = one_line(str(path.readlink()))
+    try:
+        path.stat()
+    except OSError as error:
+        return "it leads back to itself" if error.errno == ELOOP else f"{target} is not there"
+    return target
+
+
+def _hint(close: list[str]) -> str:
+    return f" (did you mean {' or '.join(close)}?)" if close else ""

@@ -58,7 +58,7 @@ def search_models(words: str, *, settings: Settings, limit: int = 20) -> list[Fo
         OfflineError: offline mode is on, or the hub cannot be reached.
         HubError: it refused, or does not answer like a hub.
     """
-    from localrt.hub.repository import hub_errors
+    from localrt.hub.download import hub_errors
 
     _check_online(settings)
     with hub_errors("the search", settings):
@@ -111,7 +111,7 @@ def list_variants(repo: str, *, settings: Settings) -> list[Variant]:
     Raises:
         HubError: and its kinds, as for a download.
     """
-    from localrt.hub.repository import list_repo
+    from localrt.hub.download import list_repo
 
     _check_online(settings)
     remote = list_repo(repo, None, settings)

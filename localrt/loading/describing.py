@@ -15,7 +15,7 @@ from typing import Any
 from localrt.engine.sampling import sampling_defaults
 from localrt.errors import LocalrtError, TemplateError
 from localrt.hub import LocalModel, ResolvedModel
-from localrt.hub.extras import Extras
+from localrt.hub.other_programs import Extras
 from localrt.loading.quantization_name import quantization_name
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from localrt.formatting import format_bytes
-from localrt.hub.choosing import Chooser, Offer
+from localrt.hub.resolving import Chooser, Offer
 from localrt.settings import Settings
 
 __all__ = ["chooser"]

@@ -21,8 +21,8 @@ from localrt.files import write_text
 from localrt.hub import resolve
 from localrt.hub.cache import CachedRepo
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel
+from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
-from localrt.hub.resolving import expand_name
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.planner import ModelShape
 from localrt.offload.planner.advice import in_format
@@ -131,8 +131,10 @@ def _cached_config(settings: Settings, repo: str) -> Path | None:
 
 def _download_config(settings: Settings, repo: str, revision: str | None) -> Path | None:
     """The config of a repository that has one: a few kilobytes, no weights."""
-    from localrt.hub.repository import list_repo  # these two import huggingface_hub
-    from localrt.hub.transfer import download
+    from localrt.hub.download import (
+        download,
+        list_repo,  # these two import huggingface_hub
+    )
 
     remote = list_repo(repo, revision, settings)
     if _CONFIG not in remote.files:

@@ -11,10 +11,10 @@ from typing import Literal
 
 from localrt.argument_names import known_arguments
 from localrt.errors import HubError, OptionError
-from localrt.hub.choosing import Offer
 from localrt.hub.known_models import repo_thinks
+from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
-from localrt.hub.resolving import expand_name, offer_of
+from localrt.hub.resolving import Offer, offer_of
 from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan
 from localrt.offload.planner.estimate import estimate
 from localrt.offload.planner.plan import Change

@@ -16,10 +16,10 @@ from itertools import pairwise
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.formatting import format_bytes, parse_size
-from localrt.hub.choosing import Offer
 from localrt.hub.files import DEFAULT_LABEL
 from localrt.hub.known_models import KnownModel, repo_thinks
 from localrt.hub.names import HubRef
+from localrt.hub.resolving import Offer
 from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import Budgets, MachineProfile, ModelShape, PlanRequest
 from localrt.offload.planner.estimate import estimate, outline, whole_nbytes

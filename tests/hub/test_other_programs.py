@@ -11,8 +11,8 @@ import pytest
 
 from localrt.errors import CheckpointError, ModelNotFoundError, OptionError
 from localrt.hub import list_models, remove_model, resolve
-from localrt.hub.extras import Extras
-from localrt.hub.uses import note_use
+from localrt.hub.other_programs import Extras
+from localrt.hub.own_stores import note_use
 from localrt.settings import Settings
 from tests.hub.other_stores import add_ollama_model
 

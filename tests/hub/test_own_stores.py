@@ -10,8 +10,8 @@ import pytest
 
 from localrt.errors import ModelNotFoundError, OptionError
 from localrt.hub import list_models, remove_model, resolve
+from localrt.hub.own_stores import note_use
 from localrt.hub.removing import plan_removal
-from localrt.hub.uses import note_use
 from localrt.settings import Settings
 
 

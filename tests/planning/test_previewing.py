@@ -9,7 +9,7 @@ import pytest
 
 import localrt
 from localrt.errors import OptionError
-from localrt.hub.uses import forget_use, last_used, note_use
+from localrt.hub.own_stores import forget_use, last_used, note_use
 from localrt.offload.planner import measure
 from localrt.planning.preview import Preview, preview, preview_size
 from localrt.settings import Settings

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from localrt.hub.choosing import Offer
 from localrt.hub.known_models import find_known, repo_thinks
+from localrt.hub.resolving import Offer
 from localrt.offload.planner.verdict import READING_TOK_S, THINKING_TOK_S, judge, speed
 from localrt.planning import recommending
 from localrt.planning.inputs import Hardware, known_hardware
