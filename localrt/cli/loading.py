@@ -108,7 +108,7 @@ def choose_model(args: argparse.Namespace) -> None:
         if not args.no_server and _is_plain(args):
             _use_running_server(args)
         return
-    from localrt.remote.address import read_address
+    from localrt.remote.servers import read_address
 
     read_address(args.endpoint, _key(args))
     given = [name for name, value in load_options(args).items() if value not in (None, "auto")]
@@ -135,7 +135,7 @@ def _use_running_server(args: argparse.Namespace) -> None:
     A server that does not answer, or does not list it, is left alone: it may be gone, or may have
     been started with other folders.
     """
-    from localrt.remote.local_servers import local_servers, models_of
+    from localrt.remote.servers import local_servers, models_of
 
     settings = Settings.from_environment()
     servers = local_servers(settings)
@@ -185,8 +185,8 @@ def endpoint_models(args: argparse.Namespace) -> list[tuple[str, str]]:
     Raises:
         LocalrtError: it cannot be reached, or lists none.
     """
-    from localrt.remote.address import read_address
     from localrt.remote.model import list_remote
+    from localrt.remote.servers import read_address
 
     found = list_remote(read_address(args.endpoint, _key(args)))
     return [
@@ -202,7 +202,7 @@ def model_title(args: argparse.Namespace) -> str:
     """What to call the model until it says its own name."""
     if args.model:
         return str(args.model)
-    from localrt.remote.address import read_address
+    from localrt.remote.servers import read_address
 
     return read_address(args.endpoint).place
 

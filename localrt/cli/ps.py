@@ -10,7 +10,7 @@ from localrt.cli.help import Examples
 from localrt.errors import LocalrtError
 from localrt.formatting import format_bytes, format_seconds, table
 from localrt.remote.answer import ListedModel
-from localrt.remote.local_servers import local_servers, models_of
+from localrt.remote.servers import local_servers, models_of
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]

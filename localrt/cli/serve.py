@@ -37,7 +37,7 @@ from localrt.hub import list_models
 from localrt.hub.listing import client_names
 from localrt.option_names import on_command_line, option, spelled
 from localrt.progress import NOTE, Progress
-from localrt.remote.local_servers import LocalServer, announced
+from localrt.remote.servers import LocalServer, announced
 from localrt.serve.options import ServeOptions, is_loopback
 from localrt.settings import SERVE_KEY, Settings
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 from localrt.engine.types import FinishReason, Metrics, ToolCall
 from localrt.errors import ContextOverflowError, LocalrtError
 from localrt.formatting import one_line
-from localrt.remote.address import Address
+from localrt.remote.servers import Address
 from localrt.text.thinking import CLOSE, OPEN
 
 __all__ = ["ListedModel", "Reader", "events", "listed_models", "refusal"]

@@ -20,7 +20,7 @@ import httpx2
 from localrt.closing import Closing
 from localrt.errors import LocalrtError
 from localrt.formatting import one_line
-from localrt.remote.address import Address
+from localrt.remote.servers import Address
 
 __all__ = ["Exchange"]
 

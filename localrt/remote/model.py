@@ -21,9 +21,9 @@ from localrt.engine.types import Chunk, Message
 from localrt.errors import CancelledError, LocalrtError, OptionError
 from localrt.formatting import one_line
 from localrt.progress import Progress, ProgressCallback
-from localrt.remote.address import Address, read_address
 from localrt.remote.answer import ListedModel, Reader, events, listed_models, refusal
 from localrt.remote.http import Exchange
+from localrt.remote.servers import Address, read_address
 from localrt.text.thinking import split_thinking
 
 __all__ = ["RemoteModel", "connect", "list_remote"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import localrt as library
-from localrt.remote.local_servers import LocalServer, announced
+from localrt.remote.servers import LocalServer, announced
 from localrt.serve.options import ServeOptions
 from localrt.serve.pool import ModelPool
 from localrt.settings import Settings

@@ -22,10 +22,10 @@ from localrt.errors import (
     LocalrtError,
     OptionError,
 )
-from localrt.remote.address import read_address
 from localrt.remote.answer import events
 from localrt.remote.http import _LOOK_S
 from localrt.remote.model import connect
+from localrt.remote.servers import read_address
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, saying, whole
 from tests.remote.conftest import KEY, answer
 from tests.serve.conftest import Running, serving

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.remote.local_servers import LocalServer, announced, local_servers
+from localrt.remote.servers import LocalServer, announced, local_servers
 from localrt.settings import Settings
 
 

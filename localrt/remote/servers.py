@@ -1,19 +1,32 @@
-"""Where a server of OpenAI's protocol is, and the key for it.
+"""Where servers of OpenAI's protocol are: an address with its key, and those of this user here.
 
 One address is one origin: scheme, host and port, and the path that its own begin with. The key goes
-there and nowhere else, and is never shown. It opens no connection.
+there and nowhere else, and is never shown. Each server of this user on this machine leaves a file
+that says where it listens, so that ``chat`` and ``run`` find a model that is loaded already. The
+file holds the server's key: only the user can read it. Those of servers that are gone are removed.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass, field
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from localrt.errors import OptionError
+from localrt.errors import LocalrtError, OptionError
+from localrt.files import private_folder, write_text
 from localrt.formatting import one_line
+from localrt.settings import Settings
 
-__all__ = ["Address", "read_address"]
+if TYPE_CHECKING:
+    from localrt.remote.answer import ListedModel
+
+__all__ = ["Address", "LocalServer", "announced", "local_servers", "models_of", "read_address"]
 
 _PORTS = {"http": 80, "https": 443}
 _CALLS = ("/chat/completions", "/completions", "/models")
@@ -109,3 +122,70 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+# -- servers of this machine -----------------------------------------------------------------------
+
+
+_ANSWER_S = 10.0  # of a server of this machine
+
+
+@dataclass(frozen=True, slots=True)
+class LocalServer:
+    """``models`` are its models' names by their paths; None: all of this machine's."""
+
+    url: str
+    pid: int
+    key: str | None = field(default=None, repr=False)
+    models: Mapping[str, str] | None = None
+
+
+@contextmanager
+def announced(server: LocalServer, settings: Settings) -> Iterator[None]:
+    """Other processes of this user find ``server`` as long as the block runs."""
+    file = _folder(settings) / f"{server.pid}.json"
+    with suppress(OSError):  # a folder that cannot be written: nobody finds it
+        private_folder(file.parent)
+        write_text(file, json.dumps(asdict(server)), private=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+
+
+def local_servers(settings: Settings) -> list[LocalServer]:
+    """Those that run."""
+    from psutil import pid_exists  # ten milliseconds, for those who have servers
+
+    found = []
+    with suppress(OSError):
+        for file in sorted(_folder(settings).glob("*.json")):
+            with suppress(OSError, ValueError, TypeError):
+                server = LocalServer(**json.loads(file.read_text(encoding="utf-8")))
+                if pid_exists(server.pid):
+                    found.append(server)
+                else:
+                    file.unlink(missing_ok=True)
+    return found
+
+
+def models_of(server: LocalServer) -> list[ListedModel]:
+    """What ``server`` lists.
+
+    Raises:
+        LocalrtError: it does not answer: it is starting, suspended, or gone.
+    """
+    from localrt.remote.model import list_remote
+
+    end = time.monotonic() + _ANSWER_S
+
+    def look() -> None:
+        if time.monotonic() > end:
+            raise LocalrtError(f"{server.url} does not answer within {_ANSWER_S:g} s")
+
+    return list_remote(read_address(server.url, server.key), look=look)
+
+
+def _folder(settings: Settings) -> Path:
+    return settings.data_dir / "servers"
