@@ -1,4 +1,4 @@
-"""From the hub into its cache: what a repository has, and its bytes, checked before they are visible.
+"""From the hub to its cache: what a repository has, and its bytes, checked before they are visible.
 
 Every failure of huggingface_hub becomes one of localrt's errors here. That library takes a fifth of
 a second to import, so this module is imported by those who ask the hub, when they do. It throws an
