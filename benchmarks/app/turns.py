@@ -26,8 +26,8 @@ from pathlib import Path
 
 import localrt
 from benchmarks.common.command import cited_command, find_model, listed, make_parser
+from benchmarks.common.memory_limit import MemoryLimit
 from benchmarks.common.record import Record, save, setting
-from localrt.bench.memory_limit import MemoryLimit
 from localrt.formatting import parse_size
 from localrt.serve.options import ServeOptions
 from localrt.serve.pool import LocalFile, ModelPool

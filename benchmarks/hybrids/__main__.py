@@ -18,12 +18,11 @@ from typing import Any
 
 from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.contest import hold_contest
+from benchmarks.common.memory_limit import run_limited
 from benchmarks.common.record import load, pending, save_row, setting
 from benchmarks.hybrids.files import model_file
 from benchmarks.hybrids.memory import edit_last_turn, fill_context, guess, resume_chat
-from localrt.bench.outcome import BenchOptions
-from localrt.bench.runner import run_bench
-from localrt.bench.workload import Workload
+from localrt.bench.workload import BenchOptions, Workload
 from localrt.errors import LocalrtError
 from localrt.settings import Settings
 
@@ -79,12 +78,10 @@ def _streamed(path: Path, limit: int) -> Any:
             path=path,
             engines=(engine,),
             workload=Workload(prompt_tokens=8, tokens=tokens, runs=RUNS),
-            memory_limit=limit,
             threads=2,
             settings={"llamacpp": ("plain",)},
-            stores=Settings.from_environment().data_dir / "stores",
         )
-        outcome = run_bench(options, notify=lambda line: print(f"  {line}", flush=True))
+        outcome = run_limited(options, limit)
         results = outcome.results
         if not results:
             raise LocalrtError(f"{engine}: {outcome.skipped[0].reason}")

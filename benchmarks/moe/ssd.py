@@ -18,13 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.command import ROOT, cited_command, make_parser
+from benchmarks.common.memory_limit import LimitedChild, MemoryLimit, drop_from_cache
 from benchmarks.common.record import Record, save, setting
 from benchmarks.moe.fixture_model import FIXTURE, held_out, widened
 from benchmarks.moe.ssd_child import PROMPT
 from benchmarks.moe.tables import ssd_table
-from localrt.bench.memory_limit import MemoryLimit
-from localrt.bench.page_cache import drop_from_cache
-from localrt.bench.process import ChildProcess, child_command
+from localrt.bench.process import child_command
 
 PROCESS = 150_000_000  # what each engine's process may take beside weights
 ROUNDS = 5  # and a text to warm up
@@ -35,7 +34,7 @@ def measure(engine: str, path: Path, limit: int, texts: Sequence[list[int]]) -> 
     """One process: medians over its texts but the first."""
     drop_from_cache([path])
     group = MemoryLimit.create(limit)
-    with ChildProcess(child_command(module="benchmarks.moe.ssd_child"), group) as child:
+    with LimitedChild(child_command("benchmarks.moe.ssd_child"), group) as child:
         child.ask("load", engine=engine, path=str(path))
         cut = [tokens[: PROMPT + DECODED[engine]] for tokens in texts]
         rounds = [child.ask("decode", tokens=tokens) for tokens in cut][1:]

@@ -9,9 +9,8 @@ import time
 from typing import Any
 
 from localrt.answering.core import open_core
-from localrt.bench.child import serve
+from localrt.bench.child import disk_bytes_read, serve
 from localrt.bench.engines import Launch, llamacpp_core
-from localrt.bench.page_cache import disk_bytes_read
 from localrt.loading.options import LoadOptions
 
 __all__ = ["PROMPT", "main"]

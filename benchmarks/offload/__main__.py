@@ -12,15 +12,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.common.command import cited_command, find_model, make_parser
+from benchmarks.common.memory_limit import run_limited
 from benchmarks.common.record import Record, load, pending, save_row, setting
 from benchmarks.offload.tables import offload_table
-from localrt.bench.outcome import BenchOptions
+from benchmarks.peers.airllm_env import peer_python
+from benchmarks.peers.hf_folder import hf_folder
+from localrt.bench.process import child_command
 from localrt.bench.report import to_json, to_table
-from localrt.bench.runner import run_bench
-from localrt.bench.workload import Workload
+from localrt.bench.workload import BenchOptions, Workload
 from localrt.errors import LocalrtError
 from localrt.machine import hardware
 from localrt.settings import Settings
@@ -45,19 +48,6 @@ class Row:
     def name(self) -> str:
         """What ``--only`` and ``--again`` look for."""
         return f"{self.limit // MB} MB {self.engine}"
-
-    def options(self, path: Path, threads: int, settings: Settings) -> BenchOptions:
-        """As the runner takes them."""
-        return BenchOptions(
-            path=path,
-            engines=(self.engine,),
-            workload=self.workload,
-            memory_limit=self.limit,
-            threads=threads,
-            settings={"llamacpp": LLAMACPP},
-            cache=settings.cache_dir / "bench",
-            stores=settings.data_dir / "stores",
-        )
 
 
 def all_rows() -> Iterator[Row]:
@@ -85,16 +75,31 @@ def all_rows() -> Iterator[Row]:
 
 def measure(row: Row, path: Path, threads: int, machine: hardware.Machine) -> Record:
     """Run a row; what an engine could not do stands in ``skipped``."""
-    options = row.options(path, threads, Settings.from_environment())
+    options = BenchOptions(
+        path=path,
+        engines=(row.engine,),
+        workload=row.workload,
+        threads=threads,
+        settings={"llamacpp": LLAMACPP},
+    )
     try:
-        outcome = run_bench(options, notify=lambda line: print(f"  {line}", flush=True))
+        outcome = run_limited(options, row.limit, partial(command, path))
     except LocalrtError as error:
         return {"name": row.name, "results": [], "skipped": [{"reason": str(error)}]}
     print(to_table(outcome, options, name=path.name, machine=machine), flush=True)
     report = to_json(outcome, options, name="", machine=machine, versions={}, command="")
     for name in ("machine", "versions", "command", "model"):
         del report[name]
-    return {"name": row.name, **report}
+    return {"name": row.name, "memory_limit": row.limit, **report}
+
+
+def command(path: Path, engine: str) -> list[str]:
+    """What starts the process of ``engine``; one that streams layers gets a folder in bf16."""
+    if engine not in ("accelerate", "airllm"):
+        return child_command()
+    folder = hf_folder(path, Settings.from_environment().cache_dir / "bench", notify=print)
+    python = str(peer_python(engine) or sys.executable)
+    return [*child_command("benchmarks.peers.streamers", python), str(folder)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 
 import localrt
 from localrt.answering.core import open_core
-from localrt.bench.child import serve
-from localrt.bench.page_cache import disk_bytes_read
+from localrt.bench.child import disk_bytes_read, serve
 from localrt.loading.options import LoadOptions
 from localrt.offload.memory.process import current_rss
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from localrt.bench.memory_limit import MemoryLimit
-from localrt.bench.page_cache import drop_from_cache
+from benchmarks.common.memory_limit import LimitedChild, MemoryLimit, drop_from_cache
 from localrt.bench.process import ChildProcess, child_command
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
@@ -56,7 +55,7 @@ class Setup:
             group = MemoryLimit.create(limit)
             drop_from_cache([self.target, self.draft])
         command = child_command(module="benchmarks.speculation.child")
-        with ChildProcess(command, group) as child:
+        with LimitedChild(command, group) if group else ChildProcess(command) as child:
             named = {"target": str(target or self.target), "draft": draft and str(draft)}
             child.ask("load", **named, threads=self.threads, ctx=self.ctx)
             yield Running(child, group)

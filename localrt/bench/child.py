@@ -15,12 +15,13 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
+
 from localrt.bench.engines import BenchEngine, Launch, load_engine
-from localrt.bench.page_cache import disk_bytes_read
 from localrt.errors import LocalrtError
 from localrt.option_names import on_command_line
 
-__all__ = ["Requests", "main", "serve"]
+__all__ = ["Requests", "disk_bytes_read", "main", "serve"]
 
 
 def main() -> None:
@@ -62,9 +63,9 @@ class Requests:
             metrics["ssd_read_bytes"] = ended - started
         return {**metrics, "decode_read_bytes": ended - first}
 
-    def card_use(self, prompt: list[int]) -> dict[str, Any] | None:
-        """See ``CardUse``; None of an engine that does not say."""
-        look = getattr(self._engine, "card_use", None)
+    def gpu_use(self, prompt: list[int]) -> dict[str, Any] | None:
+        """The fields of a ``GpuUse``; None from an engine that does not say."""
+        look = getattr(self._engine, "gpu_use", None)
         return None if look is None else dict(look(prompt))
 
     def trace(self) -> list[dict[str, Any]] | None:
@@ -91,6 +92,20 @@ def serve(requests: object) -> None:
             message = {"error": type(error).__name__, "message": text}
         answers.write(json.dumps(message, default=str) + "\n")
         answers.flush()
+
+
+def disk_bytes_read() -> int | None:
+    """Bytes that this process has had read from storage; None where not known.
+
+    By the kernel's account: page faults on mapped files, buffered and direct reads count, what the
+    page cache already holds does not. So every engine's reading is measured alike.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        return int(psutil.Process().io_counters().read_bytes)
+    except (AttributeError, OSError, psutil.Error):  # a kernel without task accounting
+        return None
 
 
 def _until_closed() -> Iterator[dict[str, Any]]:

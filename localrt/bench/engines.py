@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENGINES",
-    "FROM_FOLDER",
     "LLAMACPP_SETTINGS",
     "BenchEngine",
     "Launch",
@@ -28,7 +27,7 @@ __all__ = [
     "load_engine",
 ]
 
-ENGINES = ("native", "llamacpp", "transformers", "accelerate", "airllm")
+ENGINES = ("native", "llamacpp", "transformers")
 
 _TRACED_TASKS = 200_000
 
@@ -40,31 +39,26 @@ LLAMACPP_SETTINGS: Mapping[str, Mapping[str, bool]] = {
 }
 """llama.cpp's, by name: which is fastest depends on machine and model."""
 
-FROM_FOLDER = frozenset({"accelerate", "airllm"})
-"""Engines that read a Hugging Face folder in bf16 only."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """Which engine to load, and how. ``settings`` are the engine's own, by name.
 
-    The native engine's are options of ``localrt.load``. ``weights`` is the Hugging Face folder of
-    an engine in ``FROM_FOLDER``.
+    The native engine's are options of ``localrt.load``.
     """
 
     engine: str
     path: str
     ctx: int
     threads: int | None = None
-    weights: str | None = None
     settings: Mapping[str, Any] | None = None
 
 
 class BenchEngine(Protocol):
     """A loaded model that can be timed.
 
-    One that keeps a trace has ``trace_events`` as well, and one that looks at its card
-    ``card_use``.
+    One that keeps a trace has ``trace_events`` as well, and one that can look at its GPU
+    ``gpu_use``.
     """
 
     @property
@@ -96,16 +90,11 @@ def load_engine(launch: Launch) -> BenchEngine:
     for package in ("transformers", "torch", "accelerate"):  # the last for GGUF files, too
         if find_spec(package) is None:
             raise MissingExtraError(
-                f"the {launch.engine} engine needs {package}: pip install 'localrt[bench]'"
+                f"the transformers engine needs {package}: pip install 'localrt[bench]'"
             )
-    from localrt.bench import hf_engines
+    from localrt.bench.transformers_engine import load_transformers
 
-    path, weights = Path(launch.path), Path(launch.weights or launch.path)
-    if launch.engine == "transformers":
-        return hf_engines.load_transformers(path, threads=launch.threads)
-    if launch.engine == "airllm":
-        return hf_engines.load_airllm(path, weights, threads=launch.threads)
-    return hf_engines.load_accelerate(path, weights, threads=launch.threads)
+    return load_transformers(Path(launch.path), threads=launch.threads)
 
 
 class _LocalrtEngine:
@@ -131,11 +120,11 @@ class _LocalrtEngine:
             pass
         return last.metrics
 
-    def card_use(self, prompt: list[int]) -> dict[str, Any]:
-        """See ``CardUse``."""
-        from localrt.bench.card_use import card_use
+    def gpu_use(self, prompt: list[int]) -> dict[str, Any]:
+        """The fields of a ``GpuUse``, measured behind ``prompt``."""
+        from localrt.bench.gpu import gpu_use
 
-        return card_use(self._model, prompt).to_dict()
+        return asdict(gpu_use(self._model, prompt))
 
     def trace_events(self) -> Iterator[dict[str, Any]]:
         """The latest tasks; they are kept from the first call on. None without a pipeline."""

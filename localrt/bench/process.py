@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from localrt.bench.memory_limit import MemoryLimit
-from localrt.bench.peers import peer_python
 from localrt.closing import Closing
 from localrt.errors import LocalrtError
 
@@ -30,22 +28,18 @@ class ChildError(LocalrtError):
         self.kind = kind
 
 
-def child_command(engine: str = "native", module: str = "localrt.bench.child") -> list[str]:
-    """The command that runs ``main`` of ``module`` with this very localrt, installed or a checkout.
-
-    An engine that has an environment of its own runs there.
-    """
+def child_command(module: str = "localrt.bench.child", python: str = sys.executable) -> list[str]:
+    """The command that runs ``main`` of ``module`` with this localrt, installed or a checkout."""
     root = str(Path(__file__).resolve().parents[2])
     start = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
-    return [str(peer_python(engine) or sys.executable), "-c", start, root]
+    return [python, "-c", start, root]
 
 
 class ChildProcess(Closing):
     """A running child. As a context manager it is gone at the end, whatever happened."""
 
-    def __init__(self, command: Sequence[str], limit: MemoryLimit | None = None) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        self._limit = limit
         # In a session of its own: Ctrl+C reaches the parent alone, which then ends the children.
         self._process = subprocess.Popen(
             command,
@@ -56,9 +50,6 @@ class ChildProcess(Closing):
             encoding="utf-8",
             start_new_session=True,
         )
-        if limit is not None:
-            # The child waits for its first request and has imported nothing large yet.
-            limit.add(self._process.pid)
 
     @property
     def pid(self) -> int:
@@ -97,8 +88,6 @@ class ChildProcess(Closing):
                 except BrokenPipeError:  # a request that was never read
                     pass
         self._stderr.close()
-        if self._limit is not None:
-            self._limit.remove()
 
     def _last_words(self) -> str:
         code = self._process.wait()

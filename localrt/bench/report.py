@@ -7,16 +7,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from localrt.bench.card_use import card_line
-from localrt.bench.outcome import BenchOptions, Outcome, Result, Skipped
-from localrt.bench.peers import PEERS
+from localrt.bench.gpu import use_line
+from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
 from localrt.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.machine.hardware import Machine
 
 __all__ = ["to_json", "to_table"]
 
 _BASELINE = "llamacpp"
-_OPTIONS = ("memory_limit", "ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
+_OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
 _EXTRAS = {"native": "torch", "llamacpp": "'localrt[llamacpp]'"}
 _BENCH_EXTRA = "'localrt[bench]'"
 
@@ -39,11 +38,10 @@ def to_json(
         "model": name,
         "prompt_tokens": options.workload.prompt_tokens,
         "tokens": options.workload.tokens,
-        "runs": options.workload.runs,
+        "runs": 0 if outcome.forecast else options.workload.runs,
         "long_prompt_tokens": options.workload.long_prompt_tokens,
         **{name: getattr(options, name) for name in _OPTIONS},
         "interleaved": outcome.interleaved,
-        "page_cache_dropped": outcome.page_cache,
         "interrupted": outcome.interrupted,
         "results": [
             {
@@ -58,6 +56,7 @@ def to_json(
             for result in outcome.results
         ],
         "skipped": [asdict(skip) for skip in outcome.skipped],
+        **(outcome.forecast or {}),
     }
 
 
@@ -65,7 +64,6 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     """What the same run says to a person."""
     best = _best(outcome.results)
     work = options.workload
-    limit = f", at most {format_bytes(options.memory_limit)}" if options.memory_limit else ""
     measured = any(result.samples for result in outcome.results)
     runs = f", median of {work.runs}" if measured else ""
     if measured and outcome.interrupted:
@@ -73,7 +71,7 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         runs = f", interrupted: median of {' or '.join(map(str, done))} of {work.runs} runs"
     heading = (
         f"{name}: {work.prompt_tokens} prompt and {work.tokens} answer tokens{runs}, on"
-        f" {machine.cpu.name} with {machine.cpu.usable_cores} threads{limit}"
+        f" {machine.cpu.name} with {machine.cpu.usable_cores} threads"
     )
     prefill = _baseline(outcome.results, "prefill_tok_s")
     decode = _baseline(outcome.results, "decode_tok_s")
@@ -96,7 +94,6 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         ("TTFT", lambda r: format_seconds(r.metrics["ttft_s"])),
         *_details(outcome.results, {"long_ttft_s": (f"TTFT of {work.long_prompt_tokens}", _time)}),
         ("peak RAM", lambda r: _size(r.metrics["peak_ram_bytes"])),
-        *_details(outcome.results, {"peak_cgroup_bytes": ("with page cache", _size)}),
     ]
     if compare:
         against = f"/ {_BASELINE}"
@@ -105,6 +102,7 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     headers = [header for header, _ in columns]
     rows = [[cell(result) for _, cell in columns] for result in outcome.results]
     rows += [[skip.engine, _why(skip)] for skip in outcome.skipped]
+    heading = f"{outcome.heading}\n\n{heading}" if outcome.heading else heading
     lines = [heading, "", table(rows, headers, "ll".ljust(len(headers), "r"))]
     if several:
         lines.append("* the engine's best setting for this workload")
@@ -112,9 +110,9 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
         lines.append(f"/ {_BASELINE}: against its best figure in the column")
     for result in outcome.results:
         if result.metrics.get("helps"):
-            lines.append(f"{engine(result)}: {card_line(result.metrics)}")
+            lines.append(f"{engine(result)}: {use_line(result.metrics)}")
     if any(result.metrics.get("simulated") for result in outcome.results):
-        lines.append("simulated: reckoned for a card, not measured on one")
+        lines.append("simulated: predicted for a GPU, not measured on one")
     return "\n".join(lines)
 
 
@@ -169,7 +167,5 @@ def _ratio(value: float, baseline: float | None) -> str:
 
 def _why(skip: Skipped) -> str:
     if skip.missing:
-        if skip.engine in PEERS:
-            return f"not installed: python -m localrt.bench.peers {skip.engine}"
         return f"not installed: pip install {_EXTRAS.get(skip.engine, _BENCH_EXTRA)}"
     return f"{skip.setting}: {skip.reason}" if skip.setting else skip.reason

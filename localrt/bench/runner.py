@@ -1,9 +1,9 @@
 """Run a workload on several engines, fairly, and collect every sample.
 
 With room for all models at once the engines take turns run by run, so that whatever else happens on
-the machine hits all of them alike; else, and whenever one of them reads its weights while it runs,
-they run one after another, and no engine finds in the page cache what another has read. Each is
-warmed up first. This module does not load models itself, and does not print.
+the machine hits all of them alike; otherwise, and whenever one of them reads its weights while it
+runs, they run one after another. Each is warmed up first. This module does not load models itself,
+and does not print.
 """
 
 from __future__ import annotations
@@ -11,32 +11,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from localrt.bench.engines import FROM_FOLDER, LLAMACPP_SETTINGS, Launch
-from localrt.bench.hf_folder import hf_folder
-from localrt.bench.memory_limit import MemoryLimit
-from localrt.bench.outcome import BenchOptions, Outcome, Result, Skipped
-from localrt.bench.page_cache import drop_from_cache, model_files
+from localrt.bench.engines import LLAMACPP_SETTINGS, Launch
 from localrt.bench.process import ChildError, ChildProcess, child_command
-from localrt.bench.workload import LONG_ANSWER, make_long_prompt, make_prompts
+from localrt.bench.workload import (
+    LONG_ANSWER,
+    BenchOptions,
+    Outcome,
+    Result,
+    Skipped,
+    make_long_prompt,
+    make_prompts,
+)
 from localrt.errors import LocalrtError, OptionError
 from localrt.formatting import format_rate
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory.state import memory_state
-from localrt.offload.store.cached import store_folder
-from localrt.option_names import on_command_line
 
-__all__ = ["BenchOptions", "Outcome", "Result", "Skipped", "run_bench"]
+__all__ = ["model_files", "run_bench"]
 
 # Several settings of an engine are measured, and its best counts.
 _SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "llamacpp": LLAMACPP_SETTINGS,
-    "accelerate": {"layers on disk": {}},
 }
 
 _NATIVE = ("format", "device", "gpu_memory", "ram", "kv_format")
@@ -58,47 +59,46 @@ class _Running:
     child: ChildProcess
     info: Mapping[str, Any]
     load_s: float
-    limit: MemoryLimit | None = None
     peak_ram_bytes: int | None = None
-    peak_cgroup_bytes: int | None = None
     trace: list[Mapping[str, Any]] | None = None
     samples: list[Mapping[str, Any]] = field(default_factory=list)
-    beside: dict[str, Any] = field(default_factory=dict)  # what is measured once, after the runs
+    once: dict[str, Any] = field(default_factory=dict)  # what is measured once, after the runs
 
 
 def run_bench(
     options: BenchOptions,
     *,
     notify: Callable[[str], None],
-    command: Sequence[str] | None = None,
+    start: Callable[[str], ChildProcess] = lambda engine: ChildProcess(child_command()),
+    alone: bool = False,
 ) -> Outcome:
     """Run every engine that can be run; ``notify`` gets a line before each step that takes time,
     and one with what it measured.
 
-    Ctrl+C ends it with what was measured until then. ``command`` starts a child; tests pass one
-    that loads no model.
-
-    Raises:
-        LocalrtError: a memory limit was asked for and cannot be set.
+    Ctrl+C ends it with what was measured until then. ``start`` makes the process of an engine;
+    with ``alone`` no two of them are there at once.
     """
-    return _Bench(options, notify, command).run()
+    return _Bench(options, notify, start, alone).run()
 
 
 class _Bench:
     def __init__(
-        self, options: BenchOptions, notify: Callable[[str], None], command: Sequence[str] | None
+        self,
+        options: BenchOptions,
+        notify: Callable[[str], None],
+        start: Callable[[str], ChildProcess],
+        alone: bool,
     ) -> None:
-        self._options, self._notify, self._command = options, notify, command
+        self._options, self._notify = options, notify
+        self._start_child, self._alone = start, alone
         self._prompts: list[list[int]] | None = None
         self._long_prompt: list[int] = []
         self._skipped: list[Skipped] = []
         self._running: list[_Running] = []
-        self._folder: Path | None = None
-        self._dropped: str | None = None
 
     def run(self) -> Outcome:
         candidates = list(_candidates(self._options))
-        together = len(candidates) > 1 and _fit_together(self._options, candidates)
+        together = not self._alone and _fit_together(self._options, candidates)
         groups = [candidates] if together else [[candidate] for candidate in candidates]
         interrupted = False
         try:
@@ -107,7 +107,7 @@ class _Bench:
         except KeyboardInterrupt:
             interrupted = True
         results = [_result(each) for each in self._running if each.samples]
-        return Outcome(results, self._skipped, together, self._dropped, interrupted)
+        return Outcome(results, self._skipped, together, interrupted)
 
     def _run_group(self, group: Sequence[tuple[str, Launch]]) -> None:
         """Load, warm up and run the members of a group in turns; those that fail drop out."""
@@ -124,19 +124,8 @@ class _Bench:
         engine, options = launch.engine, self._options
         if any(skip.engine == engine and not skip.setting for skip in self._skipped):
             return None  # the engine as a whole cannot
-        if engine in FROM_FOLDER:
-            folder = self._weights(engine)
-            if folder is None:
-                return None
-            launch = replace(launch, weights=str(folder))
         self._notify(f"loading {_name(engine, setting)}")
-        limit = None
-        if options.memory_limit is not None:
-            limit = MemoryLimit.create(options.memory_limit)
-            self._drop_cache()
-            children.callback(self._drop_cache)
-        command = self._command or child_command(engine)
-        child = children.enter_context(ChildProcess(command, limit))
+        child = children.enter_context(self._start_child(engine))
         started = time.perf_counter()
         try:
             info = child.ask("load", launch=asdict(launch))
@@ -150,37 +139,7 @@ class _Bench:
                 f"fit the model's context of {trained}"
             )
         shown = setting or str(info.get("format", ""))
-        return _Running(engine, shown, child, info, time.perf_counter() - started, limit)
-
-    def _weights(self, engine: str) -> Path | None:
-        """The folder that peers read, made if need be; None, and said, when there is none."""
-        if self._folder is None:
-            options = self._options
-            try:
-                if options.cache is None and not options.path.is_dir():
-                    raise LocalrtError("no folder for the weights that it needs: set a cache")
-                cache = options.cache or options.path
-                self._folder = hf_folder(options.path, cache, notify=self._notify)
-            except LocalrtError as error:
-                self._skipped.append(
-                    Skipped(engine, "", error.told(on_command_line), kind=type(error).__name__)
-                )
-        return self._folder
-
-    def _drop_cache(self) -> None:
-        others = [folder for folder in (self._folder, self._store()) if folder is not None]
-        self._dropped = drop_from_cache([self._options.path, *others])
-
-    def _store(self) -> Path | None:
-        """The packed form that the native engine streams from, if it has made one."""
-        if self._options.stores is None:
-            return None
-        try:
-            with closing(open_checkpoint(self._options.path)) as checkpoint:
-                folder = store_folder(checkpoint, self._options.stores)
-        except LocalrtError:  # not a model that it can run
-            return None
-        return folder if folder.is_dir() else None
+        return _Running(engine, shown, child, info, time.perf_counter() - started)
 
     def _warm_up(self, running: _Running) -> None:
         if self._prompts is None:
@@ -213,8 +172,6 @@ class _Bench:
         )
         if traced:
             running.trace = _new_events(before, running.child.ask("trace"))
-        if running.limit is not None:
-            running.peak_cgroup_bytes = running.limit.peak()
 
     def _generate(self, running: _Running, index: int) -> Any:
         assert self._prompts is not None
@@ -222,16 +179,16 @@ class _Bench:
         return running.child.ask("generate", prompt=self._prompts[index], tokens=tokens)
 
     def _look(self, running: _Running) -> None:
-        """What is measured once: a long prompt's first token, and a card. Results stay without."""
+        """What is measured once: a long prompt's first token, and a GPU. Results stay without."""
         name, child = _name(running.engine, running.setting), running.child
         assert self._prompts is not None
         try:
             if self._long_prompt:
                 self._notify(f"{name}: a prompt of {len(self._long_prompt)} tokens")
                 answer = child.ask("generate", prompt=self._long_prompt, tokens=LONG_ANSWER)
-                running.beside["long_ttft_s"] = answer["ttft_s"]
-            if self._options.uses_card and running.engine == "native":
-                running.beside |= child.ask("card_use", prompt=self._prompts[0]) or {}
+                running.once["long_ttft_s"] = answer["ttft_s"]
+            if self._options.uses_gpu and running.engine == "native":
+                running.once |= child.ask("gpu_use", prompt=self._prompts[0]) or {}
         except ChildError as error:
             self._notify(f"{name}: {error}")
 
@@ -280,9 +237,8 @@ def _result(running: _Running) -> Result:
     steps = metrics["completion_tokens"] - 1  # decoding begins at the first token
     metrics.pop("decode_read_bytes", None)
     metrics["read_bytes_per_token"] = None if reads is None else round(reads / steps)
-    metrics |= running.beside
+    metrics |= running.once
     metrics["peak_ram_bytes"] = running.peak_ram_bytes
-    metrics["peak_cgroup_bytes"] = running.peak_cgroup_bytes
     return Result(
         engine=running.engine,
         setting=running.setting,
@@ -315,16 +271,17 @@ def _name(engine: str, setting: str) -> str:
 
 
 def _fit_together(options: BenchOptions, candidates: Sequence[tuple[str, Launch]]) -> bool:
-    """Whether all models may be loaded at once.
-
-    Never under a memory limit: the page cache of a file is charged to whoever reads it first, and
-    the others would have it for free. Nor where one streams: its reading would be another's cache.
-    """
-    if options.memory_limit is not None or options.ram is not None:
-        return False
-    engines = [launch.engine for _, launch in candidates]
-    if not FROM_FOLDER.isdisjoint(engines):
+    """Whether all models may be loaded at once: never where one reads weights while it runs."""
+    if options.ram is not None or len(candidates) < 2:
         return False
     size = sum(path.stat().st_size for path in model_files(options.path))
-    needed = sum(size * _MEMORY_FACTOR[engine] + _PROCESS_BYTES for engine in engines)
-    return needed < memory_state().available
+    factors = [_MEMORY_FACTOR[launch.engine] for _, launch in candidates]
+    return sum(size * factor + _PROCESS_BYTES for factor in factors) < memory_state().available
+
+
+def model_files(path: Path) -> list[Path]:
+    """The files of a model: those of its folder and below, or all parts of a split GGUF."""
+    if path.is_dir():
+        return [file for file in path.rglob("*") if file.is_file()]
+    stem, separator, rest = path.name.partition("-00001-of-")
+    return sorted(path.parent.glob(f"{stem}-*-of-{rest}")) if separator else [path]

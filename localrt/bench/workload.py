@@ -1,18 +1,21 @@
-"""What a benchmark asks of every engine: prompts of an exact length, and a number of tokens.
+"""What a benchmark is asked for and what comes of it: a workload, options, results.
 
-The text is the same on every machine and for every engine, so results can be compared. This module
-knows no engine; the tokenizer comes from the model under test.
+A prompt's text is the same on every machine and for every engine, so results can be compared. This
+module knows no engine; the tokenizer comes from the model under test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from localrt.errors import OptionError
 from localrt.option_names import option
 
-__all__ = ["LONG_ANSWER", "Workload", "make_long_prompt", "make_prompts"]
+__all__ = ["LONG_ANSWER", "BenchOptions", "Outcome", "Result", "Skipped", "Workload",
+           "make_long_prompt", "make_prompts"]  # fmt: skip
 
 LONG_ANSWER = 2
 """Tokens after a long prompt: only the first is timed."""
@@ -57,6 +60,101 @@ class Workload:
     def ctx(self) -> int:
         """The shortest context that holds it."""
         return max(self.prompt_tokens + self.tokens, self.long_prompt_tokens + LONG_ANSWER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What to run. Sizes are in bytes.
+
+    ``ram``, ``gpu_memory``, ``device``, ``format`` and ``kv_format`` are the native engine's;
+    ``ctx`` is every engine's context, by default just long enough. ``settings`` names those of an
+    engine to measure, by default all. ``trace`` asks for the native engine's tasks in its last run.
+    """
+
+    path: Path
+    engines: Sequence[str]
+    workload: Workload = field(default_factory=Workload)
+    threads: int | None = None
+    format: str | None = None
+    device: str | None = None
+    gpu_memory: int | None = None
+    ram: int | None = None
+    kv_format: str | None = None
+    ctx: int | None = None
+    settings: Mapping[str, Sequence[str]] | None = None
+    trace: bool = False
+
+    def __post_init__(self) -> None:
+        work = self.workload
+        if self.threads is not None and self.threads < 1:
+            raise OptionError(f"{option('threads')} must be at least 1, is {self.threads}")
+        if self.ctx is not None and self.ctx < work.ctx:
+            held = f"{work.prompt_tokens} prompt and {work.tokens} answer tokens"
+            if work.ctx > work.prompt_tokens + work.tokens:
+                held = f"a prompt of {work.long_prompt_tokens} tokens"
+            raise OptionError(
+                f"{option('ctx')} must be at least {work.ctx} to hold {held}, is {self.ctx}"
+            )
+
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether a GPU was asked for: then what it does is measured, too."""
+        return self.gpu_memory is not None or (self.device or "").startswith("cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One engine and setting: medians by the names of `Metrics`, and every sample behind them.
+
+    ``peak_ram_bytes`` is that of loading and of the warm-up: what one generation takes. There are
+    also ``read_bytes_per_token`` (from disk, while decoding), ``long_ttft_s`` of a long prompt, and
+    the fields of ``GpuUse`` where a GPU was asked for. ``trace`` has the tasks of the last run,
+    where they were asked for and there are any.
+    """
+
+    engine: str
+    setting: str
+    metrics: Mapping[str, Any]
+    samples: Sequence[Mapping[str, Any]]
+    load_s: float
+    info: Mapping[str, Any]
+    trace: Sequence[Mapping[str, Any]] | None = None
+
+    @property
+    def workload_s(self) -> float:
+        """Seconds of the whole workload, by the medians: what the best setting is chosen by."""
+        later = self.metrics["completion_tokens"] - 1
+        return float(self.metrics["ttft_s"] + later * self.metrics["tpot_s"])
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """An engine, or one setting of it, that did not run. ``missing``: it is not installed.
+
+    ``kind`` is the error's class.
+    """
+
+    engine: str
+    setting: str
+    reason: str
+    missing: bool = False
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of it, in the order asked for.
+
+    ``interrupted``: some runs are missing. Where nothing ran, ``forecast`` is the GPU and the plan
+    that the results were predicted from, and ``heading`` says so.
+    """
+
+    results: Sequence[Result]
+    skipped: Sequence[Skipped]
+    interleaved: bool
+    interrupted: bool = False
+    forecast: Mapping[str, Any] | None = None
+    heading: str = ""
 
 
 def make_prompts(workload: Workload, encode: Callable[[str], list[int]]) -> list[list[int]]:

@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from localrt.bench.card_mode import simulate_card, wants_card
 from localrt.bench.engines import ENGINES
-from localrt.bench.outcome import BenchOptions, Outcome
+from localrt.bench.gpu import forecast, wants_forecast
 from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.trace import write_trace
-from localrt.bench.workload import LONG_ANSWER, Workload
+from localrt.bench.workload import LONG_ANSWER, BenchOptions, Outcome, Workload
 from localrt.cli.help import Examples
 from localrt.cli.options import (
     DEVICE_HELP,
@@ -46,22 +45,18 @@ __all__ = ["EXAMPLES", "add_arguments", "run"]
 
 EXAMPLES: Examples = (
     ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),
-    ("localrt bench model.gguf --memory-limit 700MB", "under a hard limit"),
+    ("localrt bench model.gguf --ram 700MB", "streamed within 700 MB"),
     ("localrt bench model.gguf --ram 1GB --engines native --runs 3", "quick"),
 )
 
 _PACKAGES = ("torch", "llama-cpp-python", "transformers", "accelerate", "numpy")
 
 
-_ENGINES_HELP = (
-    "comma-separated: native, llamacpp, transformers, accelerate, airllm (default: native,llamacpp)"
-)
+_ENGINES_HELP = "comma-separated: native, llamacpp, transformers (default: native,llamacpp)"
 
 
 _LONG_PROMPT = 8192
-_LONG_HELP = (
-    f"also time a prompt's first token at this length (default: {_LONG_PROMPT} with a card)"
-)
+_LONG_HELP = f"also time a prompt's first token at this length (default: {_LONG_PROMPT} with a GPU)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,12 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--prompt-tokens", int, "N", "length of the prompt (default: 512)"),
         ("--tokens", int, "N", "length of the answer (default: 128)"),
         ("--runs", int, "N", "runs of each engine; medians are shown (default: 5)"),
-        (
-            "--memory-limit",
-            str,
-            "SIZE",
-            "hard limit for each engine's process, like 1GB (default: none)",
-        ),
         ("--long-prompt", int, "N", _LONG_HELP),
         ("--threads", int, "N", "CPU threads for every engine (default: one for each core)"),
         ("--ctx", int, "TOKENS", "context length for every engine (default: what the run needs)"),
@@ -103,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print, also what was measured until Ctrl+C; 1 when no engine could run."""
-    sizes = {name: getattr(args, name) for name in ("memory_limit", "ram", "gpu_memory")}
+    sizes = {name: getattr(args, name) for name in ("ram", "gpu_memory")}
     sizes = {
         name: text if text is None else parse_size(text, option(name))
         for name, text in sizes.items()
@@ -115,20 +104,22 @@ def run(args: argparse.Namespace) -> int:
     options = BenchOptions(
         path=path,
         workload=workload,
-        cache=settings.cache_dir / "bench",
-        stores=settings.data_dir / "stores",
         trace=args.trace is not None,
         **sizes,
         **{name: getattr(args, name) for name in same},
     )
-    if options.uses_card or args.long_prompt is not None:
+    if options.uses_gpu or args.long_prompt is not None:
         options = replace(options, workload=_with_long_prompt(options, args.long_prompt))
-    if wants_card(options) and "native" in options.engines:
-        return _simulate(args, options, name, settings)
     machine = hardware.probe()
-    floor = hardware.measure_memory_read(args.threads or machine.cpu.usable_cores)
-    machine = replace(machine, memory_read_bytes_s=floor)
-    outcome = run_bench(options, notify=_notify)
+    if wants_forecast(options) and "native" in options.engines:
+        if options.trace:
+            raise OptionError("--trace records a run, but without a GPU --gpu-memory only plans")
+        _notify("no GPU here: this is a plan for a known GPU, and nothing runs")
+        outcome = forecast(options, settings)
+    else:
+        floor = hardware.measure_memory_read(args.threads or machine.cpu.usable_cores)
+        machine = replace(machine, memory_read_bytes_s=floor)
+        outcome = run_bench(options, notify=_notify)
     if outcome.interrupted and not outcome.results:
         raise KeyboardInterrupt
     if args.json:
@@ -159,21 +150,6 @@ def _with_long_prompt(options: BenchOptions, asked: int | None) -> Workload:
     return replace(work, long_prompt_tokens=length if length > work.prompt_tokens else 0)
 
 
-def _simulate(args: argparse.Namespace, options: BenchOptions, name: str, where: Settings) -> int:
-    """Print what a named card would do; no engine runs."""
-    _notify("no GPU here: this is a plan for a known card, and nothing runs")
-    if args.trace is not None:
-        raise OptionError("--trace records a run, but without a GPU --gpu-memory only plans")
-    run = simulate_card(options, where)
-    machine = hardware.probe()
-    if args.json:
-        report = _report(run.outcome, options, name, machine)
-        print(json.dumps({**report, "runs": 0, **run.to_dict()}))
-    else:
-        print(f"{run.text}\n\n{to_table(run.outcome, options, name=name, machine=machine)}")
-    return 0
-
-
 def _report(
     outcome: Outcome, options: BenchOptions, name: str, machine: hardware.Machine
 ) -> dict[str, Any]:
@@ -194,7 +170,7 @@ def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
             return
     raise LocalrtError(
         f"{path} was not written: only a model that does not fit has a pipeline to trace; "
-        "give a smaller --ram, --gpu-memory or --memory-limit"
+        "give a smaller --ram or --gpu-memory"
     )
 
 

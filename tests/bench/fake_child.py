@@ -12,7 +12,7 @@ from localrt.bench.engines import BenchEngine, Launch
 from localrt.engine.types import Metrics
 from localrt.errors import MissingExtraError, UnsupportedModelError
 
-SPEED = {"native": 2.0, "llamacpp": 1.0, "transformers": 0.5, "accelerate": 0.2, "airllm": 0.1}
+SPEED = {"native": 2.0, "llamacpp": 1.0, "transformers": 0.5}
 
 
 class FakeEngine:
@@ -26,9 +26,9 @@ class FakeEngine:
             "launch": asdict(launch),
         }
         if "gpu_memory" in self._settings:
-            self.card_use = lambda prompt: {
+            self.gpu_use = lambda prompt: {
                 "busy": {"gpu": 0.25, "link": 0.9},
-                "helps": "Busiest is the link to the card, 90%.",
+                "helps": "Busiest is the link to the GPU, 90%.",
                 "launches_per_token": 41.0,
                 "waits_per_token": 2.0,
             }
@@ -63,7 +63,7 @@ class FakeEngine:
             exactness="approximate",
             predicted_tok_s=21.0 if "ram" in self._settings else None,
             pipeline_efficiency=0.97 if "ram" in self._settings else None,
-            simulated=self._settings.get("device") == "virtual:8GB",
+            simulated=self._settings.get("device") == "cuda:1",
         )
 
     def _trace_events(self) -> list[dict[str, Any]]:

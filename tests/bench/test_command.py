@@ -53,10 +53,9 @@ def test_a_trace_that_nothing_was_recorded_for_is_an_error_after_the_results(
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
-        (["--engines", "vllm"], 2, "unknown engine 'vllm'"),
+        (["--engines", "airllm"], 2, "choose from native, llamacpp, transformers"),
         (["--engines", ","], 2, "no engine"),
         (["--runs", "0"], 2, "runs must be at least 1"),
-        (["--memory-limit", "lots"], 2, "must be a size"),
         (["--ram", "much"], 2, "must be a size"),
         (["--gpu-memory", "0"], 2, "above zero"),
         (["--ctx", "100"], 2, "must be at least 640"),

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from localrt.bench.outcome import BenchOptions, Outcome
-from localrt.bench.page_cache import disk_bytes_read
+from localrt.bench.child import disk_bytes_read
 from localrt.bench.process import ChildError, ChildProcess
 from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
-from localrt.bench.workload import Workload
+from localrt.bench.workload import BenchOptions, Outcome, Workload
 from localrt.engine.types import Metrics
-from localrt.errors import LocalrtError, OptionError
+from localrt.errors import OptionError
 from localrt.machine.hardware import probe
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +37,7 @@ def _options(tmp_path: Path, behaviour: str, engines: str, **more: object) -> Be
 
 def _run(options: BenchOptions, lines: list[str] | None = None) -> Outcome:
     notify = (lines if lines is not None else []).append
-    return run_bench(options, notify=notify, command=FAKE)
+    return run_bench(options, notify=notify, start=lambda engine: ChildProcess(FAKE))
 
 
 def _alive(pid: int) -> bool:
@@ -87,7 +86,7 @@ def test_what_was_measured_until_an_interrupt_is_kept(tmp_path: Path) -> None:
         if line.startswith("transformers (q8), run 2"):
             raise KeyboardInterrupt
 
-    outcome = run_bench(options, notify=notify, command=FAKE)
+    outcome = run_bench(options, notify=notify, start=lambda engine: ChildProcess(FAKE))
     assert outcome.interrupted
     assert [len(result.samples) for result in outcome.results] == [2, 2]
     assert all(_gone(result.info["pid"]) for result in outcome.results)
@@ -163,16 +162,6 @@ def test_models_too_large_to_be_loaded_together_run_one_after_another(
     assert last < lines.index("loading transformers")
 
 
-def test_a_limit_that_cannot_be_set_is_one_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from localrt.bench import memory_limit
-
-    monkeypatch.setattr(memory_limit, "_parents", lambda root: iter(()))
-    with pytest.raises(LocalrtError, match="cannot limit memory to 500 MB"):
-        _run(_options(tmp_path, "good", "native", memory_limit=500_000_000))
-
-
 def test_budgets_reach_the_native_engine_alone(tmp_path: Path) -> None:
     more = {"ram": 10**9, "gpu_memory": 2 * 10**9, "device": "cpu", "kv_format": "int8", "ctx": 99}
     outcome = _run(_options(tmp_path, "good", "native transformers", **more))
@@ -195,34 +184,6 @@ def test_settings_choose_what_is_measured(tmp_path: Path) -> None:
     assert [r.info["launch"]["settings"].get("ram") for r in outcome.results] == [10**9, None]
 
 
-def test_peers_that_stream_get_a_folder_and_run_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from localrt.bench import runner
-
-    made: list[Path] = []
-
-    def folder(path: Path, cache: Path, *, notify: object) -> Path:
-        made.append(path)
-        return tmp_path
-
-    monkeypatch.setattr(runner, "hf_folder", folder)
-    options = _options(tmp_path, "good", "accelerate airllm", cache=tmp_path)
-    outcome = _run(options)
-    names = [(result.engine, result.setting) for result in outcome.results]
-    assert names == [("accelerate", "layers on disk"), ("airllm", "q8")]
-    assert made == [options.path]
-    assert {result.info["launch"]["weights"] for result in outcome.results} == {str(tmp_path)}
-    assert not outcome.interleaved
-
-
-def test_a_folder_that_cannot_be_made_is_the_peers_row(tmp_path: Path) -> None:
-    outcome = _run(_options(tmp_path, "good", "native accelerate", cache=tmp_path / "cache"))
-    assert [result.engine for result in outcome.results] == ["native"]
-    assert [skip.engine for skip in outcome.skipped] == ["accelerate"]  # once, for both settings
-    assert "good" in outcome.skipped[0].reason
-
-
 def test_the_last_run_is_traced(tmp_path: Path) -> None:
     outcome = _run(_options(tmp_path, "good", "native transformers", ram=10**9, trace=True))
     native, peer = outcome.results
@@ -235,7 +196,7 @@ def test_the_last_run_is_traced(tmp_path: Path) -> None:
 
 
 def test_details_of_a_pipeline_get_columns(tmp_path: Path) -> None:
-    options = _options(tmp_path, "good", "native", ram=10**9, device="virtual:8GB")
+    options = _options(tmp_path, "good", "native", ram=10**9, device="cuda:1")
     outcome = _run(options)
     text = to_table(outcome, options, name="m", machine=probe())
     assert "native (simulated)" in text
@@ -244,7 +205,7 @@ def test_details_of_a_pipeline_get_columns(tmp_path: Path) -> None:
     assert "97%" in text
     report = to_json(outcome, options, name="m", machine=probe(), versions={}, command="")
     assert report["ram"] == 10**9
-    assert report["device"] == "virtual:8GB"
+    assert report["device"] == "cuda:1"
     assert report["results"][0]["simulated"] is True
     plain = _options(tmp_path, "good", "native")
     text = to_table(_run(plain), plain, name="m", machine=probe())
@@ -264,29 +225,6 @@ def test_what_is_read_from_disk_while_decoding_is_counted(tmp_path: Path) -> Non
         pytest.skip("this file system has no disk behind it")
     assert (4 << 20) / 4 <= read < (5 << 20) / 4  # four tokens after the first
     assert result.metrics["ssd_read_bytes"] >= 4 << 20
-
-
-def test_under_a_limit_nothing_is_left_in_the_cache_and_the_peak_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from localrt.bench import runner
-
-    dropped: list[list[Path]] = []
-
-    def drop(paths: list[Path]) -> str:
-        dropped.append(list(paths))
-        return "model files"
-
-    monkeypatch.setattr(runner, "drop_from_cache", drop)
-    try:
-        outcome = _run(_options(tmp_path, "good", "native llamacpp", memory_limit=400_000_000))
-    except LocalrtError as error:
-        pytest.skip(str(error))
-    assert outcome.page_cache == "model files"
-    assert len(dropped) == 2 * 5  # before and after each engine and setting
-    for result in outcome.results:
-        # What a child has before it is put into its group is not counted there.
-        assert 0 < result.metrics["peak_cgroup_bytes"] < 400_000_000
 
 
 def test_a_child_ends_with_its_block() -> None:
@@ -326,7 +264,7 @@ with ChildProcess({FAKE!r}) as child:
     assert _gone(pid)
 
 
-def test_a_long_prompts_first_token_and_a_card_are_looked_at_once(tmp_path: Path) -> None:
+def test_a_long_prompts_first_token_and_a_gpu_are_looked_at_once(tmp_path: Path) -> None:
     work = Workload(prompt_tokens=20, tokens=5, runs=2, long_prompt_tokens=300)
     options = replace(
         _options(tmp_path, "good", "native transformers", gpu_memory=8_000_000_000), workload=work
@@ -344,5 +282,5 @@ def test_a_long_prompts_first_token_and_a_card_are_looked_at_once(tmp_path: Path
     assert "busy" not in theirs
     table = to_table(outcome, options, name="m", machine=probe())
     assert "TTFT of 300" in table
-    assert "card 25%, link to the card 90%; 41 launches and 2 waits a token" in table
-    assert "Busiest is the link to the card" in table
+    assert "GPU 25%, link to the GPU 90%; 41 launches and 2 waits a token" in table
+    assert "Busiest is the link to the GPU" in table

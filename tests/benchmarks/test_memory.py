@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.common.memory_limit import MemoryLimit
 from benchmarks.memory.cells import TESTED, Cell
 from benchmarks.memory.measuring import measure, problems
-from localrt.bench.memory_limit import MemoryLimit
 from localrt.errors import LocalrtError
 from tests.real_models import real_model
 

@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks.common.record import load, pending, save
 from benchmarks.offload.__main__ import all_rows
 from benchmarks.offload.tables import offload_table
-from localrt.settings import Settings
 
 
 def result(engine: str, setting: str, rate: float, **more: Any) -> dict[str, Any]:
@@ -42,8 +41,6 @@ def test_rows_cover_every_limit_and_have_different_names() -> None:
             10**6 * n for n in (1000, 850, 700, 500)
         }
         assert all(r.workload.runs >= 5 for r in rows)
-    for made in rows:  # all are options that the runner takes
-        made.options(Path("m.gguf"), 2, Settings.from_environment({}))
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:

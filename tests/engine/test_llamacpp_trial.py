@@ -16,7 +16,7 @@ from localrt.errors import MissingExtraError
 from localrt.loading import parts
 from localrt.loading.options import LoadOptions
 from localrt.settings import Settings
-from tests.bench.test_hf_folder import tiny_gguf
+from tests.benchmarks.test_hf_folder import tiny_gguf
 
 posix = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 DIES = "import os, signal; os.kill(os.getpid(), signal.{})"

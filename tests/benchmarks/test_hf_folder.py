@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.bench import hf_folder as module
-from localrt.bench.hf_folder import hf_folder, hf_folder_path
+from benchmarks.peers import hf_folder as module
+from benchmarks.peers.hf_folder import hf_folder, hf_folder_path
 from localrt.errors import StorageError, UnsupportedModelError
 from localrt.models.checkpoints import SafetensorsCheckpoint, open_checkpoint
 from localrt.models.registry import load_decoder, read_config

@@ -1,16 +1,14 @@
 """Environments of their own for peers, made of a wheel that is written here."""
 
 import subprocess
-import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from localrt.bench import peers
-from localrt.bench.peers import make_peer, peer_python
-from localrt.bench.process import child_command
+from benchmarks.peers import airllm_env as peers
+from benchmarks.peers.airllm_env import make_peer, peer_python
 from localrt.errors import LocalrtError
 
 pytestmark = pytest.mark.skipif(find_spec("pip") is None, reason="needs pip")
@@ -55,16 +53,3 @@ def test_one_that_cannot_be_installed_is_not_there(
     assert peer_python("peer", tmp_path) is None
     with pytest.raises(LocalrtError, match="unknown peer 'other'"):
         make_peer("other", tmp_path)
-
-
-def test_a_child_runs_in_its_engines_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    assert child_command("airllm")[0] == sys.executable
-    made = tmp_path / "localrt-peers/airllm" / ("Scripts" if sys.platform == "win32" else "bin")
-    made.mkdir(parents=True)
-    python = made / ("python.exe" if sys.platform == "win32" else "python")
-    python.write_text("")
-    assert child_command("airllm")[0] == str(python)
-    assert child_command("native")[0] == sys.executable

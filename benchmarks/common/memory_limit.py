@@ -1,23 +1,30 @@
 """A hard memory limit for one process: a Linux memory control group, version 1 or 2.
 
 Page cache that the process causes counts too, so that a model which is mapped rather than read
-cannot hide from the limit. Needs the right to make a group: root, or a delegated one.
+cannot hide from the limit; what another process left there is dropped first, as it would be free.
+Needs the right to make a group: root, or a delegated one.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from localrt.bench.process import ChildProcess, child_command
+from localrt.bench.runner import model_files, run_bench
+from localrt.bench.workload import BenchOptions, Outcome
 from localrt.errors import LocalrtError
 from localrt.formatting import format_bytes
+from localrt.settings import Settings
 
-__all__ = ["MemoryLimit"]
+__all__ = ["LimitedChild", "MemoryLimit", "drop_from_cache", "run_limited"]
 
 _V1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
 _V2 = ("memory.max", "memory.swap.max")
+_DROP_ALL = Path("/proc/sys/vm/drop_caches")
 _PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 
 
@@ -78,6 +85,73 @@ class MemoryLimit:
             self._folder.rmdir()
         except OSError:  # a process of it lingers: an empty group costs nothing
             pass
+
+
+class LimitedChild(ChildProcess):
+    """A child within ``limit``; what it generates has ``peak_cgroup_bytes`` so far."""
+
+    def __init__(self, command: Sequence[str], limit: MemoryLimit) -> None:
+        super().__init__(command)
+        self._limit = limit
+        # The child waits for its first request and has imported nothing large yet.
+        limit.add(self.pid)
+
+    def ask(self, do: str, **values: Any) -> Any:
+        """Like ``ChildProcess.ask``."""
+        answer = super().ask(do, **values)
+        if do == "generate":
+            answer["peak_cgroup_bytes"] = self._limit.peak()
+        return answer
+
+    def close(self) -> None:
+        """End the child, then remove its group."""
+        super().close()
+        self._limit.remove()
+
+
+def run_limited(
+    options: BenchOptions,
+    limit: int,
+    command: Callable[[str], Sequence[str]] = lambda engine: child_command(),
+) -> Outcome:
+    """Like ``run_bench``, each engine alone within ``limit`` bytes, on an empty page cache.
+
+    Raises:
+        LocalrtError: no limit can be set here.
+    """
+    files = [options.path, Settings.from_environment().data_dir / "stores"]
+
+    def start(engine: str) -> ChildProcess:
+        drop_from_cache(files)
+        return LimitedChild(command(engine), MemoryLimit.create(limit))
+
+    try:
+        return run_bench(
+            options, notify=lambda line: print(f"  {line}", flush=True), start=start, alone=True
+        )
+    finally:
+        drop_from_cache(files)
+
+
+def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> str:
+    """Drop the pages of models' files, and all clean pages of the machine where permitted.
+
+    Returns what was dropped, in words: ``"everything"``, ``"model files"`` or ``"nothing"``.
+    """
+    dropped = "nothing"
+    if hasattr(os, "posix_fadvise"):
+        for file in (file for path in paths for file in model_files(path)):
+            try:
+                with file.open("rb", buffering=0) as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            except OSError:
+                continue
+            dropped = "model files"
+    try:
+        drop_all.write_text("1\n", encoding="ascii")
+    except OSError:  # not root, or not Linux
+        return dropped
+    return "everything"
 
 
 def _parents(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:

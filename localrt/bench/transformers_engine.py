@@ -1,31 +1,27 @@
-"""Hugging Face models as peers, in bf16 on the CPU: transformers, and two that stream layers.
+"""A Hugging Face model in bf16 on the CPU: a folder, or a GGUF file the way transformers reads it.
 
-Accelerate and AirLLM read a Hugging Face folder (``hf_folder.py``), transformers also GGUF files,
-each the way it ships. Imported in a child alone, once torch and transformers are known to be there.
+Imported in a child alone, once torch and transformers are known to be there.
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
 import transformers
 
 from localrt.engine.types import Metrics
-from localrt.errors import LocalrtError, MissingExtraError, UnsupportedModelError
+from localrt.errors import LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory.process import peak_rss
 
-__all__ = ["HuggingFaceEngine", "load_accelerate", "load_airllm", "load_transformers"]
+__all__ = ["HuggingFaceEngine", "first_line", "load_transformers", "loading", "set_up_torch"]
 
 _FAILURES = (ValueError, KeyError, OSError, RuntimeError, TypeError, NotImplementedError)
 
@@ -104,9 +100,9 @@ def load_transformers(path: Path, *, threads: int | None = None) -> HuggingFaceE
     Raises:
         UnsupportedModelError: transformers cannot read this model.
     """
-    _set_up_torch(threads)
+    set_up_torch(threads)
     place, options = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-    with _loading("transformers", path, UnsupportedModelError):
+    with loading("transformers", path, UnsupportedModelError):
         tokenizer = transformers.AutoTokenizer.from_pretrained(place, **options)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             place, dtype=torch.bfloat16, **options
@@ -120,70 +116,18 @@ def load_transformers(path: Path, *, threads: int | None = None) -> HuggingFaceE
     return HuggingFaceEngine(model.eval(), path, encode=encode, parameters=count)
 
 
-def load_accelerate(path: Path, weights: Path, *, threads: int | None = None) -> HuggingFaceEngine:
-    """Accelerate with every layer on disk and the rest in RAM.
-
-    Its own ``disk_offload``, which leaves the rest on disk too, is slower in prefill and decode.
-
-    Raises:
-        LocalrtError: it cannot load the model.
-    """
-    _set_up_torch(threads)
-    with _loading("accelerate", path, LocalrtError):
-        config = transformers.AutoConfig.from_pretrained(weights)
-        with accelerate.init_empty_weights(include_buffers=False):
-            skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        layers = {f"model.layers.{n}": "disk" for n in range(config.num_hidden_layers)}
-        children = [name for name, _ in skeleton.model.named_children() if name != "layers"]
-        rest = dict.fromkeys(["lm_head", *(f"model.{name}" for name in children)], "cpu")
-        # Safetensors are read where they lie: the folder that is asked for stays empty.
-        with tempfile.TemporaryDirectory(prefix="localrt-accelerate-") as folder:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                weights,
-                dtype=torch.bfloat16,
-                device_map={**rest, **layers},
-                offload_folder=folder,
-            )
-    return HuggingFaceEngine(model.eval(), path, version=accelerate.__version__)
-
-
-def load_airllm(path: Path, weights: Path, *, threads: int | None = None) -> HuggingFaceEngine:
-    """AirLLM on the CPU, with its prefetching, as it ships.
-
-    Raises:
-        MissingExtraError: it is not installed.
-        LocalrtError: it cannot load the model.
-    """
-    try:
-        import airllm
-    except ImportError as error:
-        raise MissingExtraError(f"airllm cannot be imported: {_cause(error)}") from error
-
-    _set_up_torch(threads)
-
-    class Untokenized(airllm.AirLLMBaseModel):  # type: ignore[misc]
-        """The folder has no tokenizer, which AirLLM would insist on."""
-
-        def get_tokenizer(self, hf_token: str | None = None) -> None:
-            return None
-
-    with _loading("airllm", path, LocalrtError):
-        streamer = Untokenized(str(weights), device="cpu", dtype=torch.bfloat16)
-    return HuggingFaceEngine(streamer.model, path, owner=streamer, version=version("airllm"))
-
-
 @contextmanager
-def _loading(peer: str, path: Path, kind: type[LocalrtError]) -> Iterator[None]:
+def loading(peer: str, path: Path, kind: type[LocalrtError]) -> Iterator[None]:
     """What goes wrong is one line; warnings are not shown."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         except _FAILURES as error:
-            raise kind(f"{peer} cannot load {path.name}: {_cause(error)}") from error
+            raise kind(f"{peer} cannot load {path.name}: {first_line(error)}") from error
 
 
-def _set_up_torch(threads: int | None) -> None:
+def set_up_torch(threads: int | None) -> None:
     """Threads of the CPU, and no talk from transformers."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -191,6 +135,7 @@ def _set_up_torch(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def _cause(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of an error's message; its class where that is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

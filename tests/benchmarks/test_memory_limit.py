@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.bench.memory_limit import MemoryLimit
+from benchmarks.common.memory_limit import MemoryLimit
 from localrt.errors import LocalrtError
 
 

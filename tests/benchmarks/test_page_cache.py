@@ -1,6 +1,7 @@
 from pathlib import Path
 
-from localrt.bench.page_cache import drop_from_cache, model_files
+from benchmarks.common.memory_limit import drop_from_cache
+from localrt.bench.runner import model_files
 
 
 def test_files_of_a_model_are_those_of_a_store_or_all_parts(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Environments of their own for peers whose pins may conflict with localrt's.
 
-    python -m localrt.bench.peers [airllm]
+    python -m benchmarks.peers.airllm_env [airllm]
 
 Such an environment lies inside the one that localrt runs in and sees that one's packages behind its
-own: only what the peer pins is installed twice, never torch. ``localrt bench`` finds it there.
+own: only what the peer pins is installed twice, never torch. ``benchmarks.offload`` finds it there.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def make_peer(engine: str, prefix: Path | None = None, *, source: str | None = N
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the environments of the peers named, by default of all."""
-    parser = argparse.ArgumentParser(description="environments of peers for localrt bench")
+    parser = argparse.ArgumentParser(description="environments of peers for the benchmarks")
     parser.add_argument("peers", nargs="*", metavar="PEER", help=f"default: {' '.join(PEERS)}")
     names = parser.parse_args(arguments).peers or list(PEERS)
     try:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from localrt.bench.hf_folder import hf_folder
-from localrt.bench.peers import peer_python
+from benchmarks.peers.airllm_env import peer_python
+from benchmarks.peers.hf_folder import hf_folder
 from localrt.errors import LocalrtError
-from tests.bench.test_hf_folder import TOKENS, tiny_gguf
+from tests.benchmarks.test_hf_folder import TOKENS, tiny_gguf
 
 pytest.importorskip("accelerate", reason="needs the bench extra")
 
@@ -24,7 +24,7 @@ def test_accelerate_computes_from_the_disk(arch: str, tmp_path: Path) -> None:
     import torch
     import transformers
 
-    from localrt.bench.hf_engines import load_accelerate
+    from benchmarks.peers.streamers import load_accelerate
 
     path = tiny_gguf(tmp_path, arch)
     folder = hf_folder(path, tmp_path / "cache")
@@ -42,7 +42,7 @@ def test_accelerate_computes_from_the_disk(arch: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_loaded_is_one_error(tmp_path: Path) -> None:
-    from localrt.bench.hf_engines import load_accelerate
+    from benchmarks.peers.streamers import load_accelerate
 
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(LocalrtError, match=r"accelerate cannot load m\.gguf"):
@@ -59,7 +59,7 @@ def test_airllm_computes_from_the_disk(tmp_path: Path) -> None:
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from localrt.bench.hf_engines import load_airllm
+from benchmarks.peers.streamers import load_airllm
 engine = load_airllm(Path({str(path)!r}), Path({str(folder)!r}))
 metrics = engine.generate({TOKENS}, 3, lambda: None)
 print("\\n" + json.dumps([metrics.completion_tokens, metrics.decode_tok_s, engine.info["version"]]))

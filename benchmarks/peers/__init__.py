@@ -1,0 +1,1 @@
+"""Engines of others that read weights from the disk: Accelerate and AirLLM."""

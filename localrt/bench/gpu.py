@@ -1,0 +1,214 @@
+"""A GPU in ``localrt bench``: what it does while a model decodes, or would do if it were here.
+
+Shares of a GPU and its link are the profiler's, those of the rest the pipeline's own.
+``--gpu-memory`` without a GPU is answered by a plan for a known one, with this machine's disk,
+memory and processor: it has the form of a measurement and says ``simulated`` throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from localrt.bench.workload import BenchOptions, Outcome, Result
+from localrt.engine.types import Metrics
+from localrt.errors import OptionError
+from localrt.formatting import format_bytes, format_rate
+from localrt.machine import hardware
+from localrt.offload.memory.process import ram_budget
+from localrt.offload.planner import PlanRequest, make_plan
+from localrt.offload.planner.cards import CARDS, DEFAULT_CARD, Card
+from localrt.offload.planner.explain import explain
+from localrt.offload.shapes import parse_kv_format
+from localrt.planning.inputs import Hardware, budgets_of, machine_of, with_card
+from localrt.planning.models import shape_of
+from localrt.settings import Settings
+
+if TYPE_CHECKING:
+    from localrt.api import Model
+    from localrt.offload.planner.plan import Change
+
+__all__ = ["GpuUse", "forecast", "gpu_for", "gpu_use", "use_line", "wants_forecast", "what_helps"]
+
+_TOKENS = 16
+_NAMES = {"gpu": "GPU", "link": "link to the GPU", "cpu": "CPU", "ssd": "disk"}
+_BUSY = 0.6  # a part that is busy for less of the time does not set the pace
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """``busy`` are shares of the time by resource; the others are of a token, None if not counted.
+
+    ``helps`` is one sentence.
+    """
+
+    busy: Mapping[str, float]
+    helps: str
+    launches_per_token: float | None = None
+    waits_per_token: float | None = None
+
+
+def use_line(found: Mapping[str, Any]) -> str:
+    """One line for people, of a ``GpuUse`` as plain values."""
+    busy = found["busy"]
+    shares = ", ".join(f"{_NAMES[name]} {busy[name]:.0%}" for name in _NAMES if name in busy)
+    line = f"busy while decoding: {shares or 'not known'}"
+    if found["launches_per_token"] is not None:
+        line += f"; {found['launches_per_token']:.0f} launches"
+        line += f" and {found['waits_per_token']:.0f} waits a token"
+    return f"{line}. {found['helps']}"
+
+
+def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
+    """Decode some tokens behind ``prompt`` and look; recorded graphs are recorded before that."""
+    room = max(1, model.info.ctx - 3 * _TOKENS - 1)
+    stream = model.stream(
+        token_ids=prompt[:room], max_tokens=3 * _TOKENS + 1, ignore_eos=True, temperature=0
+    )
+
+    def decode() -> None:
+        for _ in islice(stream, _TOKENS):
+            pass
+
+    try:
+        decode()
+        before = model.status()
+        decode()
+        busy = dict(model.status().since(before).busy)
+        seen = None
+        if model.info.device.startswith("cuda"):
+            from localrt.quant.ops.cuda.counting import count_card_use
+
+            seen = count_card_use(decode)
+    finally:
+        close = getattr(stream, "close", None)
+        if close is not None:
+            close()
+    changes = model.advise().changes
+    if seen is None:
+        return GpuUse(busy, what_helps(busy, changes))
+    busy |= {"gpu": seen.busy_s / seen.seconds, "link": seen.link_s / seen.seconds}
+    return GpuUse(
+        busy,
+        what_helps(busy, changes),
+        launches_per_token=seen.launches / _TOKENS,
+        waits_per_token=seen.waits / _TOKENS,
+    )
+
+
+def what_helps(busy: Mapping[str, float], changes: Sequence[Change]) -> str:
+    """Which part is busiest, and the best of the ``changes`` that were planned."""
+    text = ""
+    if busy:
+        name = max(busy, key=lambda each: busy[each])
+        share = f"the {_NAMES.get(name, name)}, {busy[name]:.0%}"
+        text = f"Busiest is {share}"
+        if busy[name] < _BUSY:
+            text = f"No part is busy all the time (at most {share}): they wait for one another"
+        text += ". "
+    if not changes:
+        return f"{text}No change that was planned helps by more than 5 %."
+    best = changes[0]
+    return (
+        f"{text}Most would help: {best.what}, about {format_rate(best.tok_s)} tok/s"
+        f" ({best.gain:.1f} times)."
+    )
+
+
+def wants_forecast(options: BenchOptions) -> bool:
+    """Whether GPU memory was asked for, of whatever GPU there is, and there is none."""
+    any_gpu = options.gpu_memory is not None and options.device in (None, "auto")
+    return any_gpu and not hardware.gpus()
+
+
+def gpu_for(gpu_memory: int) -> Card:
+    """The smallest known GPU with that much memory; of several, the most common one.
+
+    Raises:
+        OptionError: none has it.
+    """
+    large = [card for card in CARDS.values() if card.vram_bytes >= gpu_memory]
+    if not large:
+        most = max(card.vram_bytes for card in CARDS.values())
+        raise OptionError(
+            f"there is no GPU here, and no known one has {format_bytes(gpu_memory)}: give at most"
+            f" {format_bytes(most)}"
+        )
+    return min(large, key=lambda card: (card.vram_bytes, card.name != DEFAULT_CARD))
+
+
+def forecast(options: BenchOptions, settings: Settings) -> Outcome:
+    """Plan the model for the GPU that ``options.gpu_memory`` means, and predict the workload.
+
+    Raises:
+        MemoryBudgetError: it does not fit GPU, RAM and disk.
+        LocalrtError: the model cannot be read, or no such GPU is known.
+    """
+    assert options.gpu_memory is not None
+    work, gpu = options.workload, gpu_for(options.gpu_memory)
+    shape = shape_of(options.path)
+    machine, _ = machine_of(options.path, settings, shape)
+    machine, vram = with_card(machine, Hardware(gpu=gpu.name, gpu_memory=options.gpu_memory))
+    request = PlanRequest(
+        shape=shape,
+        machine=machine,
+        budgets=budgets_of(machine, ram_budget(options.ram, rss=0), vram),
+        ctx=options.ctx or work.ctx,
+        kv_format=parse_kv_format(options.kv_format or "bf16"),
+        held=work.prompt_tokens + work.tokens // 2,
+    )
+    plan = make_plan(request, advise=True)
+    found = plan.prediction
+    busy: dict[str, float] = {
+        name: seconds * found.tok_s for name, seconds in found.busy.items() if seconds
+    }
+    use = GpuUse(busy, what_helps(busy, plan.changes))
+    metrics = Metrics(
+        prompt_tokens=work.prompt_tokens,
+        completion_tokens=work.tokens,
+        ttft_s=work.prompt_tokens / found.prefill_tok_s,
+        tpot_s=1 / found.tok_s,
+        prefill_tok_s=found.prefill_tok_s,
+        decode_tok_s=found.tok_s,
+        peak_vram_bytes=plan.memory.total("vram"),
+        peak_ram_bytes=plan.memory.total("ram"),
+        pipeline_efficiency=found.efficiency,
+        ceiling_tok_s=found.ceiling_tok_s,
+        predicted_tok_s=found.tok_s,
+        exactness="approximate",
+        simulated=True,
+    )
+    result = Result(
+        engine="native",
+        setting=gpu.name,
+        metrics={
+            **metrics.to_dict(),
+            "read_bytes_per_token": None,
+            "long_ttft_s": work.long_prompt_tokens / found.prefill_tok_s or None,
+            **asdict(use),
+        },
+        samples=(),
+        load_s=0.0,
+        info={"device": gpu.name, "architecture": shape.architecture},
+    )
+    known = {
+        "name": gpu.name,
+        "vram_bytes": gpu.vram_bytes,
+        "link_bytes_s": gpu.link_bytes_s,
+        "memory_bytes_s": gpu.bytes_s,
+        "flops": gpu.flops,
+    }
+    heading = (
+        f"SIMULATED: no GPU here. A plan for a {gpu.name} (link {gpu.link_bytes_s / 1e9:.3g} GB/s) "
+        f"with {format_bytes(plan.request.budgets.vram)} of its memory; nothing ran on it.\n\n"
+        f"{explain(plan)}"
+    )
+    return Outcome(
+        [result],
+        [],
+        interleaved=False,
+        forecast={"simulated": True, "gpu": known, "plan": plan.to_dict()},
+        heading=heading,
+    )
