@@ -19,7 +19,7 @@ import numpy.typing as npt
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.ranged_file import RangedFile
-from localrt.quant.formats import PackedTensor
+from localrt.quant.formats.packed import PackedTensor
 
 __all__ = ["Bytes", "RowSource", "SourcedCheckpoint", "StoredTensor"]
 

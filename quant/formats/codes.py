@@ -17,31 +17,31 @@ from localrt.quant.formats.catalog import GROUP_CODECS
 __all__ = ["read_codes", "write_codes"]
 
 # uint8 throughout; numpy's stubs lose that in shifts.
-Bytes = npt.NDArray[Any]
+Codes = npt.NDArray[Any]
 
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 # Where the two low bits of weights lie that have no more, or one more.
 _PAIRS_AT = {"q2_k": slice(16, 80), "q3_k": slice(32, 96), "tq2_0": slice(0, 64)}
 
 
-def read_codes(name: str, blocks: Bytes) -> Bytes:
+def read_codes(name: str, blocks: Codes) -> Codes:
     """Codes (n, block) of blocks (n, block_bytes)."""
     if name in GROUP_CODECS:
         return GROUP_CODECS[name].split(blocks)[0]
     count = len(blocks)
     if name == "q8_0":
-        flipped: Bytes = blocks[:, 2:] ^ 0x80
+        flipped: Codes = blocks[:, 2:] ^ 0x80
         return flipped
     if name in ("q4_0", "q4_1", "iq4_nl"):
         return _nibbles(blocks[:, -16:])
     if name == "iq4_xs":
         return _nibbles(blocks[:, -128:].reshape(count, 8, 16)).reshape(count, 256)
     if name in _PAIRS_AT:  # each half block: 4 runs of 32 share 32 bytes of pairs
-        pairs: Bytes = blocks[:, _PAIRS_AT[name]].reshape(count, 2, 1, 32) >> _PAIRS & 3
+        pairs: Codes = blocks[:, _PAIRS_AT[name]].reshape(count, 2, 1, 32) >> _PAIRS & 3
         if name == "q3_k":  # byte i of the high bits holds bit 2 of weight i of each group of 32
             third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
             pairs |= third.reshape(count, 2, 4, 32) << 2
-        three: Bytes = pairs.reshape(count, 256)
+        three: Codes = pairs.reshape(count, 256)
         return three
     if name in ("q5_0", "q5_1"):
         codes = np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
@@ -56,11 +56,11 @@ def read_codes(name: str, blocks: Bytes) -> Bytes:
     assert name == "q6_k", name  # each half block: 4 runs of 32 share 32 bytes of high pairs
     low = _nibbles(blocks[:, :128].reshape(count, 2, 64)).reshape(count, 2, 4, 32)
     high = blocks[:, 128:192].reshape(count, 2, 1, 32) >> _PAIRS
-    six: Bytes = low | (high & 3) << 4
+    six: Codes = low | (high & 3) << 4
     return six.reshape(count, 256)
 
 
-def write_codes(name: str, codes: Bytes, blocks: Bytes) -> None:
+def write_codes(name: str, codes: Codes, blocks: Codes) -> None:
     """The inverse of ``read_codes``: into blocks whose scales are there already."""
     count = len(blocks)
     if name in GROUP_CODECS:
@@ -92,12 +92,12 @@ def write_codes(name: str, codes: Bytes, blocks: Bytes) -> None:
         blocks[:, 128:192] = np.bitwise_or.reduce(high, axis=2).reshape(count, 64)
 
 
-def _nibbles(packed: Bytes) -> Bytes:
+def _nibbles(packed: Codes) -> Codes:
     """(..., n) bytes to (..., 2n): all low nibbles, then all high ones."""
     return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
 
 
-def _from_nibbles(codes: Bytes) -> Bytes:
+def _from_nibbles(codes: Codes) -> Codes:
     """The inverse of ``_nibbles``, of the codes' low four bits."""
     half = codes.shape[-1] // 2
     return (codes[..., :half] & 15) | (codes[..., half:] & 15) << 4

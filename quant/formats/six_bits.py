@@ -17,13 +17,13 @@ import numpy.typing as npt
 __all__ = ["SIX_BIT_FIELDS", "eight_in_words", "eight_of_words", "join_six_bits", "six_bit_scales"]
 
 # uint8 throughout; numpy's stubs lose that in shifts.
-Bytes = npt.NDArray[Any]
+Codes = npt.NDArray[Any]
 
 _ROWS = 16
 _SHIFTS = np.array([0, 2, 4, 6], np.uint8)
 
 
-def six_bit_scales(name: str, packed: Bytes) -> Bytes:
+def six_bit_scales(name: str, packed: Codes) -> Codes:
     """The six-bit numbers in a block's bytes: (..., 12) to (..., 16), iq4_xs' (..., 6) to (..., 8).
 
     Q3_K's are scales: low nibbles in eight bytes, high pairs of bits in four. Q4_K's and Q5_K's are
@@ -34,12 +34,12 @@ def six_bit_scales(name: str, packed: Bytes) -> Bytes:
     if name == "q3_k":
         low = np.concatenate([packed[..., :8] & 15, packed[..., :8] >> 4], axis=-1)
         high = np.concatenate([packed[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
-        three: Bytes = low | high << 4
+        three: Codes = low | high << 4
         return three
     if name == "iq4_xs":
         nibbles = np.stack([packed[..., 2:] & 15, packed[..., 2:] >> 4], axis=-1)
         high = np.concatenate([packed[..., at, None] >> _SHIFTS & 3 for at in (0, 1)], axis=-1)
-        eight: Bytes = nibbles.reshape(high.shape) | high << 4
+        eight: Codes = nibbles.reshape(high.shape) | high << 4
         return eight
     assert name in ("q4_k", "q5_k"), name
     first, second, third = (packed[..., i : i + 4] for i in (0, 4, 8))
@@ -48,12 +48,12 @@ def six_bit_scales(name: str, packed: Bytes) -> Bytes:
     return np.concatenate([*scales, *minima], axis=-1)
 
 
-def _words(name: str, packed: Bytes) -> Bytes:
+def _words(name: str, packed: Codes) -> Codes:
     """Twelve bytes of sixteen six-bit numbers, in words (see ``_in_words``)."""
     return _in_words(six_bit_scales(name, packed))
 
 
-def _k_bytes(words: Bytes) -> Bytes:
+def _k_bytes(words: Codes) -> Codes:
     """The inverse, of Q4_K and Q5_K."""
     numbers = _of_words(words)
     low, last = numbers[..., :4], numbers[..., 4:8]
@@ -63,12 +63,12 @@ def _k_bytes(words: Bytes) -> Bytes:
     return np.concatenate([first, second, (last & 15) | (last_minima & 15) << 4], axis=-1)
 
 
-def _q3_k_bytes(words: Bytes) -> Bytes:
+def _q3_k_bytes(words: Codes) -> Codes:
     """The inverse, of Q3_K."""
     return join_six_bits("q3_k", _of_words(words))
 
 
-def join_six_bits(name: str, numbers: Bytes) -> Bytes:
+def join_six_bits(name: str, numbers: Codes) -> Codes:
     """The inverse of ``six_bit_scales`` of Q3_K: (..., 16) to (..., 12)."""
     assert name == "q3_k", "others are never made here"
     low, high = numbers & 15, (numbers >> 4).reshape(*numbers.shape[:-1], 4, 4) << _SHIFTS[:, None]
@@ -77,7 +77,7 @@ def join_six_bits(name: str, numbers: Bytes) -> Bytes:
     )
 
 
-def _in_words(six: Bytes) -> Bytes:
+def _in_words(six: Codes) -> Codes:
     """Sixteen six-bit numbers (..., 16 rows, 16) as three words a row.
 
     Word w has numbers 5w to 5w + 4, lowest first; its top two bits are bits 2w and 2w + 1 of the
@@ -93,7 +93,7 @@ def _in_words(six: Bytes) -> Bytes:
     return np.ascontiguousarray(np.stack(words, axis=-2), "<u4").view(np.uint8)
 
 
-def _of_words(words: Bytes) -> Bytes:
+def _of_words(words: Codes) -> Codes:
     """The inverse."""
     flat = np.ascontiguousarray(words).reshape(*words.shape[:2], 3, _ROWS, 4)
     values = flat.view("<u4")[..., 0]  # (..., 3, 16)
@@ -102,7 +102,7 @@ def _of_words(words: Bytes) -> Bytes:
     return np.stack(six, axis=-1).astype(np.uint8)  # (..., 16, 16)
 
 
-def eight_in_words(six: Bytes) -> Bytes:
+def eight_in_words(six: Codes) -> Codes:
     """Eight six-bit numbers (..., 16 rows, 8) as a word and two bytes a row: (..., 96).
 
     The word has the first five, lowest first; the bytes have the next two. The top two bits of all
@@ -116,7 +116,7 @@ def eight_in_words(six: Bytes) -> Bytes:
     return np.concatenate([np.ascontiguousarray(words, "<u4").view(np.uint8), *last], axis=-1)
 
 
-def eight_of_words(field: Bytes) -> Bytes:
+def eight_of_words(field: Codes) -> Codes:
     """The inverse."""
     words = np.ascontiguousarray(field[..., :64]).view("<u4")
     first, second = field[..., 64:80], field[..., 80:]
@@ -125,12 +125,12 @@ def eight_of_words(field: Bytes) -> Bytes:
     return np.stack([*six, first & 63, second & 63, last], axis=-1)
 
 
-def _iq4_words(packed: Bytes) -> Bytes:
+def _iq4_words(packed: Codes) -> Codes:
     """IQ4_XS' six bytes of eight scales, in words (see ``eight_in_words``)."""
     return eight_in_words(six_bit_scales("iq4_xs", packed))
 
 
-def _iq4_bytes(words: Bytes) -> Bytes:
+def _iq4_bytes(words: Codes) -> Codes:
     """The inverse."""
     numbers = eight_of_words(words)
     low, high = numbers & 15, (numbers >> 4).reshape(*numbers.shape[:-1], 2, 4) << _SHIFTS
@@ -139,7 +139,7 @@ def _iq4_bytes(words: Bytes) -> Bytes:
     )
 
 
-Regroup = Callable[[Bytes], Bytes]
+Regroup = Callable[[Codes], Codes]
 SIX_BIT_FIELDS: Mapping[str, Mapping[int, tuple[Regroup, Regroup]]] = MappingProxyType(
     {
         "q3_k": {1: (partial(_words, "q3_k"), _q3_k_bytes)},

@@ -56,7 +56,7 @@ __all__ = [
 TILE_ROWS = 16
 
 # uint8 throughout; numpy's stubs lose that in shifts.
-Bytes = npt.NDArray[Any]
+Codes = npt.NDArray[Any]
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -116,7 +116,7 @@ class TiledTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tiles."""
+        """Codes of the tiles."""
         return self.data.nbytes
 
 
@@ -136,7 +136,7 @@ def tile_tensor(tensor: PackedTensor, *, hadamard: int = 0) -> TiledTensor:
     return TiledTensor(tensor.name, tensor.format, shape, tile(tensor), tensor.scale, hadamard)
 
 
-def tile(tensor: PackedTensor) -> Bytes:
+def tile(tensor: PackedTensor) -> Codes:
     """The tiles of a matrix, one after another.
 
     Raises:
@@ -150,7 +150,7 @@ def tile(tensor: PackedTensor) -> Bytes:
     source = padded.reshape(len(padded) // TILE_ROWS, TILE_ROWS, spans, -1).swapaxes(1, 2)
     lead = source.shape[:2]
     if format_.name in CODEBOOKS:
-        entries: Bytes = spans_of_blocks(format_.name, source.reshape(-1, *source.shape[2:]))
+        entries: Codes = spans_of_blocks(format_.name, source.reshape(-1, *source.shape[2:]))
         return entries.reshape(-1)
     parts = [source[..., a:b] for a, b in ranges]
     for index, (regrouped, _) in SIX_BIT_FIELDS.get(format_.name, {}).items():
@@ -160,7 +160,7 @@ def tile(tensor: PackedTensor) -> Bytes:
         codes = read_codes(format_.name, source.reshape(-1, format_.block_bytes))
         steps = codes.reshape(*lead, TILE_ROWS, -1, 32).swapaxes(2, 3)
         parts.append(_packed_steps(steps, _BITS.get(format_.name, 4)).reshape(*lead, -1))
-    whole: Bytes = np.concatenate(parts, axis=-1).reshape(-1)
+    whole: Codes = np.concatenate(parts, axis=-1).reshape(-1)
     return whole
 
 
@@ -185,7 +185,7 @@ def untile(tensor: TiledTensor) -> PackedTensor:
     six_bit = SIX_BIT_FIELDS.get(format_.name, {})
     for index, (a, b) in enumerate(ranges):
         size = TILE_ROWS * (b - a)
-        field: Bytes = source[..., at : at + size]
+        field: Codes = source[..., at : at + size]
         if index in six_bit:
             target[..., a:b] = six_bit[index][1](field)
         else:
@@ -199,7 +199,7 @@ def untile(tensor: TiledTensor) -> PackedTensor:
     return _packed_rows(tensor, target)
 
 
-def _packed_rows(tensor: TiledTensor, blocks: Bytes) -> PackedTensor:
+def _packed_rows(tensor: TiledTensor, blocks: Codes) -> PackedTensor:
     """Blocks (tiles, spans, 16 rows, bytes) as the tensor's rows."""
     rows = blocks.swapaxes(1, 2).reshape(len(blocks) * TILE_ROWS, -1)[: tensor.shape[0]]
     data = np.ascontiguousarray(rows)
@@ -240,22 +240,22 @@ def _plan(name: str, format_: Format, cols: int) -> tuple[int, Ranges]:
     return cols // span, tuple((s + a, s + b) for a, b in fields for s in starts)
 
 
-def _packed_steps(codes: Bytes, bits: int) -> Bytes:
+def _packed_steps(codes: Codes, bits: int) -> Codes:
     """(..., 16, 32) codes to (..., bytes of a step)."""
     lead = codes.shape[:-2]
     quads = np.moveaxis(codes.reshape(*lead, TILE_ROWS, 8, 4), -2, -3)  # (..., v, row, i)
     if bits == 8:
-        eight: Bytes = quads.reshape(*lead, -1)
+        eight: Codes = quads.reshape(*lead, -1)
         return eight
     if bits < 4:
         pairs = (quads & 3).reshape(*lead, 2, 4, TILE_ROWS, 4)  # (..., h, j, row, i)
-        both: Bytes = np.bitwise_or.reduce(pairs << _PAIRS, axis=-3).reshape(*lead, -1)
+        both: Codes = np.bitwise_or.reduce(pairs << _PAIRS, axis=-3).reshape(*lead, -1)
         if bits == 2:
             return both
         third = np.packbits((quads >> 2).reshape(*lead, -1), axis=-1, bitorder="little")
         return np.concatenate([both, third], axis=-1)
     low = quads & 15
-    parts: list[Bytes] = [(low[..., :4, :, :] | low[..., 4:, :, :] << 4).reshape(*lead, -1)]
+    parts: list[Codes] = [(low[..., :4, :, :] | low[..., 4:, :, :] << 4).reshape(*lead, -1)]
     if bits == 5:
         fifth = (quads >> 4 & 1).reshape(*lead, -1)
         parts.append(np.packbits(fifth, axis=-1, bitorder="little"))
@@ -265,7 +265,7 @@ def _packed_steps(codes: Bytes, bits: int) -> Bytes:
     return np.concatenate(parts, axis=-1)
 
 
-def _unpacked_steps(steps: Bytes, bits: int) -> Bytes:
+def _unpacked_steps(steps: Codes, bits: int) -> Codes:
     """The inverse of ``_packed_steps``: (..., bytes of a step) to (..., 16, 32)."""
     lead = steps.shape[:-1]
     if bits == 8:
@@ -285,7 +285,7 @@ def _unpacked_steps(steps: Bytes, bits: int) -> Bytes:
     if bits == 6:
         pairs = steps[..., 256:].reshape(*lead, 2, 1, TILE_ROWS, 4)
         quads |= (pairs >> _PAIRS & 3).reshape(quads.shape) << 4
-    codes: Bytes = np.moveaxis(quads, -3, -2).reshape(*lead, TILE_ROWS, 32)
+    codes: Codes = np.moveaxis(quads, -3, -2).reshape(*lead, TILE_ROWS, 32)
     return codes
 
 
