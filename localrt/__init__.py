@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from localrt.background import load_in_background as load_in_background
     from localrt.chat import ChatModel as ChatModel
     from localrt.chat import ChatSession as ChatSession
-    from localrt.engine.batch.live_answer import LiveAnswer as LiveAnswer
+    from localrt.engine.batch.live import LiveAnswer as LiveAnswer
     from localrt.engine.options import Options as Options
     from localrt.engine.sampling import Sampling as Sampling
     from localrt.engine.types import Chunk as Chunk
@@ -102,7 +102,7 @@ _NAMES = {
     "localrt.api": "Model load",
     "localrt.background": "Loading load_in_background",
     "localrt.chat": "ChatModel ChatSession",
-    "localrt.engine.batch.live_answer": "LiveAnswer",
+    "localrt.engine.batch.live": "LiveAnswer",
     "localrt.engine.options": "Options",
     "localrt.engine.sampling": "Sampling",
     "localrt.engine.types": "Chunk Message Metrics TokenLogprob ToolCall",

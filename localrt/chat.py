@@ -16,7 +16,7 @@ from localrt.answering.arguments import check_path, check_text, check_tools
 from localrt.answering.status import ModelInfo, Status
 from localrt.answering.streams import in_thread, joined
 from localrt.closing import Closing
-from localrt.engine.parking.keeper import Tier
+from localrt.engine.saved_caches import Tier
 from localrt.engine.types import Chunk, Message, ToolCall
 from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.files import write_text

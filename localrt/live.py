@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from localrt.answering.core import Core
 from localrt.answering.streams import joined
 from localrt.closing import Closing
-from localrt.engine.batch.live import Live, LiveLimits, LiveStats
-from localrt.engine.batch.live_answer import LiveAnswer
+from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
 from localrt.engine.protocol import EngineSession
 from localrt.engine.types import Chunk, Message
 from localrt.errors import LocalrtError

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from localrt.models.ngrams import NgramHash, NgramSpec
+from localrt.models.layers.ngrams import NgramHash, NgramSpec
+from localrt.quant.ops.attention import IndexSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
-from localrt.quant.ops.index import IndexSpec
 from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec, RecurrentSpec
 from localrt.quant.ops.streams import StreamSpec
 

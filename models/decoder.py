@@ -19,14 +19,22 @@ from localrt.models.config import (
     NGRAM_TABLE,
     DecoderConfig,
 )
-from localrt.models.connections import Connected, ReadStreams, RepeatStream, load_connection
-from localrt.models.indexed import IndexedAttention
-from localrt.models.latent import LatentAttention
-from localrt.models.layer_inputs import InputGate, InputRows, input_scale, load_input_projection
-from localrt.models.moe import Experts, ResidentExperts, SparseMlp, load_expert
-from localrt.models.ngram_layer import AddNgrams, NgramRows
-from localrt.models.ngrams import NgramHash
-from localrt.models.parts import (
+from localrt.models.layers.attention import IndexedAttention, LatentAttention
+from localrt.models.layers.inputs import (
+    InputGate,
+    InputRows,
+    input_scale,
+    load_input_projection,
+)
+from localrt.models.layers.moe import (
+    Experts,
+    ResidentExperts,
+    SparseMlp,
+    load_expert,
+)
+from localrt.models.layers.ngram_layer import AddNgrams, NgramRows
+from localrt.models.layers.ngrams import NgramHash
+from localrt.models.layers.parts import (
     Attention,
     Chain,
     Embedding,
@@ -39,20 +47,23 @@ from localrt.models.parts import (
     Residual,
     SideBySide,
 )
-from localrt.models.recurrent import Recurrent
-from localrt.models.residency import Check, Residency, Resident
-from localrt.models.streams import (
+from localrt.models.layers.recurrent import Recurrent
+from localrt.models.layers.streams import (
     JOIN,
     SPLIT,
+    Connected,
     JoinStreams,
+    ReadStreams,
+    RepeatStream,
     SplitStreams,
     StreamAttention,
     StreamMlp,
+    load_connection,
     load_projections,
 )
+from localrt.models.residency import Check, Residency, Resident
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.attention import AttentionSpec, LatentSpec
-from localrt.quant.ops.index import IndexSpec
+from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec
 from localrt.quant.ops.protocol import Batch, KVCache, LayerSpec, Ops, RecurrentSpec, Vector
 from localrt.quant.ops.streams import ConnectionWeights
 

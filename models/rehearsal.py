@@ -14,11 +14,16 @@ from typing import Protocol
 import numpy as np
 
 from localrt.models.checkpoints.base import TensorInfo, TensorSource, WeightBlock
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, memory_places
 from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
-from localrt.models.moe import ResidentExperts
-from localrt.models.parts import Embedding, Head, Part, PassState
+from localrt.models.layers.moe import ResidentExperts
+from localrt.models.layers.parts import (
+    Embedding,
+    Head,
+    Part,
+    PassState,
+)
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig
-from localrt.models.moe import Experts, RoutingWatch
-from localrt.models.parts import Head, Part, PassState
+from localrt.models.layers.moe import Experts, RoutingWatch
+from localrt.models.layers.parts import Head, Part, PassState
 from localrt.models.timing import Clock, PipelineCounts, Task
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
-from localrt.models.checkpoints.store_manifest import UNIT_ALIGNMENT
+from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT
 from localrt.models.config import (
     EMBEDDING,
     HEAD,
@@ -30,7 +30,7 @@ from localrt.models.config import (
     DecoderConfig,
 )
 from localrt.models.decoder import load_attention, load_mlp
-from localrt.models.moe import ResidentExperts, load_expert
+from localrt.models.layers.moe import ResidentExperts, load_expert
 from localrt.models.weights import Transform, WeightLoader, is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 

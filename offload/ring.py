@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from localrt.models.timing import Mark
 from localrt.offload.cards.clock import later
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 
 __all__ = ["PAGE", "Chunk", "Lease", "Ring", "chunks", "place"]
 

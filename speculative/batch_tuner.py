@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from localrt.speculative.costs import Retry
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import REFRESH, TOLERANCE, Tuner
-from localrt.speculative.worth import nodes_worth
+from localrt.speculative.worth import Retry, nodes_worth
 
 __all__ = ["BatchTuner"]
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from localrt.speculative.calibration import Calibration
 from localrt.speculative.tree import ROOT, TokenTree, merge
+from localrt.speculative.worth import Calibration
 
 __all__ = ["MixedTree"]
 

@@ -16,10 +16,16 @@ import numpy.typing as npt
 
 from localrt.errors import CancelledError
 from localrt.speculative.best_first import Children, Expand, Growth, likeliest
-from localrt.speculative.drafter import Drafter, Rows
 from localrt.speculative.ngram import common_length
-from localrt.speculative.plan import MOST_NODES
-from localrt.speculative.source import Check, DraftFailedError, DraftSource, Outcome
+from localrt.speculative.source import (
+    MOST_NODES,
+    Check,
+    Drafter,
+    DraftFailedError,
+    DraftSource,
+    Outcome,
+    Rows,
+)
 from localrt.speculative.tree import ROOT, TokenTree
 
 __all__ = ["TreeSource"]

@@ -15,11 +15,18 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from localrt.speculative.costs import GapWorth, PassCost
 from localrt.speculative.mixed import MixedTree
-from localrt.speculative.plan import Ahead, Plan, TreeSize
+from localrt.speculative.source import Ahead, Plan, TreeSize
 from localrt.speculative.tree import TokenTree, merge
-from localrt.speculative.worth import BUDGETS, DEPTHS, MARGIN, Source, nodes_worth
+from localrt.speculative.worth import (
+    BUDGETS,
+    DEPTHS,
+    MARGIN,
+    GapWorth,
+    PassCost,
+    Source,
+    nodes_worth,
+)
 
 __all__ = ["REFRESH", "TOLERANCE", "Run", "Tuner"]
 

@@ -2,30 +2,266 @@
 
 Gains of trees that were not tried follow from smaller ones, as if a tree were a chain. It decides
 nothing; see ``tuner.py``.
+
+How far a source's probabilities are to be believed, learnt from what the target confirms.
+
+A guess is tested when the target has confirmed its parent. Guesses of about the same stated
+probability are counted together, per source: how many were tested, how many came true. Old counts
+fade, so that a source that has become better or worse is noticed.
+
+What passes cost, learnt while they run: seconds of a target pass by its rows, and of a draft.
+
+Medians of the latest few measurements, so that one disturbed pass changes nothing. Between measured
+sizes the curve is a straight line; beyond them it goes on at the prompt's seconds per row, or at a
+pessimistic guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.speculative.calibration import Calibration
-from localrt.speculative.costs import DraftCost, Retry
-from localrt.speculative.plan import Plan
-from localrt.speculative.tree import TokenTree
+from localrt.speculative.source import Plan
+from localrt.speculative.tree import ROOT, TokenTree
 
-__all__ = ["BUDGETS", "DEPTHS", "MARGIN", "Source", "nodes_worth"]
+_BINS = 12
+_PRIOR = 4.0  # tests that the stated probability counts for
+_FADE = 0.98  # of a bin's counts, per test in it
+
+
+def _bin(conditional: float) -> int:
+    """Bins of equal width in log-odds, which tell 0.9 from 0.99."""
+    p = min(max(conditional, 1e-4), 1 - 1e-4)
+    odds = math.log(p / (1 - p))
+    return min(max(int((odds + 6) * _BINS / 12), 0), _BINS - 1)
+
+
+class Calibration:
+    """Of one source."""
+
+    def __init__(self) -> None:
+        self._tests = [0.0] * _BINS
+        self._hits = [0.0] * _BINS
+
+    def believed(self, conditional: float) -> float:
+        """The probability that a guess comes true once its parent has."""
+        key = _bin(conditional)
+        return (self._hits[key] + _PRIOR * conditional) / (self._tests[key] + _PRIOR)
+
+    def probabilities(self, tree: TokenTree) -> npt.NDArray[np.float64]:
+        """(n,) that each node will be accepted. Children's sum to at most their parent's."""
+        parents = tree.parents.tolist()
+        own = [self.believed(c) for c in _conditionals(tree)]
+        total: dict[int, float] = {}
+        for parent, chance in zip(parents, own, strict=True):
+            total[parent] = total.get(parent, 0.0) + chance
+        result: list[float] = []
+        for parent, chance in zip(parents, own, strict=True):
+            above = 1.0 if parent == ROOT else result[parent]
+            result.append(above * chance / max(1.0, total[parent]))
+        return np.array(result, np.float64)
+
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """``path`` was accepted of ``tree`` (whose nodes were all verified)."""
+        accepted = set(path)
+        tested_under = {ROOT, *path}
+        stated = _conditionals(tree)
+        for node, parent in enumerate(tree.parents.tolist()):
+            if parent in tested_under:
+                key = _bin(stated[node])
+                self._tests[key] = self._tests[key] * _FADE + 1
+                self._hits[key] = self._hits[key] * _FADE + (node in accepted)
+
+
+def _conditionals(tree: TokenTree) -> list[float]:
+    """The stated probability of each node given its parent."""
+    above = np.where(tree.parents == ROOT, 0.0, tree.scores[tree.parents])
+    stated: list[float] = np.exp(np.minimum(tree.scores - above, 0.0)).tolist()
+    return stated
+
+
+# Passes that wait less than this leave no room for drafting: about one level of a small draft.
+AHEAD_S = 0.005
+_KEPT = 7
+# Before anything is known of larger passes, a row is taken to cost at most this share of a plain
+# step (less where reading weights takes the time), or what a prompt's row did and half as much
+# again, for the logits; in hope, the other shares of it.
+_MOST, _MOST_STREAMED, _LOGITS = 0.5, 0.25, 1.5
+_HOPED, _HOPED_UNKNOWN = 0.2, 0.04
+# Of a mixture, whose passes of several tokens touch more experts, at most and in hope.
+_MOST_MIXTURE, _HOPED_MIXTURE = 0.75, 0.35
+_BLEND = 0.2  # of a new measurement in a running mean
+_FIRST_WAIT, _LONGEST_WAIT = 4, 512
+
+
+def _bucket(rows: int) -> int:
+    """Sizes that count as the same: each on its own up to 8, then in steps of about a fifth."""
+    return rows if rows <= 8 else 8 + round(math.log(rows / 8) / math.log(1.2))
+
+
+class Retry:
+    """When to try again what did not pay: after 4, 8, 16, ... 512 passes, which count ``wait``."""
+
+    def __init__(self) -> None:
+        self.wait = 0
+        self._next = _FIRST_WAIT
+
+    def tried(self, *, paid: bool) -> None:
+        """An attempt has ended."""
+        self.wait = 0 if paid else self._next
+        self._next = _FIRST_WAIT if paid else min(2 * self._next, _LONGEST_WAIT)
+
+
+class PassCost:
+    """Seconds of a target pass by its rows. ``streamed``: the pass waits for weights.
+
+    ``mixture``: more tokens touch more experts.
+    """
+
+    def __init__(self, *, streamed: bool = False, mixture: bool = False) -> None:
+        self._most = _MOST_STREAMED if streamed else _MOST
+        self._mixture = mixture
+        self._seen: dict[int, deque[tuple[int, float]]] = {}
+        self._curve: tuple[list[float], list[float]] = ([], [])  # rows and seconds, both rising
+        self.plain: float | None = None  # seconds of a pass of one row, once one was measured
+        self._row: float | None = None  # seconds per row of a prompt
+        self._prompt = 0  # and that prompt's rows: of short ones, a row costs more than it must
+
+    def add(self, rows: int, seconds: float) -> None:
+        """A pass of ``rows`` took ``seconds``."""
+        self._seen.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append((rows, seconds))
+        self._curve = ([], [])  # made when it is asked for
+        if rows == 1:
+            times = sorted(s for _, s in self._seen[1])
+            # A plain step that was disturbed would make guessing look better than it is.
+            self.plain = times[len(times) // 4]
+
+    def _points(self) -> tuple[list[float], list[float]]:
+        """Rows and seconds, both rising."""
+        sizes, times = self._curve
+        for key in sorted(self._seen) if not sizes else ():
+            usual = median(s for _, s in self._seen[key])
+            low = self.plain if key == 1 and self.plain is not None else usual
+            sizes.append(median(r for r, _ in self._seen[key]))
+            times.append(max(low, times[-1] if times else 0.0))
+        return sizes, times
+
+    def add_prompt(self, rows: int, seconds: float) -> None:
+        """A long pass without logits: says what a row costs at most."""
+        if rows >= 8 and 2 * rows >= self._prompt:
+            self._row, self._prompt = seconds / rows, rows
+
+    @property
+    def prompt_row(self) -> float | None:
+        """Seconds of a row of a prompt; None before one was computed."""
+        return self._row
+
+    @property
+    def plain_count(self) -> int:
+        """How many such passes were measured, up to those kept."""
+        return len(self._seen.get(1, ()))
+
+    def covers(self, rows: int) -> bool:
+        """Whether a pass of so many rows, or of more, was measured."""
+        return max(self._points()[0], default=0) >= rows
+
+    def seconds(self, rows: int, *, hopeful: bool = False) -> float:
+        """Of a pass of ``rows``, never less than of a smaller one.
+
+        Beyond what was measured a pass is taken to cost what it does at most; ``hopeful``, what it
+        may: else larger ones would never be tried.
+
+        Raises:
+            ValueError: nothing was measured yet.
+        """
+        sizes, times = self._points()
+        if not sizes:
+            raise ValueError("a pass must be measured first")
+        if rows <= sizes[-1]:
+            return _between(rows, sizes, times)
+        plain = times[0]  # of the fewest rows where a single one was never measured
+        if self._mixture:
+            row = (_HOPED_MIXTURE if hopeful else _MOST_MIXTURE) * plain
+        else:
+            row = self._most * plain if self._row is None else min(plain, _LOGITS * self._row)
+            if hopeful and len(sizes) == 1:
+                row *= _HOPED_UNKNOWN if self._row is None else _HOPED
+        if hopeful and len(sizes) > 1:
+            row = min(row, (times[-1] - plain) / (sizes[-1] - sizes[0]))
+        return times[-1] + (rows - sizes[-1]) * row
+
+
+def _between(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """``numpy.interp`` of one number: that takes longer to begin than to compute."""
+    at = bisect_right(xs, x) - 1
+    if at < 0:
+        return ys[0]
+    if xs[at] == x or at == len(xs) - 1:
+        return ys[at]
+    return (ys[at + 1] - ys[at]) / (xs[at + 1] - xs[at]) * (x - xs[at]) + ys[at]
+
+
+class DraftCost:
+    """Seconds of a draft by its budget and depth: a draft takes about as many passes as levels."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, deque[float]] = {}  # by budget: seconds per level
+        self._median: dict[int, float] = {}
+
+    def add(self, budget: int, levels: int, seconds: float) -> None:
+        """A tree of ``levels`` took ``seconds``; of levels that were there, none."""
+        kept = self._levels.setdefault(budget, deque(maxlen=_KEPT))
+        kept.append(seconds / (levels + 1))
+        self._median[budget] = median(kept)
+
+    def seconds(self, budget: int, depth: int) -> float | None:
+        """Of a tree of that budget and depth; None before anything was measured."""
+        if not self._median:
+            return None
+        nearest = min(self._median, key=lambda b: abs(math.log(b / budget)))
+        # More nodes in a level cost more, but less than as many passes.
+        wider = math.sqrt(max(1.0, budget / nearest))
+        return self._median[nearest] * wider * (depth + 1)
+
+
+class GapWorth:
+    """Whether drafting while passes wait is worth it: what the gaps are, and what came of them."""
+
+    def __init__(self) -> None:
+        self._waited: dict[int, deque[float]] = {}  # seconds, by rows
+        self._retry = Retry()
+        self._gain = AHEAD_S  # seconds of drafting spared, less those shared, in the mean
+
+    def passed(self, rows: int, waited: float) -> None:
+        """A pass of ``rows`` waited for so many seconds."""
+        self._waited.setdefault(_bucket(rows), deque(maxlen=_KEPT)).append(waited)
+        self._retry.wait -= 1
+
+    def drafted(self, spared: float, shared: float) -> None:
+        """The gaps of a pass have ``spared`` so much drafting, and it ``shared`` its processor."""
+        self._gain += _BLEND * (spared - shared - self._gain)
+        self._retry.tried(paid=self._gain >= 0)
+
+    def pays(self, rows: int) -> bool:
+        """Whether a pass of about ``rows`` waits long enough, as far as was seen."""
+        if not self._waited or self._retry.wait > 0:
+            return False
+        key = _bucket(rows)
+        return median(self._waited[min(self._waited, key=lambda k: abs(k - key))]) >= AHEAD_S
+
 
 BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEPTHS = (1, 2, 4, 8, 16)
 MARGIN = 1.02
 """What is expected must be better than plain decoding by this much."""
-
-_BLEND = 0.2  # of a new measurement in a running mean
 _PRIOR_CHANCE = 0.7  # of a source's guess coming true, before its first tree
 
 

@@ -16,7 +16,7 @@ import pytest
 import localrt
 from localrt.cli import main
 from localrt.errors import OptionError, TokenizerError
-from localrt.evaluating.evaluate import evaluate
+from localrt.evaluate import evaluate
 from localrt.quant.ops.native.abi import find_library
 from tests.conftest import write_tiny_model
 from tests.inside import core_of

@@ -6,7 +6,7 @@ import pickle
 
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError, StorageError
 from localrt.option_names import on_command_line, option, spelled
-from localrt.tui.options import in_app
+from localrt.tui.commands import in_app
 
 
 def test_a_message_names_options_as_its_reader_types_them() -> None:

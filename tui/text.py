@@ -12,7 +12,7 @@ from datetime import datetime
 
 from localrt.errors import LocalrtError
 from localrt.formatting import format_count
-from localrt.tui.options import in_app
+from localrt.tui.commands import in_app
 
 __all__ = [
     "clean",

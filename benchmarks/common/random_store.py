@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.common.random_weights import RandomPackedCheckpoint, random_packed
 from localrt.models.checkpoints.base import TensorInfo
-from localrt.models.checkpoints.store_manifest import (
+from localrt.models.checkpoints.store.manifest import (
     MANIFEST_NAME,
     UNIT_ALIGNMENT,
     Manifest,

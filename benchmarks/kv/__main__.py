@@ -23,7 +23,7 @@ from benchmarks.kv.windows import compare_window, joined, summary
 from benchmarks.quality.texts import prose, python_source
 from localrt.api import Model
 from localrt.errors import LocalrtError, OptionError
-from localrt.evaluating.evaluate import text_windows
+from localrt.evaluate import text_windows
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.shapes import KV_FORMATS, parse_kv_format, shape_from_checkpoint
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from benchmarks.quality.peers import Restored
 from localrt.errors import MissingExtraError
-from localrt.models.checkpoints.gguf_file import GgufFile
-from localrt.models.checkpoints.gguf_names import hf_tensor_name
+from localrt.models.checkpoints.gguf.file import GgufFile
+from localrt.models.checkpoints.gguf.names import hf_tensor_name
 
 __all__ = ["GGML_PEERS", "importance_matrix", "quantized"]
 

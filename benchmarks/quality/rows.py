@@ -25,8 +25,7 @@ from benchmarks.quality.peers import PEERS
 from benchmarks.quality.texts import Corpus
 from localrt.engine.protocol import Logits
 from localrt.errors import MissingExtraError
-from localrt.evaluating.evaluate import Windows, text_windows
-from localrt.evaluating.scoring import Tally, log_softmax
+from localrt.evaluate import Tally, Windows, log_softmax, text_windows
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from localrt.engine.protocol import Engine
 from localrt.errors import MemoryBudgetError, OptionError
-from localrt.models.checkpoints.adapter_file import read_adapter
+from localrt.models.checkpoints.adapters.file import read_adapter
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.quant.ops.adapters import Mix
 

@@ -24,11 +24,10 @@ from localrt.drafts.choice import Drafts
 from localrt.drafts.loading import load_with_draft
 from localrt.engine.loop import generate
 from localrt.engine.options import read_options
-from localrt.engine.parking.keeper import PERSON, Tier
-from localrt.engine.parking.prompt_cache import PromptCache
 from localrt.engine.pool import SessionPool
 from localrt.engine.protocol import EngineSession
 from localrt.engine.request import Request
+from localrt.engine.saved_caches import PERSON, PromptCache, Tier
 from localrt.engine.types import Chunk, Message
 from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.hub import resolve, resolve_adapter

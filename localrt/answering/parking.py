@@ -10,9 +10,8 @@ import time
 from collections.abc import Sequence
 
 from localrt.answering.budgets import Budgets
-from localrt.engine.parking.keeper import KvKeeper, Tier
-from localrt.engine.parking.prompt_cache import PromptCache, model_key
 from localrt.engine.protocol import Engine, EngineSession
+from localrt.engine.saved_caches import KvKeeper, PromptCache, Tier, model_key
 from localrt.errors import MemoryBudgetError
 from localrt.files import keep_private
 from localrt.formatting import parse_size

@@ -12,7 +12,7 @@ from typing import Any
 
 from localrt.engine.options import Options
 from localrt.engine.request import MakeParser
-from localrt.engine.thinking import ThinkingLimit
+from localrt.engine.stopping import ThinkingLimit
 from localrt.models.templates.chat_template import MessageTemplate
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.text.harmony import HarmonyParser, is_harmony, with_thoughts_joined

@@ -17,9 +17,9 @@ from localrt.cli.options import (
     load_options,
 )
 from localrt.cli.progress import StatusLine
-from localrt.evaluating.evaluate import Evaluation, evaluate
+from localrt.evaluate import Evaluation, evaluate
 from localrt.formatting import format_rate
-from localrt.quantizing.text import read_file
+from localrt.quantizing.calibration import read_file
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
 

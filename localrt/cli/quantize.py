@@ -22,10 +22,11 @@ from localrt.errors import OptionError, TokenizerError
 from localrt.formatting import format_bytes, format_seconds
 from localrt.hub import ResolvedModel, resolve_adapter
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
-from localrt.models.checkpoints.adapter_file import read_adapter
-from localrt.models.checkpoints.merged_checkpoint import MergedCheckpoint
+from localrt.models.checkpoints.adapters.file import read_adapter
+from localrt.models.checkpoints.adapters.merged import MergedCheckpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.methods import default_method, quantized_format
+from localrt.quantizing.calibration import BUILTIN, builtin_text, read_text
 from localrt.quantizing.mix import MIX_METHOD
 from localrt.quantizing.quantize import (
     CALIBRATION_TOKENS,
@@ -34,7 +35,6 @@ from localrt.quantizing.quantize import (
     method_of,
     quantize_model,
 )
-from localrt.quantizing.text import BUILTIN, builtin_text, read_text
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]

@@ -21,7 +21,7 @@ from localrt.loading.parts import LoadedModel
 from localrt.option_names import option
 from localrt.settings import Settings
 from localrt.speculative.ngram import Archive, NgramSource
-from localrt.speculative.plan import DEPTH, TreeSize
+from localrt.speculative.source import DEPTH, TreeSize
 from localrt.speculative.tuner import Tuner
 
 __all__ = ["PLUS_NGRAM", "Drafts", "LoadDraft", "family_draft"]

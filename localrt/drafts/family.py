@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from localrt.errors import LocalrtError
 from localrt.hub.files import gguf_variants
 from localrt.hub.listing import list_models
-from localrt.models.checkpoints.gguf_cursor import GgufCursor
+from localrt.models.checkpoints.gguf.metadata import GgufCursor
 from localrt.models.checkpoints.ranged_file import RangedFile
-from localrt.models.checkpoints.store_checkpoint import GGUF_TEXT_NAME
+from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
 from localrt.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:

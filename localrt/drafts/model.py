@@ -26,9 +26,14 @@ from localrt.formatting import format_bytes
 from localrt.loading.parts import LoadedModel
 from localrt.models.timing import Clock
 from localrt.quant.ops.protocol import Batch, KVCache, Span
-from localrt.speculative.drafter import Drafter, Rows
-from localrt.speculative.plan import MOST_NODES
-from localrt.speculative.source import Check, DraftFailedError, DraftSource
+from localrt.speculative.source import (
+    MOST_NODES,
+    Check,
+    Drafter,
+    DraftFailedError,
+    DraftSource,
+    Rows,
+)
 from localrt.speculative.tree_source import TreeSource
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.engine.dry import Dry
-from localrt.engine.lines import LineMatcher
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import AnswerParser, Constraint, Request
 from localrt.engine.sampling import (
@@ -26,7 +25,7 @@ from localrt.engine.sampling import (
     log_probabilities,
 )
 from localrt.engine.speculation import Guessing
-from localrt.engine.thinking import Thinking
+from localrt.engine.stopping import LineMatcher, Thinking
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob, ToolCall
 from localrt.errors import LocalrtError
 from localrt.models.tokenizers.base import Tokenizer

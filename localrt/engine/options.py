@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from localrt.engine.lines import LineLimit
 from localrt.engine.sampling import Sampling, check_integer, check_number
+from localrt.engine.stopping import LineLimit
 from localrt.errors import OptionError
 from localrt.option_names import did_you_mean, option
 

@@ -13,11 +13,10 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from localrt.engine.lines import LineLimit
 from localrt.engine.protocol import EngineSession, check_ids
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
-from localrt.engine.thinking import ThinkingLimit
+from localrt.engine.stopping import LineLimit, ThinkingLimit
 from localrt.engine.types import ToolCall
 from localrt.errors import ContextOverflowError, OptionError
 from localrt.option_names import option

@@ -20,8 +20,14 @@ from localrt.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.speculative.gap_work import GapWork, Work
 from localrt.speculative.mixed import MixedTree
 from localrt.speculative.ngram import Archive
-from localrt.speculative.plan import DEPTH, Ahead, Plan, TreeSize
-from localrt.speculative.source import DraftSource, Outcome
+from localrt.speculative.source import (
+    DEPTH,
+    Ahead,
+    DraftSource,
+    Outcome,
+    Plan,
+    TreeSize,
+)
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Run, Tuner
 

@@ -28,7 +28,7 @@ __all__ = [
     "read_store",
 ]
 
-# As models/checkpoints/store_manifest.py has them: importing it would take numpy, and time.
+# As models/checkpoints/store/manifest.py has them: importing it would take numpy, and time.
 _MANIFEST, _PARTIAL = "manifest.json", "manifest.partial.json"
 
 

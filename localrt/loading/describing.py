@@ -18,7 +18,7 @@ from localrt.hub import LocalModel, ResolvedModel
 from localrt.hub.other_programs import Extras
 from localrt.loading.quantization_name import quantization_name
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.templates.chat_template import load_template
 from localrt.models.templates.go_template import to_jinja
 

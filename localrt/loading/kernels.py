@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from localrt.errors import CancelledError
 from localrt.models.checkpoints.base import TensorSource
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.rehearsal import Share, rehearse
 from localrt.models.tokenizers.free_memory import return_free_memory

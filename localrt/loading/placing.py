@@ -26,8 +26,8 @@ from localrt.loading.kernels import compiled_meanwhile, share_of_card
 from localrt.loading.options import LoadOptions, byte_counter
 from localrt.machine.measuring import machine_profile
 from localrt.models.checkpoints import Checkpoint
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store_manifest import MANIFEST_NAME, StoredUnit
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, StoredUnit
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config

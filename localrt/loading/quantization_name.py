@@ -9,7 +9,7 @@ from collections import Counter
 
 from localrt.hub.files import quantization_label
 from localrt.models.checkpoints import Checkpoint
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 
 __all__ = ["most_used_format", "quantization_name"]
 

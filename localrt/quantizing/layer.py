@@ -27,8 +27,8 @@ from localrt.models.config import (
     SHARED_GATE_UP,
     DecoderConfig,
 )
-from localrt.models.latent import latent_groups
-from localrt.models.recurrent import recurrent_groups
+from localrt.models.layers.attention import latent_groups
+from localrt.models.layers.recurrent import recurrent_groups
 from localrt.offload.store.pack import Tiler, stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack

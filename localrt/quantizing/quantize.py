@@ -17,7 +17,7 @@ from typing import Any
 
 from localrt.errors import OptionError
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
-from localrt.models.checkpoints.store_manifest import Quantization
+from localrt.models.checkpoints.store.manifest import Quantization
 from localrt.models.config import EMBEDDING, HEAD
 from localrt.models.registry import read_config, require_readable
 from localrt.models.units import list_units

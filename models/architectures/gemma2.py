@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import AttentionSpec, MlpSpec, Rope
 
 __all__ = ["read_attention", "read_config", "sandwich_config"]

@@ -1,7 +1,7 @@
 """Gemma 3n (text): several residual streams, per-layer embeddings, shared keys and values.
 
 Gemma 4 took over the latter two (``gemma4.py``). Layers run on one of the streams and correct the
-others (``models/streams.py``). In the first layers, MLPs keep only a share of their gates.
+others (``models/layers/streams.py``). In the first layers, MLPs keep only a share of their gates.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from statistics import NormalDist
 from localrt.models.architectures import gemma2
 from localrt.models.architectures.gemma4 import read_layer_inputs, read_sources
 from localrt.models.config import DecoderConfig
+from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, positive_number
-from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import AttentionSpec
 from localrt.quant.ops.streams import StreamSpec
 

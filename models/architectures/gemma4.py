@@ -13,8 +13,8 @@ from dataclasses import replace
 from localrt.errors import UnsupportedModelError
 from localrt.models.architectures import gemma2
 from localrt.models.config import DecoderConfig, LayerInputs, MixtureSpec
+from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import AttentionSpec
 

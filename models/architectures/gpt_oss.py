@@ -10,9 +10,9 @@ from dataclasses import replace
 from localrt.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
+from localrt.models.layers.rope import read_rope
 from localrt.models.mixture_config import read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope
 from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import AttentionSpec
 

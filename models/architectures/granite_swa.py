@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from localrt.models.architectures import granite, granite_moe, llama
 from localrt.models.config import DecoderConfig
+from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import AttentionSpec
 
 __all__ = ["read_config"]

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.layers.rope import read_rope, scaling_number
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope, scaling_number
 from localrt.quant.ops.attention import Rope
 
 __all__ = ["read_config"]

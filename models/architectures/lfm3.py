@@ -12,8 +12,8 @@ from typing import Any
 
 from localrt.models.architectures import lfm2, llama
 from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.protocol import LayerSpec
 

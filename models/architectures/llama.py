@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from localrt.models.config import DecoderConfig
+from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import Activation, AttentionSpec, MlpSpec
 
 __all__ = ["ACTIVATIONS", "read_config"]

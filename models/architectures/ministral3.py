@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
+from localrt.models.layers.rope import scaling_number
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import scaling_number
 from localrt.quant.ops.attention import AttentionTemperature
 
 __all__ = ["read_config"]

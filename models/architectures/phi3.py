@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope
 
 __all__ = ["read_config"]
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, RecurrentNames
+from localrt.models.layers.rope import read_rope
 from localrt.models.mixture_config import read_mixture, sparse_layers, with_mixture
 from localrt.models.raw_config import RawConfig
-from localrt.models.rope import read_rope
 from localrt.quant.ops.protocol import RecurrentSpec
 
 __all__ = ["read_config"]

@@ -11,9 +11,9 @@ from dataclasses import replace
 from localrt.errors import UnsupportedModelError
 from localrt.models.architectures import qwen3_5
 from localrt.models.config import Connections, DecoderConfig, LayerNames, NgramLayer
-from localrt.models.ngrams import NgramSpec
+from localrt.models.layers.ngrams import NgramSpec
 from localrt.models.raw_config import RawConfig
-from localrt.quant.ops.index import IndexSpec
+from localrt.quant.ops.attention import IndexSpec
 from localrt.quant.ops.protocol import RecurrentSpec
 
 __all__ = ["read_config"]

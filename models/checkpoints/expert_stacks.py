@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from localrt.errors import CheckpointError
-from localrt.models.checkpoints.base import TensorInfo
+from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, TensorInfo
 from localrt.models.checkpoints.ranged_file import RangedFile
-from localrt.models.checkpoints.stored_tensor import Bytes, RowSource, StoredTensor
 from localrt.quant.formats import PackedTensor
 
 __all__ = ["Stack", "StackedRows", "check_stack", "split_ranges", "split_rows", "split_stack"]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint
-from localrt.models.checkpoints.gguf_checkpoint import GgufCheckpoint
-from localrt.models.checkpoints.gguf_file import split_part
-from localrt.models.checkpoints.safetensors_folder import SafetensorsCheckpoint
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store_manifest import MANIFEST_NAME, PARTIAL_NAME
+from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
+from localrt.models.checkpoints.gguf.file import split_part
+from localrt.models.checkpoints.safetensors.folder import SafetensorsCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, PARTIAL_NAME
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
 __all__ = ["open_checkpoint"]

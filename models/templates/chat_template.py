@@ -18,7 +18,7 @@ from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.templates.control_text import ControlMask, Segment
 from localrt.models.tokenizers.base import Watch, behind, ignore_count
 from localrt.models.tokenizers.hf import read_json, token_name
-from localrt.models.tokenizers.matcher import TokenMatcher
+from localrt.models.tokenizers.vocabulary import TokenMatcher
 
 if TYPE_CHECKING:
     from localrt.models.checkpoints.base import Checkpoint

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from localrt.models.tokenizers.matcher import TokenMatcher
+from localrt.models.tokenizers.vocabulary import TokenMatcher
 
 __all__ = ["ControlMask", "Segment"]
 

@@ -2,21 +2,26 @@
 
 A token may end in the middle of a UTF-8 character, so text is decoded from bytes: what is complete
 comes out, the rest waits for the next token. Malformed bytes become U+FFFD.
+
+What the ``tokenizers`` package raises, as localrt's errors.
+
+It raises plain ``Exception``. A panic of its Rust code is not even that: nothing but
+``BaseException`` catches it, and its class cannot be imported. Does not know tokenizers.
 """
 
 from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TypeAlias
 
-__all__ = ["Detokenizer", "Tokenizer", "Watch", "behind", "ignore_count"]
+from localrt.errors import TokenizerError
 
 Watch: TypeAlias = Callable[[int], None]
 """Hears now and then how many tokens a text has become so far; raises to end that."""
-
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -122,3 +127,20 @@ class Tokenizer(ABC):
         """A fresh streaming detokenizer."""
         skip = self.special_ids if skip_special else ()
         return Detokenizer(self.token_bytes, skip=skip, strip_space=self.strip_space)
+
+
+def is_package_error(error: BaseException) -> bool:
+    """Whether a call of the package may have raised it: no interrupt, no exit."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def package_errors(what: str) -> Iterator[None]:
+    """For calls of the package alone: what they raise is a TokenizerError that begins ``what``."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_package_error(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise TokenizerError(f"{what}: {reason}") from None

@@ -13,12 +13,14 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from localrt.models.tokenizers.base import Watch, behind, ignore_count
-from localrt.models.tokenizers.matcher import TokenMatcher
+from localrt.models.tokenizers.base import Watch, behind, ignore_count, package_errors
 from localrt.models.tokenizers.merges import MergeTable
-from localrt.models.tokenizers.package_errors import package_errors
-from localrt.models.tokenizers.pieces import PieceTable
-from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
+from localrt.models.tokenizers.vocabulary import (
+    PieceTable,
+    TokenMatcher,
+    Vocabulary,
+    VocabularyTokenizer,
+)
 
 if TYPE_CHECKING:
     from tokenizers.normalizers import Normalizer

@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import TokenizerError, UnsupportedModelError
-from localrt.models.checkpoints.gguf_metadata import GgufMetadata
+from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.bpe import ByteLevelTokenizer
 from localrt.models.tokenizers.merges import MergeTable
-from localrt.models.tokenizers.pieces import PieceTable
 from localrt.models.tokenizers.pretokenizers import (
     KNOWN_PRE_TYPES,
     PreType,
@@ -33,7 +32,7 @@ from localrt.models.tokenizers.spm import (
     join_by_merges,
     join_by_scores,
 )
-from localrt.models.tokenizers.vocabulary import Vocabulary
+from localrt.models.tokenizers.vocabulary import PieceTable, Vocabulary
 from localrt.option_names import option
 
 __all__ = ["gguf_tokenizer"]

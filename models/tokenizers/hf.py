@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from localrt.errors import TokenizerError, UnsupportedModelError
-from localrt.models.tokenizers.base import Watch
+from localrt.models.tokenizers.base import Watch, package_errors
 from localrt.models.tokenizers.bpe import BYTE_TO_CHAR, piece_bytes
 from localrt.models.tokenizers.hf_packed import read_packed
-from localrt.models.tokenizers.package_errors import package_errors
-from localrt.models.tokenizers.pieces import Pieces
-from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
+from localrt.models.tokenizers.vocabulary import Pieces, Vocabulary, VocabularyTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

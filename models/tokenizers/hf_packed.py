@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from localrt.models.checkpoints.packed_strings import PackedStrings
+from localrt.models.tokenizers.base import is_package_error
 from localrt.models.tokenizers.bpe import BYTE_TO_CHAR, ByteLevelTokenizer
 from localrt.models.tokenizers.merges import MergeTable
-from localrt.models.tokenizers.package_errors import is_package_error
-from localrt.models.tokenizers.pieces import PieceTable
-from localrt.models.tokenizers.vocabulary import Vocabulary
+from localrt.models.tokenizers.vocabulary import PieceTable, Vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend

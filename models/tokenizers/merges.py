@@ -17,7 +17,12 @@ import numpy as np
 from localrt.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import Watch, ignore_count
-from localrt.models.tokenizers.pieces import PieceTable, bucket_count, bucket_order, chunks
+from localrt.models.tokenizers.vocabulary import (
+    PieceTable,
+    bucket_count,
+    bucket_order,
+    chunks,
+)
 
 __all__ = ["Join", "MergeTable", "join_neighbours"]
 

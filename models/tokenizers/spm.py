@@ -18,10 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.tokenizers.base import Watch, behind, ignore_count
-from localrt.models.tokenizers.matcher import TokenMatcher
 from localrt.models.tokenizers.merges import Join, MergeTable, join_neighbours
-from localrt.models.tokenizers.pieces import PieceTable
-from localrt.models.tokenizers.vocabulary import Vocabulary, VocabularyTokenizer
+from localrt.models.tokenizers.vocabulary import (
+    PieceTable,
+    TokenMatcher,
+    Vocabulary,
+    VocabularyTokenizer,
+)
 
 __all__ = ["SentencePieceTokenizer", "join_by_merges", "join_by_scores"]
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.timing import Clock, Mark
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 

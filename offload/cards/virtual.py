@@ -14,7 +14,7 @@ from localrt.models.timing import Mark
 from localrt.offload.cards.accelerator import Accelerator, Bytes
 from localrt.offload.cards.clock import VirtualClock
 from localrt.offload.cards.roofline import kernel_seconds
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["VirtualAccelerator"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.timing import Mark
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.slab import SLABS, Slab

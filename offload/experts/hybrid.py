@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from localrt.models.moe import Routed, RoutingWatch, SparseMlp
+from localrt.models.layers.moe import Routed, RoutingWatch, SparseMlp
 from localrt.models.timing import Clock, Mark
 from localrt.offload.cards.clock import later
 from localrt.offload.experts.cache import Demand, Key

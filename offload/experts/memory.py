@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig
-from localrt.models.moe import load_expert
+from localrt.models.layers.moe import load_expert
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
 from localrt.offload.experts.card import CardSlots, SlotMemory
 from localrt.offload.experts.pool import Bytes, ExpertPool

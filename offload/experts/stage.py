@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from localrt.models.moe import Routed, RoutingWatch, SparseMlp
+from localrt.models.layers.moe import Routed, RoutingWatch, SparseMlp
 from localrt.models.timing import Clock
 from localrt.offload.cards.clock import later
 from localrt.offload.experts.memory import ExpertMemory

@@ -26,7 +26,7 @@ import numpy as np
 from localrt.errors import StorageError
 from localrt.files import private_file, private_folder, write_text
 from localrt.models.prefix import Tokens, common_prefix
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks
 from localrt.quant.ops.states import SavedState, reachable
 

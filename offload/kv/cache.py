@@ -27,8 +27,8 @@ from localrt.quant.ops.native.kv import (
     block_nbytes,
     cache_format,
     map_zeros,
+    move_rows,
 )
-from localrt.quant.ops.native.kv_select import move_rows
 from localrt.quant.ops.protocol import AttentionSpec
 
 __all__ = ["SsdKVCache", "block_stride"]

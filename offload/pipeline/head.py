@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig
-from localrt.models.parts import Head, Part
+from localrt.models.layers.parts import Head, Part
 from localrt.models.timing import Mark
 from localrt.models.weights import WeightLoader
 from localrt.offload.pipeline.lane import Lane, StreamedState

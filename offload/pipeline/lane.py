@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.models.checkpoints.unit_memory import UnitMemory, Verifier
-from localrt.models.parts import Logits, Part, PassState
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import StoredUnit
+from localrt.models.checkpoints.store.memory import UnitMemory, Verifier
+from localrt.models.layers.parts import Logits, Part, PassState
 from localrt.models.residency import Check
 from localrt.models.timing import Clock, Mark, Resource
 from localrt.models.weights import VectorKey, WeightLoader

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.residency import Check
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.scattered_rows import RowRange, ScatteredRows

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.unit_memory import Verifier
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.memory import Verifier
 from localrt.models.config import EMBEDDING, LAYER_EMBEDDING, NGRAM_TABLE, DecoderConfig
 from localrt.models.decoder import load_norm
 from localrt.offload.account import card_scratch_nbytes
@@ -39,7 +39,7 @@ from localrt.offload.reading.sources import DiskSource, LinkSource
 from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.offload.shapes import PassSizes
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 
 __all__ = ["open_pipeline"]
 

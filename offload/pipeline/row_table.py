@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import wait_for_all
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
-from localrt.quant.ops.layer_inputs import rows_of_tokens
 from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
+from localrt.quant.ops.streams import rows_of_tokens
 
 __all__ = ["KEPT_BYTES", "RowTable"]
 

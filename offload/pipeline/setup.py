@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from localrt.errors import CheckpointError
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.models.checkpoints.unit_memory import Verifier
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import StoredUnit
+from localrt.models.checkpoints.store.memory import Verifier
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import WallClock

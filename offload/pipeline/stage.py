@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.models.parts import Part
+from localrt.models.checkpoints.store.manifest import StoredUnit
+from localrt.models.layers.parts import Part
 from localrt.models.timing import Mark
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.cards.slab import Slab
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Vector
 
 __all__ = ["CrossingStage", "MixtureStage", "PassingParts", "Stage"]

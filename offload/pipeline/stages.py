@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig, memory_places
 from localrt.models.decoder import load_attention, load_mlp
-from localrt.models.moe import Experts
+from localrt.models.layers.moe import Experts
 from localrt.models.units import TABLES
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.slab import Slab, share_slabs
@@ -19,7 +19,7 @@ from localrt.offload.pipeline.stage import CrossingStage, MixtureStage, Stage
 from localrt.offload.pipeline.stretches import Stretches
 from localrt.offload.placement import Where
 from localrt.offload.reading.loading import read_units
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 
 __all__ = ["load_resident", "make_stages"]
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig
-from localrt.models.layer_inputs import input_scale
-from localrt.models.ngram_layer import rows_of_pass
-from localrt.models.ngrams import NgramHash
-from localrt.models.parts import Part, PassState
+from localrt.models.layers.inputs import input_scale
+from localrt.models.layers.ngram_layer import rows_of_pass
+from localrt.models.layers.ngrams import NgramHash
+from localrt.models.layers.parts import Part, PassState
 from localrt.models.residency import Check, Residency
 from localrt.models.timing import PipelineCounts, Task
 from localrt.offload.account import pass_logits_nbytes

@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.parts import Head, Part, PassState
+from localrt.models.layers.parts import Head, Part, PassState
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.stage import Stage
 from localrt.quant.ops.protocol import Array, Pass

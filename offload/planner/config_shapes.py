@@ -17,17 +17,17 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
-from localrt.models.checkpoints.published import read_scheme
+from localrt.models.checkpoints.schemes import read_scheme
 from localrt.models.checkpoints.text_model import TEXT_KEYS
 from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD, LAYER_EMBEDDING, NGRAM_TABLE
 from localrt.models.decoder import load_attention, load_mlp, load_norm
-from localrt.models.default_values import with_default_values
-from localrt.models.moe import ResidentExperts, load_expert
+from localrt.models.layers.moe import ResidentExperts, load_expert
+from localrt.models.raw_config import with_default_values
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.models.weights import Transform, WeightLoader
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 from localrt.quant.formats import F8_E4M3, F32, FORMATS, Format
-from localrt.quant.methods.choices import fitting_format
+from localrt.quant.methods.quantize import fitting_format
 
 __all__ = ["check_shapes", "shape_from_config"]
 

@@ -21,7 +21,7 @@ from localrt.offload.planner.machine import KernelRate, MachineProfile
 from localrt.offload.reading.disk_speed import DiskProfile
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TiledTensor, tile_span
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.native.abi import find_library, layout_of
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch

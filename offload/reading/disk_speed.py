@@ -19,7 +19,7 @@ from typing import Any
 from localrt.errors import CheckpointError
 from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.offload.ring import PAGE
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 
 __all__ = ["DiskProfile", "measure_disk"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.store_manifest import StoredUnit
-from localrt.models.checkpoints.unit_memory import Mend
+from localrt.models.checkpoints.store.manifest import StoredUnit
+from localrt.models.checkpoints.store.memory import Mend
 from localrt.offload.reading.files import ReadMode, StoreFiles
 
 __all__ = ["Reading", "read_units"]

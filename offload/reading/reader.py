@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from localrt.errors import CheckpointError, LocalrtError
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.residency import Check
 from localrt.models.timing import Mark
 from localrt.offload.cards.clock import both

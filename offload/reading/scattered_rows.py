@@ -21,7 +21,7 @@ from localrt.models.residency import Check
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import wait_for_all
 from localrt.offload.ring import PAGE
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 
 __all__ = ["RowRange", "RowsAhead", "ScatteredRows"]
 

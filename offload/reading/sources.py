@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import CheckpointError
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.timing import Clock, Mark
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import later

@@ -18,8 +18,8 @@ from pathlib import Path
 from localrt.errors import CancelledError, CheckpointError, StorageError, UnsupportedModelError
 from localrt.files import private_folder
 from localrt.models.checkpoints.base import Checkpoint
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store_manifest import MANIFEST_NAME
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
 from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.store.pack import Tiler, fingerprint, pack_store
 from localrt.offload.store.writer import ProgressFunction

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localrt.models.checkpoints.base import TensorInfo
-from localrt.models.checkpoints.store_manifest import LAYOUT, UNIT_ALIGNMENT, UnitTensor
+from localrt.models.checkpoints.store.manifest import LAYOUT, UNIT_ALIGNMENT, UnitTensor
 from localrt.models.config import EMBEDDING
 from localrt.models.units import Unit
 from localrt.quant.formats import F32

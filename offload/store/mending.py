@@ -16,7 +16,7 @@ import numpy.typing as npt
 from localrt.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.base import Checkpoint
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.store.cached import discard_store
 from localrt.offload.store.pack import fast_tiler, stored_pieces
 

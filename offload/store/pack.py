@@ -18,8 +18,8 @@ from typing import TypeAlias
 import numpy as np
 
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo, WeightBlock
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store_manifest import Manifest, Quantization, Source
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import Manifest, Quantization, Source
 from localrt.models.registry import read_config, require_readable
 from localrt.models.units import Unit, list_units, packed_nbytes
 from localrt.offload.store.layout import plan_files

@@ -11,9 +11,9 @@ from contextlib import closing
 from pathlib import Path
 
 from localrt.models.checkpoints.base import Checkpoint
-from localrt.models.checkpoints.gguf_metadata import GgufMetadata
+from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.ranged_file import RangedFile
-from localrt.models.checkpoints.store_checkpoint import GGUF_TEXT_NAME
+from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
 
 __all__ = ["text_files"]
 

@@ -23,8 +23,8 @@ from localrt.errors import CancelledError, LocalrtError, OptionError, StorageErr
 from localrt.files import atomic_write
 from localrt.formatting import format_bytes
 from localrt.models.checkpoints.base import WeightBlock
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store_manifest import (
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.manifest import (
     MANIFEST_NAME,
     PARTIAL_NAME,
     Manifest,

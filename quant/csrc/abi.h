@@ -99,7 +99,7 @@ struct AttentionArgs {
     float eps, scale, softcap;  // softcap 0: none
 };
 
-// An indexer: see quant/ops/index.py.
+// An indexer: see quant/ops/attention.py.
 struct IndexArgs {
     const float* x;                       // (R, D)
     int32_t* chosen;                      // (R, budget + block), as attention has it
@@ -200,7 +200,7 @@ struct ConnectionArgs {
     float eps;
 };
 
-// A layer's hashed n-grams: see quant/ops/ngrams.py.
+// A layer's hashed n-grams: see quant/ops/streams.py.
 struct NgramArgs {
     float* streams;        // (R, S * D), to which is added
     const float* ngrams;   // (R, E)
@@ -247,7 +247,7 @@ struct ExpertArgs {
 // How a format's codes are spaced, and what its scales can be.
 enum Family : int32_t { EVEN, EVEN_WITH_MINIMUM, NF4_LEVELS, E2M1_BY_POWERS, E2M1_BY_E4M3, Q3_K_BLOCKS, Q2_K_BLOCKS, IQ4_NL_BLOCKS };
 
-// A search for the scales of groups: see quant/methods/search.py.
+// A search for the scales of groups: see quant/methods/scales.py.
 struct SearchArgs {
     const float* groups;    // (count, block), block a multiple of 16 up to 128; or GGUF's blocks
     float* scales;          // (count, 1), (count, 2) with a minimum, or those of GGUF's blocks

@@ -1,5 +1,5 @@
 // The entries of ggml's codebook types (IQ3, IQ2, IQ1): tables that Python fills once, and how the indices
-// of a step become codes. quant/formats/codebook_tiles.py says where indices, signs and scales lie.
+// of a step become codes. quant/formats/codebook.py says where indices, signs and scales lie.
 #pragma once
 #include "abi.h"
 

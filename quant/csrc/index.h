@@ -1,4 +1,4 @@
-// Choosing the tokens that attention sees: see quant/ops/index.py for the mathematics. What the indexer remembers is a layer of
+// Choosing the tokens that attention sees: see quant/ops/attention.py for the mathematics. What the indexer remembers is a layer of
 // the cache with one group: a token's key is its index key as projected, its value the key of the block that it ends.
 #pragma once
 #include "attention.h"

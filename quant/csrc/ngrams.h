@@ -1,4 +1,4 @@
-// Hashed n-grams in a layer of several residual streams: see quant/ops/ngrams.py for the mathematics. The convolution and what
+// Hashed n-grams in a layer of several residual streams: see quant/ops/streams.py for the mathematics. The convolution and what
 // is kept of rows between passes are those of recurrent layers.
 #pragma once
 #include "recurrent.h"

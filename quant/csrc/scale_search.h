@@ -1,4 +1,4 @@
-// The scales of groups with the least rounding error: a search over how far to clip. quant/methods/search.py, in numpy,
+// The scales of groups with the least rounding error: a search over how far to clip. quant/methods/scales.py, in numpy,
 // says what is found; this finds it ten times as fast.
 #pragma once
 

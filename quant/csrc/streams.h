@@ -1,5 +1,5 @@
 // Inputs that each layer has of its own, and several residual streams. What is computed is said by
-// quant/ops/layer_inputs.py and quant/ops/streams.py.
+// quant/ops/streams.py and quant/ops/streams.py.
 #pragma once
 
 namespace {

@@ -187,7 +187,7 @@ Entries entries_of(int source, const uint8_t* p) {
     return e;
 }
 
-// A block of 16 rows: quant/formats/codebook_tiles.py has the layout.
+// A block of 16 rows: quant/formats/codebook.py has the layout.
 uint8_t* tile_entries(int source, const uint8_t* const* rows, uint8_t* out) {
     Entries all[16];
     for (int r = 0; r < 16; r++) all[r] = entries_of(source, rows[r]);

@@ -1,5 +1,5 @@
 // Scales of GGUF's blocks with the least error, where a column's errors count as much as its inputs are large.
-// quant/methods/weighted_scales.py, in numpy, says what is found; this finds it much sooner.
+// quant/methods/scales.py, in numpy, says what is found; this finds it much sooner.
 #pragma once
 
 namespace {

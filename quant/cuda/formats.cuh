@@ -131,7 +131,7 @@ struct Iq4 : Levels<0x4153687Fu, 0x0A162331u, 0x26190D01u, 0x71594535u, 0> {
     static constexpr float UNIT = 1;
 };
 
-// Entries of a codebook, ENTRIES: a word has four columns. See quant/formats/codebook_tiles.py; `SIGNS` is
+// Entries of a codebook, ENTRIES: a word has four columns. See quant/formats/codebook.py; `SIGNS` is
 // where they lie in a step, behind the indices' low bytes, and `HIGH` where the indices' other bits do.
 #ifdef ENTRIES
 TABLE u32 entry_words[] = ENTRIES;

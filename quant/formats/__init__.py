@@ -2,8 +2,7 @@
 
 from localrt.quant.formats.affine import AFFINE, AffineCodec
 from localrt.quant.formats.catalog import CODECS, FORMATS, GROUP_CODECS
-from localrt.quant.formats.codec import Codec, GroupCodec
-from localrt.quant.formats.fp4 import F8_E4M3, NVFP4
+from localrt.quant.formats.fp4 import F8_E4M3, NF4, NVFP4
 from localrt.quant.formats.ggml import (
     BF16,
     F16,
@@ -21,9 +20,8 @@ from localrt.quant.formats.ggml import (
     Q8_0,
     TQ2_0,
 )
-from localrt.quant.formats.nf4 import NF4
 from localrt.quant.formats.pack import assemble, codec_of, pack
-from localrt.quant.formats.packed import Exactness, Format, PackedTensor
+from localrt.quant.formats.packed import Codec, Exactness, Format, GroupCodec, PackedTensor
 from localrt.quant.formats.published import (
     PUBLISHED,
     BrainCodec,

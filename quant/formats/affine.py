@@ -23,9 +23,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from localrt.quant.formats.codec import (
+from localrt.quant.formats.packed import (
     Bytes,
     Floats,
+    Format,
     half_bytes,
     half_values,
     join_nibbles,
@@ -33,7 +34,6 @@ from localrt.quant.formats.codec import (
     split_nibbles,
     to_half,
 )
-from localrt.quant.formats.packed import Format
 
 __all__ = ["AFFINE", "AffineCodec"]
 

@@ -1,32 +1,35 @@
 """Every format by its name, and the codecs of those that localrt packs itself.
 
 Tables only. ggml's types that localrt reads are among the formats; its quantizers are not ours.
+
+The unsigned codes of packed blocks, whatever the format: one byte a weight, read and written.
+
+What a code stands for is the format's affair (``unpack.py``, the codecs); here is only where its
+bits lie in a block. ggml's blocks are as ``ggml.py`` lists them. Q8_0's signed codes count from
+-128, so that they are unsigned too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from localrt.quant.formats.affine import AFFINE
-from localrt.quant.formats.codec import Codec, GroupCodec
-from localrt.quant.formats.fp4 import F8_E4M3, MXFP4_CODEC, NVFP4_CODEC
-from localrt.quant.formats.ggml import GGML_FORMATS
-from localrt.quant.formats.gguf_codecs import GGUF_CODECS
-from localrt.quant.formats.nf4 import NF4_CODEC
-from localrt.quant.formats.packed import Format
+from localrt.quant.formats.fp4 import F8_E4M3, MXFP4_CODEC, NF4_CODEC, NVFP4_CODEC
+from localrt.quant.formats.ggml import GGML_FORMATS, GGUF_CODECS
+from localrt.quant.formats.packed import Codec, Format, GroupCodec
 from localrt.quant.formats.published import PUBLISHED
-
-__all__ = ["CODECS", "FORMATS", "GROUP_CODECS"]
 
 CODECS: Mapping[str, Codec] = MappingProxyType(
     {**AFFINE, "nf4": NF4_CODEC, "mxfp4": MXFP4_CODEC, "nvfp4": NVFP4_CODEC, **GGUF_CODECS}
 )
 """The codec of every format that localrt packs itself, by the format's name."""
-
 GROUP_CODECS: Mapping[str, GroupCodec] = MappingProxyType({**CODECS, **PUBLISHED})
 """The same, and the codecs of what is published in groups and only read here."""
-
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         format_.name: format_
@@ -38,3 +41,87 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
     }
 )
 """Every format that localrt can unpack, by its name."""
+# uint8 throughout; numpy's stubs lose that in shifts.
+Codes = npt.NDArray[Any]
+_PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
+# Where the two low bits of weights lie that have no more, or one more.
+_PAIRS_AT = {"q2_k": slice(16, 80), "q3_k": slice(32, 96), "tq2_0": slice(0, 64)}
+
+
+def read_codes(name: str, blocks: Codes) -> Codes:
+    """Codes (n, block) of blocks (n, block_bytes)."""
+    if name in GROUP_CODECS:
+        return GROUP_CODECS[name].split(blocks)[0]
+    count = len(blocks)
+    if name == "q8_0":
+        flipped: Codes = blocks[:, 2:] ^ 0x80
+        return flipped
+    if name in ("q4_0", "q4_1", "iq4_nl"):
+        return _nibbles(blocks[:, -16:])
+    if name == "iq4_xs":
+        return _nibbles(blocks[:, -128:].reshape(count, 8, 16)).reshape(count, 256)
+    if name in _PAIRS_AT:  # each half block: 4 runs of 32 share 32 bytes of pairs
+        pairs: Codes = blocks[:, _PAIRS_AT[name]].reshape(count, 2, 1, 32) >> _PAIRS & 3
+        if name == "q3_k":  # byte i of the high bits holds bit 2 of weight i of each group of 32
+            third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+            pairs |= third.reshape(count, 2, 4, 32) << 2
+        three: Codes = pairs.reshape(count, 256)
+        return three
+    if name in ("q5_0", "q5_1"):
+        codes = np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
+        codes <<= 4
+        codes |= _nibbles(blocks[:, -16:])
+        return codes
+    if name in ("q4_k", "q5_k"):  # 64 weights share 32 bytes of nibbles
+        codes = _nibbles(blocks[:, -128:].reshape(count, 4, 32)).reshape(count, 8, 32)
+        if name == "q5_k":  # byte i of the high bits holds bit 4 of weight i of each group of 32
+            codes |= ((blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1) << 4
+        return codes.reshape(count, 256)
+    assert name == "q6_k", name  # each half block: 4 runs of 32 share 32 bytes of high pairs
+    low = _nibbles(blocks[:, :128].reshape(count, 2, 64)).reshape(count, 2, 4, 32)
+    high = blocks[:, 128:192].reshape(count, 2, 1, 32) >> _PAIRS
+    six: Codes = low | (high & 3) << 4
+    return six.reshape(count, 256)
+
+
+def write_codes(name: str, codes: Codes, blocks: Codes) -> None:
+    """The inverse of ``read_codes``: into blocks whose scales are there already."""
+    count = len(blocks)
+    if name in GROUP_CODECS:
+        codec = GROUP_CODECS[name]
+        blocks[...] = codec.join(codes, codec.split(blocks)[1])
+    elif name == "q8_0":
+        blocks[:, 2:] = codes ^ 0x80
+    elif name == "iq4_xs":
+        blocks[:, -128:] = _from_nibbles(codes.reshape(count, 8, 32)).reshape(count, 128)
+    elif name in _PAIRS_AT:
+        pairs = (codes & 3).reshape(count, 2, 4, 32) << _PAIRS
+        blocks[:, _PAIRS_AT[name]] = np.bitwise_or.reduce(pairs, axis=2).reshape(count, 64)
+        if name == "q3_k":
+            bits = (codes >> 2).reshape(count, 8, 32).swapaxes(1, 2)
+            blocks[:, :32] = np.packbits(bits, axis=2, bitorder="little")[..., 0]
+    elif name in ("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"):
+        blocks[:, -16:] = _from_nibbles(codes)
+        if name in ("q5_0", "q5_1"):
+            blocks[:, -20:-16] = np.packbits(codes >> 4, axis=1, bitorder="little")
+    elif name in ("q4_k", "q5_k"):
+        blocks[:, -128:] = _from_nibbles(codes.reshape(count, 4, 64)).reshape(count, 128)
+        if name == "q5_k":
+            bits = (codes >> 4).reshape(count, 8, 32).swapaxes(1, 2)
+            blocks[:, 16:48] = np.packbits(bits, axis=2, bitorder="little")[..., 0]
+    else:
+        assert name == "q6_k", name
+        blocks[:, :128] = _from_nibbles(codes.reshape(count, 2, 128)).reshape(count, 128)
+        high = (codes >> 4).reshape(count, 2, 4, 32) << _PAIRS
+        blocks[:, 128:192] = np.bitwise_or.reduce(high, axis=2).reshape(count, 64)
+
+
+def _nibbles(packed: Codes) -> Codes:
+    """(..., n) bytes to (..., 2n): all low nibbles, then all high ones."""
+    return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
+
+
+def _from_nibbles(codes: Codes) -> Codes:
+    """The inverse of ``_nibbles``, of the codes' low four bits."""
+    half = codes.shape[-1] // 2
+    return (codes[..., :half] & 15) | (codes[..., half:] & 15) << 4

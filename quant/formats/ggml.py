@@ -2,46 +2,36 @@
 
 A table only: block sizes and names. How the bytes of a block become numbers is in ``unpack.py``;
 where they come from is the checkpoints' business.
+
+GGUF's types that localrt packs itself: Q2_K, Q3_K, and IQ4_NL where rows are no whole blocks.
+
+Q2_K and Q3_K are blocks of 256: sixteen groups with scales of a few bits each. Q3_K: value =
+d * scale * (code - 4), with a six-bit scale from -32 to 31. Q2_K: value = d * scale * code -
+dmin * minimum, with four bits of each. A group's numbers are d and scale, or d, scale, dmin and
+minimum; the groups of a block share d and dmin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 
-from localrt.quant.formats.packed import Format
-
-__all__ = [
-    "BF16",
-    "F16",
-    "F32",
-    "GGML_FORMATS",
-    "GGML_UNREAD",
-    "IQ1_M",
-    "IQ1_S",
-    "IQ2_S",
-    "IQ2_XS",
-    "IQ2_XXS",
-    "IQ3_S",
-    "IQ3_XXS",
-    "IQ4_LEVELS",
-    "IQ4_NL",
-    "IQ4_XS",
-    "MXFP4",
-    "Q2_K",
-    "Q3_K",
-    "Q4_0",
-    "Q4_1",
-    "Q4_K",
-    "Q5_0",
-    "Q5_1",
-    "Q5_K",
-    "Q6_K",
-    "Q8_0",
-    "TQ2_0",
-]
+from localrt.quant.formats.packed import (
+    Bytes,
+    Floats,
+    Format,
+    half_bytes,
+    half_values,
+    join_nibbles,
+    nearest,
+    over,
+    split_nibbles,
+    to_half,
+)
+from localrt.quant.formats.six_bits import join_six_bits, six_bit_scales
 
 F32 = Format("f32", 1, 4)
 F16 = Format("f16", 1, 2)
@@ -67,13 +57,11 @@ IQ2_XXS = Format("iq2_xxs", 256, 66)
 IQ1_M = Format("iq1_m", 256, 56)
 IQ1_S = Format("iq1_s", 256, 50)
 MXFP4 = Format("mxfp4", 32, 17)  # power-of-two scale e8m0, 32 e2m1
-
 IQ4_LEVELS = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )
 IQ4_LEVELS.flags.writeable = False
 """What IQ4_NL's and IQ4_XS' codes stand for, before the scale."""
-
 GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
     {
         0: F32,
@@ -103,7 +91,6 @@ GGML_FORMATS: Mapping[int, Format] = MappingProxyType(
     }
 )
 """What localrt reads, by ggml's type number."""
-
 GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
     {
         9: Format("q8_1", 32, 40),
@@ -119,3 +106,196 @@ GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
     }
 )
 """What ggml has and localrt cannot unpack: enough to place tensors, and to name them."""
+_BLOCK, _GROUPS = 256, 16
+_HALVES, _PAIRS = 2, np.array([0, 2, 4, 6], np.uint8)
+_nearest_level = nearest(IQ4_LEVELS)
+
+
+@dataclass(frozen=True, slots=True)
+class KQuantCodec:
+    """See the ``Codec`` protocol. A block's scales are (n, 16 * k), those of a group (n, k).
+
+    k is 2 of Q3_K: d, scale; 4 of Q2_K: d, scale, dmin, minimum.
+    """
+
+    format: Format
+
+    @property
+    def minimum(self) -> bool:
+        """Whether groups have one."""
+        return self.format == Q2_K
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return _BLOCK // _GROUPS
+
+    @property
+    def numbers(self) -> int:
+        """Of each group: k."""
+        return 4 if self.minimum else 2
+
+    @property
+    def most(self) -> int:
+        """The highest code."""
+        return 3 if self.minimum else 7
+
+    @property
+    def shrinks(self) -> tuple[float, ...]:
+        """What scales are tried at, of those that clip nothing."""
+        return tuple(np.linspace(1.15, 0.5, 27).tolist())
+
+    def tensor_scale(self, largest: float) -> float:
+        """None: blocks have all they need."""
+        return 1.0
+
+    def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
+        """Scales of blocks (n, 256) that cover each group's range."""
+        parts = groups.reshape(-1, _GROUPS, self.group)
+        if self.minimum:
+            low = np.minimum(parts.min(axis=2), 0)
+            steps = (np.maximum(parts.max(axis=2), 0) - low) * np.float32(shrink / self.most)
+            return self.join_scales(steps, -low)
+        at = np.abs(parts).argmax(axis=2)[:, :, None]
+        extreme = np.take_along_axis(parts, at, axis=2)[:, :, 0]
+        return self.join_scales(extreme * np.float32(-shrink / 4))
+
+    def join_scales(self, steps: Floats, minima: Floats | None = None) -> Floats:
+        """The nearest scales that there are to wanted ones (n, 16): (n, 16 * k)."""
+        d, scale = _shared(steps, 15 if self.minimum else 32)
+        if minima is None:
+            parts = [d, scale]
+        else:
+            least, minimum = _shared(minima, 15)
+            parts = [d, scale, least, minimum]
+        whole = [np.broadcast_to(part, steps.shape) for part in parts]
+        return np.stack(whole, axis=2).reshape(len(steps), -1)
+
+    def encode(self, values: Floats, scales: Floats) -> Bytes:
+        """Nearest codes; ties go to the even one."""
+        if values.shape[1] == _BLOCK and scales.shape[1] == _GROUPS * self.numbers:
+            groups = values.reshape(-1, self.group)
+            return self.encode(groups, scales.reshape(-1, self.numbers)).reshape(values.shape)
+        if self.minimum:
+            values = values + scales[:, 2:3] * scales[:, 3:]
+        codes = np.rint(over(values, np.broadcast_to(self._step(scales), values.shape)))
+        if not self.minimum:
+            codes += 4
+        return np.clip(codes, 0, self.most, out=codes).astype(np.uint8)
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """Codes to values, in ggml's order of operations."""
+        if codes.shape[1] == _BLOCK and scales.shape[1] == _GROUPS * self.numbers:
+            groups = codes.reshape(-1, self.group)
+            return self.decode(groups, scales.reshape(-1, self.numbers)).reshape(codes.shape)
+        values = codes.astype(np.float32)
+        if not self.minimum:
+            values -= 4
+            values *= self._step(scales)
+            return values
+        values *= self._step(scales)
+        values -= scales[:, 2:3] * scales[:, 3:]
+        return values
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """ggml's block."""
+        of_groups = scales.reshape(-1, _GROUPS, self.numbers)
+        # Byte j of a half has the low bits of weights j, j + 32, j + 64 and j + 96 of it.
+        pairs = (codes & 3).reshape(-1, _HALVES, 4, 32) << _PAIRS[:, None]
+        low = np.bitwise_or.reduce(pairs, axis=2).reshape(-1, 64)
+        d, scale = half_bytes(of_groups[:, 0, :1]), of_groups[:, :, 1]
+        if self.minimum:
+            nibbles = scale.astype(np.uint8) | of_groups[:, :, 3].astype(np.uint8) << 4
+            least = half_bytes(of_groups[:, 0, 2:3])
+            return np.concatenate([nibbles, low, d, least], axis=1)
+        high = np.packbits(codes.reshape(-1, 8, 32) >> 2, axis=1, bitorder="little")[:, 0]
+        six = join_six_bits("q3_k", (scale + 32).astype(np.uint8))
+        return np.concatenate([high, low, six, d], axis=1)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """The inverse of ``join``."""
+        low = blocks[:, 16:80] if self.minimum else blocks[:, 32:96]
+        pairs = low.reshape(-1, _HALVES, 1, 32) >> _PAIRS[:, None] & 3
+        codes = pairs.reshape(-1, _BLOCK).astype(np.uint8)
+        if self.minimum:
+            nibbles = blocks[:, :16]
+            parts = [half_values(blocks[:, 80:82]), nibbles & 15]
+            parts += [half_values(blocks[:, 82:84]), nibbles >> 4]
+        else:
+            high = np.unpackbits(blocks[:, None, :32], axis=1, bitorder="little")
+            codes |= high.reshape(-1, _BLOCK) << 2
+            six = six_bit_scales("q3_k", blocks[:, 96:108]).astype(np.float32) - 32
+            parts = [half_values(blocks[:, 108:110]), six]
+        whole = [np.broadcast_to(part, (len(blocks), _GROUPS)) for part in parts]
+        return codes, np.stack(whole, axis=2).reshape(len(blocks), -1).astype(np.float32)
+
+    def _step(self, scales: Floats) -> Floats:
+        return scales[:, :1] * scales[:, 1:2]
+
+
+def _shared(wanted: Floats, most: int) -> tuple[Floats, Floats]:
+    """d (n, 1) in half precision and whole numbers (n, 16) up to ``most``: wanted = d * number.
+
+    With 32 they go from -32 to 31, the extreme on -32.
+    """
+    at = np.abs(wanted).argmax(axis=1)[:, None]
+    extreme = np.take_along_axis(wanted, at, axis=1)
+    signed = most == 32
+    d = to_half(extreme / np.float32(-most if signed else most))
+    with np.errstate(invalid="ignore"):
+        numbers = np.rint(over(wanted, np.broadcast_to(d, wanted.shape)))
+    return d, np.clip(numbers, -32 if signed else 0, 31 if signed else most)
+
+
+@dataclass(frozen=True, slots=True)
+class Iq4NlCodec:
+    """See the ``Codec`` protocol: sixteen uneven levels, a scale (n, 1) for 32 weights."""
+
+    format: Format = IQ4_NL
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale: a block."""
+        return self.format.block
+
+    @property
+    def numbers(self) -> int:
+        """Of each group."""
+        return 1
+
+    @property
+    def shrinks(self) -> tuple[float, ...]:
+        """What scales are tried at, of those that clip nothing."""
+        return tuple(np.linspace(1.1, 0.6, 26).tolist())
+
+    def tensor_scale(self, largest: float) -> float:
+        """None: groups have all they need."""
+        return 1.0
+
+    def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
+        """The group's extreme on the lowest level, which is the farthest."""
+        at = np.abs(groups).argmax(axis=1)[:, None]
+        extreme = np.take_along_axis(groups, at, axis=1)
+        return to_half(extreme * np.float32(shrink) / IQ4_LEVELS[0])
+
+    def encode(self, values: Floats, scales: Floats) -> Bytes:
+        """Nearest codes."""
+        return _nearest_level(over(values, np.broadcast_to(scales, values.shape)))
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """Level times scale."""
+        return IQ4_LEVELS[codes] * scales
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """Scale, nibbles."""
+        return np.concatenate([half_bytes(scales), join_nibbles(codes)], axis=1)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """The inverse of ``join``."""
+        return split_nibbles(blocks[:, 2:]), half_values(blocks[:, :2])
+
+
+GGUF_CODECS: Mapping[str, KQuantCodec | Iq4NlCodec] = MappingProxyType(
+    {"q2_k": KQuantCodec(Q2_K), "q3_k": KQuantCodec(Q3_K), "iq4_nl": Iq4NlCodec()}
+)
+"""By the format's name."""

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError, OptionError
 from localrt.quant.formats.catalog import CODECS
-from localrt.quant.formats.codec import Bytes, Codec, Floats
 from localrt.quant.formats.ggml import BF16, F16, F32
-from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.packed import Bytes, Codec, Floats, Format, PackedTensor
 
 __all__ = ["assemble", "codec_of", "pack", "require_finite", "require_whole_groups"]
 

@@ -2,17 +2,22 @@
 
 This module knows how bytes are laid out in blocks along a row. It does not know where they came
 from (checkpoints), nor how they are multiplied (``quant/ops``).
+
+How one of our own formats encodes weights: codes and scales of groups, and their bytes.
+
+A codec knows one group of weights at a time. Which scales are best (``quant/methods``) and how a
+whole tensor is packed (``pack.py``) is decided elsewhere. Groups are rows of an array, (n, block);
+their scales are (n, k) float32 numbers that the format can store exactly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = ["Exactness", "Format", "PackedTensor"]
 
 Exactness = Literal["exact", "approximate"]
 
@@ -64,3 +69,103 @@ class PackedTensor:
     def take_rows(self, index: npt.NDArray[np.intp]) -> PackedTensor:
         """Rows in the order of ``index``: blocks run along a row, so no value changes."""
         return replace(self, shape=(len(index), *self.shape[1:]), data=self.data[index])
+
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+class GroupCodec(Protocol):
+    """The bytes of one format's groups, and their values. A block of the format is one group."""
+
+    @property
+    def format(self) -> Format:
+        """The format that it reads and writes."""
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """Values (n, m) of codes (n, m)."""
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """Blocks (n, block_bytes) of codes (n, block)."""
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """Codes and scales of blocks: the inverse of ``join``."""
+
+
+class Codec(GroupCodec, Protocol):
+    """One format's arithmetic, of a format that localrt packs itself."""
+
+    @property
+    def group(self) -> int:
+        """Columns that share scales: the format's block, or a part of it."""
+
+    @property
+    def shrinks(self) -> tuple[float, ...]:
+        """What a search for better scales tries as ``shrink``, in falling order."""
+
+    def tensor_scale(self, largest: float) -> float:
+        """The one factor of a tensor whose largest magnitude is ``largest``; mostly 1."""
+
+    def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
+        """Scales (n, k) that cover ``shrink`` of each group's range; infinite where too large."""
+
+    def encode(self, values: Floats, scales: Floats) -> Bytes:
+        """Nearest codes of values (n, m) under scales (n, k); m need not be a whole group."""
+
+
+def unpack_blocks_of(codec: GroupCodec) -> Callable[[Bytes, Floats], None]:
+    """``codec`` as a function from blocks (n, block_bytes) to values written to (n, block)."""
+
+    def unpack_blocks(blocks: Bytes, out: Floats) -> None:
+        out[:] = codec.decode(*codec.split(blocks))
+
+    return unpack_blocks
+
+
+def join_nibbles(codes: Bytes) -> Bytes:
+    """4-bit codes (n, m) as (n, m / 2): code j is byte j's low nibble, code j + m / 2 its high."""
+    half = codes.shape[1] // 2
+    low: Bytes = codes[:, :half] & np.uint8(15)
+    return low | (codes[:, half:] << np.uint8(4))
+
+
+def split_nibbles(packed: Bytes) -> Bytes:
+    """The inverse of ``join_nibbles``."""
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def half_bytes(values: Floats) -> Bytes:
+    """Half-precision columns (n, k) as bytes (n, 2k), little-endian."""
+    return np.ascontiguousarray(values, dtype="<f2").view(np.uint8)
+
+
+def half_values(packed: Bytes) -> Floats:
+    """The inverse of ``half_bytes``."""
+    return np.ascontiguousarray(packed).view("<f2").astype(np.float32)
+
+
+def to_half(values: Floats) -> Floats:
+    """Rounded to half precision and back."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16).astype(np.float32)
+
+
+def over(values: Floats, scales: Floats) -> Floats:
+    """``values / scales``, and zero where the scale is zero."""
+    return np.divide(values, scales, out=np.zeros_like(values), where=scales != 0)
+
+
+def nearest(levels: Floats) -> Callable[[Floats], Bytes]:
+    """A function from values to the index of the nearest of rising ``levels``; ties go down."""
+    middles = (levels[1:] + levels[:-1]) / 2
+
+    def nearest_level(values: Floats) -> Bytes:
+        if len(middles) > 15:
+            return np.searchsorted(middles, values).astype(np.uint8)
+        # For few levels, counting is ten times as fast as searching.
+        index = np.zeros(values.shape, np.uint8)
+        for middle in middles:
+            index += values > middle
+        return index
+
+    return nearest_level

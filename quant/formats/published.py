@@ -17,10 +17,15 @@ from types import MappingProxyType
 
 import numpy as np
 
-from localrt.quant.formats.codec import Bytes, Floats, GroupCodec, join_nibbles, split_nibbles
-from localrt.quant.formats.fp4 import E4M3
-from localrt.quant.formats.nf4 import NF4_LEVELS
-from localrt.quant.formats.packed import Format
+from localrt.quant.formats.fp4 import E4M3, NF4_LEVELS
+from localrt.quant.formats.packed import (
+    Bytes,
+    Floats,
+    Format,
+    GroupCodec,
+    join_nibbles,
+    split_nibbles,
+)
 
 __all__ = [
     "GROUPS",

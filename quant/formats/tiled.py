@@ -34,11 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.formats.affine import AFFINE
-from localrt.quant.formats.codebook import CODEBOOKS
-from localrt.quant.formats.codebook_tiles import blocks_of_spans, spans_of_blocks
-from localrt.quant.formats.codec import GroupCodec
-from localrt.quant.formats.codes import read_codes, write_codes
-from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.catalog import read_codes, write_codes
+from localrt.quant.formats.codebook import CODEBOOKS, blocks_of_spans, spans_of_blocks
+from localrt.quant.formats.packed import Format, GroupCodec, PackedTensor
 from localrt.quant.formats.published import PUBLISHED, BrainCodec, ZeroPointCodec
 from localrt.quant.formats.six_bits import SIX_BIT_FIELDS
 

@@ -15,13 +15,11 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from localrt.quant.formats.catalog import GROUP_CODECS
+from localrt.quant.formats.catalog import GROUP_CODECS, read_codes
 from localrt.quant.formats.codebook import CODEBOOKS, split_fields
-from localrt.quant.formats.codec import unpack_blocks_of
-from localrt.quant.formats.codes import read_codes
 from localrt.quant.formats.fp4 import E4M3
 from localrt.quant.formats.ggml import IQ4_LEVELS
-from localrt.quant.formats.packed import PackedTensor
+from localrt.quant.formats.packed import PackedTensor, unpack_blocks_of
 from localrt.quant.formats.six_bits import six_bit_scales
 
 __all__ = ["unpack"]

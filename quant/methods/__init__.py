@@ -1,18 +1,18 @@
 """Quantizers: float32 weights and calibration statistics to packed tensors. Mathematics only."""
 
-from localrt.quant.methods.choices import (
+from localrt.quant.methods.gptq import HessianSum
+from localrt.quant.methods.quantize import (
     METHODS,
     default_method,
     fitting_format,
     format_names,
+    quantize,
     quantized_format,
     rotation,
+    tensor_scale,
 )
-from localrt.quant.methods.hadamard import block_hadamard
-from localrt.quant.methods.hessian import HessianSum
-from localrt.quant.methods.quantize import quantize, tensor_scale
-from localrt.quant.methods.restore import Quantized, restore, restored_rows
-from localrt.quant.methods.search import ScaleSearch, best_scales
+from localrt.quant.methods.rotation import Quantized, block_hadamard, restore, restored_rows
+from localrt.quant.methods.scales import ScaleSearch, best_scales
 
 __all__ = [
     "METHODS",

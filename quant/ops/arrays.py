@@ -2,25 +2,18 @@
 
 Only this room knows what they are: numpy's own, torch tensors, or a residual stream with a sum
 still pending. Who must look at activations from outside a pass has them copied to the host.
+
+Memory straight from the system: page-aligned for reads and pinning, given back when freed.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
-__all__ = [
-    "Array",
-    "Pass",
-    "Vector",
-    "Weight",
-    "copy_to_host",
-    "put_from_host",
-    "to_host",
-    "vector_to_host",
-]
 
 Array: TypeAlias = Any  # activations, (R, ...)
 Weight: TypeAlias = Any  # a matrix as the implementation keeps it, (out, in)
@@ -57,3 +50,38 @@ def vector_to_host(vector: Vector, out: npt.NDArray[np.float32]) -> None:
     """Copy a norm's weights or a bias (D,) into ``out``."""
     values = getattr(vector, "values", None)
     copy_to_host(values if isinstance(values, np.ndarray) else vector, out)
+
+
+_LARGE_PAGE = 1 << 21
+_LARGE_ARRAY = 1 << 20
+
+
+def aligned_buffer(nbytes: int) -> npt.NDArray[np.uint8]:
+    """``nbytes`` of zeros at a page boundary, resident only once touched, in large pages if any.
+
+    The memory goes back to the system when the last view of it is gone.
+    """
+    if nbytes == 0:
+        return np.empty(0, np.uint8)
+    if hasattr(mmap, "MAP_PRIVATE"):
+        # Shared memory, the default, would count as page cache, and have small pages.
+        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        region = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= _LARGE_PAGE:
+        try:
+            region.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without them
+            pass
+    return np.frombuffer(region, np.uint8)
+
+
+def large_floats(shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """An array whose values are not set; one of megabytes goes back to the system when it is freed.
+
+    The C library would keep it: beneath a memory budget each megabyte is missing elsewhere.
+    """
+    nbytes = 4 * math.prod(shape)
+    if nbytes < _LARGE_ARRAY:
+        return np.empty(shape, np.float32)
+    return aligned_buffer(nbytes).view(np.float32).reshape(shape)

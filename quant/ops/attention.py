@@ -9,6 +9,20 @@ gives, so that attention itself is over one key/value head whose values are the 
 Shapes: R rows, D hidden size, H query heads, G key/value heads, E head size. Of latent attention: P
 rotary size, L latent size, N a query's part without rotation, V a head's value, Q the queries'
 rank.
+
+Attention to chosen tokens: an indexer scores blocks of a few tokens, and rows see the best ones.
+
+An index key of a block is the mean of its tokens' keys, normed and rotated at the block's first
+token. A block's score for a row is the sum over the row's index queries of what is above 0 of their
+products with it. A row sees the tokens of the blocks with the best scores, as many as a budget has
+room for, and those behind its last whole block (Qwen3.8-Flash-Next's QSA). So the cache grows, but
+not what is read of keys and values.
+
+What the indexer remembers is one more layer of the cache of keys and values: a token's key is its
+own index key as projected, its value that of the block which it ends, and zeros where it ends none.
+Both follow from the tokens before, as keys and values do. Knows no caches.
+
+Shapes: R rows, D hidden size, H index heads, E their size.
 """
 
 from __future__ import annotations
@@ -19,16 +33,6 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.ops.arrays import Vector, Weight
-
-__all__ = [
-    "LATENT_SCRATCH_NBYTES",
-    "AttentionSpec",
-    "AttentionTemperature",
-    "AttentionWeights",
-    "LatentSpec",
-    "LatentWeights",
-    "Rope",
-]
 
 LATENT_SCRATCH_NBYTES = 64 << 20
 """What the compiled kernels take at most for queries against latents: they go a few at a time."""
@@ -220,3 +224,45 @@ class LatentWeights:
     out: Weight  # (D, H V)
     query_norm: Vector = None  # (Q,)
     query_up: Weight | None = None  # (H (N + P), Q)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSpec(AttentionSpec):
+    """An indexer, as a layer of the cache. ``budget`` tokens are chosen, in blocks of ``block``."""
+
+    block: int
+    budget: int
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)  # super() does not know a class with slots
+        if self.kv_heads != 1:
+            raise ValueError(f"indexer_kv_heads must be 1, is {self.kv_heads}")
+        if self.block < 1 or self.budget < self.block or self.budget % self.block:
+            raise ValueError(
+                f"indexer_budget must be a multiple of indexer_compress_ratio ({self.block}), is "
+                f"{self.budget}"
+            )
+
+    @property
+    def most_blocks(self) -> int:
+        """That are chosen."""
+        return self.budget // self.block
+
+    @property
+    def most_tokens(self) -> int:
+        """That a row sees: those of the blocks, and of one that is not whole."""
+        return self.budget + self.block - 1
+
+    @property
+    def projected_rows(self) -> int:
+        """Rows of ``IndexWeights.qk``."""
+        return (self.heads + 1) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexWeights:
+    """One indexer; ``qk`` stacks the rows of its queries and of its key."""
+
+    qk: Weight  # (projected_rows, D)
+    q_norm: Vector  # (E,)
+    k_norm: Vector  # (E,), of a block's mean

@@ -7,10 +7,9 @@ from importlib.util import find_spec
 
 from localrt.errors import MissingExtraError, OptionError
 from localrt.option_names import option
-from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.attention import IndexSpec, LatentSpec
 from localrt.quant.ops.cuda.kernels.kv import FORMATS
 from localrt.quant.ops.hybrid_cache import split_layers
-from localrt.quant.ops.index import IndexSpec
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.protocol import LayerSpec, Ops, RecurrentSpec
 

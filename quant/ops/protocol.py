@@ -25,6 +25,8 @@ from localrt.quant.ops.arrays import Array, Pass, Vector, Weight
 from localrt.quant.ops.attention import (
     AttentionSpec,
     AttentionWeights,
+    IndexSpec,
+    IndexWeights,
     LatentSpec,
     LatentWeights,
     Rope,
@@ -36,12 +38,18 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.index import IndexSpec, IndexWeights
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
-from localrt.quant.ops.ngrams import NgramWeights
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
-from localrt.quant.ops.streams import ConnectionWeights, LowRankWeights, StreamSpec, StreamWeights
+from localrt.quant.ops.streams import (
+    ConnectionWeights,
+    InputGateSpec,
+    InputGateWeights,
+    InputProjection,
+    LowRankWeights,
+    NgramWeights,
+    StreamSpec,
+    StreamWeights,
+)
 
 __all__ = [
     "Activation",

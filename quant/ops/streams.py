@@ -10,15 +10,36 @@ a mixture of all streams, number by number, and each stream takes its own share 
 gives. Knows no layers.
 
 Shapes: R rows, D hidden size, S streams, side by side in one array (R, S * D); K rank.
+
+Inputs that every layer has of its own: a token's numbers for it, beside the residual stream.
+
+Gemma 3n's and Gemma 4's per-layer embeddings: a table has P numbers of each token for each of L
+layers, to which a projection of the token's embedding is added. A layer gates its part by what the
+residual stream holds. Knows neither tables nor tokens.
+
+Shapes: R rows, D hidden size, L layers, P numbers.
+
+What a layer makes of hashed n-grams, for several residual streams (Engram, Cheng et al. 2026, in
+the form of Qwen3.8-Flash-Next).
+
+A token's rows of the table, side by side, are projected to a key for each stream and to one value.
+What a stream's normed key has in common with the normed stream decides how much of the value it
+gets: with g their product over the root of D, ``sigmoid(sign(g) sqrt(|g|))``. To these gated values
+the silu of a convolution over their norms is added, channel by channel, and both to the streams.
+
+Shapes: R rows, D hidden size, S streams, side by side (R, S * D); E numbers of a token's n-grams, T
+taps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from localrt.quant.ops.arrays import Vector, Weight
-
-__all__ = ["ConnectionWeights", "LowRankWeights", "StreamSpec", "StreamWeights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,4 +89,60 @@ class ConnectionWeights:
     down: Weight  # (K, S * D)
     up: Weight  # (S * D, K)
     share: Weight | None  # (S, S * D)
+    eps: float
+
+
+def rows_of_tokens(tokens: npt.NDArray[np.int64], each: int, rows: int) -> npt.NDArray[np.int64]:
+    """The ``each`` rows of every token in a table of ``rows``, (R * each,).
+
+    A token that the table lacks has the first one's.
+    """
+    known = np.where(tokens < rows // each, tokens, 0)
+    return (known[:, None] * each + np.arange(each)).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputProjection:
+    """What embeddings add to the tables' rows: their projection, normed by P."""
+
+    matrix: Weight  # (L * P, D)
+    norm: Vector  # (P,)
+    width: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputGateSpec:
+    """Layer ``layer``'s gate on its ``width`` numbers."""
+
+    layer: int
+    width: int
+    activation: Literal["silu", "gelu_tanh"]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputGateWeights:
+    """``norm(out(activation(gate(x)) * inputs))``."""
+
+    gate: Weight  # (P, D)
+    out: Weight  # (D, P)
+    post_norm: Vector  # (D,)
+
+
+LEAST_PRODUCT = 1e-6
+"""Of a key with a stream, whatever its sign."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramWeights:
+    """One layer's n-grams, of ``count`` streams. Norms are each stream's own."""
+
+    count: int
+    key: Weight  # (S * D, E)
+    value: Weight  # (D, E)
+    key_norm: Vector  # (S * D,)
+    stream_norm: Vector  # (S * D,)
+    value_norm: Vector  # (S * D,)
+    taps: Vector  # (T, S * D): the oldest row's first
     eps: float

@@ -12,7 +12,7 @@ from benchmarks.kv import __main__ as kv
 from benchmarks.kv.tables import kv_table
 from benchmarks.kv.windows import compare_window, joined, summary
 from localrt import load
-from localrt.evaluating.scoring import Tally, log_softmax
+from localrt.evaluate import Tally, log_softmax
 from localrt.quant.ops.native.abi import find_library
 from tests.benchmarks.test_quality import passages
 

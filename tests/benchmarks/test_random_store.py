@@ -9,7 +9,7 @@ import numpy as np
 import localrt
 from benchmarks.common.random_store import write_store
 from benchmarks.gpu.configs import TINY
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 
 CONFIG = {**TINY, "vocab_size": 512, "head_dim": 64, "tie_word_embeddings": False}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints import GgufCheckpoint
-from localrt.models.checkpoints.gguf_file import GgufFile
+from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.quant.formats import unpack
 from tests.checkpoints.make_gguf import in_pairs, packed_rows, write_gguf
 from tests.real_models import real_model

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from localrt.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.gguf_file import GgufFile, open_gguf_parts
+from localrt.models.checkpoints.gguf.file import GgufFile, open_gguf_parts
 from localrt.quant.formats import GGML_FORMATS
 from tests.checkpoints.make_gguf import (
     ARRAY,

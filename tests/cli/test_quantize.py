@@ -17,7 +17,7 @@ import pytest
 from localrt.cli import main
 from localrt.cli import quantize as quantize_command
 from localrt.errors import OptionError
-from localrt.quantizing.text import builtin_text, read_text
+from localrt.quantizing.calibration import builtin_text, read_text
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,7 @@ from localrt.offload.cards.clock import VirtualClock
 from localrt.offload.planner.draft_costs import DraftCosts
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative import tree_source
-from localrt.speculative.drafter import Rows
-from localrt.speculative.source import DraftFailedError
+from localrt.speculative.source import DraftFailedError, Rows
 from localrt.speculative.tree_source import TreeSource
 from tests.planner.models import machine, shape
 

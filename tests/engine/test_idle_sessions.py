@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from localrt.engine.idle_sessions import IdleSessions
+from localrt.engine.pool import IdleSessions
 from tests.engine.fake_session import ScriptedSession
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
-from localrt.engine.lines import LineLimit, LineMatcher
+from localrt.engine.stopping import LineLimit, LineMatcher
 
 
 def shown(pieces: list[str], indent: int) -> tuple[str, bool]:

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.engine.batch.fair_queue import FairQueue
-from localrt.engine.batch.live import Live, LiveLimits
-from localrt.engine.batch.live_answer import LiveAnswer
+from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
 from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError

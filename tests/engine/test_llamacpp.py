@@ -21,9 +21,8 @@ from tests.real_models import find_real_model, real_model
 
 pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
 
-from localrt.engine.llamacpp.engine import LlamaCppEngine
+from localrt.engine.llamacpp.engine import LlamaCppEngine, LlamaCppTokenizer
 from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
-from localrt.engine.llamacpp.tokenizer import LlamaCppTokenizer
 
 pytestmark = pytest.mark.llamacpp
 
@@ -276,7 +275,7 @@ def test_files_that_are_not_gguf_models(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from localrt.engine.llamacpp import library as llamacpp_library
+    from localrt.engine.llamacpp import model as llamacpp_library
 
     monkeypatch.setitem(__import__("sys").modules, "llama_cpp", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'localrt\[llamacpp\]'"):

@@ -12,8 +12,8 @@ import pytest
 
 from localrt.answering.parking import prompt_cache
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.parking.prompt_cache import PromptCache, model_key
 from localrt.engine.protocol import EngineSession
+from localrt.engine.saved_caches import PromptCache, model_key
 from localrt.errors import StorageError
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import load_parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localrt.engine.native.rates import RecentRates
+from localrt.engine.native.meters import RecentRates
 from localrt.engine.protocol import Rates
 from localrt.models.timing import PipelineCounts
 

@@ -25,8 +25,7 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.speculative.ngram import Archive, NgramSource
-from localrt.speculative.plan import TreeSize
-from localrt.speculative.source import DraftFailedError, DraftSource
+from localrt.speculative.source import DraftFailedError, DraftSource, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.engine.fake_session import ByteTokenizer

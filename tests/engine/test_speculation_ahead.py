@@ -23,8 +23,7 @@ from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import waiting
 from localrt.quant.ops.native.abi import find_library
 from localrt.speculative.ngram import NgramSource
-from localrt.speculative.plan import TreeSize
-from localrt.speculative.source import DraftFailedError
+from localrt.speculative.source import DraftFailedError, TreeSize
 from localrt.speculative.tree_source import TreeSource
 from localrt.speculative.tuner import Tuner
 from tests.engine.test_speculation import CAPACITY, PROMPT, SAMPLINGS, ids, info_of, load, run

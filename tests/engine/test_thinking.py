@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.engine.thinking import Thinking, ThinkingLimit
+from localrt.engine.stopping import Thinking, ThinkingLimit
 
 OPEN, CLOSE, WORD = 1, 2, 3
 

@@ -10,7 +10,7 @@ import weakref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.engine.parking.keeper import KvKeeper, Tier, hold_seconds
+from localrt.engine.saved_caches import KvKeeper, Tier, hold_seconds
 
 
 class Waiter:

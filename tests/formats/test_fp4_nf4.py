@@ -6,8 +6,7 @@ import torch
 from gguf.quants import quantize
 
 from localrt.quant.formats import MXFP4, NF4, NVFP4, pack, unpack
-from localrt.quant.formats.fp4 import E2M1, E4M3
-from localrt.quant.formats.nf4 import NF4_LEVELS
+from localrt.quant.formats.fp4 import E2M1, E4M3, NF4_LEVELS
 
 
 def test_e4m3_is_what_torch_knows_as_float8():

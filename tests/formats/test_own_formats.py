@@ -24,7 +24,7 @@ from localrt.quant.formats import (
     pack,
     unpack,
 )
-from localrt.quant.formats.gguf_codecs import GGUF_CODECS
+from localrt.quant.formats.ggml import GGUF_CODECS
 from localrt.quant.formats.unpack import unpack as unpack_tensor
 
 # Half the widest gap between neighbouring levels, over the group's largest magnitude (for a format

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from localrt.quant.formats import CODECS, FORMATS, PUBLISHED, unpack
-from localrt.quant.formats.fp4 import E4M3
-from localrt.quant.formats.nf4 import NF4_LEVELS
+from localrt.quant.formats.fp4 import E4M3, NF4_LEVELS
 from localrt.quant.formats.tiled import tile_tensor, untile
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps

@@ -5,7 +5,7 @@ from localrt.errors import CheckpointError, LocalrtError, OptionError
 from localrt.quant.formats import AFFINE, CODECS, F16, MXFP4, NVFP4, Codec, pack, unpack
 from localrt.quant.methods import METHODS, HessianSum, quantize, restore, rotation, tensor_scale
 from localrt.quant.methods.gptq import gptq_codes
-from localrt.quant.methods.search import best_scales
+from localrt.quant.methods.scales import best_scales
 from tests.methods.data import activations, hessian_of, output_error, weight
 
 INT4 = AFFINE["int4-g32"].format

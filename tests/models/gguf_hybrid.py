@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from localrt.models.checkpoints.gguf_names import QWEN_DELTA
-from localrt.models.ngrams import NgramHash, NgramSpec
+from localrt.models.checkpoints.gguf.names import QWEN_DELTA
+from localrt.models.layers.ngrams import NgramHash, NgramSpec
 from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 from tests.models.gguf_mamba import MAMBA_FILES, write_mamba
 

@@ -15,10 +15,10 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from localrt.errors import LocalrtError
-from localrt.models.checkpoints.hf_config import flatten_config
+from localrt.models.checkpoints.safetensors.folder import flatten_config
 from localrt.models.checkpoints.text_model import decoder_tensor, is_multimodal
 from localrt.models.config import DecoderConfig
-from localrt.models.default_values import with_default_values
+from localrt.models.raw_config import with_default_values
 from localrt.models.registry import read_config
 from tests.models.tiny import CONFIGS as DENSE
 from tests.models.tiny import MIXTURES

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.models.ngrams import NgramHash, NgramSpec, ngrams_of
+from localrt.models.layers.ngrams import NgramHash, NgramSpec, ngrams_of
 
 torch = pytest.importorskip("torch")
 modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.timing import Mark
 from localrt.offload.reading.demand_reader import DemandReader, Load
 

@@ -16,7 +16,7 @@ import pytest
 from localrt.errors import CheckpointError
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.ring import PAGE
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 
 IN_MEMORY = Path("/dev/shm")
 SIZE = 6 * PAGE

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from localrt.errors import CancelledError, CheckpointError, MemoryBudgetError
-from localrt.models.checkpoints.store_checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.reading.files import StoreFiles
 from tests.offload.placed import (

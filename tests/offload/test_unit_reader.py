@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import CancelledError, CheckpointError
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.timing import Mark
 from localrt.offload.cards.clock import marks_of
 from localrt.offload.reading.reader import POLL_S

@@ -11,8 +11,13 @@ import torch
 
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.ops.arrays import copy_to_host
-from localrt.quant.ops.attention import AttentionSpec, AttentionWeights, Rope
-from localrt.quant.ops.index import IndexSpec, IndexWeights
+from localrt.quant.ops.attention import (
+    AttentionSpec,
+    AttentionWeights,
+    IndexSpec,
+    IndexWeights,
+    Rope,
+)
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
 
 Floats = npt.NDArray[np.float32]

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.quant.ops.index import IndexSpec
+from localrt.quant.ops.attention import IndexSpec
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.torch.ops import TorchOps

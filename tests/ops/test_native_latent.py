@@ -19,8 +19,7 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv import KvTier
 from localrt.quant.ops.choose import make_ops
 from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.kv import KVFormat, block_nbytes
-from localrt.quant.ops.native.kv_select import move_rows
+from localrt.quant.ops.native.kv import KVFormat, block_nbytes, move_rows
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.torch.ops import TorchOps

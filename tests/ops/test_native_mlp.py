@@ -7,7 +7,7 @@ import pytest
 
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights

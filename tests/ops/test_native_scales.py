@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from localrt.quant.formats import CODECS, Codec
-from localrt.quant.formats.gguf_codecs import GGUF_CODECS
+from localrt.quant.formats.ggml import GGUF_CODECS
 from localrt.quant.methods import best_scales, quantize
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps

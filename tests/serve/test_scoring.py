@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.evaluating.scoring import log_softmax
+from localrt.evaluate import log_softmax
 from tests.real_models import real_model
 from tests.serve.conftest import Running, serving
 

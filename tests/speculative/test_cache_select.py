@@ -95,7 +95,7 @@ def _row(cache: Any, token: int) -> list[Any]:
     """All that a cache in RAM keeps of a token."""
     if not isinstance(cache, NativeKVCache):
         return [t[:, token].numpy().copy() for t in (*cache._k, *cache._v)]
-    from localrt.quant.ops.native.kv_select import _place, _planes
+    from localrt.quant.ops.native.kv import _place, _planes
 
     found, at = [], 0
     memory = cache._memory.reshape(-1, cache._step)

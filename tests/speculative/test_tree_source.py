@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from localrt.errors import CancelledError
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.best_first import DECAY, Children, Growth, likeliest
-from localrt.speculative.drafter import Drafter, Rows
-from localrt.speculative.source import DraftFailedError
+from localrt.speculative.source import Drafter, DraftFailedError, Rows
 from localrt.speculative.tree_source import TreeSource
 from tests.models.tiny import load_ours, save_tiny, tokens
 from tests.speculative.sources import model_source

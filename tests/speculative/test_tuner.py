@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.speculative.calibration import Calibration
-from localrt.speculative.costs import DraftCost, PassCost
-from localrt.speculative.plan import Ahead, Plan, TreeSize
+from localrt.speculative.source import Ahead, Plan, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import TOLERANCE, Run, Tuner
+from localrt.speculative.worth import Calibration, DraftCost, PassCost
 
 
 @dataclass

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.speculative.calibration import Calibration
-from localrt.speculative.costs import AHEAD_S, GapWorth
 from localrt.speculative.mixed import MixedTree
-from localrt.speculative.plan import Ahead, Plan, TreeSize
+from localrt.speculative.source import Ahead, Plan, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Run, Tuner
+from localrt.speculative.worth import AHEAD_S, Calibration, GapWorth
 from tests.speculative.test_tree import path_to, trees, words
 
 RIGHT = 1000  # what the target says, always; a source's own wrong guesses are other tokens

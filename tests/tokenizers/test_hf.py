@@ -21,8 +21,7 @@ from localrt.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers import bpe, hf, load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.hf_packed import read_packed
-from localrt.models.tokenizers.pieces import PieceTable
-from localrt.models.tokenizers.vocabulary import Vocabulary
+from localrt.models.tokenizers.vocabulary import PieceTable, Vocabulary
 from tests.tokenizers.varied_text import varied_strings
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>"]

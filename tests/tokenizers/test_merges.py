@@ -12,7 +12,7 @@ from localrt.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers import merges
 from localrt.models.tokenizers.merges import MergeTable
-from localrt.models.tokenizers.pieces import PieceTable
+from localrt.models.tokenizers.vocabulary import PieceTable
 
 LETTERS = "abc漢"
 

@@ -41,7 +41,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.tui.chat.hints._CONFIRM_SECONDS", 60.0)
     monkeypatch.setattr("localrt.tui.chat.hints._FLASH_SECONDS", 60.0)
     monkeypatch.setattr("localrt.tui.app._GOODBYE_SECONDS", 60.0)
-    monkeypatch.setattr("localrt.tui.screens.ask_call._QUIET_SECONDS", 0.0)
+    monkeypatch.setattr("localrt.tui.screens.dialogs._QUIET_SECONDS", 0.0)
     monkeypatch.setattr("textual.app.wait_for_idle", _settled)
     monkeypatch.setattr("textual.pilot.wait_for_idle", _settled)
     monkeypatch.setattr(Pilot, "_wait_for_screen", _settled)

@@ -9,10 +9,10 @@ from textual.widgets import Static
 from localrt.tui import ChatApp
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.blocks import GUTTER, Block, Notice, UserTurn
-from localrt.tui.chat.call_block import CallBlock
 from localrt.tui.chat.composer import Composer
 from localrt.tui.chat.footer import Footer, Phase
 from localrt.tui.chat.menu import CommandMenu
+from localrt.tui.chat.tool_calls import CallBlock
 from localrt.tui.chat.view import ConversationView
 
 

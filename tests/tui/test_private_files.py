@@ -15,7 +15,7 @@ from localrt.cli import main
 from localrt.progress import ProgressCallback
 from localrt.quant.ops.native.abi import find_library
 from localrt.tui import ChatApp
-from localrt.tui.chat.editor import edited
+from localrt.tui.chat.composer import edited
 from localrt.tui.preferences import Preset
 from tests.tui import screen
 from tests.tui.conftest import SIZE, asked, until

@@ -10,8 +10,8 @@ from textual.app import App
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static, TextArea
 
+from localrt.tui.commands import OPTIONS
 from localrt.tui.conversation.state import ChatState, Defaults
-from localrt.tui.options import OPTIONS
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
 from localrt.tui.screens.dialogs import Ask
 from localrt.tui.screens.settings import PickTheme, SettingsScreen

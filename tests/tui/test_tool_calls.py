@@ -16,7 +16,7 @@ from localrt.tools.toolbox import ROUNDS
 from localrt.tui import ChatApp
 from localrt.tui.chat.footer import Phase
 from localrt.tui.conversation.tool_calls import NO_TOOLS, ROUNDS_OVER
-from localrt.tui.screens.ask_call import AskCall
+from localrt.tui.screens.dialogs import AskCall
 from localrt.tui.screens.help import HelpScreen
 from tests.tui import screen
 from tests.tui.conftest import app_for, asked, running, until
@@ -199,8 +199,8 @@ async def test_keys_decide_once_none_has_come_for_a_moment(
     model: FakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
-    monkeypatch.setattr("localrt.tui.screens.ask_call._QUIET_SECONDS", 0.5)
-    monkeypatch.setattr("localrt.tui.screens.ask_call.monotonic", lambda: now)
+    monkeypatch.setattr("localrt.tui.screens.dialogs._QUIET_SECONDS", 0.5)
+    monkeypatch.setattr("localrt.tui.screens.dialogs.monotonic", lambda: now)
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a")]]
     async with running(model, toolbox=tools) as (app, pilot):

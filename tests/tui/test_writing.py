@@ -15,9 +15,15 @@ from textual.events import Key, Paste
 from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.tui import ChatApp
 from localrt.tui.chat.blocks import UserTurn
-from localrt.tui.chat.editor import edited
-from localrt.tui.conversation.attached_files import LARGEST_FILE, read_attachment
-from localrt.tui.conversation.attachments import Attachments, Draft, Fold, read_folds
+from localrt.tui.chat.composer import edited
+from localrt.tui.conversation.attachments import (
+    LARGEST_FILE,
+    Attachments,
+    Draft,
+    Fold,
+    read_attachment,
+    read_folds,
+)
 from tests.tui import screen
 from tests.tui.conftest import cleared, running, until
 from tests.tui.fakes import FakeModel

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from localrt.tools.toolbox import ROUNDS, Toolbox
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.blocks import Block, UserTurn
-from localrt.tui.chat.call_block import CallBlock
-from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, ended_call
+from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, CallBlock, ended_call
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.attachments import Draft, draft_of
 from localrt.tui.conversation.background import AnswerUpdate, Generation

@@ -15,10 +15,10 @@ from rich.text import Text
 from textual.strip import Strip
 
 from localrt.option_names import spelled
-from localrt.tui.chat.line_breaks import breakable_text, without_marks
+from localrt.tui.chat.markdown_rules import breakable_text, without_marks
 from localrt.tui.chat.styles import Styles
+from localrt.tui.commands import in_app
 from localrt.tui.conversation.attachments import Fold
-from localrt.tui.options import in_app
 from localrt.tui.text import clean
 
 __all__ = ["GUTTER", "Block", "Kind", "Notice", "UserTurn", "estimated", "wrapped"]

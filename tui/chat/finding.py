@@ -15,7 +15,7 @@ from textual.strip import Strip
 
 from localrt.tui.chat.blocks import Block
 from localrt.tui.chat.layout import BlockColumn
-from localrt.tui.chat.line_breaks import pieces
+from localrt.tui.chat.markdown_rules import pieces
 from localrt.tui.chat.styles import Styles
 
 __all__ = ["Finder", "Place"]

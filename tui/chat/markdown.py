@@ -27,8 +27,7 @@ from rich.table import Table
 from rich.theme import Theme
 from textual.strip import Strip
 
-from localrt.tui.chat.line_breaks import without_marks
-from localrt.tui.chat.markdown_rules import markdown_parser
+from localrt.tui.chat.markdown_rules import markdown_parser, without_marks
 
 __all__ = ["MarkdownLines", "MarkdownStyles", "code_blocks"]
 

@@ -22,8 +22,7 @@ from localrt.errors import LocalrtError, OptionError
 from localrt.tools.toolbox import Call, Toolbox
 from localrt.tui.chat.answering import FRAME_SECONDS, NOT_ANSWERED, MessageQueue
 from localrt.tui.chat.blocks import Kind
-from localrt.tui.chat.composer import Composer
-from localrt.tui.chat.editor import edited
+from localrt.tui.chat.composer import Composer, edited
 from localrt.tui.chat.find_bar import FindBar
 from localrt.tui.chat.footer import Footer, Phase, Status
 from localrt.tui.chat.hints import HintLine, turn_hint, turn_menu, waiting_hint
@@ -31,8 +30,7 @@ from localrt.tui.chat.menu import CommandMenu
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.commands import Command, read_line
-from localrt.tui.conversation.attached_files import read_attachment, read_mentioned
-from localrt.tui.conversation.attachments import draft_of
+from localrt.tui.conversation.attachments import draft_of, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.session import Session
 from localrt.tui.conversation.state import ChatState
@@ -40,9 +38,8 @@ from localrt.tui.conversation.tool_calls import Decision
 from localrt.tui.keys import bindings
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.preferences import PresetsFile
-from localrt.tui.screens.ask_call import AskCall
 from localrt.tui.screens.conversations import NEW, ConversationsScreen
-from localrt.tui.screens.dialogs import Ask, Choose, Confirm, ask
+from localrt.tui.screens.dialogs import Ask, AskCall, Choose, Confirm, ask
 from localrt.tui.text import one_line
 
 __all__ = ["ChatScreen"]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import localrt
 from localrt.errors import LocalrtError, OptionError
+from localrt.tui.commands import OPTIONS
 from localrt.tui.conversation.open_conversation import OpenConversation
-from localrt.tui.options import OPTIONS
 from localrt.tui.preferences import Preset, PresetsFile
 from localrt.tui.text import human_count, short_name
 

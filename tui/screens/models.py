@@ -3,6 +3,8 @@
 Typing narrows the list, and a path shows the files that it may be; asking the hub and downloading
 are things that a person chooses, else no network is touched. Closes with the name or path of the
 model to load. Knows the library, not the app.
+
+Models by their path in the models screen: what a half-typed path may mean on this disk.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from textual.binding import Binding, BindingType
 from textual.content import Content
@@ -28,14 +30,47 @@ from localrt.formatting import format_bytes
 from localrt.tui.conversation.background import Task
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm, SearchDialog, ask
-from localrt.tui.screens.model_paths import is_mere_folder, is_path, paths_of, shown_path
 from localrt.tui.text import clean, human_count, human_when, one_line, short_name
 from localrt.tui.themes import FAINT
 
 if TYPE_CHECKING:
     from localrt import Preview
+_MOST = 50
 
-__all__ = ["ModelsScreen"]
+
+def is_path(words: str) -> bool:
+    """Whether this can only be meant as one."""
+    return words.startswith(("~", ".")) or Path(words).is_absolute()
+
+
+def paths_of(words: str) -> list[Path]:
+    """Folders and GGUF files whose path begins so."""
+    if not is_path(words):
+        return []
+    start = Path(os.path.expanduser(words)).absolute()  # noqa: PTH111  Path's own fails on "~nobody"
+    inside = words.endswith(("/", os.sep)) or words in ("~", ".", "..")
+    folder, first = (start, "") if inside else (start.parent, start.name)
+    try:
+        entries = sorted(each for each in folder.iterdir() if each.name.startswith(first))
+        shown = [each for each in entries if first.startswith(".") or each.name[0] != "."]
+        found = [each for each in shown if each.suffix.lower() == ".gguf" or each.is_dir()]
+    except OSError:
+        return []
+    return found[:_MOST]
+
+
+def is_mere_folder(item: object) -> TypeGuard[Path]:
+    """Whether it is a folder with no model in it."""
+    if not isinstance(item, Path) or not item.is_dir():
+        return False
+    return not any((item / name).is_file() for name in ("config.json", "manifest.json"))
+
+
+def shown_path(path: Path) -> str:
+    """Below ``~`` where it lies there."""
+    home = Path.home()
+    return str(Path("~") / path.relative_to(home) if path.is_relative_to(home) else path)
+
 
 _Answer = TypeVar("_Answer")
 _Row = LocalModel | FoundModel | Path | Literal["search"]

@@ -19,9 +19,9 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from localrt.errors import LocalrtError, OptionError
+from localrt.tui.commands import OPTIONS
 from localrt.tui.conversation.session import Session, library_defaults
 from localrt.tui.conversation.state import ChatState, Defaults
-from localrt.tui.options import OPTIONS
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
 from localrt.tui.screens.dialogs import (
     HEADING,

@@ -2,25 +2,32 @@
 
 What engine, sessions and tokenizer share: it opens and describes the file, checks memory, and frees
 the weights once the last context is gone. It runs nothing.
+
+The llama.cpp library: found, initialized once, and silent.
+
+llama.cpp has one log sink and one backend per process, so this module holds one `Library` for all
+engines. What the library would print is kept as the reason for the next error instead.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
+from collections import deque
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import psutil
 
-from localrt.engine.llamacpp.library import Library, load_library
 from localrt.engine.protocol import EngineInfo
 from localrt.errors import (
     CheckpointError,
     LocalrtError,
     MemoryBudgetError,
+    MissingExtraError,
     OptionError,
     UnsupportedModelError,
 )
@@ -29,7 +36,59 @@ from localrt.offload.memory.state import memory_state
 from localrt.option_names import option
 from localrt.progress import Progress, ProgressCallback
 
-__all__ = ["CHUNK", "LlamaCppModel", "LlamaCppSettings"]
+_ERROR_LEVEL = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """llama-cpp-python's ctypes module, and the last error lines that llama.cpp reported.
+
+    ``log_sink`` is only held: the library would call into freed memory without it.
+    """
+
+    api: Any
+    errors: deque[str]
+    log_sink: Any
+
+    def reason(self, fallback: str) -> str:
+        """What llama.cpp last gave as the cause of a failure, in one line; forgets it."""
+        # The first line names the cause; those after it are the callers giving up in turn.
+        text = self.errors[0] if self.errors else fallback
+        self.errors.clear()
+        return text
+
+
+@cache
+def load_library() -> Library:
+    """The library, with its backend started and its log kept from the terminal.
+
+    Raises:
+        MissingExtraError: llama-cpp-python is not installed, or its library cannot be loaded.
+    """
+    install = "pip install 'localrt[llamacpp]'"
+    try:
+        from llama_cpp import llama_cpp as api
+    except ImportError as error:
+        raise MissingExtraError(f"the llamacpp engine needs llama-cpp-python: {install}") from error
+    except (OSError, RuntimeError) as error:
+        cause = str(error).splitlines()[0] if str(error) else "unknown cause"
+        raise MissingExtraError(
+            f"llama-cpp-python is installed but its library does not load ({cause}); try again"
+            f" with {install} --force-reinstall"
+        ) from error
+
+    errors: deque[str] = deque(maxlen=16)
+
+    def keep(level: int, text: bytes, _data: object) -> None:
+        line = text.decode("utf-8", "replace").strip()
+        if level == _ERROR_LEVEL and line:
+            errors.append(" ".join(line.split()))
+
+    log_sink = api.llama_log_callback(keep)
+    api.llama_log_set(log_sink, ctypes.c_void_p(None))
+    api.llama_backend_init()
+    return Library(api, errors, log_sink)
+
 
 CHUNK = 512  # tokens per call: llama.cpp's own default for a physical batch
 _NO_POOLING = 0  # LLAMA_POOLING_TYPE_NONE

@@ -17,8 +17,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from localrt.engine.native.ram_meter import RamMeter
-from localrt.engine.native.rates import RecentRates
+from localrt.engine.native.meters import RamMeter, RecentRates
 from localrt.engine.native.session import NativeSession
 from localrt.engine.protocol import (
     Check,

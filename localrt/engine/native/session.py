@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from localrt.engine.native.ram_meter import RamMeter
+from localrt.engine.native.meters import RamMeter
 from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
 from localrt.errors import LocalrtError
 from localrt.models.timing import PipelineCounts

@@ -75,7 +75,7 @@ class CudaCopies:
 
         Where the system does not let it be pinned it is plain RAM, from which copies are slower.
         """
-        from localrt.quant.ops.aligned import aligned_buffer
+        from localrt.quant.ops.arrays import aligned_buffer
 
         data = aligned_buffer(nbytes)
         if self._real and nbytes:

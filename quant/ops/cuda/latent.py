@@ -13,9 +13,8 @@ from localrt.quant.ops.cuda.kernels.steps import norm
 from localrt.quant.ops.cuda.products import linear, multiply_heads, normed_for
 from localrt.quant.ops.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.protocol import Span
-from localrt.quant.ops.torch.attention import visible_keys
+from localrt.quant.ops.torch.attention import attend_latents, visible_keys
 from localrt.quant.ops.torch.kv import kv_of
-from localrt.quant.ops.torch.latent import attend_latents
 
 __all__ = ["LatentSteps"]
 

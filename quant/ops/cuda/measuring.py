@@ -19,7 +19,7 @@ import torch
 
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.cuda.card_file import CardFile
 from localrt.quant.ops.cuda.cuda_memory import CudaCopies
 from localrt.quant.ops.cuda.graph import record

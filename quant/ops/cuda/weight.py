@@ -26,7 +26,7 @@ from localrt.quant.formats.tiled import (
     untile,
     whole_tiles,
 )
-from localrt.quant.methods.restore import widened
+from localrt.quant.methods.rotation import widened
 from localrt.quant.ops.cuda.adapters import CudaAdapters
 from localrt.quant.ops.cuda.e4m3 import is_e4m3_groups, unpack_e4m3
 from localrt.quant.ops.cuda.kernels.formats import TYPES

@@ -24,7 +24,7 @@ from localrt.quant.ops.adapters import (
     adapted_rows,
     joined_factors,
 )
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.native.abi import AdapterArgs, LowRankArgs, LowRankPack
 from localrt.quant.ops.protocol import Batch
 

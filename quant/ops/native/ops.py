@@ -17,12 +17,14 @@ import numpy.typing as npt
 from localrt.errors import MissingExtraError, OptionError
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile_tensor
-from localrt.quant.methods.restore import widened_format
+from localrt.quant.methods.rotation import widened_format
 from localrt.quant.ops.adapters import AdapterTable, head_deltas
-from localrt.quant.ops.aligned import large_floats
+from localrt.quant.ops.arrays import large_floats
 from localrt.quant.ops.attention import (
     AttentionSpec,
     AttentionWeights,
+    IndexSpec,
+    IndexWeights,
     LatentSpec,
     LatentWeights,
     Rope,
@@ -35,9 +37,7 @@ from localrt.quant.ops.experts import (
     Routing,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
-from localrt.quant.ops.index import IndexSpec, IndexWeights
 from localrt.quant.ops.kv import KVCache, grown_capacity
-from localrt.quant.ops.layer_inputs import rows_of_tokens
 from localrt.quant.ops.native.abi import (
     ACTIVATIONS,
     HeadArgs,
@@ -47,7 +47,6 @@ from localrt.quant.ops.native.abi import (
     load_library,
 )
 from localrt.quant.ops.native.adapters import NativeAdapters, PackedLowRank
-from localrt.quant.ops.native.experts import NativeExpertTable, route_args
 from localrt.quant.ops.native.kv import (
     KVFormat,
     KVMaker,
@@ -67,16 +66,19 @@ from localrt.quant.ops.native.passes import (
 )
 from localrt.quant.ops.native.streams import StreamSteps
 from localrt.quant.ops.native.weights import (
+    NativeExpertTable,
     NativeVector,
     NativeWeight,
     Tiler,
     address_of,
     build_weight,
     locate,
+    route_args,
 )
 from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateCache, StateLayout
+from localrt.quant.ops.streams import rows_of_tokens
 
 __all__ = ["NativeOps", "NativeWeight", "fast_tiler"]
 

@@ -15,12 +15,13 @@ import numpy.typing as npt
 from localrt.quant.ops.attention import (
     AttentionSpec,
     AttentionWeights,
+    IndexSpec,
+    IndexWeights,
     LatentSpec,
     LatentWeights,
     Rope,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
-from localrt.quant.ops.index import IndexSpec, IndexWeights
 from localrt.quant.ops.native.abi import (
     RECURRENT_KINDS,
     AttentionArgs,

@@ -10,10 +10,9 @@ import numpy as np
 
 from localrt.errors import MissingExtraError
 from localrt.quant.formats.affine import AffineCodec
-from localrt.quant.formats.codec import Codec, Floats
-from localrt.quant.formats.gguf_codecs import Iq4NlCodec, KQuantCodec
-from localrt.quant.methods.search import ScaleSearch, best_scales
-from localrt.quant.methods.weighted_scales import column_weights
+from localrt.quant.formats.ggml import Iq4NlCodec, KQuantCodec
+from localrt.quant.formats.packed import Codec, Floats
+from localrt.quant.methods.scales import ScaleSearch, best_scales, column_weights
 from localrt.quant.ops.native.abi import FAMILIES, SearchArgs
 from localrt.quant.ops.native.ops import NativeOps
 

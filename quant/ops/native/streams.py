@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.ops.hybrid_cache import states_of
-from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
 from localrt.quant.ops.native.abi import (
     ACTIVATIONS,
     ConnectionArgs,
@@ -19,9 +18,17 @@ from localrt.quant.ops.native.abi import (
 )
 from localrt.quant.ops.native.passes import NativePass
 from localrt.quant.ops.native.weights import NativeWeight, address_of, locate
-from localrt.quant.ops.ngrams import NgramWeights
 from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.streams import ConnectionWeights, LowRankWeights, StreamSpec, StreamWeights
+from localrt.quant.ops.streams import (
+    ConnectionWeights,
+    InputGateSpec,
+    InputGateWeights,
+    InputProjection,
+    LowRankWeights,
+    NgramWeights,
+    StreamSpec,
+    StreamWeights,
+)
 
 __all__ = ["StreamSteps"]
 

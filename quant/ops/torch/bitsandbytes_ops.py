@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.formats import NF4
-from localrt.quant.formats.nf4 import NF4_CODEC
+from localrt.quant.formats.fp4 import NF4_CODEC
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, untile
 from localrt.quant.ops.torch.ops import TorchOps

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.methods.hessian import HessianSum
+from localrt.quant.methods.gptq import HessianSum
 from localrt.quant.ops.torch.ops import TorchOps
 
 __all__ = ["CalibrationOps", "calibration_format"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
-from localrt.quant.methods.restore import restored_rows
+from localrt.quant.methods.rotation import restored_rows
 from localrt.quant.ops.adapters import (
     Adapter,
     AdapterTable,
@@ -28,7 +28,7 @@ from localrt.quant.ops.adapters import (
     head_deltas,
     joined,
 )
-from localrt.quant.ops.attention import LatentSpec, LatentWeights
+from localrt.quant.ops.attention import IndexSpec, IndexWeights, LatentSpec, LatentWeights
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
@@ -37,7 +37,6 @@ from localrt.quant.ops.experts import (
     Routing,
 )
 from localrt.quant.ops.hybrid_cache import begin_states, split_layers
-from localrt.quant.ops.index import IndexSpec, IndexWeights
 from localrt.quant.ops.kv import KVCache, grown_capacity
 from localrt.quant.ops.protocol import (
     AttentionSpec,
@@ -52,7 +51,14 @@ from localrt.quant.ops.protocol import (
 )
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateLayout, StatePass
-from localrt.quant.ops.torch.attention import attend_rows, visible_keys
+from localrt.quant.ops.torch.attention import (
+    attend_latents,
+    attend_rows,
+    choose_rows,
+    latent_queries,
+    latent_values,
+    visible_keys,
+)
 from localrt.quant.ops.torch.experts import (
     TorchExpertTable,
     combined,
@@ -61,9 +67,7 @@ from localrt.quant.ops.torch.experts import (
     route,
     run_each,
 )
-from localrt.quant.ops.torch.index import choose_rows
 from localrt.quant.ops.torch.kv import kv_of, sequence_cache
-from localrt.quant.ops.torch.latent import attend_latents, latent_queries, latent_values
 from localrt.quant.ops.torch.recurrent import mix_rows, widen
 from localrt.quant.ops.torch.streams import StreamSteps, rows_of_tokens
 

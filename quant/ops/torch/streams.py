@@ -12,10 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localrt.quant.ops.hybrid_cache import begin_states
-from localrt.quant.ops.layer_inputs import InputGateSpec, InputGateWeights, InputProjection
-from localrt.quant.ops.ngrams import LEAST_PRODUCT, NgramWeights
 from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.streams import ConnectionWeights, LowRankWeights, StreamSpec, StreamWeights
+from localrt.quant.ops.streams import (
+    LEAST_PRODUCT,
+    ConnectionWeights,
+    InputGateSpec,
+    InputGateWeights,
+    InputProjection,
+    LowRankWeights,
+    NgramWeights,
+    StreamSpec,
+    StreamWeights,
+)
 from localrt.quant.ops.torch.recurrent import convolve_rows
 
 __all__ = ["StreamSteps", "rows_of_tokens"]

@@ -15,7 +15,7 @@ from typing import Any
 from localrt.models.timing import Mark
 from localrt.offload.cards.accelerator import Accelerator, Bytes
 from localrt.offload.cards.clock import WallClock
-from localrt.quant.ops.aligned import aligned_buffer
+from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Array, Ops
 
 __all__ = ["POISON", "LateAccelerator"]

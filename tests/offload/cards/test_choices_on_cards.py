@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.common.random_store import RandomStore
 from localrt.models.decoder import Decoder
-from localrt.models.moe import SparseMlp
+from localrt.models.layers.moe import SparseMlp
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import WallClock
 from localrt.offload.cards.cuda import CudaAccelerator

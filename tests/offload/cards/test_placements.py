@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import CancelledError, CheckpointError
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import StoreFiles

@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.timing import Mark
 from localrt.offload.cards.accelerator import Accelerator
 from localrt.offload.cards.clock import WallClock

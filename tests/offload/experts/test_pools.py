@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from localrt.models.checkpoints.store_manifest import StoredUnit
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.experts import memory as expert_memory
 from localrt.offload.experts.memory import size_classes
 from tests.offload.cards.carded import assert_same, conversation, on_card

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.cuda.stream import Stream
 from localrt.quant.ops.cuda.weight import CudaWeight

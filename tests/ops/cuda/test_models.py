@@ -18,7 +18,7 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.formats import CODECS, pack, unpack
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
-from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.cuda import products
 from localrt.quant.ops.cuda.graph import GraphedForward, record
 from localrt.quant.ops.cuda.kernels.launch import emulate

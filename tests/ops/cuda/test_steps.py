@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.methods.hadamard import block_hadamard
+from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.cuda.kernels.products import empty_records, quantize
 from localrt.quant.ops.cuda.kernels.steps import gate, norm, norm_gate, norm_records, rotate_blocks
 from tests.ops.cuda.target import DEVICE

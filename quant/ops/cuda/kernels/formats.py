@@ -15,7 +15,7 @@ import numpy as np
 from localrt.quant.formats.affine import AFFINE, AffineCodec
 from localrt.quant.formats.catalog import FORMATS
 from localrt.quant.formats.codebook import CODEBOOKS
-from localrt.quant.formats.codec import GroupCodec
+from localrt.quant.formats.packed import GroupCodec
 from localrt.quant.formats.published import (
     PUBLISHED,
     BrainCodec,

@@ -167,7 +167,7 @@ def gate(gate_up: Tensor, activation: str) -> Tensor:
 def rotate_blocks(x: Tensor, size: int) -> Tensor:
     """Every ``size`` consecutive columns of x (R, D), bf16, times the Hadamard matrix / sqrt(size).
 
-    Natural order, as in ``quant/methods/hadamard.py``; rounded to bf16.
+    Natural order, as in ``quant/methods/rotation.py``; rounded to bf16.
 
     Raises:
         ValueError: ``size`` is not a power of two up to 256 that divides D.

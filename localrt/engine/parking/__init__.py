@@ -1,1 +1,0 @@
-"""KV caches of conversations that wait: how long they stay in memory, and where they go."""

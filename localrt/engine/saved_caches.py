@@ -1,0 +1,454 @@
+"""How long a conversation that waits keeps its KV cache in memory.
+
+Who waits for a tool comes back after about as long as that tool took before; who waits for a
+person, as long as that person took. Memory is held as long as that costs less than bringing the
+cache back (Continuum, Li et al. 2025); then the cache goes down a tier: from a card to RAM, from
+RAM to the disk. Where memory is short, those who are expected back last go first. It does not know
+what a cache holds.
+
+KV caches that wait: a card's in RAM for a while, all on the disk, found again by their tokens.
+
+A saved sequence serves every prompt that begins like it, whoever asks; losing it costs only time.
+Saving one that went on writes its new blocks only (FastSwitch, Shen et al. 2024, keeps copies the
+same way). The oldest go when the folder is full. It does not know text or chats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from glob import escape
+from pathlib import Path
+from statistics import fmean
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from localrt.engine.protocol import EngineSession
+from localrt.models.checkpoints.gguf.file import split_part
+from localrt.models.prefix import Tokens, common_prefix
+from localrt.offload.kv.block_file import BlockFile
+from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks, held_blocks
+from localrt.quant.ops.states import SavedState, reachable
+
+PERSON = ""
+"""The name under which a person's own pauses are kept."""
+_MOST_SECONDS = 600.0  # held for nobody else's sake: then it is the system's turn
+_SAMPLES = 32  # durations that are remembered of each tool
+_RESTORE_BYTES_S = 1e9  # of reading a cache back, until one was read
+_LEAST_RESTORE_S = 0.01
+Tier: TypeAlias = Literal["ram", "disk"]
+
+
+class Parkable(Protocol):
+    """A conversation whose cache can be moved to the disk."""
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes that its cache takes in memory now."""
+
+    def try_park(self, to: Tier) -> bool:
+        """Move the cache there if that is possible now; whether it was. Never raises."""
+
+
+def hold_seconds(
+    durations: Sequence[float], *, restore_s: float, price: float, most: float = _MOST_SECONDS
+) -> float:
+    """The time to hold a cache whose owner was away for ``durations`` before.
+
+    Holding for T costs ``price`` (seconds lost by others per second held) until the owner is back
+    or T is over; not having it costs ``restore_s``. The best T is 0 or one of the durations, at
+    most ``most``. Without any durations the cache is held for as long as holding is cheaper than
+    restoring it once.
+    """
+    if price <= 0:
+        return most
+    if not durations:
+        return min(most, restore_s / price)
+    best, least = 0.0, restore_s
+    for held in sorted(set(durations)):
+        if held > most:
+            break
+        away = fmean(min(d, held) for d in durations)
+        late = fmean(d > held for d in durations)
+        cost = away * price + late * restore_s
+        if cost < least:
+            best, least = held, cost
+    return best
+
+
+@dataclass(slots=True)
+class _Wait:
+    since: float
+    tool: str
+    until: float
+    tier: int = 0  # where it goes next
+
+
+class KvKeeper:
+    """The conversations of one model that wait. Thread-safe.
+
+    ``room`` says how many bytes are left for caches, ``price`` what one of so many bytes costs the
+    others, in seconds per second. ``tiers`` are where caches go, one after another. A thread runs
+    while something waits.
+    """
+
+    def __init__(
+        self,
+        *,
+        room: Callable[[], int],
+        price: Callable[[int], float],
+        tiers: Sequence[Tier] = ("disk",),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._room = room
+        self._price = price
+        self._tiers = tiers
+        self._clock = clock
+        self._lock = threading.Condition()
+        self._waits: weakref.WeakKeyDictionary[Parkable, _Wait] = weakref.WeakKeyDictionary()
+        self._durations: defaultdict[str, deque[float]] = defaultdict(
+            lambda: deque(maxlen=_SAMPLES)
+        )
+        self._restore_bytes_s = _RESTORE_BYTES_S
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def waits(self, chat: Parkable, tool: str = PERSON) -> None:
+        """``chat`` has answered and waits for ``tool``."""
+        nbytes = chat.kv_nbytes
+        restore = max(_LEAST_RESTORE_S, nbytes / self._restore_bytes_s)
+        with self._lock:
+            if self._closed or not nbytes:
+                return
+            now = self._clock()
+            held = hold_seconds(self._durations[tool], restore_s=restore, price=self._price(nbytes))
+            self._waits[chat] = _Wait(now, tool, now + held)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="localrt-kv-keeper", daemon=True
+                )
+                self._thread.start()
+            self._lock.notify()
+        self.make_room()
+
+    def returns(self, chat: Parkable) -> None:
+        """``chat`` goes on."""
+        with self._lock:
+            wait = self._waits.pop(chat, None)
+            if wait is not None:
+                self._durations[wait.tool].append(self._clock() - wait.since)
+
+    def restored(self, nbytes: int, seconds: float) -> None:
+        """A cache was brought back from the disk in so long."""
+        if nbytes and seconds > 0:
+            self._restore_bytes_s = nbytes / seconds
+
+    def make_room(self) -> int:
+        """Where there is no room left, park those expected last; the bytes freed."""
+        with self._lock:
+            waiting = dict(self._waits)
+            now = self._clock()
+            order = sorted(waiting, key=lambda chat: -self._expected(waiting[chat], now))
+        freed, missing = 0, 1 - self._room()
+        for chat in order:
+            if freed >= missing:
+                break
+            freed += self._park(chat)
+        return freed
+
+    def close(self) -> None:
+        """Let go of all; nothing is parked."""
+        with self._lock:
+            self._closed = True
+            self._waits.clear()
+            self._lock.notify()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _expected(self, wait: _Wait, now: float) -> float:
+        """Seconds until the owner is expected back: the mean of the durations that are left."""
+        gone = now - wait.since
+        left = [d - gone for d in self._durations[wait.tool] if d > gone]
+        return fmean(left) if left else gone
+
+    def _park(self, chat: Parkable) -> int:
+        nbytes = chat.kv_nbytes
+        with self._lock:
+            wait = self._waits.get(chat)
+            tier = self._tiers[wait.tier if wait is not None else 0]
+        parked = chat.try_park(tier)
+        with self._lock:
+            wait = self._waits.get(chat)
+            if wait is not None:  # it still waits: for how long is of interest in any case
+                further = parked and wait.tier + 1 < len(self._tiers)
+                wait.tier += further
+                wait.until = self._clock() + _MOST_SECONDS if further else float("inf")
+        return nbytes if parked else 0
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                # Looked up once: who is dropped meanwhile is out of the dictionary.
+                ends = [w.until for w in self._waits.values() if w.until < float("inf")]
+                if self._closed or not ends:
+                    self._thread = None
+                    return
+                now = self._clock()
+                due = [chat for chat, wait in self._waits.items() if wait.until <= now]
+                if not due:
+                    self._lock.wait(max(0.0, min(ends) - now))
+                    continue
+            for chat in due:
+                self._park(chat)
+                del chat
+            del due  # the thread keeps nobody alive
+
+
+_LEAST_TOKENS = 32
+"""Fewer are computed again nearly as quickly."""
+
+
+class PromptCache:
+    """Sequences of one model in ``folder``, which need not exist. Thread-safe.
+
+    ``limit`` is what the folder's parent may hold in bytes, all models together. Other processes
+    may use the same folder: what one deletes the others no longer find.
+    """
+
+    def __init__(self, folder: Path, *, limit: int) -> None:
+        self.folder = folder
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._files: dict[Path, BlockFile] = {}
+        self._in_ram: list[_RamCopy] = []
+
+    def save(self, session: EngineSession) -> int:
+        """Keep what ``session`` holds; the bytes on the disk, 0 where nothing was kept.
+
+        Raises:
+            StorageError: the disk is full or fails; the session is as it was.
+        """
+        blocks = session.blocks
+        if blocks is None:
+            return 0
+        with self._lock:
+            return self._write(
+                session.tokens,
+                session.kv_layout,
+                blocks.block_bytes,
+                blocks.take_blocks,
+                blocks.saved_states(),
+            )
+
+    def hold(self, session: EngineSession) -> int:
+        """Keep a copy in RAM of what ``session`` holds elsewhere; its bytes, 0 where it cannot.
+
+        It stays until it is restored, or until ``settle``.
+        """
+        tokens, cache = np.array(session.tokens, np.int64), session.blocks
+        if cache is None or len(tokens) < _LEAST_TOKENS:
+            return 0
+        blocks = cache.take_blocks(0, -(-len(tokens) // BLOCK_TOKENS)).copy()
+        with self._lock:
+            kept = _RamCopy(tokens, session.kv_layout, blocks, cache.saved_states())
+            self._in_ram.append(kept)
+        return kept.nbytes
+
+    def settle(self) -> int:
+        """Move the copies in RAM to the disk; the bytes of RAM freed.
+
+        Raises:
+            StorageError: the disk is full or fails; what was not moved stays.
+        """
+        freed = 0
+        with self._lock:
+            while self._in_ram:
+                copy = self._in_ram[-1]
+                self._write(copy.tokens, copy.layout, copy.blocks.shape[1], copy.take, copy.saved)
+                freed += self._in_ram.pop().nbytes
+        return freed
+
+    def restore(self, session: EngineSession, prompt: Sequence[int]) -> int:
+        """Give ``session`` the beginning of ``prompt`` where more of it is kept than it holds.
+
+        Returns the tokens that it got; 0 where it stays as it was.
+        """
+        if session.blocks is None:
+            return 0
+        wanted = np.asarray(prompt, np.int64)
+        held = common_prefix(session.tokens, wanted)
+        if len(wanted) < held + _LEAST_TOKENS:
+            return 0
+        with self._lock:
+            self._look()
+            known: list[BlockFile | _RamCopy] = [*self._in_ram, *self._files.values()]
+            most = session.capacity
+            shared = [
+                (kept.reach(min(most, common_prefix(kept.tokens, wanted))), kept)
+                for kept in known
+                if kept.layout == session.kv_layout
+            ]
+            length, kept = max(shared, key=lambda pair: pair[0], default=(0, None))
+            if kept is None or length < held + _LEAST_TOKENS:
+                return 0
+            states = kept.states(length)
+            got = session.put_tokens(prompt[:length], partial(kept.read, length), states)
+            if isinstance(kept, _RamCopy):
+                self._in_ram.remove(kept)
+            elif got < length:  # damaged
+                kept.delete()
+                self._files.pop(kept.folder, None)
+            else:
+                kept.touch()
+        return got
+
+    def clear(self) -> None:
+        """Forget everything of this model."""
+        with self._lock:
+            self._look()
+            for file in self._files.values():
+                file.delete()
+            self._files.clear()
+            self._in_ram.clear()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _write(
+        self,
+        tokens: Sequence[int] | Tokens,
+        layout: str,
+        block_bytes: int,
+        take: Callable[[int, int], Bytes],
+        states: Sequence[SavedState],
+    ) -> int:
+        nbytes = -(-len(tokens) // BLOCK_TOKENS) * block_bytes
+        nbytes += sum(state.data.nbytes for state in states)
+        if len(tokens) < _LEAST_TOKENS or nbytes > self.limit:
+            return 0
+        tokens = np.asarray(tokens, np.int64)
+        self._look()
+        same = [file for file in self._files.values() if file.layout == layout]
+        file = max(
+            (file for file in same if _goes_on(file.tokens, tokens)),
+            key=lambda file: len(file.tokens),
+            default=None,
+        )
+        if file is not None and len(file.tokens) > len(tokens):
+            file.touch()  # it holds all of this already
+            return file.nbytes
+        if file is None:
+            file = BlockFile(self.folder / uuid.uuid4().hex)
+        self._make_room(max(0, nbytes - file.nbytes), spare=file)
+        file.write(tokens, layout, block_bytes, take, states)
+        self._files[file.folder] = file
+        return file.nbytes
+
+    def _look(self) -> None:
+        """Read the descriptions that came, forget those that went."""
+        found = set(_folders(self.folder))
+        for path in self._files.keys() - found:
+            del self._files[path]
+        for path in found - self._files.keys():
+            file = BlockFile(path)
+            if len(file.tokens):
+                self._files[path] = file
+
+    def _make_room(self, nbytes: int, *, spare: BlockFile) -> None:
+        """Delete those used longest ago, of any model, until ``nbytes`` more are within limits."""
+        kept = [
+            (*_time_and_size(path), path)
+            for folder in _folders(self.folder.parent)
+            for path in _folders(folder)
+            if path != spare.folder
+        ]
+        free = self.limit - spare.nbytes - sum(size for _, size, _ in kept)
+        for _, size, path in sorted(kept):
+            if free >= nbytes:
+                return
+            BlockFile(path).delete()
+            self._files.pop(path, None)
+            free += size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RamCopy:
+    """A sequence as ``BlockFile`` gives it, in RAM: blocks (count, block_bytes), and states."""
+
+    tokens: Tokens
+    layout: str
+    blocks: Bytes
+    saved: Sequence[SavedState]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.blocks.nbytes) + sum(state.data.nbytes for state in self.saved)
+
+    def reach(self, length: int) -> int:
+        return reachable(self.saved, length)
+
+    def states(self, length: int) -> list[SavedState]:
+        return [state for state in self.saved if state.position <= length]
+
+    def take(self, first: int, count: int) -> Bytes:
+        return self.blocks[first : first + count]
+
+    def read(self, length: int, fill: FillBlocks) -> int:
+        fill(0, -(-length // BLOCK_TOKENS), held_blocks(self.blocks))
+        return length
+
+
+def model_key(path: Path, fingerprint: str, *facts: object) -> str:
+    """A name for what a KV cache depends on: the model at ``path``, and ``facts`` of the engine.
+
+    ``fingerprint`` tells contents apart by a sample of them. Each file's identity and times find
+    the changes that the sample misses: a change time cannot be set back as a file's own time can.
+    """
+    about = [fingerprint, *map(repr, facts)]
+    for file in _files_of(path):
+        with suppress(OSError):
+            status = file.stat()
+            about.append(
+                f"{file.name} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} "
+                f"{status.st_ino}"
+            )
+    return hashlib.sha256("\n".join(about).encode()).hexdigest()[:16]
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.rglob("*"))
+    split = split_part(path)
+    return sorted(path.parent.glob(f"{escape(split[0])}-*.gguf")) if split else [path]
+
+
+def _goes_on(held: Tokens, tokens: Tokens) -> bool:
+    """Whether one of the two begins with the other, or nearly: a last word may be another."""
+    same = common_prefix(held, tokens)
+    return same >= min(len(held), len(tokens)) - BLOCK_TOKENS and 2 * same > len(held)
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return [Path(entry.path) for entry in os.scandir(path) if entry.is_dir()]
+    except OSError:
+        return []
+
+
+def _time_and_size(path: Path) -> tuple[float, int]:
+    """When it was used last, in seconds since the epoch, and its bytes."""
+    used, size = 0.0, 0
+    with suppress(OSError):
+        for entry in os.scandir(path):
+            status = entry.stat()
+            used, size = max(used, status.st_mtime), size + status.st_size
+    return used, size

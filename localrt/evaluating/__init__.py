@@ -1,1 +1,0 @@
-"""How good a model's answers are: perplexity and divergence on a text."""

@@ -1,0 +1,475 @@
+"""Low-rank adapters as they are published: folders of PEFT and mlx-lm, llama.cpp's GGUF files.
+
+A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, or ``adapters.safetensors``
+of mlx-lm: LoRA, rsLoRA (arXiv:2312.03732) and DoRA. Every matrix is checked against the base
+model's before any is read, and comes out under the name of the tensor that it changes, in the row
+order that the checkpoint of the base shows (``adapter_places.py``). Nothing is unpickled.
+
+``adapter_config.json`` of PEFT and mlx-lm: what is read, and what products are times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints.adapters.places import (
+    Place,
+    is_beside_text,
+    places,
+    text_module,
+    why_only_merged,
+)
+from localrt.models.checkpoints.base import Checkpoint, StoredTensor
+from localrt.models.checkpoints.gguf.file import GgufFile, is_gguf
+from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, QWEN_DELTA, hf_tensor_name
+from localrt.models.checkpoints.ranged_file import RangedFile
+from localrt.models.checkpoints.safetensors.header import (
+    is_raw,
+    read_header,
+    read_json,
+    unread_type_error,
+)
+from localrt.models.checkpoints.safetensors.names import INTERLEAVED_ROTARY as PUBLISHED_IN_PAIRS
+from localrt.quant.formats import unpack
+from localrt.quant.ops.adapters import Adapter, LowRank
+
+# What changes more than a matrix by a low rank.
+_REFUSED = {
+    "fan_in_fan_out": "whose matrices are transposed",
+    "layer_replication": "that repeats layers",
+    "megatron_config": "split for Megatron",
+    "trainable_token_indices": "with rows of the embedding of its own",
+    "arrow_config": "with routing among adapters",
+    "corda_config": "in the form of CorDA",
+}
+_MOST_REPEATS, _MOST_CHOICES = 3, 100  # in a pattern of modules' names
+
+
+def check_peft_config(config: Mapping[str, Any], path: Path) -> None:
+    """Whether this is the ``adapter_config.json`` at ``path`` of an adapter that is read here.
+
+    Raises:
+        CheckpointError: a key is malformed.
+        UnsupportedModelError: it is of another kind than LoRA, rsLoRA and DoRA.
+    """
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise UnsupportedModelError(
+            f"{path}: adapters of type {kind!r:.40} are not read: LoRA, rsLoRA and DoRA are"
+        )
+    for name, what in _REFUSED.items():
+        if config.get(name):
+            raise UnsupportedModelError(f"{path}: {name}: an adapter {what} is not read")
+    if config.get("bias", "none") != "none":
+        raise UnsupportedModelError(f"{path}: bias: an adapter with biases of its own is not read")
+    for name in ("r", "lora_alpha"):
+        value = config.get(name)
+        if not _is_size(value):
+            raise CheckpointError(f"{path}: {name} must be a number above 0, is {value!r:.40}")
+    for name in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(name) or {}
+        if not isinstance(pattern, dict) or not all(map(_is_size, pattern.values())):
+            raise CheckpointError(f"{path}: {name} must give modules numbers above 0")
+        for each in pattern:
+            if _is_slow(each):
+                raise CheckpointError(
+                    f"{path}: {name}: {each!r:.60} could take too long to match: write names of "
+                    f"modules, with at most {_MOST_REPEATS} of * + ? and none of them after )"
+                )
+
+
+def _is_slow(pattern: str) -> bool:
+    """Whether matching a name may try so many ways that it does not end."""
+    plain = re.sub(r"\\.", "x", pattern).replace("(?:", "(")
+    repeats, groups = re.findall(r"[*+?{]", plain), plain.count("(")
+    repeated = re.search(r"\)[*+?{]", plain) is not None
+    return repeated or len(repeats) > _MOST_REPEATS or groups * plain.count("|") > _MOST_CHOICES
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9
+
+
+def peft_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
+    """What a module's product is times, from its name and rank.
+
+    Calling it raises ``CheckpointError`` where the config says another rank.
+    """
+
+    def of(kind: str, module: str, default: float) -> float:
+        for pattern, value in (config.get(kind) or {}).items():
+            try:
+                if re.fullmatch(rf"(.*\.)?({pattern})", module):
+                    return float(value)
+            except re.error as error:
+                raise CheckpointError(f"{path}: {kind}: {pattern!r:.60}: {error}") from error
+        return default
+
+    def scale(module: str, rank: int) -> float:
+        told = of("rank_pattern", module, config["r"])
+        if told != rank:
+            raise CheckpointError(
+                f"{path}: module {module!r:.100} has rank {rank}, the config's r or rank_pattern "
+                f"says {told:g}"
+            )
+        alpha = of("alpha_pattern", module, config["lora_alpha"])
+        return float(alpha / rank**0.5 if config.get("use_rslora") else alpha / rank)
+
+    return scale
+
+
+def check_mlx_config(config: Mapping[str, Any], path: Path) -> None:
+    """Whether this is the ``adapter_config.json`` at ``path`` of an adapter of mlx-lm's.
+
+    Raises:
+        CheckpointError: a key is malformed.
+        UnsupportedModelError: it is of another kind than LoRA and DoRA.
+    """
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "dora"):
+        raise UnsupportedModelError(
+            f"{path}: fine_tune_type is {kind!r:.40}, of which localrt reads lora and dora: fuse "
+            "it with its model (mlx_lm.fuse)"
+        )
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict) or not _is_size(parameters.get("scale")):
+        raise CheckpointError(f"{path}: lora_parameters must have a scale above 0")
+
+
+def mlx_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
+    """What every product is times, whatever the rank."""
+    return lambda module, rank: float(config["lora_parameters"]["scale"])
+
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+_MLX_NAME = "adapters.safetensors"
+Floats = npt.NDArray[np.float32]
+_HASHED = 1 << 18  # bytes at once: they stay in the cache
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_WRAPPER = "base_model.model."
+# How PEFT names a module's parts: A, B, and DoRA's magnitudes.
+_PEFT = re.compile(
+    r"(?P<module>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?"
+)
+# mlx-lm's: A and B are transposed, m is DoRA's.
+_MLX = re.compile(r"(?P<module>.+)\.(lora_(?P<part>a|b)|(?P<m>m))")
+_MERGE = "merge it with 'localrt quantize MODEL --adapter PATH'"
+# What folders of these models keep in pairs, GGUF's converter leaves so.
+_IN_PAIRS = PUBLISHED_IN_PAIRS | {"ernie4_5", "ernie4_5-moe"}
+_COPIES = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
+_GGUF = re.compile(r"(?P<module>.+)\.lora_(?P<part>[ab])")
+# GGUF architectures whose converter multiplies matrices by the config's factors.
+_SCALED = frozenset({"falcon-h1"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """How a file names and keeps things."""
+
+    path: Path
+    name_of: Callable[[str], str]  # from a module's name to the tensor that it changes
+    scale: Callable[[str, int], float]  # of a module's product, from its name and rank
+    pairs: bool  # rotary rows of queries and keys lie in pairs
+    converted: bool = False  # rows lie as in GGUF files
+    transposed: bool = False  # A is (columns, rank), B (rank, rows)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What there is of one module, not read yet."""
+
+    a: StoredTensor | None = None
+    b: StoredTensor | None = None
+    magnitude: StoredTensor | None = None
+    of_tokens: bool = False
+
+
+def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adapter[LowRank]:
+    """The adapter at ``path``, a folder or a ``.gguf`` file, for the model ``base``.
+
+    DoRA's factors need the base's matrices, which are then read once. ``merging``: also of matrices
+    that cannot be adapted while the model runs.
+
+    Raises:
+        CheckpointError: it is damaged, or belongs to another base.
+        UnsupportedModelError: it is of another kind than those above.
+    """
+    if path.is_dir():
+        return _read_folder(path, base, merging=merging)
+    if path.suffix == ".gguf" or is_gguf(path):  # other programs' files have no suffix
+        return _read_gguf(path, base, merging=merging)
+    raise CheckpointError(
+        f"{path} is no adapter: give a folder of PEFT or mlx-lm ({CONFIG_NAME}, {WEIGHTS_NAME} or "
+        f"{_MLX_NAME}), or a .gguf file"
+    )
+
+
+def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRank]:
+    config_path = path / CONFIG_NAME
+    if not config_path.exists():
+        raise CheckpointError(f"{path} is no adapter: it has no {CONFIG_NAME}")
+    config = read_json(config_path)
+    mlx = "peft_type" not in config and (path / _MLX_NAME).exists()
+    (check_mlx_config if mlx else check_peft_config)(config, config_path)
+    if base.kind == "gguf" and base.architecture in _SCALED:
+        raise UnsupportedModelError(
+            f"{path}: {base.path.name} has the model's factors in its matrices, which an adapter "
+            "does not: use the model's folder with it"
+        )
+    weights = path / (_MLX_NAME if mlx else WEIGHTS_NAME)
+    if not weights.exists():
+        pickled = " (only pickled weights, which could run code)" * (
+            (path / "adapter_model.bin").exists()
+        )
+        raise CheckpointError(f"{path} has no {WEIGHTS_NAME}{pickled}: save it as safetensors")
+    file = RangedFile(weights)
+    with closing(file):
+        modules: dict[str, _Parts] = {}
+        for name, tensor in read_header(file).items():
+            if isinstance(tensor, str) or is_raw(tensor.info.format):
+                kind = tensor if isinstance(tensor, str) else tensor.info.format.name.upper()
+                raise unread_type_error(weights, name, kind)
+            found = (_MLX if mlx else _PEFT).fullmatch(name.removeprefix(_WRAPPER))
+            if found is None and name.endswith(_COPIES):
+                continue  # of the base's, which PEFT saves beside what it has for tokens
+            if found is None:
+                raise UnsupportedModelError(
+                    f"{weights}: tensor {name!r:.120} is no part of a low rank: an adapter that "
+                    "holds whole modules (modules_to_save, bias) must be merged into its model"
+                )
+            if is_beside_text(found["module"]):
+                continue  # the text part alone runs
+            parts = modules.setdefault(found["module"], _Parts())
+            part = found["part"] or "magnitude"
+            kind = part.removeprefix("embedding_").removesuffix("_vector").lower()
+            parts.of_tokens |= part.startswith("embedding_")
+            setattr(parts, kind, tensor)
+        if (config.get("use_dora") or config.get("fine_tune_type") == "dora") and (
+            plain := next((name for name, parts in modules.items() if not parts.magnitude), None)
+        ):
+            raise CheckpointError(
+                f"{weights}: module {plain!r:.100} has no magnitudes, though {CONFIG_NAME} says "
+                "that it is a DoRA"
+            )
+        source = _Source(
+            weights,
+            lambda module: text_module(module, base),
+            (mlx_scale if mlx else peft_scale)(config, config_path),
+            pairs=base.architecture in _IN_PAIRS,
+            transposed=mlx,
+        )
+        with ThreadPoolExecutor(1) as pool:
+            key = pool.submit(_digest, file, config_path.read_bytes())
+            return _assembled(source, key.result, modules, base, merging=merging)
+
+
+def _read_gguf(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowRank]:
+    with closing(GgufFile(path)) as file:
+        metadata = file.metadata
+        kind = (metadata.text("general.type"), metadata.text("adapter.type"))
+        if kind != ("adapter", "lora"):
+            raise CheckpointError(f"{path} is no LoRA adapter: its type is {kind[0]} {kind[1]}")
+        alpha = metadata.number("adapter.lora.alpha")
+        if alpha is None or not alpha > 0:
+            raise CheckpointError(f"{path}: adapter.lora.alpha must be above 0, is {alpha}")
+        architecture = metadata.text("general.architecture") or ""
+        modules: dict[str, _Parts] = {}
+        for name, tensor in file.tensors.items():
+            found = _GGUF.fullmatch(name)
+            if found is None:
+                raise UnsupportedModelError(
+                    f"{path}: tensor {name!r:.120} is no part of a low rank"
+                )
+            parts = modules.setdefault(found["module"], _Parts())
+            setattr(parts, found["part"], tensor)
+            parts.of_tokens = found["module"].startswith("token_embd")
+
+        def name_of(module: str) -> str:
+            return hf_tensor_name(architecture, module)
+
+        def scale(_: str, rank: int) -> float:
+            return float(alpha) / rank
+
+        source = _Source(
+            path, name_of, scale, pairs=architecture in INTERLEAVED_ROTARY, converted=True
+        )
+        if architecture in QWEN_DELTA and base.kind != "gguf":
+            raise UnsupportedModelError(
+                f"{path}: an adapter converted for GGUF files of {architecture} does not fit "
+                f"{base.path.name}, whose heads lie in another order: use the adapter's PEFT folder"
+            )
+        with closing(RangedFile(path)) as ranged, ThreadPoolExecutor(1) as pool:
+            key = pool.submit(_digest, ranged, b"")
+            return _assembled(source, key.result, modules, base, merging=merging)
+
+
+def _assembled(
+    source: _Source,
+    key: Callable[[], str],
+    modules: Mapping[str, _Parts],
+    base: Checkpoint,
+    *,
+    merging: bool,
+) -> Adapter[LowRank]:
+    """Check every module, then read them."""
+    if not modules:
+        raise CheckpointError(f"{source.path} holds no adapter's tensors of a text model")
+    checked = [
+        (module, *_checked(source, module, parts, base, merging=merging))
+        for module, parts in modules.items()
+    ]
+    matrices: dict[str, LowRank] = {}
+    embedding = head = None
+    for module, found, a, b in checked:
+        parts = modules[module]
+        low, high = _values(a), _values(b)
+        if source.transposed:
+            low, high = np.ascontiguousarray(low.T), np.ascontiguousarray(high.T)
+        rank = high.shape[1]
+        if parts.of_tokens and a.info.shape[0] != rank:
+            low = np.ascontiguousarray(low.T)  # llama.cpp keeps a row for each token
+        factor = source.scale(module, rank)
+        if factor != 1:
+            high = high * np.float32(factor)
+        magnitude = None if parts.magnitude is None else _values(parts.magnitude).reshape(-1)
+        for place in found:
+            part = LowRank(
+                low if place.columns is None else np.ascontiguousarray(low[:, place.columns]),
+                high if place.rows is None else high[place.rows],
+            )
+            if magnitude is not None:
+                own = magnitude if place.rows is None else magnitude[place.rows]
+                part = _decomposed(part, own, place.name, base)
+            if place.name == _HEAD:
+                head = part
+            elif place.name == _EMBEDDING:
+                embedding = part
+            else:
+                matrices[place.name] = part
+    return Adapter(key(), matrices, embedding, head)
+
+
+def _checked(
+    source: _Source, module: str, parts: _Parts, base: Checkpoint, *, merging: bool
+) -> tuple[list[Place], StoredTensor, StoredTensor]:
+    """Where a module's change belongs, and its two matrices."""
+    a, b, path = parts.a, parts.b, source.path
+    if a is None or b is None:
+        raise CheckpointError(f"{path}: module {module!r:.100} has no lora_{'B' if a else 'A'}")
+    if len(a.info.shape) != 2 or len(b.info.shape) != 2:
+        raise CheckpointError(f"{path}: module {module!r:.100} is not two matrices")
+    low, high = a.info.shape, b.info.shape
+    if source.transposed:
+        low, high = low[::-1], high[::-1]
+    rank = high[1]
+    of_rank = low if low[0] == rank else low[::-1]
+    if of_rank[0] != rank or (of_rank != low and not parts.of_tokens):
+        raise CheckpointError(
+            f"{path}: module {module!r:.100}: the ranks of A {a.info.shape} and B {b.info.shape} "
+            "disagree"
+        )
+    shape = (high[0], of_rank[1])
+    found = _places(source, module, shape, base)
+    for place in found:
+        what = None if merging else why_only_merged(place.name)
+        if what is not None:
+            raise UnsupportedModelError(
+                f"{path}: module {module!r:.100}: {what} cannot be adapted while the model runs: "
+                f"{_MERGE}"
+            )
+    if (magnitude := parts.magnitude) is not None and (
+        int(np.prod(magnitude.info.shape)) != shape[0] or found[0].name == _EMBEDDING
+    ):
+        raise CheckpointError(
+            f"{path}: module {module!r:.100}: magnitudes {magnitude.info.shape} for {shape[0]} rows"
+        )
+    return found, a, b
+
+
+def _places(source: _Source, module: str, shape: tuple[int, int], base: Checkpoint) -> list[Place]:
+    """Of a module of ``shape``; the base has all of them, in these sizes."""
+    name = source.name_of(module)
+    try:
+        found = places(name, shape, base, pairs=source.pairs, converted=source.converted)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{source.path}: module {module!r:.100} has {shape[0]} rows, which are not those of "
+            f"{base.path.name}: the adapter is for another model"
+        ) from error
+    tied = _HEAD not in base.tensors
+    for place in found:
+        info = base.tensors.get(_EMBEDDING if place.name == _HEAD and tied else place.name)
+        if info is None or len(info.shape) != 2:
+            raise CheckpointError(
+                f"{source.path}: {base.path.name} has no module {module!r:.100}: {_why_not(name)}"
+            )
+        out, inner = info.shape if place.name != _EMBEDDING else info.shape[::-1]
+        rows = shape[0] if place.rows is None else len(place.rows)
+        if (rows, shape[1]) != (out, inner):
+            raise CheckpointError(
+                f"{source.path}: module {module!r:.100} is {rows} x {shape[1]}, in "
+                f"{base.path.name} {out} x {inner}: the adapter is for another model"
+            )
+    return found
+
+
+def _why_not(name: str) -> str:
+    if ".experts" in name:
+        return "adapters of all experts at once are not read: merge it with PEFT (merge_and_unload)"
+    if name.endswith(".kv_b_proj.weight"):
+        return "each head's part is computed by itself: merge it with PEFT (merge_and_unload)"
+    return "the adapter is for another model"
+
+
+def _decomposed(part: LowRank, magnitude: Floats, name: str, base: Checkpoint) -> LowRank:
+    """DoRA: each row of ``W + B A`` has a length of its own."""
+    if name not in base.tensors:
+        name = _EMBEDDING  # of a tied head
+    factors, at = np.empty(len(magnitude), np.float32), 0
+    for rows in _rows(base, name):
+        rows = rows + part.b[at : at + len(rows)] @ part.a
+        factors[at : at + len(rows)] = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1))
+        at += len(rows)
+    with np.errstate(all="ignore"):
+        factors = magnitude / factors
+    if not np.isfinite(factors).all():
+        raise CheckpointError(f"{base.path.name}: rows of {name} are 0: a DoRA cannot scale them")
+    return LowRank(part.a, part.b * factors[:, None], factors)
+
+
+def _rows(base: Checkpoint, name: str) -> Iterator[Floats]:
+    from localrt.quant.methods.rotation import restored_rows
+
+    for block in base.blocks(name):
+        yield from restored_rows(block)
+
+
+def _values(tensor: StoredTensor) -> Floats:
+    values = unpack(tensor.read()).reshape(tensor.info.shape)
+    flat = values.reshape(-1)
+    if not np.isfinite(np.dot(flat, flat)):
+        raise CheckpointError(
+            f"{tensor.file.path}: tensor {tensor.info.name!r:.120} holds no finite numbers: "
+            "train or download it again"
+        )
+    return values
+
+
+def _digest(file: RangedFile, config: bytes) -> str:
+    """Names the contents: what was computed with an adapter must not pass for another's."""
+    found = hashlib.sha256(config)
+    for at in range(0, file.size, _HASHED):
+        found.update(file.read(at, min(_HASHED, file.size - at)).data)
+    return found.hexdigest()[:24]

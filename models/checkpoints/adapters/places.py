@@ -1,0 +1,157 @@
+"""Which of the base's matrices a published module is, and in which order its rows lie there.
+
+A checkpoint shows some matrices under other names, in parts, or with moved rows (``hf_names.py``,
+``delta_tensors.py``, ``rotary_rows.py``). The same is done here to a column of row numbers, so that
+an adapter's rows go where the base's went. It knows names and sizes, and no adapter.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.checkpoints.base import Bytes, Checkpoint, RowSource, TensorInfo
+from localrt.models.checkpoints.family_tensors import delta_tensors
+from localrt.models.checkpoints.gguf.names import QWEN_DELTA
+from localrt.models.checkpoints.moved_rows import rotary_rows
+from localrt.models.checkpoints.safetensors.names import plain_tensors
+from localrt.models.checkpoints.text_model import decoder_tensor
+from localrt.quant.formats import F32
+
+__all__ = ["Place", "is_beside_text", "places", "text_module", "why_only_merged"]
+
+Numbers = npt.NDArray[np.intp]
+
+# Modules of towers for images and sounds, as transformers calls them.
+_TOWERS = re.compile(
+    r"(.+\.)?(visual|vision_tower|vision_model|vision_embed_tokens|audio_tower|audio_model"
+    r"|multi_modal_projector|embed_vision|embed_audio)(\..+)?",
+    re.DOTALL,
+)
+_ONLY_MERGED = (
+    # what is computed by other steps than products of rows with a matrix
+    (re.compile(r".+\.mlp\.gate\.weight", re.DOTALL), "routers"),
+    (re.compile(r".+\.experts\.\d+\..+", re.DOTALL), "routed experts"),
+    (re.compile(r".+\.[kv]_b_proj\.weight", re.DOTALL), "matrices of latent attention's heads"),
+    (re.compile(r".+\baltup\w*\..+", re.DOTALL), "residual streams"),
+    (re.compile(r".+\b(ngram_embedding|embed_tokens_per_layer)\.weight", re.DOTALL), "tables"),
+)
+_IN_FILES = (
+    # modules of folders, and what GGUF's names for their matrices stand for
+    (re.compile(r"\.feed_forward\.w1\."), ".mlp.gate_proj."),  # LFM2
+    (re.compile(r"\.feed_forward\.w3\."), ".mlp.up_proj."),
+    (re.compile(r"\.feed_forward\.w2\."), ".mlp.down_proj."),
+    (re.compile(r"\.self_attn\.out_proj\."), ".self_attn.o_proj."),
+    (re.compile(r"\.mlp\.shared_experts\."), ".mlp."),  # Granite without experts
+    (re.compile(r"\.mixer\.(?=(in|out)_proj\.)"), ".mamba."),  # Nemotron-H
+    (re.compile(r"\.mixer\.(?=[qkvo]_proj\.)"), ".self_attn."),
+    (re.compile(r"\.mixer\.(?=(up|down)_proj\.)"), ".mlp."),
+)
+_COUNTED = {"moe_num_experts": 0}  # where a config says nothing of experts
+_IN_MEMORY = ".forget_gate."  # how transformers groups some of Kimi Linear's matrices
+_DELTA = re.compile(r".+\.linear_attn\.(in_proj_(?P<part>qkv|z|b|a)|(?P<out>out_proj))\.weight")
+_IN_GROUPS = "qwen3next"  # whose GGUF files keep the value heads of a key head together
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A matrix of the base: its tensor, and which of the module's rows and columns it has.
+
+    None: all of them, as they are.
+    """
+
+    name: str
+    rows: Numbers | None = None
+    columns: Numbers | None = None
+
+
+def is_beside_text(module: str) -> bool:
+    """Whether a module belongs to no decoder, but to what sees and hears."""
+    return _TOWERS.fullmatch(module) is not None
+
+
+def text_module(module: str, base: Checkpoint) -> str:
+    """The decoder's name of a published module's matrix: without what multimodal models add."""
+    whole = f"{module}.weight"
+    if whole in base.tensors:
+        return whole
+    whole = whole.replace(_IN_MEMORY, ".")
+    plain = decoder_tensor(whole, base.config, multimodal=False)
+    inner = decoder_tensor(whole, base.config, multimodal=True)
+    return inner if inner is not None and plain == whole else plain or whole
+
+
+def why_only_merged(name: str) -> str | None:
+    """What a tensor is that cannot be adapted while the model runs; None: it can."""
+    return next((what for pattern, what in _ONLY_MERGED if pattern.fullmatch(name)), None)
+
+
+def places(
+    name: str, shape: tuple[int, int], base: Checkpoint, *, pairs: bool, converted: bool
+) -> list[Place]:
+    """Where the matrix that is published as ``name`` (a decoder's tensor) lies in ``base``.
+
+    ``pairs``: it is published with the rotary rows of queries and keys in pairs; ``converted``: in
+    the order of GGUF files.
+
+    Raises:
+        CheckpointError: its rows are not those that the base's config asks for.
+    """
+    rows, columns = shape
+    if name in base.tensors and not pairs and not _DELTA.fullmatch(name):
+        return [Place(name)]
+    numbers: RowSource = _RowNumbers(TensorInfo(name, (rows, 1), F32, rows * F32.row_bytes(1)))
+    parts = plain_tensors(base.architecture, {**_COUNTED, **base.config}, {name: numbers})
+    parts = delta_tensors(parts, base.config)
+    if pairs:
+        parts = parts | rotary_rows(parts, base.config, base.path)
+    found = []
+    for own, source in parts.items():
+        taken = source.read().data.view("<f4").reshape(-1).astype(np.intp)
+        own = own if own in base.tensors else _in_file(own, base)
+        place = Place(own, None if len(taken) == rows and _in_order(taken) else taken)
+        found.append(place if converted else _in_turns(place, len(taken), columns, base))
+    return found
+
+
+def _in_file(name: str, base: Checkpoint) -> str:
+    """A tensor by the name that it has in a GGUF file's checkpoint, if it is there."""
+    others = (pattern.sub(other, name) for pattern, other in _IN_FILES)
+    return next((other for other in others if other in base.tensors), name)
+
+
+def _in_order(numbers: Numbers) -> bool:
+    return bool((numbers == np.arange(len(numbers))).all())
+
+
+def _in_turns(place: Place, rows: int, columns: int, base: Checkpoint) -> Place:
+    """GGUF files of Qwen3.5 have the value heads of all key heads by turns."""
+    match = _DELTA.fullmatch(place.name)
+    turned = base.kind == "gguf" and base.architecture in QWEN_DELTA - {_IN_GROUPS}
+    if match is None or not turned:
+        return place
+    keys, heads, key, value = (
+        int(base.config[f"linear_{name}"])
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    )
+    width = 1 if match["part"] in ("b", "a") else value
+    before = 2 * keys * key if match["part"] == "qkv" else 0
+    count = columns if match["out"] else rows
+    if count != before + heads * width:
+        return place  # the base's is another, which is told of where shapes are compared
+    by_key = np.arange(before, count).reshape(keys, heads // keys, width)
+    order = np.concatenate([np.arange(before), by_key.swapaxes(0, 1).reshape(-1)])
+    if match["out"]:
+        return Place(place.name, place.rows, order)
+    return Place(place.name, order if place.rows is None else place.rows[order])
+
+
+@dataclass(frozen=True, slots=True)
+class _RowNumbers(RowSource):
+    """A column that numbers the rows of a matrix."""
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        return np.arange(start, stop, dtype="<f4").view(np.uint8)

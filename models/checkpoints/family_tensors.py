@@ -1,0 +1,473 @@
+"""Qwen3-Next's projections of DeltaNet layers, apart as Qwen3.5 publishes them.
+
+Published are two matrices, in which the rows of each key head lie together: a query, a key, values
+and their gates in the one, strengths and decays in the other. Whole packed rows are moved, which
+changes no value. It knows config keys and tensors, no files.
+
+Gemma 3n's and Gemma 4's tensors in the form that the model takes.
+
+The table of per-layer embeddings has a row for each layer of each token here: the same bytes, so
+that what a token needs lies together in tiles, and little else is read with it. A layer's router of
+streams is used by two units, each of which has a copy; its coefficients are vectors. Keys and
+values of layers that attend to an earlier one's are published in some files, and are left out. It
+knows config keys and tensors, no files.
+
+DeepSeek's tensors in the one form that the model takes, whatever form they were published in.
+
+A head's matrices from latents to keys and to values are published as one (``kv_b_proj``) or, in
+newer GGUF files, apart and per head: ``k_b_proj`` transposed, so that it turns a query into one
+against latents, and ``v_b_proj``. The model takes the latter two as matrices of stacked heads.
+Values are rows of the published matrix, in its bytes. Transposed keys cannot be: what was not
+quantized keeps its format, GGUF's types become f16, which rounds less than they were rounded, and
+other groups f32, which holds them. It knows config keys and tensors, no files.
+
+The table of hashed n-grams as one matrix, which is published in hundreds of parts.
+
+Beside it lie the numbers that hashing takes, which follow from the config, and in files whose table
+is in FP8 what its values are times. It knows names and rows, no files.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, TensorInfo
+from localrt.models.checkpoints.expert_stacks import StackedRows
+from localrt.quant.formats import (
+    BF16,
+    F16,
+    F32,
+    GROUP_CODECS,
+    Format,
+    PackedTensor,
+    pack,
+    unpack,
+)
+
+_BOTH: Mapping[str, tuple[tuple[str, str], ...]] = {
+    # the published matrix, and what it holds in its order: "v" stands for the values' rows
+    "linear_attn.in_proj_qkvz.weight": (("in_proj_qkv", "qkv"), ("in_proj_z", "z")),
+    "linear_attn.in_proj_ba.weight": (("in_proj_b", "b"), ("in_proj_a", "a")),
+}
+
+
+def delta_tensors(
+    stored: Mapping[str, RowSource], config: Mapping[str, Any]
+) -> dict[str, RowSource]:
+    """``stored`` with Qwen3.5's matrices in the place of Qwen3-Next's.
+
+    Other architectures' tensors are as they were.
+
+    Raises:
+        CheckpointError: a matrix is not what the config says.
+    """
+    found: dict[str, RowSource] = {}
+    for name, tensor in stored.items():
+        published = next((stem for stem in _BOTH if name.endswith(stem)), None)
+        if published is None:
+            found[name] = tensor
+        else:
+            prefix = name.removesuffix(published)
+            found |= _split(tensor, f"{prefix}linear_attn.", _BOTH[published], config)
+    return found
+
+
+def _split(
+    tensor: RowSource,
+    prefix: str,
+    contents: tuple[tuple[str, str], ...],
+    config: Mapping[str, Any],
+) -> dict[str, RowSource]:
+    def size(key: str) -> int:
+        number = config.get(key)
+        if type(number) is not int or number < 1:
+            raise CheckpointError(f"config {key} must be a positive integer, is {number!r:.60}")
+        return number
+
+    groups, heads = size("linear_num_key_heads"), size("linear_num_value_heads")
+    key, each = size("linear_key_head_dim"), heads // groups
+    value = each * size("linear_value_head_dim")
+    sizes = {"q": key, "k": key, "v": value, "z": value, "b": each, "a": each}
+    whole = sum(sizes[part] for _, parts in contents for part in parts)
+    info = tensor.info
+    if len(info.shape) != 2 or info.shape[0] != groups * whole or heads % groups:
+        raise CheckpointError(
+            f"wrong shape: {info.name} {info.shape}; the config asks for {groups} key heads of "
+            f"{whole} rows"
+        )
+    found: dict[str, RowSource] = {}
+    begin = 0
+    for stem, parts in contents:
+        runs = []
+        for part in parts:
+            runs.append((begin, sizes[part]))
+            begin += sizes[part]
+        rows = groups * sum(count for _, count in runs)
+        name = f"{prefix}{stem}.weight"
+        own = TensorInfo(name, (rows, info.shape[1]), info.format, rows * tensor.row_bytes)
+        found[name] = _PartsOfGroups(own, tensor, groups, tuple(runs))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _PartsOfGroups(RowSource):
+    """Some rows of each of the equal ``groups`` of ``whole``: ``runs`` are (first row, count).
+
+    All groups' rows of the first run come first.
+    """
+
+    whole: RowSource
+    groups: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.whole.scale
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        pieces = [self.whole.read(*rows).data for rows in self._places(start, stop)]
+        return np.concatenate([piece.reshape(-1, self.row_bytes) for piece in pieces])
+
+    def _places(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where rows ``start`` to ``stop`` lie in the published matrix."""
+        size, at = self.whole.rows // self.groups, 0
+        for begin, count in self.runs:
+            for group in range(self.groups):
+                first, last = max(start, at), min(stop, at + count)
+                if first < last:
+                    there = group * size + begin - at
+                    yield first + there, last + there
+                at += count
+
+
+_TABLE = "model.embed_tokens_per_layer.weight"
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)", re.DOTALL)
+_KEYS_AND_VALUES = re.compile(r"self_attn\.([kv]_(proj|norm)|qkv_proj)\..+")
+_COPIED = {
+    "altup.modality_router.weight": "altup.{}_router.weight",
+    "altup.router_norm.weight": "altup.{}_norm.weight",
+}
+_FLAT = ("altup.prediction_coefs.weight", "altup.correction_coefs.weight")
+_STREAM_SCALE = "altup.correct_output_scale"
+_PURPOSES = ("prediction", "correction")
+
+
+def gemma_tensors(
+    stored: Mapping[str, RowSource], config: Mapping[str, Any]
+) -> dict[str, RowSource]:
+    """``stored`` as the model takes it. Other architectures' tensors are as they were.
+
+    Raises:
+        CheckpointError: the table's rows cannot be cut into the layers'.
+    """
+    width, shared = (
+        number if type(number := config.get(key)) is int and number > 0 else 0
+        for key in ("hidden_size_per_layer_input", "num_kv_shared_layers")
+    )
+    if not (width or shared):
+        return dict(stored)
+    layers = config.get("num_hidden_layers")
+    first_shared = layers - shared if type(layers) is int else 0  # a config without is refused
+    found: dict[str, RowSource] = {}
+    for name, tensor in stored.items():
+        match = _LAYER.fullmatch(name)
+        if name == _TABLE and width:
+            found[name] = _by_layer(tensor, width)
+        elif match is None:
+            found[name] = tensor
+        elif _is_unused(match[2], int(match[1]) >= first_shared, config):
+            continue
+        else:
+            prefix = name.removesuffix(match[2])
+            found |= {part.info.name: part for part in _parts(tensor, prefix, match[2])}
+    return found
+
+
+def _is_unused(stem: str, shares: bool, config: Mapping[str, Any]) -> bool:
+    """Whether the model does without a layer's tensor; ``shares``: it has no keys of its own."""
+    if stem == _STREAM_SCALE:
+        return config.get("altup_correct_scale") is False
+    return shares and _KEYS_AND_VALUES.fullmatch(stem) is not None
+
+
+def _by_layer(tensor: RowSource, width: int) -> RowSource:
+    """The table with ``width`` columns."""
+    info = tensor.info
+    if len(info.shape) != 2 or info.shape[1] % width or width % info.format.block:
+        raise CheckpointError(
+            f"tensor {info.name} {info.shape} in {info.format.name} does not hold {width} numbers "
+            "for each layer (hidden_size_per_layer_input)"
+        )
+    parts = info.shape[1] // width
+    shorter = replace(info, shape=(info.shape[0] * parts, width))
+    if isinstance(tensor, StoredTensor):
+        return replace(tensor, info=shorter)
+    return _ShorterRows(shorter, tensor, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _ShorterRows(RowSource):
+    """The rows of ``whole``, each as ``parts`` rows."""
+
+    whole: RowSource
+    parts: int
+
+    @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.whole.scale
+
+    @property
+    def rows_together(self) -> int:
+        """Those of a whole row."""
+        return self.parts
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        first = start // self.parts
+        data = self.whole.read(first, -(-stop // self.parts)).data.reshape(-1, self.row_bytes)
+        return data[start - first * self.parts : stop - first * self.parts]
+
+
+def _parts(tensor: RowSource, prefix: str, stem: str) -> Iterator[RowSource]:
+    """What one tensor of a layer is."""
+    info = tensor.info
+    if (copies := _COPIED.get(stem)) is not None:
+        for purpose in _PURPOSES:
+            yield replace(tensor, info=replace(info, name=prefix + copies.format(purpose)))
+    elif stem in _FLAT and len(info.shape) == 2:
+        yield replace(tensor, info=replace(info, shape=(info.shape[0] * info.shape[1],)))
+    else:
+        yield tensor
+
+
+_BOTH_PROJECTIONS, _KEYS, _VALUES = "kv_b_proj.weight", "k_b_proj.weight", "v_b_proj.weight"
+
+
+def latent_tensors(
+    stored: Mapping[str, RowSource], config: Mapping[str, Any]
+) -> dict[str, RowSource]:
+    """``stored`` with the model's matrices in the place of the published ones.
+
+    Other architectures' tensors are as they were.
+
+    Raises:
+        CheckpointError: a matrix is not what the config says.
+    """
+    if not isinstance(config.get("kv_lora_rank"), int):
+        return dict(stored)
+    found: dict[str, RowSource] = {}
+    for name, tensor in stored.items():
+        if name.endswith(f".self_attn.{_BOTH_PROJECTIONS}"):
+            stem = name.removesuffix(_BOTH_PROJECTIONS)
+            found[stem + _KEYS], found[stem + _VALUES] = _split_heads(tensor, stem, config)
+        elif name.endswith((f".self_attn.{_KEYS}", f".self_attn.{_VALUES}")):
+            found[name] = _joined(tensor)
+        else:
+            found[name] = tensor
+    return found
+
+
+def _joined(tensor: RowSource) -> RowSource:
+    """Matrices of all heads as one: their rows follow one another already."""
+    info = tensor.info
+    if isinstance(tensor, StackedRows):
+        return replace(tensor.flat, info=replace(tensor.flat.info, name=info.name))
+    if len(info.shape) != 3 or not isinstance(tensor, StoredTensor):
+        return tensor
+    heads, rows, columns = info.shape
+    return replace(tensor, info=replace(info, shape=(heads * rows, columns)))
+
+
+def _split_heads(
+    tensor: RowSource, stem: str, config: Mapping[str, Any]
+) -> tuple[RowSource, RowSource]:
+    """Keys and values out of the published matrix; ``stem`` begins their names."""
+
+    def size(key: str) -> int:
+        number = config.get(key)
+        if type(number) is not int or number < 1:
+            raise CheckpointError(
+                f"{tensor.info.name}: config {key} must be a positive integer, is {number!r}"
+            )
+        return number
+
+    heads, nope, value = size("num_attention_heads"), size("qk_nope_head_dim"), size("v_head_dim")
+    info = tensor.info
+    if len(info.shape) != 2 or info.shape[0] != heads * (nope + value):
+        raise CheckpointError(
+            f"wrong shape: {info.name} {info.shape}; the config asks for {heads} heads of "
+            f"{nope} + {value} rows"
+        )
+    latent = info.shape[1]
+    format_ = _key_format(info.format)
+    key_bytes = heads * latent * format_.row_bytes(nope)
+    keys = TensorInfo(stem + _KEYS, (heads * latent, nope), format_, key_bytes)
+    value_bytes = heads * value * info.format.row_bytes(latent)
+    values = TensorInfo(stem + _VALUES, (heads * value, latent), info.format, value_bytes)
+    return _TransposedKeys(keys, tensor, heads), _ValueRows(values, tensor, heads)
+
+
+def _key_format(format_: Format) -> Format:
+    """What transposed keys are in."""
+    if format_ in (F32, F16, BF16):
+        return format_
+    return F32 if format_.name in GROUP_CODECS else F16
+
+
+@dataclass(frozen=True, slots=True)
+class _OfHeads(RowSource):
+    """A matrix made of the heads of ``both``."""
+
+    both: RowSource
+    heads: int
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of a head: whole ones at a time, so that none is read twice."""
+        return self.rows // self.heads
+
+    def _covering(self, start: int, stop: int) -> tuple[PackedTensor, int, int]:
+        """The published rows of the heads that rows ``start`` to ``stop`` are of.
+
+        And where the latter begin among those heads' rows here, and the rows of a published head.
+        """
+        span = self.both.rows // self.heads
+        first, last = start // self.rows_together, -(-stop // self.rows_together)
+        whole = self.both.read(first * span, last * span)
+        return whole, start - first * self.rows_together, span
+
+
+class _ValueRows(_OfHeads):
+    """A head's last rows, in their bytes."""
+
+    __slots__ = ()
+
+    @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.both.scale
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        rows, begin, span = self._covering(start, stop)
+        heads = rows.data.reshape(-1, span, self.row_bytes)[:, span - self.rows_together :]
+        return heads.reshape(-1, self.row_bytes)[begin : begin + stop - start]
+
+
+class _TransposedKeys(_OfHeads):
+    """A head's first rows, transposed."""
+
+    __slots__ = ()
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        rows, begin, span = self._covering(start, stop)
+        nope = self.info.shape[1]
+        heads = unpack(rows).reshape(-1, span, self.rows_together)[:, :nope]
+        whole = heads.swapaxes(1, 2).reshape(-1, nope)
+        taken = np.ascontiguousarray(whole[begin : begin + stop - start])
+        return pack(taken, self.info.format, name=self.info.name).data
+
+
+_NGRAM_TABLE = "model.ngram_embedding.weight"
+_PART = re.compile(
+    r"model\.layers\.\d{1,9}\.ple\.ple_embedding\.ngram_embedding\.(?:shard_(\d{1,9})\.)?weight"
+)
+_SCALE = re.compile(rf"({_PART.pattern})_scale(?:_inv)?")
+_CONSTANTS = (
+    ".ple_embedding.layer_multipliers",
+    ".ple_embedding.ngram_heads_vocab_sizes",
+    ".ple_embedding.ngram_heads_offsets",
+)
+
+
+def is_hash_constant(name: str) -> bool:
+    """Whether a tensor has integers that the config says too."""
+    return name.endswith(_CONSTANTS)
+
+
+def ngram_tensors(stored: Mapping[str, RowSource]) -> dict[str, RowSource]:
+    """``stored`` with one table in the place of its parts; others are as they were.
+
+    Raises:
+        CheckpointError: a part is missing, or of another shape or format.
+    """
+    parts: dict[int, RowSource] = {}
+    found: dict[str, RowSource] = {}
+    scales: set[float] = set()
+    for name, tensor in stored.items():
+        match = _PART.fullmatch(name)
+        if _SCALE.fullmatch(name):
+            scales.update(_scale_of(tensor))
+        elif match is None:
+            found[name] = tensor
+        elif (number := int(match[1] or 0)) in parts:
+            raise CheckpointError(f"tensor {name} appears twice: one table of n-grams is read")
+        else:
+            parts[number] = tensor
+    if len(scales) > 1:
+        raise CheckpointError("the parts of the table of n-grams are times different numbers")
+    if parts:
+        ordered = [parts[number] for number in sorted(parts)]
+        found[_NGRAM_TABLE] = _joined_tables(ordered, max(parts), scales.pop() if scales else 1.0)
+    return found
+
+
+def _scale_of(tensor: RowSource) -> list[float]:
+    if math.prod(tensor.info.shape) != 1:
+        raise CheckpointError(
+            f"tensor {tensor.info.name} {tensor.info.shape}: a table of n-grams has one scale here"
+        )
+    return unpack(tensor.read()).reshape(-1).tolist()
+
+
+def _joined_tables(parts: list[RowSource], last: int, scale: float) -> RowSource:
+    first = parts[0].info
+    if len(parts) != last + 1:
+        raise CheckpointError(
+            f"{first.name}: {len(parts)} of {last + 1} parts are there; download the model again"
+        )
+    for part in parts:
+        info = part.info
+        if len(info.shape) != 2 or (info.shape[1], info.format) != (first.shape[-1], first.format):
+            raise CheckpointError(
+                f"tensor {info.name} {info.shape} in {info.format.name} is no part of a table with "
+                f"rows of {first.shape[-1]} in {first.format.name}"
+            )
+    ends = np.cumsum([part.rows for part in parts]).tolist()
+    nbytes = sum(part.info.nbytes for part in parts)
+    info = replace(first, name=_NGRAM_TABLE, shape=(ends[-1], first.shape[1]), nbytes=nbytes)
+    return _Parts(info, tuple(parts), tuple(ends), scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts(RowSource):
+    """Rows of ``parts`` one after the other; ``ends`` are where they end, values are times
+    ``factor``.
+    """
+
+    parts: tuple[RowSource, ...]
+    ends: tuple[int, ...]
+    factor: float
+
+    @property
+    def scale(self) -> float:
+        """See ``RowSource``."""
+        return self.factor
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        pieces = []
+        while start < stop:
+            number = bisect_right(self.ends, start)
+            begin = self.ends[number] - self.parts[number].rows
+            last = min(stop, self.ends[number])
+            pieces.append(self.parts[number].read(start - begin, last - begin).data)
+            start = last
+        return np.concatenate(pieces)

@@ -1,0 +1,144 @@
+"""A GGUF model as a checkpoint: Hugging Face's tensor names, row order and config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.base import RowSource, SourcedCheckpoint, StoredTensor
+from localrt.models.checkpoints.expert_stacks import split_ranges
+from localrt.models.checkpoints.family_tensors import delta_tensors, gemma_tensors, latent_tensors
+from localrt.models.checkpoints.gguf.config import count_layers, generation_config, model_config
+from localrt.models.checkpoints.gguf.file import open_gguf_parts
+from localrt.models.checkpoints.gguf.metadata import GgufMetadata
+from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, expert_stack, hf_tensor_name
+from localrt.models.checkpoints.moved_rows import regrouped, rotary_rows
+from localrt.models.checkpoints.text_model import (
+    gguf_block,
+    is_beside_decoder,
+    prediction_blocks,
+)
+from localrt.quant.formats import F32
+
+__all__ = ["GgufCheckpoint"]
+
+_ONE_ROW = ".shared_expert_gate.weight"
+"""A matrix of one row that llama.cpp's converter stores as a vector."""
+_OWN_SCALE = ("gemma4", ".ffn_down_exps.scale")
+"""Whose experts have factors of their own under the name of NVFP4's."""
+
+
+class GgufCheckpoint(SourcedCheckpoint):
+    """A GGUF file, or a split one opened from any of its parts. See ``Checkpoint``.
+
+    Raises:
+        CheckpointError: not a GGUF file, truncated or malformed, or a part is missing.
+        UnsupportedModelError: a version or tensor type that is not read here.
+    """
+
+    kind = "gguf"
+    notes: tuple[str, ...] = ()
+
+    def __init__(self, path: Path) -> None:
+        self._parts = open_gguf_parts(path)
+        try:
+            self.path = self._parts[0].path
+            self.metadata: GgufMetadata = self._parts[0].metadata
+            self.architecture = self.metadata.text("general.architecture") or ""
+            if not self.architecture:
+                raise CheckpointError(f"{path} does not name its architecture")
+            predicting = self._prediction_blocks()
+            stored = self._rename(predicting)
+            if not stored:
+                raise CheckpointError(f"{path} holds no tensors, only a vocabulary")
+            self.config: Mapping[str, Any] = model_config(
+                self.architecture, self.metadata, stored, predicting
+            )
+            self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
+            sources: dict[str, RowSource] = dict(stored)
+            for in_models_form in (latent_tensors, gemma_tensors, delta_tensors):
+                sources = in_models_form(sources, self.config)
+            if self.architecture in INTERLEAVED_ROTARY:
+                sources |= rotary_rows(stored, self.config, self.path)
+            super().__init__({name: regrouped(source) for name, source in sources.items()})
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files."""
+        for part in self._parts:
+            part.close()
+
+    def _prediction_blocks(self) -> frozenset[int]:
+        """The blocks that are no layers."""
+        names = [name for part in self._parts for name in part.tensors]
+        return prediction_blocks(*count_layers(self.architecture, self.metadata), names)
+
+    def _rename(self, predicting: frozenset[int]) -> dict[str, StoredTensor]:
+        """The decoder's tensors by their Hugging Face names, and every expert by itself."""
+        experts = self.metadata.integer(f"{self.architecture}.expert_count")
+        stored: dict[str, StoredTensor] = {}
+        factors = self._factors()
+        for part in self._parts:
+            for name, tensor in part.tensors.items():
+                if gguf_block(name) in predicting or is_beside_decoder(name) or name in factors:
+                    continue
+                for own in self._scaled(self._plain(name, tensor, experts), factors, name):
+                    if own.info.name in stored:
+                        raise CheckpointError(f"{part.path}: tensor {name!r} appears twice")
+                    stored[own.info.name] = own
+        return stored
+
+    def _factors(self) -> dict[str, list[float]]:
+        """Of NVFP4's tensors what the values are times, of all or of each expert, by the names of
+        the tensors that say so; those that say how inputs were quantized say nothing here.
+        """
+        tensors = {name: each for part in self._parts for name, each in part.tensors.items()}
+        packed = [name for name, each in tensors.items() if each.info.format.name == "nvfp4"]
+        found: dict[str, list[float]] = {}
+        for weight in packed:
+            stem = weight.removesuffix(".weight")
+            for name in (f"{stem}.scale", f"{weight}.scale"):
+                own = tensors.get(name)
+                if own is None or (self.architecture == _OWN_SCALE[0] and _OWN_SCALE[1] in name):
+                    continue
+                if own.info.format != F32:
+                    raise CheckpointError(f"tensor {name!r} is {own.info.format.name}, not f32")
+                found[name] = own.read().data.view("<f4").reshape(-1).tolist()
+                if not all(isfinite(factor) for factor in found[name]):
+                    raise CheckpointError(f"tensor {name!r} holds no finite numbers")
+            for name in (f"{stem}.input_scale", f"{weight}.input_scale"):
+                if name in tensors:
+                    found[name] = []
+        return found
+
+    def _scaled(
+        self, plain: list[StoredTensor], factors: Mapping[str, list[float]], name: str
+    ) -> list[StoredTensor]:
+        """The parts of the tensor ``name`` times their factors."""
+        own = f"{name.removesuffix('.weight')}.scale"
+        own = own if own in factors else f"{name}.scale"
+        if own not in factors:
+            return plain
+        each = len(factors[own])
+        if each not in (1, len(plain)) and (not each or len(plain) % each):
+            raise CheckpointError(f"tensor {own!r} has {each} scales, {name!r} {len(plain)} parts")
+        return [
+            replace(part, factor=factors[own][number * each // len(plain)])
+            for number, part in enumerate(plain)
+        ]
+
+    def _plain(self, name: str, tensor: StoredTensor, experts: int | None) -> list[StoredTensor]:
+        """What one tensor of the file is."""
+        if (stacked := expert_stack(self.architecture, name)) is not None:
+            prefix, stack = stacked
+            return list(split_ranges(tensor, stack, prefix, experts))
+        info = replace(tensor.info, name=hf_tensor_name(self.architecture, name))
+        if info.name.endswith(_ONE_ROW) and len(info.shape) == 1:
+            info = replace(info, shape=(1, *info.shape))
+        return [replace(tensor, info=info)]

@@ -1,0 +1,403 @@
+"""GGUF metadata as a Hugging Face config and generation config.
+
+Translates what the file says and adds only what the file implies (a tied head, the factors of long
+rotary scaling). Defaults of an architecture that a file leaves out are that architecture's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.base import StoredTensor
+from localrt.models.checkpoints.gguf.metadata import GgufMetadata
+from localrt.models.checkpoints.gguf.names import (
+    CONFIG_KEYS,
+    CONNECTION_KEYS,
+    DEEPSEEK_KEYS,
+    GEMMA,
+    QWEN_DELTA,
+    RECURRENT_KEYS,
+    ROPE_SCALING_KEYS,
+    SAMPLING_KEYS,
+    SCORING,
+    TOKEN_KEYS,
+)
+from localrt.quant.formats import unpack
+
+__all__ = ["count_layers", "generation_config", "model_config"]
+
+_MOST_LAYERS = 1 << 16
+_LONGEST_ROPE = 1 << 16
+_STANDS_STILL = 1e9  # a rotary divisor that leaves nothing of a frequency
+
+
+def count_layers(architecture: str, metadata: GgufMetadata) -> tuple[int, int]:
+    """The blocks of a file, and how many of them it says predict further tokens; 0 if not said.
+
+    Raises:
+        CheckpointError: a count is of a wrong type.
+    """
+    blocks = _numbers(metadata, f"{architecture}.block_count")
+    predicting = _numbers(metadata, f"{architecture}.nextn_predict_layers")
+    return blocks if type(blocks) is int else 0, predicting if type(predicting) is int else 0
+
+
+def model_config(
+    architecture: str,
+    metadata: GgufMetadata,
+    tensors: Mapping[str, StoredTensor],
+    predicting: Collection[int] = (),
+) -> dict[str, Any]:
+    """The parameters of a model under Hugging Face's keys.
+
+    ``tensors`` has Hugging Face's names; its shapes and the small rotary vectors are looked at.
+    ``predicting`` blocks are no layers.
+
+    Raises:
+        CheckpointError: a parameter is of a wrong type.
+    """
+    config: dict[str, Any] = {}
+    for key, name in CONFIG_KEYS.items():
+        value = _numbers(metadata, f"{architecture}.{key}")
+        if value is not None:
+            config[name] = value
+    _add_routing(config, architecture, metadata)
+    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    config["sliding_window"] = config.get("sliding_window") or None  # 0 means none
+    _add_vocabulary(config, metadata, tensors)
+    _add_partial_rotary(config)
+    _add_rope_scaling(config, architecture, metadata, tensors)
+    _add_layer_types(config, f"{architecture}.attention.sliding_window_pattern", metadata)
+    if architecture.startswith("nemotron_h"):
+        _add_kinds(config, metadata, architecture)
+    _add_recurrent(config, architecture, metadata)
+    _leave_out(config, predicting)
+    if architecture in GEMMA or architecture in QWEN_DELTA:
+        config["norm_weights_include_one"] = True
+    if architecture == "gemma3":
+        # Queries are scaled by the head's size, but in the 27B model by hidden size over heads
+        scale = _head_size(config) if config.get("num_hidden_layers") == 62 else None
+        config["query_pre_attn_scalar"] = scale or config.get("head_dim")
+    if architecture == "kimi-linear":
+        _add_kimi(config, metadata)
+    if architecture in ("deepseek2", "glm4moe", "kimi-linear"):
+        _add_choice(config, tensors)
+    if architecture in ("gemma3n", "gemma4"):
+        _add_gemma(config, architecture, metadata, tensors)
+    if architecture in ("deepseek2", "kimi-linear"):
+        _add_deepseek(config, architecture, metadata)
+    if architecture == "mistral3":
+        _add_temperature(config)
+    if architecture == "granite_swa":
+        _add_bases(config, metadata)
+    if architecture == "qwen4exp":
+        _add_connections(config, metadata, tensors)
+    return config
+
+
+def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
+    """Token ids that begin and end a text, and sampling defaults, under Hugging Face's keys.
+
+    Raises:
+        CheckpointError: a value is of a wrong type.
+    """
+    config: dict[str, Any] = {}
+    for key, name in TOKEN_KEYS.items():
+        token = metadata.integer(f"tokenizer.ggml.{key}")
+        if token is not None and token not in (known := config.setdefault(name, [])):
+            known.append(token)
+    for name, known in config.items():
+        config[name] = known if len(known) > 1 else known[0]
+    for key, name in SAMPLING_KEYS.items():
+        number = metadata.number(f"general.sampling.{key}")
+        if number is not None:
+            config[name] = number
+    if "temperature" in config:
+        config["do_sample"] = config["temperature"] > 0
+    return config
+
+
+def _leave_out(config: dict[str, Any], predicting: Collection[int]) -> None:
+    """Count layers without the blocks that predict, in lists of one entry a block too."""
+    blocks = config.get("num_hidden_layers")
+    if not predicting or type(blocks) is not int:
+        return
+    layers = blocks - sum(block < blocks for block in predicting)
+    config["num_hidden_layers"] = layers
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == blocks:
+            own = value[:layers]
+            config[key] = own[0] if own.count(own[0]) == layers > 0 else own
+
+
+def _numbers(metadata: GgufMetadata, key: str) -> Any:
+    """A number; or, where a file has one for each layer, their list unless all are the same."""
+    if key not in metadata or not metadata.is_array(key):
+        return metadata.number(key)
+    values = metadata[key] if metadata.count(key) <= _MOST_LAYERS else ["too many"]
+    if not values or not all(type(value) in (int, float) for value in values):
+        raise CheckpointError(f"{metadata.path}: metadata key {key!r} is not a list of numbers")
+    return values[0] if values.count(values[0]) == len(values) else values
+
+
+def _add_routing(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
+    """How a router's scores are made. An unknown number stays, for the architecture to refuse."""
+    if (normalized := metadata.flag(f"{architecture}.expert_weights_norm")) is not None:
+        config["norm_topk_prob"] = normalized
+    function = metadata.integer(f"{architecture}.expert_gating_func")
+    if function:  # 0 says nothing
+        config["scoring_func"] = SCORING.get(function, str(function))
+
+
+def _head_size(config: Mapping[str, Any]) -> int | None:
+    """Hidden size over heads, where both are known."""
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        return hidden // heads
+    return None
+
+
+def _add_vocabulary(
+    config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """The head and embedding have a row for each token; a file may not say how many."""
+    if "vocab_size" in config:
+        return
+    if (embedding := tensors.get("model.embed_tokens.weight")) is not None:
+        config["vocab_size"] = embedding.rows
+    elif "tokenizer.ggml.tokens" in metadata:
+        config["vocab_size"] = metadata.count("tokenizer.ggml.tokens")
+
+
+def _add_partial_rotary(config: dict[str, Any]) -> None:
+    """Rotation of a part of each head, as Hugging Face states it: a fraction."""
+    head_dim, rope_dim = config.get("head_dim", _head_size(config)), config.get("rope_dim")
+    if isinstance(head_dim, int) and isinstance(rope_dim, int) and 0 < rope_dim < head_dim:
+        config["partial_rotary_factor"] = rope_dim / head_dim
+
+
+def _add_rope_scaling(
+    config: dict[str, Any],
+    architecture: str,
+    metadata: GgufMetadata,
+    tensors: Mapping[str, StoredTensor],
+) -> None:
+    prefix = f"{architecture}.rope.scaling."
+    kind = metadata.text(f"{prefix}type")
+    scaling: dict[str, Any] = {}
+    for key, name in ROPE_SCALING_KEYS.items():
+        value = metadata.number(prefix + key)
+        if value is not None:
+            scaling[name] = value
+    if "original_max_position_embeddings" in scaling and architecture == "phi3":
+        config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    for length in ("long", "short"):
+        factors = tensors.get(f"rope_factors_{length}.weight")
+        if factors is not None and factors.info.nbytes <= _LONGEST_ROPE:
+            kind = "longrope"
+            scaling[f"{length}_factor"] = unpack(factors.read()).reshape(-1).tolist()
+    if kind in (None, "none"):
+        linear = metadata.number(f"{architecture}.rope.scale_linear")  # before there was a type
+        if linear in (None, 1.0):
+            return
+        kind, scaling = "linear", {"factor": linear}
+    config["rope_scaling"] = {"rope_type": kind, **scaling}
+
+
+def _add_layer_types(config: dict[str, Any], key: str, metadata: GgufMetadata) -> None:
+    """Which layers see a window only: every n-th sees all, or one flag for each layer."""
+    if key not in metadata:
+        return
+    if not metadata.is_array(key):
+        config["sliding_window_pattern"] = metadata.integer(key)
+    elif metadata.count(key) <= _MOST_LAYERS:
+        config["layer_types"] = [
+            "sliding_attention" if flag else "full_attention" for flag in metadata[key]
+        ]
+
+
+def _add_choice(config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
+    """How DeepSeek and GLM choose experts. First files of GLM do not say that scores are sigmoids.
+
+    The file names no method: a group's best, or with sigmoids and a bias its best two.
+    """
+    biased = any(name.endswith("e_score_correction_bias") for name in tensors)
+    scoring = config.setdefault("scoring_func", "sigmoid" if biased else "softmax")
+    config["topk_method"] = "noaux_tc" if scoring == "sigmoid" else "group_limited_greedy"
+    config["n_routed_experts"] = config.pop("num_local_experts", None)
+    config.setdefault("norm_topk_prob", False)
+    if not config.get("routed_scaling_factor"):  # 0 says none, as not to say
+        config.pop("routed_scaling_factor", None)
+
+
+def _add_temperature(config: dict[str, Any]) -> None:
+    """Mistral 3's rotary scaling, which leaves queries and keys as large as they were."""
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, dict):
+        scaling["llama_4_scaling_beta"] = config.pop("llama_4_scaling_beta", None)
+        if "mscale_all_dim" in scaling:
+            scaling["mscale"] = scaling["mscale_all_dim"]
+
+
+def _add_kinds(config: dict[str, Any], metadata: GgufMetadata, architecture: str) -> None:
+    """What each layer of Nemotron-H is: one with key/value heads attends, and one with a width is
+    an MLP or a mixture.
+    """
+    layers = config.get("num_hidden_layers")
+    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
+        return
+    heads, widths = (
+        value if isinstance(value, list) else [value or 0] * layers
+        for value in (config.get("num_key_value_heads"), config.get("intermediate_size"))
+    )
+    wide = "moe" if config.get("num_local_experts") else "mlp"
+    config["layer_types"] = [
+        "full_attention" if count else wide if width else "linear_attention"
+        for count, width in zip(heads, widths, strict=False)
+    ]
+    config["num_key_value_heads"], config["intermediate_size"] = max(heads), max(widths)
+    config["moe_latent_size"] = metadata.integer(f"{architecture}.moe_latent_size")
+
+
+def _add_recurrent(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
+    """Sizes of recurrent layers, and which layers attend: those that have key/value heads."""
+    groups = config.get("num_key_value_heads")
+    if isinstance(groups, list) and 0 in groups:
+        other = "conv" if architecture.startswith("lfm2") else "linear_attention"
+        config["layer_types"] = ["full_attention" if count else other for count in groups]
+        config["num_key_value_heads"] = max(groups)
+    sizes = {
+        name: metadata.integer(f"{architecture}.{key}") for key, name in RECURRENT_KEYS.items()
+    }
+    if not sizes["heads"] or not sizes["inner"]:
+        return
+    if not metadata.flag(f"{architecture}.rope.scaling.finetuned"):  # as Granite says it
+        config["position_embedding_type"] = "nope"
+    value = sizes["inner"] // sizes["heads"]
+    config |= {
+        "linear_num_value_heads": sizes["heads"],
+        "linear_num_key_heads": sizes["key_heads"],
+        "linear_key_head_dim": sizes["key_size"],
+        "linear_value_head_dim": value,
+        "linear_conv_kernel_dim": sizes["taps"],
+        "mamba_n_heads": sizes["heads"],
+        "mamba_n_groups": sizes["key_heads"],
+        "mamba_d_state": sizes["key_size"],
+        "mamba_d_head": value,
+        "mamba_d_ssm": sizes["inner"],
+        "mamba_d_conv": sizes["taps"],
+    }
+
+
+def _add_kimi(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Sizes of delta layers, which have as many heads as others; experts' shares sum up to 1."""
+    config["linear_head_dim"] = metadata.integer("kimi-linear.kda.head_dim")
+    config["linear_num_heads"] = config.get("num_attention_heads")
+    config["linear_conv_kernel_dim"] = metadata.integer("kimi-linear.ssm.conv_kernel")
+    config.setdefault("norm_topk_prob", True)
+
+
+def _add_connections(
+    config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Streams, indexer and n-grams of Qwen3.8-Flash-Next. The file has what hashing takes."""
+    config["output_gate_type"] = "sigmoid"
+    for key, name in CONNECTION_KEYS.items():
+        config[name] = metadata.integer(f"qwen4exp.{key}")
+
+    def listed(key: str) -> list[Any]:
+        key = f"qwen4exp.{key}"
+        listed = key in metadata and metadata.is_array(key)
+        return list(metadata[key]) if listed and metadata.count(key) <= _MOST_LAYERS else []
+
+    config["indexer_compress_ratio"] = max(listed("attention.compress_ratios"), default=None)
+    config["ple_layer_ids"] = [layer + 1 for layer in listed("ple.layers")]
+    for key in ("layer_multipliers", "head_vocab_sizes"):
+        config[f"ngram_{key}"] = listed(f"ple.{key}")
+    if (table := tensors.get("model.ngram_embedding.weight")) is not None:
+        config["ngram_rows"] = table.rows
+    width = config.pop("hidden_size_per_layer_input", None)
+    if isinstance(width, int):
+        config["ple_embed_dim"] = width * len(config["ngram_head_vocab_sizes"])
+
+
+def _add_bases(config: dict[str, Any], metadata: GgufMetadata) -> None:
+    """Which layers have a rotary embedding: Hugging Face gives the others 0 as its base."""
+    key = "granite_swa.attention.rope_pattern"
+    if key in metadata and metadata.is_array(key) and metadata.count(key) <= _MOST_LAYERS:
+        base = config.get("rope_theta")
+        config["layer_rope_theta"] = [base if flag else 0 for flag in metadata[key]]
+
+
+def _add_gemma(
+    config: dict[str, Any],
+    architecture: str,
+    metadata: GgufMetadata,
+    tensors: Mapping[str, StoredTensor],
+) -> None:
+    """Gemma 3n's and Gemma 4's own keys, and what their tensors tell.
+
+    Of two head sizes the plain key has the full layers'. The rotary divisors of these say which of
+    their pairs rotate.
+    """
+    if (table := tensors.get("model.embed_tokens_per_layer.weight")) is not None:
+        config["vocab_size_per_layer_input"] = table.rows
+    key = f"{architecture}.activation_sparsity_scale"
+    if key in metadata and metadata.is_array(key) and metadata.count(key) <= _MOST_LAYERS:
+        cut = [value if value > 0 else None for value in metadata[key]]
+        config["activation_sparsity_scale"] = cut
+    if (left := tensors.get("model.layers.0.laurel.linear_left.weight")) is not None:
+        config["laurel_rank"] = left.rows
+    if architecture == "gemma3n":
+        return
+    config.pop("rope_dim", None)
+    config.pop("partial_rotary_factor", None)
+    full = {"head_dim": config.pop("head_dim", None)}
+    config["head_dim"] = metadata.integer(f"{architecture}.attention.key_length_swa")
+    types, heads = config.get("layer_types"), config.get("num_key_value_heads")
+    first = types.index("full_attention") if types and "full_attention" in types else 0
+    if isinstance(heads, list) and types and len(heads) == len(types):
+        full["num_key_value_heads"] = heads[first]
+        sliding = (n for n, kind in zip(heads, types, strict=True) if kind != "full_attention")
+        config["num_key_value_heads"] = next(sliding, heads[first])
+    config["per_layer_config"] = {str(first): full}
+    config["attention_k_eq_v"] = f"model.layers.{first}.self_attn.v_proj.weight" not in tensors
+    factors = tensors.get("rope_freqs.weight")
+    if factors is not None and factors.info.nbytes <= _LONGEST_ROPE:
+        turning = unpack(factors.read()).reshape(-1) < _STANDS_STILL
+        config["partial_rotary_factor"] = float(turning.mean())
+    config["enable_moe_block"] = bool(config.get("num_local_experts"))
+    config["num_experts"] = config.get("num_local_experts")
+    config["top_k_experts"] = config.get("num_experts_per_tok")
+
+
+def _add_deepseek(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
+    """DeepSeek-V2's and V3's own keys.
+
+    Newer files hold latent attention in its absorbed form: one key/value head, whose size is under
+    the plain keys; a head's own sizes are under keys that end in ``_mla``. Older ones have the
+    latter under the plain keys.
+    """
+    for key, name in DEEPSEEK_KEYS.items():
+        value = metadata.number(f"{architecture}.{key}")
+        if value:
+            config[name] = value
+
+    def head_size(kind: str) -> int | None:
+        stem = f"{architecture}.attention.{kind}_length"
+        return metadata.integer(f"{stem}_mla") or metadata.integer(stem)
+
+    size, rotary = head_size("key"), config.get("qk_rope_head_dim")
+    if size is not None and isinstance(rotary, int):
+        config["qk_nope_head_dim"] = size - rotary
+    if (value := head_size("value")) is not None:
+        config["v_head_dim"] = value
+    config["rope_interleave"] = True
+    config.pop("head_dim", None)
+    config.pop("partial_rotary_factor", None)
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, dict) and "mscale_all_dim" in scaling:
+        # The file has a tenth of it; the two factors are the same in all published models.
+        scaling["mscale_all_dim"] = scaling["mscale"] = 10 * scaling["mscale_all_dim"]

@@ -1,0 +1,248 @@
+"""A Hugging Face folder as a checkpoint: ``config.json`` beside whole or sharded safetensors.
+
+Headers are read at opening, weights when they are asked for. A model appears as its decoder alone
+(``text_model.py``), a mixture's experts one by one (``hf_names.py``). Knows no architecture, never
+unpickles.
+
+A Hugging Face ``config.json`` as architectures want it: one text model, one way to say a thing.
+
+Multimodal configs hold the text model's parameters in an object of their own; transformers 5 moved
+rotary parameters into ``rope_parameters``. Both are brought to the flat, older form. Defaults that
+a config leaves out are the architecture's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Any
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.base import RowSource, SourcedCheckpoint, StoredTensor
+from localrt.models.checkpoints.family_tensors import (
+    delta_tensors,
+    gemma_tensors,
+    is_hash_constant,
+    latent_tensors,
+    ngram_tensors,
+)
+from localrt.models.checkpoints.moved_rows import rotary_rows
+from localrt.models.checkpoints.ranged_file import RangedFile
+from localrt.models.checkpoints.safetensors.header import (
+    is_raw,
+    read_header,
+    read_json,
+    unread_type_error,
+)
+from localrt.models.checkpoints.safetensors.names import INTERLEAVED_ROTARY, plain_tensors
+from localrt.models.checkpoints.schemes import (
+    published_notes,
+    published_tensors,
+    read_scheme,
+    unconverted,
+)
+from localrt.models.checkpoints.text_model import TEXT_KEYS, decoder_tensor, is_multimodal
+from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
+
+_KIMIS_LENGTH = "model_max_length"
+
+
+def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The config of the text model.
+
+    Raises:
+        CheckpointError: a part is of a wrong type.
+    """
+    flat = dict(config)
+    for key in TEXT_KEYS:
+        text = flat.pop(key, None) or {}
+        if not isinstance(text, dict):
+            raise CheckpointError(f"{path}: {key} is not an object")
+        flat.update({name: value for name, value in text.items() if name != "architectures"})
+    if flat.get(_KIMIS_LENGTH) is not None:
+        flat.setdefault("max_position_embeddings", flat[_KIMIS_LENGTH])
+    _add_older_rope(flat, path)
+    return flat
+
+
+def _add_older_rope(config: dict[str, Any], path: Path) -> None:
+    """``rope_theta`` and ``rope_scaling`` from ``rope_parameters``, which count where both are.
+
+    Gemma 3 has parameters for each kind of layer: those of full attention are the model's, the
+    sliding window's base is ``rope_local_base_freq``.
+    """
+    rope = config.get("rope_parameters")
+    if rope is None:
+        return
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"{path}: rope_parameters is not an object")
+    full, sliding = rope.get("full_attention"), rope.get("sliding_attention")
+    if isinstance(sliding, dict) and "rope_theta" in sliding:
+        config["rope_local_base_freq"] = sliding["rope_theta"]
+    scaling = dict(full if isinstance(full, dict) else rope)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in scaling:
+            config[key] = scaling.pop(key)
+    if scaling.get("rope_type", "default") != "default":
+        config["rope_scaling"] = scaling
+
+
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class SafetensorsCheckpoint(SourcedCheckpoint):
+    """A folder of ``config.json`` and safetensors. See ``Checkpoint``.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or malformed.
+        UnsupportedModelError: quantized weights, or a type of number that is not read here.
+    """
+
+    kind = "safetensors"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: Mapping[str, Any] = {}
+        self._files: dict[str, RangedFile] = {}
+        config = read_json(path / "config.json")
+        self.config: Mapping[str, Any] = flatten_config(config, path / "config.json")
+        self.architecture = _architecture(self.config, path / "config.json")
+        self._method, self._scheme = read_scheme(self.config, path)
+        self.notes: tuple[str, ...] = ()
+        self.generation_config: Mapping[str, Any] = _generation_config(path, self.config)
+        try:
+            super().__init__(self._locate(multimodal=is_multimodal(config)))
+        except BaseException:
+            self.close()
+            raise
+        if self.config.get("tie_word_embeddings") is None:
+            tied = "lm_head.weight" not in self.tensors
+            self.config = {**self.config, "tie_word_embeddings": tied}
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+    def _locate(self, *, multimodal: bool) -> dict[str, RowSource]:
+        """Every tensor of the decoder, by its plain name."""
+        located = self._located(multimodal=multimodal)
+        published = published_tensors(located, self._scheme)
+        if self._scheme is not None:
+            self.notes += published_notes(self._method, self._scheme, published)
+        if self._method == "mlx":
+            published = unconverted(self.architecture, published, self.path)
+        tensors = plain_tensors(self.architecture, self.config, published)
+        for in_models_form in (latent_tensors, gemma_tensors, delta_tensors):
+            tensors = in_models_form(tensors, self.config)
+        tensors = ngram_tensors(tensors)
+        if self.architecture in INTERLEAVED_ROTARY:
+            tensors |= rotary_rows(tensors, self.config, self.path)
+        for name, tensor in tensors.items():
+            if is_raw(tensor.info.format):
+                path = located[name].file.path if name in located else self.path
+                raise unread_type_error(path, name, tensor.info.format.name.upper())
+        return tensors
+
+    def _located(self, *, multimodal: bool) -> dict[str, StoredTensor]:
+        """Every tensor of the decoder, by its name without prefixes."""
+        located: dict[str, StoredTensor] = {}
+
+        def decoders(name: str) -> str | None:
+            return decoder_tensor(name, self.config, multimodal=multimodal)
+
+        for name, tensor, file_path in self._listed(decoders):
+            plain = decoders(name)
+            if plain is None or is_hash_constant(plain):
+                continue
+            if isinstance(tensor, str):
+                raise unread_type_error(file_path, name, tensor)
+            if plain in located:
+                raise CheckpointError(f"{file_path}: tensor {name!r} appears twice")
+            located[plain] = replace(tensor, info=replace(tensor.info, name=plain))
+        if not located:
+            raise CheckpointError(f"{self.path} holds no weights of a text model")
+        return located
+
+    def _listed(
+        self, decoders: Callable[[str], str | None]
+    ) -> Iterator[tuple[str, StoredTensor | str, Path]]:
+        """All tensors of the files without an index, or those that the index lists, of the files
+        that hold some of the decoder.
+        """
+        names = {entry.name for entry in self.path.iterdir()}
+        shards: dict[str, set[str]] = {}
+        if INDEX_NAME in names:
+            for name, shard in self._weight_map(whole=WEIGHTS_NAME in names).items():
+                shards.setdefault(shard, set()).add(name)
+            shards = {shard: own for shard, own in shards.items() if any(map(decoders, own))}
+        files = weight_files(names, shards if INDEX_NAME in names else None)
+        if files != sorted(shards) or files == [WEIGHTS_NAME]:
+            if not files and (missing := shards.keys() - names):
+                raise CheckpointError(
+                    f"{self.path / min(missing)} is missing: {INDEX_NAME} lists it; download the "
+                    "model again"
+                )
+            for file in files or [WEIGHTS_NAME]:
+                for name, tensor in self._open(file).items():
+                    yield name, tensor, self.path / file
+            return
+        if WEIGHTS_NAME in names - shards.keys():
+            self.notes += (f"{WEIGHTS_NAME} is not read: {INDEX_NAME} lists other files",)
+        for shard, listed in sorted(shards.items()):
+            path = self.path / shard
+            header = self._open(shard)
+            if missing := listed - header.keys():
+                raise CheckpointError(
+                    f"{path} has no tensor {min(missing)[:80]!r}, despite {INDEX_NAME}"
+                )
+            for name, tensor in header.items():
+                if name in listed:
+                    yield name, tensor, path
+
+    def _weight_map(self, *, whole: bool) -> dict[str, str]:
+        """The index; empty where it is malformed and there is a ``whole`` file."""
+        try:
+            return _weight_map(self.path / INDEX_NAME)
+        except CheckpointError:
+            if not whole:
+                raise
+            return {}
+
+    def _open(self, name: str) -> dict[str, StoredTensor | str]:
+        file = self._files[name] = RangedFile(self.path / name)
+        return read_header(file)
+
+
+def _architecture(config: Mapping[str, Any], path: Path) -> str:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else config.get("model_type")
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(f"{path} names no architecture: it is not a model's config")
+    return name
+
+
+def _generation_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    found = read_json(file) if file.exists() else {}
+    for key in _TOKEN_KEYS:
+        if found.get(key) is None and config.get(key) is not None:
+            found[key] = config[key]
+    return found
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """The index's tensor names and their files, which must lie beside it."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map")
+    for name, shard in weight_map.items():
+        if (
+            not isinstance(shard, str)
+            or PurePath(shard).name != shard
+            or "\\" in shard
+            or ".safetensors" not in shard
+        ):
+            raise CheckpointError(f"{path}: tensor {name[:80]!r} lies in no file of this folder")
+    return weight_map

@@ -1,0 +1,311 @@
+"""Tensor names of Hugging Face folders, and localrt's names of the same things.
+
+Most architectures are called what Llama's parts are called, and keep their names. Mixtures differ
+in how they name and stack their experts: tables of what stands below ``model.layers.N.``, where
+``{}`` is an expert's number. Every expert appears by itself: ``mlp.experts.E.gate_proj.weight``.
+
+gpt-oss's experts as published, in MXFP4: blocks and scales in two tensors, as rows of ours.
+
+``..._blocks`` (experts, rows, groups, 16) has two neighbouring columns in each byte, the first in
+its low nibble; ``..._scales`` (experts, rows, groups) the exponents. Our block, which is ggml's
+(``formats/fp4.py``), is the exponent and 16 bytes with columns j and j + 16: bits move, no value
+changes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, TensorInfo
+from localrt.models.checkpoints.expert_stacks import (
+    Stack,
+    check_stack,
+    split_rows,
+    split_stack,
+)
+from localrt.quant.formats import MXFP4
+
+_HALF = MXFP4.block // 2  # bytes of a group's nibbles
+
+
+def split_mxfp4(
+    blocks: StoredTensor, scales: StoredTensor, stack: Stack, prefix: str, count: int | None
+) -> Iterator[RowSource]:
+    """Every expert's matrices out of the two tensors.
+
+    Raises:
+        CheckpointError: their shapes are not those of so many experts.
+    """
+    experts = check_stack(blocks.info, 4, count)
+    _, rows, groups, width = blocks.info.shape
+    parts = len(stack.names)
+    if width != _HALF or rows % parts or scales.info.shape != blocks.info.shape[:3]:
+        raise CheckpointError(
+            f"tensors {blocks.info.name!r} {blocks.info.shape} and {scales.info.name!r} "
+            f"{scales.info.shape} are not MXFP4 weights in groups of {MXFP4.block}"
+        )
+    shape = (rows // parts, groups * MXFP4.block)
+    nbytes = shape[0] * MXFP4.row_bytes(shape[1])
+    for expert in range(experts):
+        for part, name in enumerate(stack.names):
+            info = TensorInfo(prefix + name.format(expert), shape, MXFP4, nbytes)
+            yield _Mxfp4Rows(info, blocks, scales, expert * rows + part, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mxfp4Rows(RowSource):
+    """Rows ``first``, ``first + step``, ... of the two tensors, counted over all experts."""
+
+    nibbles: StoredTensor
+    scales: StoredTensor
+    first: int
+    step: int
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        count, groups = stop - start, self.info.shape[1] // MXFP4.block
+        out = np.empty((count, groups, MXFP4.block_bytes), np.uint8)
+        out[:, :, 0] = self._rows(self.scales, start, stop, groups)
+        pairs = self._rows(self.nibbles, start, stop, groups * _HALF)
+        pairs = pairs.reshape(count, groups, _HALF)
+        low, high = pairs[:, :, : _HALF // 2], pairs[:, :, _HALF // 2 :]
+        out[:, :, 1::2] = (low & 15) | (high << 4)  # even columns
+        out[:, :, 2::2] = (low >> 4) | (high & 0xF0)  # odd ones
+        return out
+
+    def _rows(self, tensor: StoredTensor, start: int, stop: int, width: int) -> Bytes:
+        """(stop - start, width) bytes, from the one range of the file that holds them."""
+        first, last = self.first + start * self.step, self.first + (stop - 1) * self.step
+        data = tensor.file.read(tensor.offset + first * width, (last - first + 1) * width)
+        return data.reshape(-1, width)[:: self.step]
+
+
+INTERLEAVED_ROTARY = frozenset({"Ernie4_5ForCausalLM", "Ernie4_5_MoeForCausalLM"})
+"""Architectures whose query and key rows are published in pairs (x0, y0, x1, y1, ...)."""
+_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_GATE_UP = ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")
+_GATE_UP_BIAS = ("mlp.experts.{}.gate_proj.bias", "mlp.experts.{}.up_proj.bias")
+_DOWN = ("mlp.experts.{}.down_proj.weight",)
+_DOWN_BIAS = ("mlp.experts.{}.down_proj.bias",)
+_CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
+_SHARED_GATE_UP = ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
+_OURS: Mapping[str, str] = {
+    # localrt's name; ``{}`` in both is the same number
+    # Qwen
+    "mlp.shared_expert.gate_proj.weight": _SHARED_GATE_UP[0],
+    "mlp.shared_expert.up_proj.weight": _SHARED_GATE_UP[1],
+    "mlp.shared_expert.down_proj.weight": "mlp.shared_experts.down_proj.weight",
+    # Mixtral
+    "block_sparse_moe.gate.weight": "mlp.gate.weight",
+    "block_sparse_moe.experts.{}.w1.weight": _GATE_UP[0],
+    "block_sparse_moe.experts.{}.w3.weight": _GATE_UP[1],
+    "block_sparse_moe.experts.{}.w2.weight": _DOWN[0],
+    "mlp.experts.{}.w1.weight": _GATE_UP[0],
+    "mlp.experts.{}.w3.weight": _GATE_UP[1],
+    "mlp.experts.{}.w2.weight": _DOWN[0],
+    # Kimi; transformers calls dense layers so too
+    "block_sparse_moe.gate_proj.weight": "mlp.gate_proj.weight",
+    "block_sparse_moe.up_proj.weight": "mlp.up_proj.weight",
+    "block_sparse_moe.down_proj.weight": "mlp.down_proj.weight",
+    "block_sparse_moe.gate.e_score_correction_bias": _CHOICE_BIAS,
+    "block_sparse_moe.shared_experts.gate_proj.weight": _SHARED_GATE_UP[0],
+    "block_sparse_moe.shared_experts.up_proj.weight": _SHARED_GATE_UP[1],
+    "block_sparse_moe.shared_experts.down_proj.weight": "mlp.shared_experts.down_proj.weight",
+    # Granite
+    "block_sparse_moe.router.layer.weight": "mlp.gate.weight",
+    "block_sparse_moe.router.weight": "mlp.gate.weight",
+    "shared_mlp.output_linear.weight": "mlp.shared_experts.down_proj.weight",
+    # Gemma 4
+    "router.proj.weight": "mlp.gate.weight",
+    "router.scale": "mlp.gate.norm.weight",
+    "router.per_expert_scale": "mlp.gate.expert_scale",
+    # gpt-oss
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.bias": "mlp.gate.bias",
+    # LFM2-MoE
+    "feed_forward.gate.weight": "mlp.gate.weight",
+    "feed_forward.expert_bias": _CHOICE_BIAS,
+    "feed_forward.experts.{}.w1.weight": _GATE_UP[0],
+    "feed_forward.experts.{}.w3.weight": _GATE_UP[1],
+    "feed_forward.experts.{}.w2.weight": _DOWN[0],
+    # Nemotron-H
+    "mixer.gate.weight": "mlp.gate.weight",
+    "mixer.gate.e_score_correction_bias": _CHOICE_BIAS,
+    "mixer.experts.{}.up_proj.weight": _GATE_UP[1],
+    "mixer.experts.{}.down_proj.weight": _DOWN[0],
+    "mixer.fc1_latent_proj.weight": "mlp.latent_down.weight",
+    "mixer.fc2_latent_proj.weight": "mlp.latent_up.weight",
+    "mixer.shared_experts.up_proj.weight": _SHARED_GATE_UP[1],
+    "mixer.shared_experts.down_proj.weight": "mlp.shared_experts.down_proj.weight",
+    # ERNIE
+    "mlp.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
+    "mlp.gate.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
+}
+_STACKS: Mapping[str, Stack] = {
+    # What transformers 5 makes of experts in memory, and some publish: stacked, gate before up
+    "mlp.experts.gate_up_proj": Stack(_GATE_UP),
+    "mlp.experts.down_proj": Stack(_DOWN),
+    # Gemma 4
+    "experts.gate_up_proj": Stack(_GATE_UP),
+    "experts.down_proj": Stack(_DOWN),
+    # LFM2-MoE
+    "feed_forward.experts.gate_up_proj": Stack(_GATE_UP),
+    "feed_forward.experts.down_proj": Stack(_DOWN),
+    # Granite
+    "block_sparse_moe.input_linear.weight": Stack(_GATE_UP),
+    "block_sparse_moe.output_linear.weight": Stack(_DOWN),
+    "block_sparse_moe.experts.gate_up_proj": Stack(_GATE_UP),
+    "block_sparse_moe.experts.down_proj": Stack(_DOWN),
+    "shared_mlp.input_linear.weight": Stack(_SHARED_GATE_UP),
+    # MLX
+    **{
+        f"{mlp}.switch_mlp.{kind}_proj.weight": Stack((f"mlp.experts.{{}}.{kind}_proj.weight",))
+        for mlp in ("mlp", "block_sparse_moe")
+        for kind in ("gate", "up", "down")
+    },
+    # Nemotron-H
+    "mixer.experts.up_proj": Stack(_GATE_UP[1:]),
+    "mixer.experts.down_proj": Stack(_DOWN),
+}
+_PUBLISHED = {
+    # what transformers renames too
+    "attention_layer_norm.weight": "input_layernorm.weight",  # OLMo Hybrid
+    "feedforward_layer_norm.weight": "post_attention_layernorm.weight",
+    "self_attn.gate_proj.weight": "self_attn.g_proj.weight",  # LFM3
+    # MLX
+    "self_attn.embed_q.weight": "self_attn.k_b_proj.weight",
+    "self_attn.unembed_out.weight": "self_attn.v_b_proj.weight",
+}
+_TOP = {
+    "model.embedding_norm.weight": "model.norm.weight",  # LFM2
+    "model.final_layernorm.weight": "model.norm.weight",  # Falcon-H1
+    "model.embeddings.weight": "model.embed_tokens.weight",  # Nemotron-H
+    "model.norm_f.weight": "model.norm.weight",
+}
+_QWEN3_VL = "Qwen3VLMoeForConditionalGeneration"
+_QWEN3_VL_STACKS: Mapping[str, Stack] = {
+    # as published; transformers writes them as ``_STACKS``
+    "mlp.experts.gate_up_proj": Stack(_GATE_UP, transposed=True),
+    "mlp.experts.down_proj": Stack(_DOWN, transposed=True),
+}
+_GPT_OSS = "GptOssForCausalLM"
+_GPT_OSS_STACKS: Mapping[str, Stack] = {
+    "mlp.experts.gate_up_proj": Stack(_GATE_UP, turns=True, transposed=True),
+    "mlp.experts.gate_up_proj_bias": Stack(_GATE_UP_BIAS, turns=True),
+    "mlp.experts.down_proj": Stack(_DOWN, transposed=True),
+    "mlp.experts.down_proj_bias": Stack(_DOWN_BIAS),
+    # MLX
+    **{
+        f"mlp.experts.{kind}_proj.{part}": Stack((f"mlp.experts.{{}}.{kind}_proj.{part}",))
+        for kind in ("gate", "up", "down")
+        for part in ("weight", "bias")
+    },
+}
+_GPT_OSS_PACKED: Mapping[str, Stack] = {
+    # as two tensors, ``..._blocks`` and ``..._scales``
+    "mlp.experts.gate_up_proj": Stack(_GATE_UP, turns=True),
+    "mlp.experts.down_proj": Stack(_DOWN),
+}
+_LAYER = re.compile(r"(?P<prefix>model\.layers\.\d{1,9}\.)(?P<stem>.+)", re.DOTALL)
+_NUMBER = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+def plain_tensors(
+    architecture: str, config: Mapping[str, Any], stored: Mapping[str, RowSource]
+) -> dict[str, RowSource]:
+    """``stored`` under localrt's names, every expert by itself.
+
+    Raises:
+        CheckpointError: two tensors of one name, or a stacked one that does not fit the config.
+    """
+    stored = {named.info.name: named for named in map(_named, stored.values())}
+    count = _expert_count(config)
+    if count is None:
+        return dict(stored)
+    stacks = _stacks(architecture, config, stored)
+    plain: dict[str, RowSource] = {}
+    for name, tensor in stored.items():
+        for part in _parts(stacks, name, tensor, stored, count):
+            if part.info.name in plain:
+                raise CheckpointError(f"tensor {name!r} appears twice under names of one meaning")
+            plain[part.info.name] = part
+    return plain
+
+
+def _named(tensor: RowSource) -> RowSource:
+    """Under a name that is localrt's whatever the architecture."""
+    name = _TOP.get(tensor.info.name)
+    layer = _LAYER.fullmatch(tensor.info.name)
+    if layer is not None and (stem := _PUBLISHED.get(layer["stem"])) is not None:
+        name = layer["prefix"] + stem
+    return tensor if name is None else replace(tensor, info=replace(tensor.info, name=name))
+
+
+def _expert_count(config: Mapping[str, Any]) -> int | None:
+    """Experts of a layer, if the config says."""
+    values = (config.get(key) for key in _COUNT_KEYS)
+    return next((value for value in values if type(value) is int), None)
+
+
+def _stacks(
+    architecture: str, config: Mapping[str, Any], stored: Mapping[str, RowSource]
+) -> Mapping[str, Stack]:
+    """How the experts of a layer are stacked, if they are."""
+    if architecture == _GPT_OSS:
+        return _GPT_OSS_STACKS
+    if architecture == _QWEN3_VL:
+        for name, tensor in stored.items():
+            if name.endswith("mlp.experts.gate_up_proj"):
+                plain = tensor.info.shape[-1] == config.get("hidden_size")
+                return _STACKS if plain else _QWEN3_VL_STACKS
+    return _STACKS
+
+
+def _split(tensor: RowSource, stack: Stack, prefix: str, count: int) -> list[RowSource]:
+    """A stacked tensor's parts."""
+    if isinstance(tensor, StoredTensor):
+        return list(split_stack(tensor, stack, prefix, count))
+    return list(split_rows(tensor, stack, prefix, count))
+
+
+def _parts(
+    stacks: Mapping[str, Stack],
+    name: str,
+    tensor: RowSource,
+    stored: Mapping[str, RowSource],
+    count: int,
+) -> list[RowSource]:
+    """What one tensor of a file is; nothing where another one brings it along."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return [tensor]
+    prefix, stem = match["prefix"], match["stem"]
+    if (stack := stacks.get(stem)) is not None:
+        return _split(tensor, stack, prefix, count)
+    kind = stem[-len(_BLOCKS) :]
+    packed = _GPT_OSS_PACKED.get(stem.removesuffix(kind))
+    if packed is not None and kind in (_BLOCKS, _SCALES):
+        other = name.removesuffix(kind) + (_SCALES if kind == _BLOCKS else _BLOCKS)
+        if other not in stored:
+            raise CheckpointError(f"tensor {other!r} of {name!r} is missing")
+        if kind == _SCALES:
+            return []
+        both = tensor, stored[other]
+        if isinstance(both[0], StoredTensor) and isinstance(both[1], StoredTensor):
+            return list(split_mxfp4(both[0], both[1], packed, prefix, count))
+    number = _NUMBER.search(stem)
+    pattern = stem if number is None else _NUMBER.sub("{}", stem, count=1)
+    ours = _OURS.get(pattern)
+    if ours is None:
+        return [tensor]
+    renamed = prefix + (ours if number is None else ours.format(number[0]))
+    shape = tensor.info.shape
+    if ours == _CHOICE_BIAS and len(shape) == 2 and shape[0] == 1:
+        shape = shape[1:]
+    return [replace(tensor, info=replace(tensor.info, name=renamed, shape=shape))]

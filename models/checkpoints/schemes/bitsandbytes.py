@@ -1,0 +1,163 @@
+"""bitsandbytes' NF4: nibbles of the whole matrix in one run, the first in a byte's high nibble.
+
+Beside ``weight`` (bytes, 1) lie the largest magnitude of each block (``absmax``), the sixteen
+levels (``quant_map``) and, as JSON in bytes, shape and block size (``quant_state``). With double
+quantization ``absmax`` is a byte for each block, which names a level of ``nested_quant_map`` that
+is times a ``nested_absmax``, plus an offset.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.safetensors.header import RAW_BYTES
+from localrt.models.checkpoints.schemes.keys import Keys
+from localrt.models.checkpoints.schemes.rows import CodedRows, Floats, weight_info
+from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
+from localrt.quant.formats import F32, Nf4FloatCodec, unpack
+from localrt.quant.formats.fp4 import NF4_LEVELS
+from localrt.quant.formats.published import NF4_F32
+
+__all__ = ["BitsAndBytes"]
+
+_WEIGHT, _ABSMAX, _LEVELS = ".weight", ".weight.absmax", ".weight.quant_map"
+_STATE = ".weight.quant_state.bitsandbytes__nf4"
+_NESTED, _NESTED_LEVELS = ".weight.nested_absmax", ".weight.nested_quant_map"
+_FP4_STATE = ".weight.quant_state.bitsandbytes__fp4"
+_LONGEST_STATE = 4096
+_BLOCK = 64
+
+_ENDINGS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys((_WEIGHT, _ABSMAX, _LEVELS, _STATE, _FP4_STATE, _NESTED, _NESTED_LEVELS), _WEIGHT)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytes:
+    """See ``Scheme``."""
+
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, keys: Keys) -> BitsAndBytes:
+        """Of a ``quantization_config``.
+
+        Raises:
+            UnsupportedModelError: 8 bits, or FP4.
+        """
+        if keys.value("load_in_8bit"):
+            raise keys.unread("load_in_8bit", "LLM.int8()")
+        keys.one_of("bnb_4bit_quant_type", ("nf4",), "nf4")
+        return cls()
+
+    @property
+    def typical(self) -> str:
+        """See ``Scheme``."""
+        return NF4_F32.name
+
+    @property
+    def endings(self) -> Mapping[str, str]:
+        """See ``Scheme``."""
+        return _ENDINGS
+
+    def source(self, parts: Parts) -> RowSource | None:
+        """See ``Scheme``."""
+        weight = parts.need(_WEIGHT)
+        if len(parts.tensors) == 1 and weight.info.format != RAW_BYTES:
+            return None
+        state, levels, absmax = (parts.need(part) for part in (_STATE, _LEVELS, _ABSMAX))
+        rows, columns, block, offset = _state(state)
+        require_shape(levels, F32, 16)
+        if not np.array_equal(unpack(levels.read()), NF4_LEVELS):
+            raise wrong(levels, "has other levels than NF4")
+        if rows * columns != 2 * weight.info.nbytes or weight.info.format != RAW_BYTES:
+            raise wrong(weight, f"does not hold {rows} x {columns} numbers of 4 bits")
+        if block % _BLOCK or columns % _BLOCK or (columns % block and block % columns):
+            raise wrong(
+                weight, f"has rows of {columns} in blocks of {block}: whole groups of 64 are read"
+            )
+        count = -(-rows * columns // block)
+        nested = parts.find(_NESTED)
+        require_shape(absmax, F32 if nested is None else RAW_BYTES, count)
+        steps = None
+        if nested is not None:
+            map_ = parts.need(_NESTED_LEVELS)
+            require_shape(map_, F32, 256)
+            require_shape(nested, F32, None)
+            size = -(-count // nested.info.shape[0])
+            size = 1 << (size - 1).bit_length()  # the last block may be short
+            if offset is None or -(-count // size) != nested.info.shape[0]:
+                raise wrong(nested, f"does not divide {count} blocks")
+            steps = _Nested(nested, map_, offset, size)
+        codec = Nf4FloatCodec()
+        info = weight_info(parts.name, rows, columns, codec.format)
+        return _Nf4Rows(info, codec, weight, absmax, block, steps)
+
+
+def _state(tensor: StoredTensor) -> tuple[int, int, int, float | None]:
+    """Rows, columns, block size, and what is added to twice quantized magnitudes."""
+    malformed = wrong(tensor, "is malformed: it should be JSON with a shape of two and a blocksize")
+    if tensor.info.format != RAW_BYTES or not 0 < tensor.info.nbytes <= _LONGEST_STATE:
+        raise malformed
+    try:
+        state = json.loads(tensor.read().data.tobytes())
+    except (ValueError, RecursionError):
+        raise malformed from None
+    if not isinstance(state, dict):
+        raise malformed
+    shape, block, offset = state.get("shape"), state.get("blocksize"), state.get("nested_offset")
+    if not isinstance(shape, list) or len(shape) != 2:
+        raise malformed
+    if any(type(n) is not int or not 0 < n < 1 << 31 for n in (*shape, block)):
+        raise malformed
+    if offset is not None and type(offset) is not float:
+        raise malformed
+    rows, columns = shape
+    return int(rows), int(columns), int(block or 0), offset
+
+
+@dataclass(frozen=True, slots=True)
+class _Nested:
+    """How magnitudes are quantized again, ``size`` of them with one of their own."""
+
+    absmax: StoredTensor
+    levels: StoredTensor
+    offset: float
+    size: int
+
+    def values(self, codes: Bytes, first: int) -> Floats:
+        """Of consecutive magnitudes, the first of which is number ``first``."""
+        levels = unpack(self.levels.read())
+        at = np.arange(first, first + len(codes)) // self.size
+        found: Floats = levels[codes] * unpack(self.absmax.read())[at] + np.float32(self.offset)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Nf4Rows(CodedRows):
+    weight: StoredTensor
+    absmax: StoredTensor
+    block: int
+    nested: _Nested | None
+
+    def _codes(self, start: int, stop: int) -> Bytes:
+        columns = self.info.shape[1]
+        begin, size = start * columns // 2, (stop - start) * columns // 2
+        pairs = self.weight.file.read(self.weight.offset + begin, size)
+        return np.stack([pairs >> 4, pairs & 15], axis=-1).reshape(stop - start, columns)
+
+    def _scales(self, start: int, stop: int) -> Floats:
+        columns = self.info.shape[1]
+        first, last = start * columns // self.block, -(-stop * columns // self.block)
+        each = self.absmax.info.format.block_bytes
+        data = self.absmax.file.read(self.absmax.offset + first * each, (last - first) * each)
+        values = data.view("<f4") if self.nested is None else self.nested.values(data, first)
+        at = np.arange(start * columns, stop * columns, _BLOCK) // self.block - first
+        found: Floats = values[at].reshape(stop - start, -1, 1)
+        return found

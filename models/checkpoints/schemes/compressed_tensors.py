@@ -1,0 +1,254 @@
+"""compressed-tensors, as llm-compressor and Neural Magic publish it.
+
+A folder may mix schemes; what a weight's tensors are called and hold tells which one it has:
+
+    weight_packed int32           whole numbers of 4 or 8 bits, ``weight_shape`` (rows, columns)
+    weight_packed uint8           FP4: NVFP4 with ``weight_global_scale``, else MXFP4
+    weight int8, FP8              a byte for each
+
+Signed codes are stored with half of their range added. ``weight_zero_point`` is packed along rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.safetensors.header import (
+    E5M2,
+    INT8,
+    INT32,
+    INT64,
+    RAW_BYTES,
+)
+from localrt.models.checkpoints.schemes.fp4 import mxfp4_rows, nvfp4_rows
+from localrt.models.checkpoints.schemes.fp8 import fp8_rows
+from localrt.models.checkpoints.schemes.keys import Keys, weights_alone
+from localrt.models.checkpoints.schemes.rows import (
+    CodedRows,
+    Floats,
+    Grid,
+    codes_in_rows,
+    group_of,
+    symmetric_codec,
+    symmetric_scales,
+    weight_info,
+    zero_point_codec,
+)
+from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
+from localrt.quant.formats import BF16, F8_E4M3, MXFP4, NVFP4
+from localrt.quant.formats.published import GROUPS
+
+__all__ = ["CompressedTensors"]
+
+_FORMATS = (
+    "dense",
+    "float-quantized",
+    "int-quantized",
+    "mixed-precision",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "pack-quantized",
+)
+_PACKED, _WEIGHT, _SCALE, _FACTOR = (
+    ".weight_packed",
+    ".weight",
+    ".weight_scale",
+    ".weight_global_scale",
+)
+_SHAPE, _ZEROS, _GROUPS = ".weight_shape", ".weight_zero_point", ".weight_g_idx"
+_ENDINGS: Mapping[str, str] = MappingProxyType(
+    dict.fromkeys((_PACKED, _SCALE, _FACTOR, _SHAPE, _ZEROS, _GROUPS, _WEIGHT), _WEIGHT)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """See ``Scheme``. ``blocks`` are (rows, columns) of FP8 that share a scale, of any group: which
+    modules are of which follows from the tensors, as targets may overlap.
+    """
+
+    notes: tuple[str, ...]
+    typical: str
+    blocks: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, keys: Keys) -> CompressedTensors:
+        """Of a ``quantization_config``.
+
+        Raises:
+            UnsupportedModelError: a format, or a transform of inputs, that is not read here.
+            CheckpointError: a key is malformed.
+        """
+        keys.one_of("format", _FORMATS, "dense")
+        if keys.value("transform_config"):
+            raise keys.unread("transform_config", "rotated inputs")
+        sparsity = keys.inner("sparsity_config")
+        if sparsity is not None:
+            sparsity.one_of("format", ("dense",), "dense")
+        notes: list[str] = []
+        blocks: list[tuple[int, int]] = []
+        formats: list[str] = []
+        for group in keys.all_inner("config_groups"):
+            group.one_of("format", (*_FORMATS, None), None)
+            weights, inputs = group.inner("weights"), group.inner("input_activations")
+            if weights is None:
+                continue
+            kind = weights.one_of("type", ("int", "float"), "int")
+            bits = weights.one_of("num_bits", (4, 8), 8)
+            if (block := weights.pair("block_structure")) is not None:
+                blocks.append(block)
+            formats.append(_typical(kind, bits, weights))
+            if inputs is not None:
+                notes.append(weights_alone(kind, bits, inputs.number("num_bits", 8)))
+        return cls(tuple(dict.fromkeys(notes)), (formats or [BF16.name])[0], tuple(blocks))
+
+    @property
+    def endings(self) -> Mapping[str, str]:
+        """See ``Scheme``."""
+        return _ENDINGS
+
+    def source(self, parts: Parts) -> RowSource | None:
+        """See ``Scheme``."""
+        packed, weight = parts.find(_PACKED), parts.find(_WEIGHT)
+        if packed is not None and packed.info.format == RAW_BYTES:
+            scales = parts.need(_SCALE)
+            factor = parts.find(_FACTOR)
+            if factor is None and scales.info.format == F8_E4M3:
+                factor = parts.need(_FACTOR)
+            if factor is not None:
+                return nvfp4_rows(parts.name, packed, scales, factor, inverse=True)
+            return mxfp4_rows(parts.name, packed, scales)
+        if packed is not None:
+            return _packed(parts, packed)
+        if weight is None:
+            parts.need(_PACKED)
+        assert weight is not None
+        if weight.info.format in (F8_E4M3, E5M2):
+            return fp8_rows(parts.name, weight, parts.need(_SCALE), self._block(parts))
+        if weight.info.format == INT8:
+            return _bytes(parts, weight)
+        if len(parts.tensors) > 1:
+            raise wrong(weight, "has scales, and is not quantized: download the model again")
+        return None
+
+    def _block(self, parts: Parts) -> tuple[int, int] | None:
+        """Those whose scales these are; the first where none fits."""
+        shape, scales = parts.need(_WEIGHT).info.shape, parts.need(_SCALE).info.shape
+        fitting = (
+            block
+            for block in self.blocks
+            if scales == tuple(-(-size // step) for size, step in zip(shape, block, strict=False))
+        )
+        return next(fitting, self.blocks[0] if self.blocks else None)
+
+
+def _typical(kind: str, bits: int, weights: Keys) -> str:
+    """The format of a group's weights, whose scales are mostly bfloat16."""
+    group = weights.value("group_size")
+    if kind == "float":
+        fp4 = NVFP4 if group == NVFP4.block else MXFP4
+        return fp4.name if bits == 4 else "e4m3-g128"
+    size = group_of(group) if type(group) is int and group > 0 else GROUPS[0]
+    return f"int{bits}-g{size}{'b' if weights.flag('symmetric', True) else 'z'}" if size else "f32"
+
+
+def _packed(parts: Parts, packed: StoredTensor) -> RowSource:
+    """Whole numbers in words."""
+    require_shape(packed, INT32, None, None)
+    shape = parts.need(_SHAPE)
+    require_shape(shape, INT32 if shape.info.format == INT32 else INT64, 2)
+    each = shape.info.format.block_bytes
+    rows, columns = shape.read().data.view(f"<i{each}").reshape(-1).tolist()
+    words = packed.info.shape[1]
+    bits = next((bits for bits in (4, 8) if columns * bits == words * 32), None)
+    if rows != packed.info.shape[0] or bits is None:
+        raise wrong(packed, f"does not hold {rows} rows of {columns} numbers of 4 or 8 bits")
+    return _whole_numbers(parts, packed, rows, columns, bits)
+
+
+def _bytes(parts: Parts, weight: StoredTensor) -> RowSource:
+    """Whole numbers in bytes."""
+    require_shape(weight, INT8, None, None)
+    rows, columns = weight.info.shape
+    return _whole_numbers(parts, weight, rows, columns, 8)
+
+
+def _whole_numbers(
+    parts: Parts, codes: StoredTensor, rows: int, columns: int, bits: int
+) -> RowSource:
+    scales, zeros, groups = parts.need(_SCALE), parts.find(_ZEROS), parts.find(_GROUPS)
+    grid = Grid.of(scales, rows, columns, None)
+    order = None if groups is None else _order(groups, columns, columns // grid.width)
+    group = group_of(grid.width, columns) if order is None else 0
+    if zeros is None:
+        codec = symmetric_codec(bits, group, scales.info.format)
+    else:
+        codec = zero_point_codec(bits, group)
+        count = columns // grid.width
+        if zeros.info.format == INT8:
+            require_shape(zeros, INT8, scales.info.shape[0], count)
+        else:
+            require_shape(zeros, INT32, -(-rows * bits // 32), count)
+    info = weight_info(parts.name, rows, columns, codec.format)
+    return _WholeNumbers(info, codec, codes, grid, zeros, order, bits)
+
+
+def _order(groups: StoredTensor, columns: int, count: int) -> tuple[int, ...] | None:
+    """Each column's group; None where they follow one another."""
+    require_shape(groups, INT32, columns)
+    order = groups.read().data.view("<i4").reshape(-1)
+    if order.size and order.min() < 0:  # not calibrated
+        return None
+    if order.max(initial=0) >= count:
+        raise wrong(groups, f"names a group that is not there: {order.max()} of {count}")
+    if np.array_equal(order, np.arange(columns) // (columns // count)):
+        return None
+    return tuple(order.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeNumbers(CodedRows):
+    codes: StoredTensor
+    grid: Grid
+    zeros: StoredTensor | None
+    order: tuple[int, ...] | None
+    bits: int
+
+    def _codes(self, start: int, stop: int) -> Bytes:
+        data = self.codes.read(start, stop).data
+        if self.codes.info.format == INT8:
+            return data ^ np.uint8(128)
+        return codes_in_rows(data, self.bits)
+
+    def _scales(self, start: int, stop: int) -> Floats:
+        columns, block = self.info.shape[1], self.codec.format.block
+        if self.order is not None:
+            block = self.grid.width
+        found = self.grid.of_rows(start, stop, columns, block)
+        if self.zeros is None:
+            scales = symmetric_scales(self.codec, found, self.bits)
+        else:
+            zeros = np.repeat(self._zeros(start, stop), self.grid.width // block, axis=1)
+            scales = np.stack([found, zeros], axis=-1)
+        return scales if self.order is None else scales[:, list(self.order)]
+
+    def _zeros(self, start: int, stop: int) -> Floats:
+        """(rows, groups as published)."""
+        assert self.zeros is not None
+        if self.zeros.info.format == INT8:
+            zeros: Floats = (self.zeros.read(start, stop).data ^ np.uint8(128)).astype(np.float32)
+            return zeros
+        each = 32 // self.bits
+        first = start // each
+        words = self.zeros.read(first, -(-stop // each)).data
+        words = words.reshape(len(words), -1, 4)  # (words, groups, bytes)
+        codes = codes_in_rows(words.reshape(-1, 4), self.bits).reshape(*words.shape[:2], each)
+        rows = codes.swapaxes(1, 2).reshape(-1, words.shape[1])
+        return rows[start - first * each : stop - first * each].astype(np.float32)

@@ -1,0 +1,223 @@
+"""MLX's groups: columns packed into the words of ``weight``, ``scales`` and mostly ``biases``.
+
+An affine value is scale * code + bias. In the modes that are named after formats, codes are floats,
+and scales are bytes. A config's ``quantization`` has mode, bits and group size for all weights, and
+for some by their module's name. Codes of 2 to 6 bits that ours have no groups for take 8.
+
+What mlx-lm changes in some models' numbers when it converts them, changed back.
+
+Convolutions whose taps lie on the second axis show that a model was converted: published they are
+on the last. Qwen3.5's and Qwen3-Next's norms have 1 added then; taking it off is exact in float32.
+Falcon-H1's factors are multiplied into its weights, which cannot be undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from localrt.errors import UnsupportedModelError
+from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.safetensors.header import RAW_BYTES, UINT32
+from localrt.models.checkpoints.schemes.fp4 import mxfp4_rows, nvfp4_rows
+from localrt.models.checkpoints.schemes.fp8 import fp8_rows
+from localrt.models.checkpoints.schemes.keys import Keys
+from localrt.models.checkpoints.schemes.rows import (
+    FLOATS,
+    CodedRows,
+    Floats,
+    Grid,
+    codes_in_rows,
+    group_of,
+    minimum_codec,
+    weight_info,
+)
+from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
+from localrt.models.checkpoints.text_model import decoder_tensor
+from localrt.quant.formats import F8_E4M3, F32, unpack
+
+_WEIGHT, _SCALES, _MINIMA = ".weight", ".scales", ".biases"
+_ENDINGS = dict.fromkeys((_WEIGHT, _SCALES, _MINIMA), _WEIGHT)
+_BITS = (2, 3, 4, 5, 6, 8)
+_MODES = {  # bits and group size where a config does not say; others than affine have no choice
+    "affine": (4, 64),
+    "mxfp4": (4, 32),
+    "nvfp4": (4, 16),
+    "mxfp8": (8, 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Width:
+    """How a module is packed."""
+
+    mode: str
+    bits: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mlx:
+    """See ``Scheme``. How all modules are packed, and single ones."""
+
+    usual: _Width
+    modules: Mapping[str, _Width]
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, keys: Keys) -> Mlx:
+        """Of a config's ``quantization``.
+
+        Raises:
+            UnsupportedModelError: other bits, or another mode.
+            CheckpointError: a key is malformed.
+        """
+        modules: dict[str, _Width] = {}
+        for name, value in keys.values.items():
+            if isinstance(value, Mapping) and (own := keys.inner(name)) is not None:
+                modules[_plain(name)] = _width(own)
+        return cls(_width(keys), modules)
+
+    @property
+    def typical(self) -> str:
+        """See ``Scheme``."""
+        if self.usual.mode != "affine":
+            return "e4m3-g32" if self.usual.mode == "mxfp8" else self.usual.mode
+        group = group_of(self.usual.group)
+        return f"int{4 if self.usual.bits <= 4 else 8}-g{group}b" if group else "f32"
+
+    @property
+    def endings(self) -> Mapping[str, str]:
+        """See ``Scheme``."""
+        return _ENDINGS
+
+    def source(self, parts: Parts) -> RowSource | None:
+        """See ``Scheme``."""
+        weight = parts.find(_WEIGHT)
+        if len(parts.tensors) == 1 and weight is not None and weight.info.format != UINT32:
+            return None
+        weight, scales = parts.need(_WEIGHT), parts.need(_SCALES)
+        width = self.modules.get(parts.stem, self.usual)
+        bits, group = width.bits, width.group
+        require_shape(weight, UINT32, None, None)
+        if width.mode != "affine":
+            return _floats(parts.name, weight, scales, width.mode)
+        minima = parts.need(_MINIMA)
+        rows, words = weight.info.shape
+        columns = words * 32 // bits
+        if words * 32 % bits or columns % group:
+            raise wrong(weight, f"does not hold rows of whole groups of {group} in {bits} bits")
+        if scales.info.format not in FLOATS:
+            raise wrong(scales, "should be F16, BF16 or F32")
+        require_shape(
+            scales, None, rows, columns // group, why=f"for groups of {group} (group_size)"
+        )
+        require_shape(minima, scales.info.format, rows, columns // group)
+        codec = minimum_codec(4 if bits <= 4 else 8, group_of(group), scales.info.format)
+        info = weight_info(parts.name, rows, columns, codec.format)
+        grids = Grid(scales, 1, group), Grid(minima, 1, group)
+        return _MlxRows(info, codec, weight, *grids, bits)
+
+
+def _width(keys: Keys) -> _Width:
+    mode = keys.one_of("mode", tuple(_MODES), "affine")
+    bits, group = _MODES[mode]
+    if mode != "affine":
+        return _Width(mode, keys.one_of("bits", (bits,), bits), group)
+    group = keys.number("group_size", group)
+    if group < 1:
+        raise keys.wrong("group_size", "should be a number of columns")
+    return _Width(mode, keys.one_of("bits", _BITS, bits), group)
+
+
+def _plain(module: str) -> str:
+    """A module's name without what its tensors' names lose too."""
+    name = f"{module}{_WEIGHT}"
+    plain = decoder_tensor(name, {}, multimodal=True) or decoder_tensor(name, {}, multimodal=False)
+    return (plain or name).removesuffix(_WEIGHT)
+
+
+def _floats(name: str, words: StoredTensor, scales: StoredTensor, mode: str) -> RowSource:
+    """A matrix of the modes that are named after formats."""
+    rows, columns = words.info.shape
+    require_shape(scales, RAW_BYTES, None, None)
+    codes = replace(words, info=replace(words.info, shape=(rows, 4 * columns), format=RAW_BYTES))
+    if mode == "mxfp4":
+        return mxfp4_rows(name, codes, scales)
+    if mode == "nvfp4":
+        scales = replace(scales, info=replace(scales.info, format=F8_E4M3))
+        return nvfp4_rows(name, codes, scales, None)
+    codes = replace(codes, info=replace(codes.info, format=F8_E4M3))
+    return fp8_rows(name, codes, scales, (1, _MODES[mode][1]))
+
+
+@dataclass(frozen=True, slots=True)
+class _MlxRows(CodedRows):
+    codes: StoredTensor
+    grid: Grid
+    minima: Grid
+    bits: int
+
+    def _codes(self, start: int, stop: int) -> Bytes:
+        return codes_in_rows(self.codes.read(start, stop).data, self.bits)
+
+    def _scales(self, start: int, stop: int) -> Floats:
+        columns, block = self.info.shape[1], self.codec.format.block
+        both = [grid.of_rows(start, stop, columns, block) for grid in (self.grid, self.minima)]
+        return np.stack(both, axis=-1)
+
+
+_NORMS_FROM_ZERO = ("Qwen3_5", "Qwen3Next")
+_NORMS = (
+    ".input_layernorm.weight",
+    ".post_attention_layernorm.weight",
+    "model.norm.weight",
+    ".q_norm.weight",
+    ".k_norm.weight",
+)
+_FACTORS = "FalconH1"
+
+
+def unconverted(
+    architecture: str, tensors: Mapping[str, RowSource], path: Path
+) -> dict[str, RowSource]:
+    """``tensors`` of a model at ``path`` as its publisher has them.
+
+    Raises:
+        UnsupportedModelError: they cannot be had.
+    """
+    found = dict(tensors)
+    if not any(name.endswith("conv1d.weight") and _is_moved(t) for name, t in found.items()):
+        return found
+    if architecture.startswith(_FACTORS):
+        raise UnsupportedModelError(
+            f"{path}: MLX's form of {architecture} has other weights than its publisher's, which "
+            "localrt cannot read; use the original model, or a GGUF file of it"
+        )
+    if architecture.startswith(_NORMS_FROM_ZERO):
+        for name, tensor in tensors.items():
+            if name.endswith(_NORMS) and len(tensor.info.shape) == 1:
+                size = tensor.info.shape[0]
+                info = replace(tensor.info, format=F32, nbytes=4 * size)
+                found[name] = _LessOne(info, tensor)
+    return found
+
+
+def _is_moved(tensor: RowSource) -> bool:
+    """Whether a convolution's taps are on the second axis of three."""
+    shape = tensor.info.shape
+    return len(shape) == 3 and shape[2] == 1 and shape[1] > 1
+
+
+@dataclass(frozen=True, slots=True)
+class _LessOne(RowSource):
+    """A vector less 1."""
+
+    source: RowSource
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        values = unpack(self.source.read(start, stop)) - np.float32(1)
+        return np.ascontiguousarray(values, "<f4").view(np.uint8)

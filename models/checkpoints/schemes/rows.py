@@ -1,0 +1,263 @@
+"""Rows whose codes and scales lie in several tensors, as rows of blocks of one of our formats.
+
+Which format holds a scheme's numbers exactly follows from the type of its scales and the columns
+that share one: no data is looked at. Where no groups of ours fit, numbers are unpacked to float32,
+which holds all of them.
+
+Whole numbers that are packed along columns or rows of a transposed matrix: GPTQ and AWQ.
+
+The files keep a matrix as (columns, rows): what is a row here is a column there. Some thousand rows
+are read at a time, from a stretch of each of the file's rows, so that reading goes on quickly while
+little is held.
+
+Codes out of the words that schemes pack them into: the first one in a word's lowest bits.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, TensorInfo
+from localrt.models.checkpoints.safetensors.header import EXPONENTS, RAW_BYTES
+from localrt.models.checkpoints.schemes.weights import wrong
+from localrt.quant.formats import (
+    AFFINE,
+    BF16,
+    F16,
+    F32,
+    AffineCodec,
+    BrainCodec,
+    Format,
+    GroupCodec,
+    PackedTensor,
+    ZeroPointCodec,
+    unpack,
+)
+from localrt.quant.formats.published import GROUPS
+
+FLOATS = (F32, F16, BF16)
+Floats = npt.NDArray[np.float32]
+_POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """Codes as float32 numbers, each with its own scale: see ``GroupCodec``."""
+
+    codec: GroupCodec
+    format: Format = F32
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        """See ``GroupCodec``."""
+        return self.codec.decode(codes, scales)
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        """The numbers' bytes."""
+        with np.errstate(all="ignore"):
+            values = self.codec.decode(codes, scales)
+        return np.ascontiguousarray(values, "<f4").view(np.uint8)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        """There is no way back."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows(RowSource):
+    """Rows in the blocks of ``codec``."""
+
+    codec: GroupCodec
+
+    @abstractmethod
+    def _codes(self, start: int, stop: int) -> Bytes:
+        """Codes (rows, columns) of at least one row."""
+
+    @abstractmethod
+    def _scales(self, start: int, stop: int) -> Floats:
+        """What the codec takes of the same rows' groups: (rows, groups, k)."""
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        codes, scales = self._codes(start, stop), self._scales(start, stop)
+        block = self.codec.format.block
+        return self.codec.join(codes.reshape(-1, block), scales.reshape(-1, scales.shape[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A number for each block of ``height`` rows and ``width`` columns of a matrix.
+
+    A tensor of bytes has exponents of two: they are E8M0.
+    """
+
+    tensor: StoredTensor
+    height: int
+    width: int
+
+    @classmethod
+    def of(
+        cls, tensor: StoredTensor, rows: int, columns: int, block: tuple[int, int] | None
+    ) -> Grid:
+        """The numbers of a matrix: one, one a row, or one for each block.
+
+        ``block`` is (rows, columns) as the config says; None is what divides the matrix.
+
+        Raises:
+            CheckpointError: the tensor has another shape.
+        """
+        shape = tensor.info.shape
+        if tensor.info.format not in (*FLOATS, RAW_BYTES, EXPONENTS):
+            raise wrong(tensor, "should be F32, F16, BF16 or exponents")
+        if len(shape) < 2:
+            count = shape[0] if shape else 1
+            tensor = replace(tensor, info=replace(tensor.info, shape=(count, 1)))
+            shape = (count, 1)
+        if len(shape) == 2 and min(shape) > 0:
+            if shape[1] == 1 and shape[0] in (1, rows):
+                return cls(tensor, rows // shape[0], columns)
+            height, width = block or (rows // shape[0], columns // shape[1])
+            if min(height, width) > 0 and shape == (-(-rows // height), -(-columns // width)):
+                return cls(tensor, height, width)
+        sizes = f" of {block[0]} x {block[1]}" if block else ""
+        raise wrong(tensor, f"does not divide {rows} rows of {columns} into equal blocks{sizes}")
+
+    def of_rows(self, start: int, stop: int, columns: int, group: int) -> Floats:
+        """For each ``group`` of a row's ``columns``: (rows, groups)."""
+        first = start // self.height
+        values = numbers(self.tensor.read(first, -(-stop // self.height)))
+        rows = np.arange(start, stop) // self.height - first
+        if self.width == columns:
+            return np.repeat(values[rows], columns // group, axis=1)
+        return values[rows][:, np.arange(0, columns, group) // self.width]
+
+
+def numbers(tensor: PackedTensor) -> Floats:
+    """A tensor's values; bytes are exponents."""
+    if tensor.format in (RAW_BYTES, EXPONENTS):
+        return _POWERS[tensor.data].reshape(tensor.shape)
+    return unpack(tensor)
+
+
+def weight_info(name: str, rows: int, columns: int, format_: Format) -> TensorInfo:
+    """Of a matrix in ``format_``."""
+    return TensorInfo(name, (rows, columns), format_, rows * format_.row_bytes(columns))
+
+
+def group_of(*spans: int) -> int:
+    """The largest of our groups that divides all of these columns; 0 if none does."""
+    return next((group for group in GROUPS if not any(span % group for span in spans)), 0)
+
+
+def symmetric_codec(bits: int, group: int, scales: Format) -> GroupCodec:
+    """For scale * (code - half the range); ``group`` 0: none of ours."""
+    if not group:
+        return Decoded(ZeroPointCodec(bits, GROUPS[0]))
+    if scales == F16:
+        return AFFINE[f"int{bits}-g{group}"]
+    return BrainCodec(bits, group) if scales == BF16 else ZeroPointCodec(bits, group)
+
+
+def symmetric_scales(codec: GroupCodec, scales: Floats, bits: int) -> Floats:
+    """What ``symmetric_codec`` takes: (..., k) of scales (...)."""
+    middle = np.float32(1 << (bits - 1))
+    if isinstance(codec, AffineCodec):
+        return scales[..., None]
+    second = -middle * scales if isinstance(codec, BrainCodec) else np.full_like(scales, middle)
+    return np.stack([scales, second], axis=-1)
+
+
+def zero_point_codec(bits: int, group: int) -> GroupCodec:
+    """For scale * (code - zero)."""
+    return ZeroPointCodec(bits, group) if group else Decoded(ZeroPointCodec(bits, GROUPS[0]))
+
+
+def minimum_codec(bits: int, group: int, scales: Format) -> GroupCodec:
+    """For scale * code + minimum."""
+    if not group or scales not in (F16, BF16):
+        return Decoded(BrainCodec(bits, GROUPS[0]))
+    return BrainCodec(bits, group) if scales == BF16 else AFFINE[f"int{bits}-g{group}m"]
+
+
+# uint8 throughout; numpy's stubs lose that in shifts.
+Codes = npt.NDArray[Any]
+
+
+def codes_in_rows(packed: Codes, bits: int) -> Codes:
+    """Codes (rows, 8 n / bits) of 2 to 8 bits, one after another in bytes (rows, n)."""
+    if bits == 8:
+        return packed
+    if bits == 4:
+        return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    stream = np.unpackbits(packed, axis=1, bitorder="little").reshape(len(packed), -1, bits)
+    weights = (1 << np.arange(bits)).astype(np.uint8)
+    codes: Codes = (stream * weights).sum(axis=-1, dtype=np.uint8)
+    return codes
+
+
+def read_columns(tensor: StoredTensor, first: int, last: int) -> Codes:
+    """Columns ``first`` to ``last`` of a matrix (rows, columns), as bytes (rows, columns, each)."""
+    rows, columns = tensor.info.shape
+    each = tensor.info.format.block_bytes
+    if last - first == columns:
+        return tensor.read().data.reshape(rows, columns, each)
+    size = (last - first) * each
+    out = np.empty((rows, size), np.uint8)
+    for row in range(rows):
+        out[row] = tensor.file.read(tensor.offset + (row * columns + first) * each, size)
+    return out.reshape(rows, -1, each)
+
+
+_STRETCH = 4 << 20  # bytes of words read at a time, or of numbers made of them
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnRows(CodedRows):
+    """Rows of ``words``, ``scales`` (groups, rows) and ``zeros``, of ``bits``.
+
+    ``order`` has each column's group where groups are not ``group`` columns one after another.
+    """
+
+    words: StoredTensor
+    scales: StoredTensor
+    bits: int
+    group: int
+    order: tuple[int, ...] | None
+
+    def blocks(self, max_bytes: int) -> Iterator[PackedTensor]:
+        """All rows in order, in pieces."""
+        row_bytes = self.words.info.nbytes // max(1, self.rows)
+        if self.info.format == F32:
+            row_bytes = self.row_bytes
+        stretch = max(32, _STRETCH // max(1, row_bytes) // 32 * 32)
+        step = max(1, max_bytes // max(1, self.row_bytes))
+        for begin in range(0, self.rows, stretch):
+            whole = self.read(begin, min(begin + stretch, self.rows))
+            for start in range(0, len(whole.data), step):
+                piece = whole.data[start : start + step]
+                yield self._packed(piece, len(piece))
+
+    @abstractmethod
+    def _zeros(self, start: int, stop: int) -> Bytes | None:
+        """Zero points (groups, rows); None where they are the middle of the range."""
+
+    def _scales(self, start: int, stop: int) -> Floats:
+        columns = self.info.shape[1]
+        found = read_columns(self.scales, start, stop)  # (groups, rows, bytes)
+        flat = PackedTensor(
+            "", self.scales.info.format, found.shape[:2], found.reshape(len(found), -1)
+        )
+        scales = np.ascontiguousarray(unpack(flat).T)  # (rows, groups)
+        zeros = self._zeros(start, stop)
+        if zeros is None:
+            pairs = symmetric_scales(self.codec, scales, self.bits)
+        else:
+            pairs = np.stack([scales, zeros.T.astype(np.float32)], axis=-1)
+        if self.order is not None:
+            return pairs[:, list(self.order)]
+        block = self.codec.format.block
+        return pairs[:, np.arange(0, columns, block) // self.group]

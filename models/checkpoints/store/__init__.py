@@ -1,0 +1,1 @@
+"""Stores, packed by localrt itself, as checkpoints."""

@@ -1,0 +1,201 @@
+"""A store as a checkpoint: whole matrices as tiles, ready to be used where they were read to.
+
+A unit is read by one request, and its SHA-256 compared when it is read for the first time; its
+tensors are views of that memory. It does not know how a store is written (``offload/store``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import CheckpointError
+from localrt.models.checkpoints.base import TensorInfo, WeightBlock
+from localrt.models.checkpoints.gguf.file import GgufFile
+from localrt.models.checkpoints.ranged_file import RangedFile
+from localrt.models.checkpoints.store.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    StoredUnit,
+    UnitTensor,
+    read_manifest,
+)
+from localrt.models.checkpoints.store.memory import UnitMemory, Verifier
+from localrt.quant.formats import PackedTensor
+from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, untile
+
+__all__ = ["GGUF_TEXT_NAME", "StoreCheckpoint"]
+
+GGUF_TEXT_NAME = "metadata.gguf"
+"""Key-value pairs of the GGUF file that was packed, with its tokenizer and chat template."""
+
+Bytes = npt.NDArray[np.uint8]
+_Part = tuple[StoredUnit, UnitTensor]
+
+
+class StoreCheckpoint:
+    """A folder written by ``offload/store``. See ``Checkpoint``.
+
+    ``verify=False`` leaves SHA-256 sums unchecked, which take half a second per gigabyte.
+    ``manifest`` stands in for the folder's own.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or malformed.
+        UnsupportedModelError: written by a newer version of localrt.
+    """
+
+    def __init__(
+        self, path: Path, *, manifest: Manifest | None = None, verify: bool = True
+    ) -> None:
+        self.path = path
+        self.manifest = manifest or read_manifest(path / MANIFEST_NAME)
+        self.kind: str = self.manifest.kind
+        self.architecture = self.manifest.architecture
+        self.config: Mapping[str, Any] = self.manifest.config
+        self.generation_config: Mapping[str, Any] = self.manifest.generation_config
+        self._verify = Verifier(path, enabled=verify)
+        self._held: tuple[StoredUnit, UnitMemory] | None = None
+        self._files: dict[str, RangedFile] = {}
+        self._text: GgufFile | None = None
+        try:
+            if self.kind == "gguf":
+                self._text = GgufFile(path / GGUF_TEXT_NAME)
+            self._open_files()
+            self._parts = self._locate()
+        except BaseException:
+            self.close()
+            raise
+        self.notes: tuple[str, ...] = ()
+        self.metadata: Mapping[str, Any] = self._text.metadata if self._text else {}
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: _info(name, parts) for name, parts in self._parts.items()
+        }
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """Rows ``start`` to ``stop`` of a tensor, out of their tiles.
+
+        Rows of a matrix are read alone, and not compared with a SHA-256.
+
+        Raises:
+            CheckpointError: no such tensor, the files are closed, or the bytes are not those that
+                were written.
+            ValueError: the tensor has no such rows, or they are stored rotated.
+        """
+        parts = self._find(name)
+        info, (unit, tensor) = self.tensors[name], parts[0]
+        rows = info.shape[0] if len(info.shape) == 2 else 1
+        stop = rows if stop is None else stop
+        if not 0 <= start <= stop <= rows:
+            raise ValueError(f"{name!r} has {rows} rows: {start} to {stop} cannot be read")
+        if len(info.shape) == 1:
+            return self._unit(unit).read(name)
+        if tensor.hadamard:
+            raise ValueError(f"{name!r} is stored rotated: its blocks can be had, its rows cannot")
+        row_bytes = info.format.row_bytes(info.shape[1])
+        first = start // TILE_ROWS * TILE_ROWS
+        last = min(-(-stop // TILE_ROWS) * TILE_ROWS, rows)
+        # The parts of a matrix follow one another in their file.
+        at = unit.offset + tensor.offset + first * row_bytes
+        count = -(-(last - first) // TILE_ROWS) * TILE_ROWS * row_bytes
+        tiles = self._files[unit.file].read(at, count)
+        shape = (last - first, info.shape[1])
+        rows_read = untile(TiledTensor(name, info.format, shape, tiles, tensor.scale))
+        return rows_read.take_rows(np.arange(start - first, stop - first))
+
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
+        """The whole tensor: a matrix as tiles, read by one request; ``max_bytes`` is of no effect.
+
+        Raises:
+            CheckpointError: as for ``read``.
+        """
+        parts = self._find(name)
+        info, (unit, tensor) = self.tensors[name], parts[0]
+        if len(parts) == 1:
+            yield from self._unit(unit).blocks(name)
+            return
+        data = self._read_slices([unit for unit, _ in parts])[: info.nbytes]
+        shape = (info.shape[0], info.shape[1])
+        yield TiledTensor(name, info.format, shape, data, tensor.scale, tensor.hadamard)
+
+    def _unit(self, unit: StoredUnit) -> UnitMemory:
+        """A unit's whole range. The unit that was read last is kept, so that it is read once."""
+        if self._held is None or self._held[0] is not unit:
+            data = self._files[unit.file].read(unit.offset, unit.nbytes)
+            self._verify(unit, data)
+            self._held = (unit, UnitMemory(self.path, self.architecture, unit, data))
+        return self._held[1]
+
+    def close(self) -> None:
+        """Close the files."""
+        self._held = None
+        for file in self._files.values():
+            file.close()
+        if self._text is not None:
+            self._text.close()
+
+    def _find(self, name: str) -> tuple[_Part, ...]:
+        if name not in self._parts:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}")
+        return self._parts[name]
+
+    def _read_slices(self, units: list[StoredUnit]) -> Bytes:
+        """The ranges of consecutive units as one."""
+        first, last = units[0], units[-1]
+        count = last.offset + last.nbytes - first.offset
+        data = self._files[first.file].read(first.offset, count)
+        for unit in units:
+            at = unit.offset - first.offset
+            self._verify(unit, data[at : at + unit.nbytes])
+        return data
+
+    def _open_files(self) -> None:
+        """Every file, none shorter than its units."""
+        for unit in self.manifest.units:
+            if unit.file not in self._files:
+                self._files[unit.file] = RangedFile(self.path / unit.file)
+            size = self._files[unit.file].size
+            if unit.offset + unit.nbytes > size:
+                raise CheckpointError(
+                    f"{self.path / unit.file} is truncated: unit {unit.name} ends at byte "
+                    f"{unit.offset + unit.nbytes}, the file has {size}; copy or quantize the model "
+                    "again"
+                )
+
+    def _locate(self) -> dict[str, tuple[_Part, ...]]:
+        """Where each tensor lies; the parts of a matrix that is cut follow one another."""
+        found: dict[str, list[_Part]] = {}
+        for unit in self.manifest.units:
+            for tensor in unit.tensors:
+                found.setdefault(tensor.name, []).append((unit, tensor))
+        for name, parts in found.items():
+            if parts[0][1].row or not all(_follows(a, b) for a, b in pairwise(parts)):
+                raise CheckpointError(f"{self.path}: the parts of tensor {name!r} do not fit")
+        return {name: tuple(parts) for name, parts in found.items()}
+
+
+def _follows(before: _Part, after: _Part) -> bool:
+    (unit, tensor), (next_unit, next_tensor) = before, after
+    return (
+        len(tensor.shape) == len(next_tensor.shape) == 2
+        and tensor.shape[0] % TILE_ROWS == 0
+        and tensor.shape[1:] == next_tensor.shape[1:]
+        and (tensor.format, tensor.scale, tensor.hadamard)
+        == (next_tensor.format, next_tensor.scale, next_tensor.hadamard)
+        and next_tensor.row == tensor.row + tensor.shape[0]
+        and next_unit.file == unit.file
+        and tensor.nbytes == unit.nbytes
+        and next_unit.offset == unit.offset + unit.nbytes
+        and tensor.offset == next_tensor.offset == 0
+    )
+
+
+def _info(name: str, parts: tuple[_Part, ...]) -> TensorInfo:
+    last = parts[-1][1]
+    shape = (last.row + last.shape[0], *last.shape[1:])
+    nbytes = sum(tensor.nbytes for _, tensor in parts)
+    return TensorInfo(name, shape, last.format, nbytes)

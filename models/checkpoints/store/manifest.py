@@ -1,0 +1,274 @@
+"""The manifest of a store: what was packed, how, and where every unit lies.
+
+``manifest.json`` is the one description of a store; ``offload/store`` writes it, and
+``store_checkpoint.py`` reads weights by it. Reading checks every field and range, so that a damaged
+or hostile manifest ends in one line. It knows neither how weights are packed nor architectures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path, PurePath
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.models.checkpoints.safetensors.header import read_json
+from localrt.quant.formats import F32, FORMATS, Exactness, Format
+from localrt.quant.formats.tiled import padded_rows, tile_span
+
+__all__ = [
+    "LAYOUT",
+    "MANIFEST_NAME",
+    "PARTIAL_NAME",
+    "STORE_VERSION",
+    "UNIT_ALIGNMENT",
+    "Manifest",
+    "Quantization",
+    "Source",
+    "StoredUnit",
+    "UnitTensor",
+    "read_manifest",
+]
+
+MANIFEST_NAME = "manifest.json"
+PARTIAL_NAME = "manifest.partial.json"
+"""The manifest of a store that is still being written: it lists the files that are finished."""
+
+STORE_VERSION = 1
+LAYOUT = "tiles-16"
+"""Names the layout of ``quant/formats/tiled.py``. A change of it needs another name."""
+
+UNIT_ALIGNMENT = 4096
+"""Bytes: a unit begins at a multiple of it and is one long, so that disks can read it directly."""
+
+_VERSION_KEY = "localrt_store"
+_LARGEST = 1 << 62
+_ROTATIONS = (0, 16, 32, 64, 128)  # blocks that kernels rotate activations in; 0 for none
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTensor:
+    """A tensor, or the part of it from row ``row`` on, that lies in a unit.
+
+    A matrix is tiles, with the meaning of ``scale`` and ``hadamard`` of ``TiledTensor``; a vector
+    is float32 values. ``offset`` counts from the unit's beginning.
+    """
+
+    name: str
+    format: Format
+    shape: tuple[int, ...]
+    offset: int
+    row: int = 0
+    scale: float = 1.0
+    hadamard: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the unit."""
+        if len(self.shape) == 1:
+            return 4 * self.shape[0]
+        return padded_rows(self.shape[0]) * self.format.row_bytes(self.shape[1])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUnit:
+    """``nbytes`` at ``offset`` of ``file``, both multiples of 4 KiB; ``sha256`` is theirs."""
+
+    name: str
+    file: str
+    offset: int
+    nbytes: int
+    sha256: str
+    tensors: tuple[UnitTensor, ...]
+
+    def is_whole(self, data: npt.NDArray[np.uint8]) -> bool:
+        """Whether ``data`` is what was written."""
+        return hashlib.sha256(data.data).hexdigest() == self.sha256
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What was packed: ``fingerprint`` is a digest of its config, tensor table and first rows.
+
+    ``path`` says where a mere copy was made from; stores that may be passed on do not say it.
+    """
+
+    name: str
+    fingerprint: str
+    revision: str | None = None
+    path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a quantized store's weights were chosen.
+
+    ``calibration`` is a digest of the text's tokens, ``compute`` the format of the passes over it,
+    ``loss`` how far next tokens diverge from the source's on other parts of the text, in nats.
+    With ``folded`` n > 0, the values of attention (rows of v and its bias) are stored rotated by
+    blocks of n, and so are the inputs of the output projection: the two cancel.
+    """
+
+    format: str
+    head_format: str | None
+    method: str
+    seed: int = 0
+    calibration: str | None = None
+    calibration_tokens: int = 0
+    compute: str | None = None
+    folded: int = 0
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All that a store says of itself. ``format`` is that of most weights."""
+
+    kind: Literal["gguf", "safetensors"]
+    architecture: str
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    format: str
+    exactness: Exactness
+    source: Source
+    quantization: Quantization | None = None
+    units: tuple[StoredUnit, ...] = ()
+    layout: str = LAYOUT
+    version: int = field(default=STORE_VERSION)
+
+    def describes_same(self, other: Manifest) -> bool:
+        """Whether both are of the same packing, however far it has come."""
+        return self._packing() == other._packing()
+
+    def _packing(self) -> str:
+        quantization = self.quantization and replace(self.quantization, loss=None)
+        source = replace(self.source, path=None)
+        return replace(self, units=(), source=source, quantization=quantization).to_json()
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        fields = asdict(self)
+        for unit, entry in zip(self.units, fields["units"], strict=True):
+            for tensor, described in zip(unit.tensors, entry["tensors"], strict=True):
+                described["format"] = tensor.format.name
+        whole = {_VERSION_KEY: fields.pop("version"), **fields}
+        return json.dumps(whole, indent=1, ensure_ascii=False) + "\n"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file.
+
+    Raises:
+        CheckpointError: missing, or malformed.
+        UnsupportedModelError: written by a newer version of localrt.
+    """
+    fields = _Fields(read_json(path), str(path))
+    version = fields.whole(_VERSION_KEY)
+    if version != STORE_VERSION or fields.text("layout") != LAYOUT:
+        raise UnsupportedModelError(
+            f"{path.parent} is a store of version {version} ({fields.text('layout')}); this "
+            f"localrt reads version {STORE_VERSION} ({LAYOUT}): update localrt, or quantize again"
+        )
+    try:
+        return _manifest(fields)
+    except (TypeError, ValueError) as error:
+        raise fields.error(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """A JSON object whose entries are checked as they are asked for."""
+
+    values: Mapping[str, Any]
+    path: str
+
+    def error(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} is malformed: {reason[:200]}")
+
+    def of(self, key: str, kind: type | tuple[type, ...]) -> Any:
+        value = self.values.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise self.error(f"{key} is {value!r:.60}")
+        return value
+
+    def text(self, key: str) -> str:
+        value: str = self.of(key, str)
+        return value
+
+    def whole(self, key: str) -> int:
+        value: int = self.of(key, int)
+        if not 0 <= value < _LARGEST:
+            raise self.error(f"{key} is {value}")
+        return value
+
+    def choice(self, key: str, *choices: str) -> Any:
+        value = self.text(key)
+        if value not in choices:
+            raise self.error(f"{key} is {value!r:.60}")
+        return value
+
+    def objects(self, key: str) -> list[_Fields]:
+        entries: list[Any] = self.of(key, list)
+        if not all(isinstance(entry, dict) for entry in entries):
+            raise self.error(f"{key} is not a list of objects")
+        return [_Fields(entry, self.path) for entry in entries]
+
+
+def _manifest(fields: _Fields) -> Manifest:
+    quantization = fields.values.get("quantization")
+    return Manifest(
+        kind=fields.choice("kind", "gguf", "safetensors"),
+        architecture=fields.text("architecture"),
+        config=fields.of("config", dict),
+        generation_config=fields.of("generation_config", dict),
+        format=fields.text("format"),
+        exactness=fields.choice("exactness", "exact", "approximate"),
+        source=Source(**fields.of("source", dict)),
+        quantization=None if quantization is None else Quantization(**quantization),
+        units=tuple(_unit(entry) for entry in fields.objects("units")),
+    )
+
+
+def _unit(fields: _Fields) -> StoredUnit:
+    name, file = fields.text("name"), fields.text("file")
+    if PurePath(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+        raise fields.error(f"unit {name!r:.60} lies in no file of this folder")
+    offset, nbytes = fields.whole("offset"), fields.whole("nbytes")
+    if offset % UNIT_ALIGNMENT or nbytes % UNIT_ALIGNMENT:
+        raise fields.error(f"unit {name!r:.60} is not aligned to {UNIT_ALIGNMENT} bytes")
+    tensors = tuple(_tensor(entry) for entry in fields.objects("tensors"))
+    end = 0
+    for tensor in tensors:
+        if tensor.offset < end or tensor.offset + tensor.nbytes > nbytes:
+            raise fields.error(f"tensor {tensor.name!r:.80} does not lie in its unit")
+        end = tensor.offset + tensor.nbytes
+    return StoredUnit(name, file, offset, nbytes, fields.text("sha256"), tensors)
+
+
+def _tensor(fields: _Fields) -> UnitTensor:
+    name = fields.text("name")
+    format_ = FORMATS.get(fields.text("format"))
+    if format_ is None:
+        raise fields.error(f"tensor {name!r:.80} has the unknown format {fields.text('format')!r}")
+    shape = fields.of("shape", list)
+    if not all(type(axis) is int and 0 < axis < _LARGEST for axis in shape):
+        raise fields.error(f"tensor {name!r:.80} has the shape {shape!r:.60}")
+    scale, hadamard = float(fields.of("scale", (int, float))), fields.whole("hadamard")
+    fits = (
+        len(shape) == 2 and shape[1] % tile_span(format_) == 0
+        if len(shape) != 1
+        else format_ == F32
+    )
+    rotated = hadamard == 0 or (len(shape) == 2 and shape[1] % hadamard == 0)
+    if not fits or not rotated or hadamard not in _ROTATIONS or not math.isfinite(scale):
+        raise fields.error(f"tensor {name!r:.80} is not {format_.name} of shape {shape!r:.60}")
+    return UnitTensor(
+        name, format_, tuple(shape), fields.whole("offset"), fields.whole("row"), scale, hadamard
+    )

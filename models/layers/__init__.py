@@ -1,0 +1,1 @@
+"""Layers of which architectures are made: attention, MLPs, mixtures, recurrent layers."""

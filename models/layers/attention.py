@@ -1,0 +1,121 @@
+"""Latent attention in a block: DeepSeek-V2's projections to and from one small row per token.
+
+Names, shapes and order of the tensors; what they compute is ``quant/ops/attention.py``'s.
+Checkpoints give the latents' matrices to keys and values apart and ready for use, whatever form
+they were published in (``checkpoints/latent_tensors.py``).
+
+Attention to chosen tokens in a block: ``Attention``, and the indexer that chooses.
+
+What they compute is ``quant/ops/attention.py``'s.
+"""
+
+from __future__ import annotations
+
+from localrt.models.config import DecoderConfig
+from localrt.models.layers.parts import Attention, PassState
+from localrt.models.weights import WeightLoader
+from localrt.quant.ops.attention import IndexSpec, IndexWeights, LatentSpec, LatentWeights
+from localrt.quant.ops.protocol import Array, Weight
+
+_NORM = "input_layernorm"
+_QUERY = "self_attn.q_proj"
+_QUERY_DOWN = "self_attn.q_a_proj"
+_QUERY_NORM = "self_attn.q_a_layernorm"
+_QUERY_UP = "self_attn.q_b_proj"
+_DOWN = "self_attn.kv_a_proj_with_mqa"
+_LATENT_NORM = "self_attn.kv_a_layernorm"
+_KEY_UP = "self_attn.k_b_proj"
+_VALUE_UP = "self_attn.v_b_proj"
+_OUT = "self_attn.o_proj"
+
+
+def latent_groups(spec: LatentSpec) -> tuple[tuple[str, ...], ...]:
+    """The matrices that are multiplied whole, those together that share their input.
+
+    Each head's own, to keys and values, are not among them: each has inputs of its own.
+    """
+    first = (_QUERY_DOWN if spec.query_rank else _QUERY, _DOWN)
+    return (first, *(((_QUERY_UP,),) if spec.query_rank else ()), (_OUT,))
+
+
+class LatentAttention:
+    """Norm, projections down, rotary, cache, attention over latents, projections up.
+
+    ``at`` is the layer's number in the cache.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader, at: int) -> None:
+        spec, hidden = config.attention[layer], config.hidden_size
+        assert isinstance(spec, LatentSpec), "the layer's attention is of another kind"
+        self.layer = at
+        self.spec = spec
+
+        def name(stem: str) -> str:
+            return f"model.layers.{layer}.{stem}.weight"
+
+        rank = spec.query_rank
+        first = _QUERY_DOWN if rank else _QUERY
+        self.weights = LatentWeights(
+            norm=weights.vector(hidden, name(_NORM)),
+            down=weights.matrix((spec.down_rows, hidden), name(first), name(_DOWN)),
+            latent_norm=weights.vector(spec.latent, name(_LATENT_NORM)),
+            key_up=weights.matrix((spec.heads * spec.latent, spec.nope), name(_KEY_UP)),
+            value_up=weights.matrix((spec.heads * spec.value, spec.latent), name(_VALUE_UP)),
+            out=weights.matrix((hidden, spec.heads * spec.value), name(_OUT)),
+            query_norm=weights.vector(rank, name(_QUERY_NORM)) if rank else None,
+            query_up=weights.matrix((spec.query_rows, rank), name(_QUERY_UP)) if rank else None,
+        )
+
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        ops, step = state.ops, state.step
+        q = ops.norm_latent_append(state.x, self.weights, self.spec, step, self.layer)
+        return ops.latent_output(q, self.weights, self.spec, step, self.layer)
+
+    def matrices(self) -> dict[str, Weight]:
+        """The weights of ``latent_groups``, by the first name of each."""
+        own = self.weights
+        whole = [weight for weight in (own.down, own.query_up, own.out) if weight is not None]
+        groups = latent_groups(self.spec)
+        return {group[0]: weight for group, weight in zip(groups, whole, strict=True)}
+
+
+_PREFIX = "self_attn.indexer."
+_JOINT = ("index_qk_proj",)
+_APART = ("q_proj", "k_proj")  # as GGUF files have it
+
+
+class IndexedAttention:
+    """An indexer, then attention. ``index_at`` is what the indexer remembers in the cache."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        weights: WeightLoader,
+        spec: IndexSpec,
+        index_at: int,
+        at: int,
+    ) -> None:
+        self.attention = Attention(config, layer, weights, at)
+        self.spec, self.layer = spec, index_at
+        prefix, size, offset = f"model.layers.{layer}.{_PREFIX}", spec.head_dim, config.norm_offset
+        names = _APART if config.index_apart else _JOINT
+        self.weights = IndexWeights(
+            qk=weights.matrix(
+                (spec.projected_rows, config.hidden_size), *(f"{prefix}{n}.weight" for n in names)
+            ),
+            q_norm=weights.vector(size, f"{prefix}q_layernorm.weight", offset=offset),
+            k_norm=weights.vector(size, f"{prefix}k_layernorm.weight", offset=offset),
+        )
+
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        ops, step, own = state.ops, state.step, self.attention
+        chosen = ops.choose_tokens(state.x, self.weights, self.spec, step, self.layer)
+        q = ops.norm_qkv_rope_append(state.x, own.weights, own.spec, step, own.layer)
+        return ops.attention_output(q, own.weights, own.spec, step, own.layer, chosen)
+
+    def matrices(self) -> dict[str, Weight]:
+        """See ``Layer``."""
+        return self.attention.matrices()

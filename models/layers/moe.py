@@ -1,0 +1,232 @@
+"""A mixture of experts in a block's MLP: norm, router, the chosen experts, those that all rows see.
+
+The experts' weights are units of their own. Who computes the chosen ones is an ``Experts``: with
+all of them in memory ``ResidentExperts``, else one that brings them in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from localrt.errors import CheckpointError
+from localrt.models.config import (
+    CHOICE_BIAS,
+    EXPERT_SCALE,
+    LATENT_DOWN,
+    LATENT_UP,
+    ROUTER,
+    ROUTER_NORM,
+    SHARED_DOWN,
+    SHARED_GATE,
+    SHARED_GATE_UP,
+    DecoderConfig,
+    expert_matrices,
+)
+from localrt.models.layers.parts import GatedMlp, PassState
+from localrt.models.weights import WeightLoader
+from localrt.quant.ops.experts import ExpertTable, ExpertWeights, RouterWeights, Routing
+from localrt.quant.ops.protocol import Array, MlpWeights, Ops, Weight
+
+_EXPERT_NORM = "pre_feedforward_layernorm_2"
+_DENSE_POST_NORM = "post_feedforward_layernorm_1"
+_EXPERT_POST_NORM = "post_feedforward_layernorm_2"
+
+__all__ = ["Experts", "ResidentExperts", "Routed", "RoutingWatch", "SparseMlp", "load_expert"]
+
+RoutingWatch = Callable[[int, Routing], None]
+"""Told of every choice of experts, with the layer's number among the sparse ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A sparse layer between its router and its experts' results: ``rows`` are what these see."""
+
+    normed: Array  # (R, D)
+    rows: Array
+    routing: Routing
+
+
+class SparseMlp:
+    """Norm, router and shared experts of a layer; ``experts`` computes the chosen ones.
+
+    ``place`` is the layer's number among the sparse ones.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, experts: Experts
+    ) -> None:
+        spec, hidden = config.mixture(layer), config.hidden_size
+        assert spec is not None, "a dense layer has no experts"
+        self.spec = spec
+        self.experts = experts
+        self.layer = layer
+        self.place = config.sparse_layers[layer]
+        self._mlp = config.mlp
+        prefix = f"model.layers.{layer}."
+        count, optional = spec.router.count, weights.optional_vector
+        self._beside = _BesideDense(config, layer, weights) if spec.beside_dense else None
+        norm = _EXPERT_NORM if spec.beside_dense else config.names_of(layer).mlp_norm
+        self.router = RouterWeights(
+            norm=weights.vector(hidden, f"{prefix}{norm}.weight", offset=config.norm_offset)
+            if norm
+            else None,
+            gate=weights.matrix((count, hidden), f"{prefix}{ROUTER}.weight"),
+            gate_bias=optional(spec.gate_bias, count, f"{prefix}{ROUTER}.bias"),
+            choice_bias=optional(spec.choice_bias, count, prefix + CHOICE_BIAS),
+            gate_norm=weights.vector(hidden, prefix + ROUTER_NORM, scale=hidden**-0.5)
+            if spec.beside_dense
+            else None,
+            expert_scale=optional(spec.beside_dense, count, prefix + EXPERT_SCALE),
+        )
+        self.shared: MlpWeights | None = None
+        self.shared_gate = None
+        if spec.shared:
+            gated = config.mlp.gated
+            gate_up = [f"{prefix}{name}.weight" for name in SHARED_GATE_UP[0 if gated else 1 :]]
+            down = f"{prefix}{SHARED_DOWN}.weight"
+            self.shared = MlpWeights(
+                norm=None,
+                gate_up=weights.matrix((len(gate_up) * spec.shared, hidden), *gate_up),
+                down=weights.matrix((hidden, spec.shared), down),
+            )
+        self._latent_down = self._latent_up = None
+        if size := spec.latent:
+            self._latent_down = weights.matrix((size, hidden), f"{prefix}{LATENT_DOWN}.weight")
+            self._latent_up = weights.matrix((hidden, size), f"{prefix}{LATENT_UP}.weight")
+        if spec.shared_gate:
+            self.shared_gate = weights.matrix((1, hidden), f"{prefix}{SHARED_GATE}.weight")
+
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        rows = self.experts.run(self, state)
+        return rows if self._beside is None else self._beside.join(state, rows)
+
+    def route(self, ops: Ops, x: Array) -> Routed:
+        """The normed rows and their experts, of which the host may not know yet.
+
+        Raises:
+            CheckpointError: the router gives no numbers, as far as the host knows.
+        """
+        normed, routing = ops.norm_route(x, self.router, self.spec.router)
+        if self.experts.watch is not None or not routing.away:
+            self.read(routing)
+        down = self._latent_down
+        return Routed(normed, normed if down is None else ops.latent_rows(normed, down), routing)
+
+    def read(self, routing: Routing) -> None:
+        """The host needs the choice: it is waited for.
+
+        Raises:
+            CheckpointError: the router gives no numbers.
+        """
+        if not np.isfinite(routing.weights).all():
+            raise CheckpointError(
+                f"model.layers.{self.layer}.mlp: the router's scores are not numbers: the weights "
+                "are damaged, or the layers before it overflow; download or quantize the model "
+                "again"
+            )
+        if self.experts.watch is not None:
+            self.experts.watch(self.place, routing)
+
+    def shared_rows(self, ops: Ops, routed: Routed) -> Array | None:
+        """What the experts give that every row sees, (R, D); None where there are none."""
+        if self.shared is None:
+            return None
+        return ops.shared_mlp(routed.normed, self.shared, self._mlp, self.shared_gate)
+
+    def combine(self, ops: Ops, slots: Array, routing: Routing, shared: Array | None) -> Array:
+        """The layer's sum of all slots and ``shared``, (R, D); both are given up."""
+        if self._latent_up is None:
+            return ops.combine_experts(slots, routing, shared)
+        rows = ops.combine_experts(slots, routing, None)
+        return ops.widen_latents(rows, self._latent_up, shared)
+
+    def matrices(self) -> dict[str, Weight]:
+        """The shared experts' stacked matrices by the first name in each.
+
+        Not the others': few rows of a text reach each of them, too few to calibrate by.
+        """
+        if self._beside is not None:
+            return self._beside.dense.matrices()
+        if self.shared is None:
+            return {}
+        first = SHARED_GATE_UP[0 if self._mlp.gated else 1]
+        return {first: self.shared.gate_up, SHARED_DOWN: self.shared.down}
+
+
+class _BesideDense:
+    """A dense MLP that runs beside a layer's experts (Gemma 4), and the norms of both and their
+    sum.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader) -> None:
+        prefix, hidden = f"model.layers.{layer}.", config.hidden_size
+        self.dense = GatedMlp(config, layer, weights, _DENSE_POST_NORM)
+        self._expert_norm = weights.vector(hidden, f"{prefix}{_EXPERT_POST_NORM}.weight")
+        self._norm = weights.vector(
+            hidden, f"{prefix}{config.names_of(layer).mlp_post_norm}.weight"
+        )
+        self._eps = config.norm_eps
+
+    def join(self, state: PassState, rows: Array) -> Array:
+        """The layer's sum for ``state.x``; ``rows`` (R, D) are the experts'."""
+        ops = state.ops
+        rows = ops.norm(rows, self._expert_norm, self._eps)
+        return ops.norm(ops.add(self.dense(state), rows), self._norm, self._eps)
+
+
+class Experts(Protocol):
+    """Who computes the experts of sparse layers. ``watch`` is told of every choice."""
+
+    watch: RoutingWatch | None
+
+    @property
+    def hostless(self) -> bool:
+        """Whether passes run without the host knowing the choices: they can be recorded."""
+
+    def run(self, part: SparseMlp, state: Any) -> Array:
+        """The layer's sum for ``state.x``, a ``PassState``'s: (R, D)."""
+
+
+class ResidentExperts:
+    """All experts in memory, in ``tables`` by the layers' places. See ``Experts``."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, ExpertTable] = {}
+        self.watch: RoutingWatch | None = None
+
+    @property
+    def hostless(self) -> bool:
+        """See ``Experts``; dense layers have none."""
+        return self.watch is None and all(table.hostless for table in self.tables.values())
+
+    def run(self, part: SparseMlp, state: PassState) -> Array:
+        """See ``Experts``."""
+        ops, routed = state.ops, part.route(state.ops, state.x)
+        slots = ops.expert_slots(routed.rows, routed.routing)
+        table, spec = self.tables[part.place], part.spec.expert
+        ops.run_experts(routed.rows, routed.routing, table, spec, slots)
+        return part.combine(ops, slots, routed.routing, part.shared_rows(ops, routed))
+
+
+def load_expert(
+    config: DecoderConfig, layer: int, number: int, weights: WeightLoader
+) -> ExpertWeights:
+    """One expert's weights."""
+    spec = config.mixture(layer)
+    assert spec is not None, "a dense layer has no experts"
+    hidden = spec.latent or config.hidden_size
+    *gate_up, down = (f"model.layers.{layer}.{name}" for name in expert_matrices(number))
+    if not spec.expert.gated:
+        gate_up = gate_up[1:]
+    optional, biased, wide = weights.optional_vector, spec.expert_bias, len(gate_up) * spec.inner
+    return ExpertWeights(
+        gate_up=weights.matrix((wide, hidden), *(f"{name}.weight" for name in gate_up)),
+        down=weights.matrix((hidden, spec.inner), f"{down}.weight"),
+        gate_up_bias=optional(biased, wide, *(f"{name}.bias" for name in gate_up)),
+        down_bias=optional(biased, hidden, f"{down}.bias"),
+    )

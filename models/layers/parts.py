@@ -1,0 +1,282 @@
+"""The parts of a pass: embedding, attention, gated MLP, and slices of the head.
+
+A part runs itself on an ``Ops``, never looks inside an array, and is made of weights that are
+there: who makes a pass waits for them. What a part computes joins the residual stream by
+``Residual``, so that a decoder does not know how: an architecture with several streams has another
+class in its place. Latent attention is in ``latent.py``, mixtures of experts in ``moe.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.config import DecoderConfig
+from localrt.models.weights import WeightLoader
+from localrt.quant.ops.arrays import copy_to_host, large_floats
+from localrt.quant.ops.protocol import (
+    Array,
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    MlpWeights,
+    Ops,
+    Pass,
+    Vector,
+    Weight,
+)
+
+__all__ = [
+    "Attention",
+    "Chain",
+    "Embedding",
+    "GatedMlp",
+    "Head",
+    "Layer",
+    "Logits",
+    "Part",
+    "PassState",
+    "Residual",
+    "SideBySide",
+]
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True, eq=False)
+class PassState:
+    """What a pass hands from part to part.
+
+    ``x`` (R, D) is the residual stream as ``ops`` keeps it, ``step`` what ``ops`` derived from the
+    ``batch``, which recorded runs do without. ``inputs`` are what every layer has of its own,
+    ``streams`` several residual streams, of which ``x`` then is the active one, or what a layer
+    reads of them. ``ngrams`` gives the rows of hashed n-grams, for which it may wait. ``logits``
+    (rows wanted, V) are filled by the head, for the rows ``wanted`` of ``x``.
+    """
+
+    ops: Ops
+    step: Pass
+    x: Array = None
+    wanted: npt.NDArray[np.intp] = field(default_factory=lambda: np.arange(0))
+    logits: Logits | None = None
+    inputs: Array = None
+    streams: Array = None
+    ngrams: Callable[[], Array] | None = None
+    batch: Batch | None = None
+
+    def copy_features(self, out: Logits) -> None:
+        """Copy ``x`` to ``out`` (R, D) on the host."""
+        copy_to_host(self.x, out)
+
+
+Part: TypeAlias = Callable[[Any], None]
+"""Changes a ``PassState``."""
+
+
+class Layer(Protocol):
+    """What joins the residual stream: attention or an MLP."""
+
+    def __call__(self, state: Any) -> Array:
+        """(R, D), for ``state.x`` of a ``PassState``."""
+
+    def matrices(self) -> dict[str, Weight]:
+        """The stacked matrices by the first name in each."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Residual:
+    """``(x + scale * layer(x)) * total``: how attention and MLP join the residual stream."""
+
+    layer: Layer
+    scale: float = 1.0
+    total: float = 1.0
+
+    def __call__(self, state: PassState) -> None:
+        """Add to ``state.x``."""
+        state.x = state.ops.add(state.x, self.layer(state), self.scale, self.total)
+
+    def matrices(self) -> dict[str, Weight]:
+        """See ``Layer``."""
+        return self.layer.matrices()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SideBySide:
+    """Layers that all see the residual stream as it is before any of them joins it."""
+
+    parts: tuple[Residual, ...]
+
+    def __call__(self, state: PassState) -> None:
+        """Add what they give to ``state.x``, in order."""
+        given = [part.layer(state) for part in self.parts]
+        for part, rows in zip(self.parts, given, strict=True):
+            state.x = state.ops.add(state.x, rows, part.scale, part.total)
+
+    def matrices(self) -> dict[str, Weight]:
+        """See ``Layer``: those of all."""
+        return {name: each for part in self.parts for name, each in part.matrices().items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """Parts of one unit, one after another."""
+
+    parts: tuple[Part, ...]
+
+    def __call__(self, state: PassState) -> None:
+        """Run all of them."""
+        for part in self.parts:
+            part(state)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """The rows of a table that is in memory."""
+
+    table: Weight
+    scale: float
+
+    def __call__(self, state: PassState) -> None:
+        """``state.x``, for the batch's tokens."""
+        rows = state.ops.embed(self.table, state.step, self.scale)
+        state.x = state.ops.adapt_tokens(rows, state.step, self.scale)
+
+
+class Attention:
+    """Norm, projections, rotary, cache, attention, output projection.
+
+    ``at`` is the number of its keys and values in the cache, where that does not have all layers.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        weights: WeightLoader,
+        at: int,
+    ) -> None:
+        names = config.names_of(layer)
+        self.layer = at
+        spec = config.attention[layer]
+        assert isinstance(spec, AttentionSpec), "the layer is of another kind"
+        self.spec = spec
+        hidden, size, offset = config.hidden_size, spec.head_dim, config.norm_offset
+        rows, own = spec.projected_rows, spec.reads is None
+        qkv = names.qkv
+        if len(qkv) > 1:
+            qkv = (*qkv[: spec.projections], *(qkv[3:] if spec.head_gates else ()))
+        self._first, self._out = qkv[0], names.out
+        joint, optional = spec.joint_norms, weights.optional_vector
+        prefix = f"model.layers.{layer}."
+
+        def norm(name: str, width: int, present: bool = True, scale: float = 1.0) -> Vector | None:
+            if not present:
+                return None
+            return weights.vector(width, f"{prefix}{name}.weight", offset=offset, scale=scale)
+
+        self.weights = AttentionWeights(
+            norm=norm(
+                names.attention_norm,
+                hidden,
+                bool(names.attention_norm),
+                config.multipliers.attention_in,
+            ),
+            qkv=weights.matrix((rows, hidden), *(f"{prefix}{n}.weight" for n in qkv)),
+            out=weights.matrix((hidden, spec.heads * size), f"{prefix}{names.out}.weight"),
+            qkv_bias=optional(config.qkv_bias, rows, *(f"{prefix}{n}.bias" for n in qkv)),
+            out_bias=optional(config.out_bias, hidden, f"{prefix}{names.out}.bias"),
+            q_norm=norm(names.q_norm, size * (spec.heads if joint else 1), config.qk_norm),
+            k_norm=norm(
+                names.k_norm, size * (spec.kv_heads if joint else 1), config.qk_norm and own
+            ),
+            v_norm=weights.constants(f"ones.{size}", np.ones(size, np.float32))
+            if spec.value_norm and own
+            else None,
+            post_norm=norm(names.attention_post_norm, hidden, bool(names.attention_post_norm)),
+            sinks=optional(spec.sinks, spec.heads, f"{prefix}{names.sinks}"),
+        )
+
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        ops, step = state.ops, state.step
+        q = ops.norm_qkv_rope_append(state.x, self.weights, self.spec, step, self.layer)
+        return ops.attention_output(q, self.weights, self.spec, step, self.layer)
+
+    def matrices(self) -> dict[str, Weight]:
+        """See ``Layer``."""
+        return {self._first: self.weights.qkv, self._out: self.weights.out}
+
+
+class GatedMlp:
+    """``down(activation(gate(norm(x))) * up(norm(x)))``, or without a gate
+    ``down(activation(up(norm(x))))``.
+
+    ``post_norm`` names the norm of the result where it is not the layer's.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, post_norm: str = ""
+    ) -> None:
+        self._names = names = config.names_of(layer)
+        hidden, inner, offset = config.hidden_size, config.inner_size(layer), config.norm_offset
+        prefix, post_norm = f"model.layers.{layer}.", post_norm or names.mlp_post_norm
+        self.spec = config.mlp_of(layer)
+        self.weights = MlpWeights(
+            norm=weights.vector(hidden, f"{prefix}{names.mlp_norm}.weight", offset=offset)
+            if names.mlp_norm
+            else None,
+            gate_up=weights.matrix(
+                ((2 if self.spec.gated else 1) * inner, hidden),
+                *(f"{prefix}{n}.weight" for n in names.gate_up),
+            ),
+            down=weights.matrix((hidden, inner), f"{prefix}{names.down}.weight"),
+            post_norm=weights.vector(hidden, f"{prefix}{post_norm}.weight", offset=offset)
+            if post_norm
+            else None,
+        )
+
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        return state.ops.norm_gated_mlp(state.x, self.weights, self.spec)
+
+    def matrices(self) -> dict[str, Weight]:
+        """See ``Layer``."""
+        names = self._names
+        return {names.gate_up[0]: self.weights.gate_up, names.down: self.weights.down}
+
+
+class Head:
+    """The final norm, and the logits of the vocabulary's rows from ``first_row`` on."""
+
+    def __init__(
+        self, config: DecoderConfig, norm: Vector | None, weight: Weight, first_row: int = 0
+    ) -> None:
+        self.norm, self.weight = norm, weight
+        self._eps, self._softcap = config.norm_eps, config.final_softcap
+        self._vocab, self._first_row = config.vocab_size, first_row
+
+    def __call__(self, state: PassState) -> None:
+        """Fill ``state.logits``."""
+        logits = state.ops.head(
+            state.x,
+            state.wanted,
+            self.norm,
+            self._eps,
+            self.weight,
+            self._softcap,
+            self._first_row,
+        )
+        self.fill(state, logits)
+
+    def fill(self, state: PassState, logits: Logits) -> None:
+        """The same with ``logits`` (rows wanted, rows of its weight), which were made of them."""
+        if logits.shape[1] == self._vocab:
+            state.logits = logits
+            return
+        if state.logits is None:  # at once: all slices and the whole would be twice the memory
+            state.logits = large_floats((len(logits), self._vocab))
+        state.logits[:, self._first_row : self._first_row + logits.shape[1]] = logits

@@ -1,0 +1,125 @@
+"""A recurrent layer in a block: which tensors it is made of, whatever architecture calls them.
+
+What they compute is ``quant/ops/recurrent.py``'s.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.models.config import DecoderConfig, RecurrentNames
+from localrt.models.layers.parts import PassState
+from localrt.models.weights import TapsFirst, WeightLoader
+from localrt.quant.ops.protocol import Array, Vector, Weight
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+
+__all__ = ["Recurrent", "recurrent_groups"]
+
+
+def recurrent_groups(names: RecurrentNames) -> tuple[tuple[str, ...], ...]:
+    """The matrices, those together that share their input."""
+    widening = ((names.gate_up,), (names.decay_up,)) if names.gate_up else ()
+    return (names.mix, (names.out,), *widening)
+
+
+class Recurrent:
+    """Norm, projections, convolution, state, output projection.
+
+    ``at`` is the layer's number among the recurrent ones of a cache.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layer: int,
+        weights: WeightLoader,
+        spec: RecurrentSpec,
+        at: int,
+    ) -> None:
+        hidden, names = config.hidden_size, config.recurrent
+        around = config.names_of(layer)
+        assert names is not None, "an architecture with recurrent layers names their tensors"
+        self.layer, self.spec, self._names = at, spec, names
+        prefix = f"model.layers.{layer}."
+        optional, heads, rank = weights.optional_vector, spec.heads, spec.low_rank
+        stateful, inner = spec.stateful, spec.inner
+        rates = spec.factors - heads if stateful else 0
+        norm_width = spec.value_size if spec.kind == "delta" else inner
+
+        def vector(present: bool, size: int, name: str) -> Vector | None:
+            return optional(present, size, f"{prefix}{name}")
+
+        def widening(rows: int, name: str) -> Weight | None:
+            return weights.matrix((rows, rank), f"{prefix}{name}.weight") if rank else None
+
+        decay = None
+        if stateful:
+            transform = None if names.decay_is_rate else _rate
+            decay = weights.vector(heads, f"{prefix}{names.decay}", transform=transform)
+        self.weights = RecurrentWeights(
+            norm=None
+            if not around.attention_norm
+            else weights.vector(
+                hidden,
+                f"{prefix}{around.attention_norm}.weight",
+                offset=config.norm_offset,
+                scale=config.multipliers.recurrent_in,
+            ),
+            mix=weights.matrix(
+                (spec.mix_rows, hidden), *(f"{prefix}{name}.weight" for name in names.mix)
+            ),
+            taps=weights.vector(
+                spec.taps * spec.channels,
+                *(f"{prefix}{name}.weight" for name in names.taps),
+                transform=TapsFirst(spec.taps),
+            ),
+            out=weights.matrix((hidden, inner), f"{prefix}{names.out}.weight"),
+            taps_bias=optional(
+                spec.conv_bias, spec.channels, *(f"{prefix}{name}.bias" for name in names.taps)
+            ),
+            decay=decay,
+            decay_bias=vector(stateful, rates, names.decay_bias),
+            skip=vector(spec.kind == "ssm", heads, names.skip),
+            out_norm=vector(spec.norm_size > 0, norm_width, f"{names.out_norm}.weight"),
+            mix_bias=optional(
+                names.biased, spec.mix_rows, *(f"{prefix}{name}.bias" for name in names.mix)
+            ),
+            out_bias=vector(names.biased, hidden, f"{names.out}.bias"),
+            mix_scale=_mix_scale(config, spec, weights),
+            post_norm=None
+            if not around.attention_post_norm
+            else weights.vector(
+                hidden,
+                f"{prefix}{around.attention_post_norm}.weight",
+                offset=config.norm_offset,
+            ),
+            gate_up=widening(inner, names.gate_up),
+            decay_up=widening(rates, names.decay_up),
+        )
+
+    def __call__(self, state: PassState) -> Array:
+        """See ``Layer``."""
+        return state.ops.norm_recurrent(state.x, self.weights, self.spec, state.step, self.layer)
+
+    def matrices(self) -> dict[str, Weight]:
+        """See ``Layer``."""
+        groups = recurrent_groups(self._names)
+        own = (self.weights.mix, self.weights.out, self.weights.gate_up, self.weights.decay_up)
+        whole = (weight for weight in own if weight is not None)
+        return {group[0]: weight for group, weight in zip(groups, whole, strict=True)}
+
+
+def _mix_scale(config: DecoderConfig, spec: RecurrentSpec, weights: WeightLoader) -> Vector | None:
+    """What the rows of ``mix`` are multiplied by, if by anything."""
+    factors = config.multipliers.projected
+    if set(factors) == {1.0}:
+        return None
+    sizes = (spec.inner, spec.inner, spec.keys, spec.keys, spec.heads)
+    values = np.repeat(np.asarray(factors, np.float32), sizes)
+    return weights.constants("multipliers", values)
+
+
+def _rate(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Rates of decay, of their logarithms."""
+    return -np.exp(values)
