@@ -1,7 +1,7 @@
 """Where a model's conversations keep their KV caches while they wait: memory, then the disk.
 
-It joins the cache on the disk (``engine/parking/prompt_cache.py``) with what decides what goes
-there and when (``engine/parking/keeper.py``), by the budgets of the model that is loaded.
+It joins the cache on the disk (``engine/saved_caches.py``) with what decides what goes
+there and when (``engine/saved_caches.py``), by the budgets of the model that is loaded.
 """
 
 from __future__ import annotations

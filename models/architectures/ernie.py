@@ -1,7 +1,7 @@
 """ERNIE 4.5: Llama, and a mixture of experts in most layers of the larger ones.
 
 A bias counts in the choice of experts alone. Rotary pairs lie side by side in the published rows of
-queries and keys; checkpoints put them in order (``checkpoints/rotary_rows.py``).
+queries and keys; checkpoints put them in order (``models/checkpoints/moved_rows.py``).
 """
 
 from __future__ import annotations

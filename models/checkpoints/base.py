@@ -1,7 +1,7 @@
 """The contract of a checkpoint: named tensors that are read one at a time, and a config.
 
 Names and config keys are Hugging Face's whatever the file format: a GGUF file is translated by one
-table (``gguf_names.py``), so that an architecture is written once. A checkpoint does not know
+table (``gguf/names.py``), so that an architecture is written once. A checkpoint does not know
 architectures or devices.
 
 Tensors that are read by rows, and checkpoints made of them.

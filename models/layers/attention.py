@@ -2,7 +2,7 @@
 
 Names, shapes and order of the tensors; what they compute is ``quant/ops/attention.py``'s.
 Checkpoints give the latents' matrices to keys and values apart and ready for use, whatever form
-they were published in (``checkpoints/latent_tensors.py``).
+they were published in (``models/checkpoints/family_tensors.py``).
 
 Attention to chosen tokens in a block: ``Attention``, and the indexer that chooses.
 

@@ -3,7 +3,7 @@
 A part runs itself on an ``Ops``, never looks inside an array, and is made of weights that are
 there: who makes a pass waits for them. What a part computes joins the residual stream by
 ``Residual``, so that a decoder does not know how: an architecture with several streams has another
-class in its place. Latent attention is in ``latent.py``, mixtures of experts in ``moe.py``.
+class in its place. Latent attention is in ``attention.py``, mixtures of experts in ``moe.py``.
 """
 
 from __future__ import annotations

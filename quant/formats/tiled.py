@@ -19,7 +19,7 @@ columns. A span holds, for its 16 rows:
             8 bits        eight vectors: byte (v, row, i) is column 4v + i
 
 Codes are unsigned (Q8_0's plus 128). What is made of a codebook's entries has spans of its own, in
-``codebook_tiles.py``. A tile is as large as its rows were. f32, f16, bf16 and
+``codebook.py``. A tile is as large as its rows were. f32, f16, bf16 and
 f8_e4m3 are tiles of single columns. ``quant/csrc`` converts the same way, only faster; it knows
 nothing that is not said here.
 """

@@ -9,7 +9,8 @@ where d is v for ``ssm`` (Mamba-2, Dao and Gu 2024: k, q, v are B, C, dt x) and 
 not know yet for ``delta``, b (v - a k' state) (Gated DeltaNet, Yang et al. 2025; with a decay for
 each key channel, KDA, Kimi 2025). Before it, a causal convolution over the last few rows mixes
 neighbours, channel by channel; a ``conv`` layer (LFM2) is that convolution alone, between gates. So
-is what ``ngram`` remembers, of a layer of hashed n-grams (``ngrams.py``), and the tokens' ids.
+is what ``ngram`` remembers, of a layer of hashed n-grams (``layers/ngrams.py``), and the tokens'
+ids.
 
 Tokens are taken one after another, whoever else is in a pass: a row's bits depend on the rows
 before it alone. A token costs no more arithmetic so than in chunks, whose products save nothing but

@@ -1,8 +1,9 @@
 """Which of the base's matrices a published module is, and in which order its rows lie there.
 
-A checkpoint shows some matrices under other names, in parts, or with moved rows (``hf_names.py``,
-``delta_tensors.py``, ``rotary_rows.py``). The same is done here to a column of row numbers, so that
-an adapter's rows go where the base's went. It knows names and sizes, and no adapter.
+A checkpoint shows some matrices under other names, in parts, or with moved rows
+(``safetensors/names.py``, ``checkpoints/family_tensors.py``, ``checkpoints/moved_rows.py``). The
+same is done here to a column of row numbers, so that an adapter's rows go where the base's went. It
+knows names and sizes, and no adapter.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Follows the GGUF specification of the ggml project. Opening reads the header only: key-value pairs
 and where tensors lie, under ggml's own names. Every count and length is checked against the file's
 size before anything is allocated for it, so a damaged or hostile file costs no more memory than it
-has bytes. Hugging Face's names and row order are ``gguf_checkpoint.py``'s work.
+has bytes. Hugging Face's names and row order are ``checkpoint.py``'s work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GGUF's names for tensors and parameters, and Hugging Face's for the same things.
 
 Tables and their look-ups. How the values behind the names differ (row order, norm weights, rotary
-scaling) is the business of ``gguf_checkpoint.py`` and ``gguf_config.py``.
+scaling) is the business of ``checkpoint.py`` and ``config.py``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A Hugging Face folder as a checkpoint: ``config.json`` beside whole or sharded safetensors.
 
 Headers are read at opening, weights when they are asked for. A model appears as its decoder alone
-(``text_model.py``), a mixture's experts one by one (``hf_names.py``). Knows no architecture, never
+(``text_model.py``), a mixture's experts one by one (``names.py``). Knows no architecture, never
 unpickles.
 
 A Hugging Face ``config.json`` as architectures want it: one text model, one way to say a thing.

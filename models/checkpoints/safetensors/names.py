@@ -8,8 +8,8 @@ gpt-oss's experts as published, in MXFP4: blocks and scales in two tensors, as r
 
 ``..._blocks`` (experts, rows, groups, 16) has two neighbouring columns in each byte, the first in
 its low nibble; ``..._scales`` (experts, rows, groups) the exponents. Our block, which is ggml's
-(``formats/fp4.py``), is the exponent and 16 bytes with columns j and j + 16: bits move, no value
-changes.
+(``quant/formats/fp4.py``), is the exponent and 16 bytes with columns j and j + 16: bits move, no
+value changes.
 """
 
 from __future__ import annotations

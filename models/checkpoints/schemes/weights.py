@@ -29,7 +29,7 @@ UNUSED = (
     ".v_scale",
 )
 
-_TABLE = ".ngram_embedding."  # which ``ngram_tensors.py`` joins, scales and all
+_TABLE = ".ngram_embedding."  # which ``checkpoints/family_tensors.py`` joins, scales and all
 
 
 @dataclass(frozen=True, slots=True)

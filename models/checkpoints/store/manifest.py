@@ -1,7 +1,7 @@
 """The manifest of a store: what was packed, how, and where every unit lies.
 
 ``manifest.json`` is the one description of a store; ``offload/store`` writes it, and
-``store_checkpoint.py`` reads weights by it. Reading checks every field and range, so that a damaged
+``checkpoint.py`` reads weights by it. Reading checks every field and range, so that a damaged
 or hostile manifest ends in one line. It knows neither how weights are packed nor architectures.
 """
 

@@ -1,4 +1,5 @@
-"""The search for scales by the compiled kernels: what ``methods/search.py`` finds, much sooner.
+"""The search for scales by the compiled kernels: what ``quant/methods/scales.py`` finds, much
+sooner.
 
 Sums of errors are rounded differently there, so that of two scales which are equally good to 1e-4
 the other one may be found.

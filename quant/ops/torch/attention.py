@@ -4,8 +4,8 @@ Choosing tokens on torch, row by row: the oracle of the kernels. See ``quant/ops
 
 Latent attention on torch: projections of both sides, and the sums over latents in between.
 
-The textbook of ``latent.py``, and the oracle of the compiled one. It knows tensors and one layer's
-cache; norms, products and rotary tables are its caller's.
+The textbook of ``layers/attention.py``, and the oracle of the compiled one. It knows tensors and
+one layer's cache; norms, products and rotary tables are its caller's.
 """
 
 from __future__ import annotations
