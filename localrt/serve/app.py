@@ -26,8 +26,6 @@ from localrt.serve import about, texts
 from localrt.serve.anthropic import routes as anthropic
 from localrt.serve.bodies import prepare_checks
 from localrt.serve.calls import Call, chat_call, completion_call, prompts_of
-from localrt.serve.embedding import embedded
-from localrt.serve.endpoints import fields_of, service_of
 from localrt.serve.errors import ApiError, JsonResponse, failure, invalid
 from localrt.serve.generating import answer
 from localrt.serve.guard import Guard, LogLine
@@ -39,7 +37,8 @@ from localrt.serve.options import ServeOptions
 from localrt.serve.payloads import ChatShape, Completion, TextShape
 from localrt.serve.replies import Reply, TokenBytes
 from localrt.serve.responses import routes as responses
-from localrt.serve.service import Service
+from localrt.serve.service import Service, fields_of, service_of
+from localrt.serve.texts import embedded
 
 __all__ = ["create_app"]
 

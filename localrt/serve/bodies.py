@@ -10,8 +10,10 @@ import json
 import math
 import re
 import sys
+import zlib
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import fastjsonschema
@@ -21,7 +23,6 @@ from starlette.requests import ClientDisconnect, Request
 from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.serve import schemas
 from localrt.serve.anthropic import schemas as anthropic
-from localrt.serve.compression import Unpacker
 from localrt.serve.errors import ApiError, invalid
 from localrt.serve.infill import schemas as infill
 from localrt.serve.ollama import schemas as ollama
@@ -29,7 +30,91 @@ from localrt.serve.options import ServeOptions
 from localrt.serve.responses import schemas as responses
 from localrt.serve.schema_parts import Schema
 
-__all__ = ["REQUESTS", "BodyRoom", "check_fields", "parse_json", "prepare_checks", "read_fields"]
+__all__ = [
+    "REQUESTS",
+    "BodyRoom",
+    "Unpacker",
+    "check_fields",
+    "encodings",
+    "parse_json",
+    "prepare_checks",
+    "read_fields",
+]
+
+_ZLIB = 15 + 32  # a window of 32 KiB, in gzip's or zlib's wrapping
+_ZSTD_WINDOW = 23  # 8 MiB, the most that every decoder has to take
+
+
+class Unpacker:
+    """Of one body of at most ``most`` bytes, in the ``encoding`` that a request names.
+
+    Raises:
+        ApiError: 415, the encoding is not known here.
+    """
+
+    def __init__(self, encoding: str, most: int) -> None:
+        name = encoding.strip().lower()
+        self._left = most
+        self._name = name
+        self._decoder: Any = None
+        if name in ("", "identity"):
+            return
+        makers = encodings()
+        if name not in makers:
+            known = [*makers, "identity"]
+            raise ApiError(
+                415,
+                f"the encoding {encoding[:40]!r} of the body is not known here: send "
+                f"{', '.join(known[:-1])} or {known[-1]}",
+                headers={"Accept-Encoding": ", ".join(makers)},
+            )
+        self._decoder = makers[name]()
+
+    def push(self, data: bytes) -> bytes:
+        """``data`` unpacked: one byte more than may come where there is more than that.
+
+        Raises:
+            ApiError: 400, it is nothing of this encoding.
+        """
+        if self._decoder is None or not data:
+            return data
+        try:
+            found: bytes = self._decoder.decompress(data, self._left + 1)
+        except Exception as error:  # zlib's, zstd's or EOFError
+            raise invalid(f"the body is not {self._name}") from error
+        self._left -= len(found)
+        if self._decoder.unused_data:
+            raise invalid(f"the body goes on behind its {self._name}")
+        return found
+
+    def end(self) -> None:
+        """Nothing more comes.
+
+        Raises:
+            ApiError: 400, something is missing.
+        """
+        if self._decoder is not None and not self._decoder.eof:
+            raise invalid(f"the body is {self._name} that ends too early")
+
+
+def encodings() -> dict[str, Callable[[], Any]]:
+    """What makes a decoder of each encoding that is known here."""
+    found: dict[str, Callable[[], Any]] = dict.fromkeys(
+        ("gzip", "deflate", "x-gzip"), lambda: zlib.decompressobj(_ZLIB)
+    )
+    for module in ("compression.zstd", "backports.zstd"):
+        try:
+            zstd = import_module(module)
+        except ImportError:
+            continue
+        window = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW}
+        found["zstd"] = partial(zstd.ZstdDecompressor, options=window)
+        break
+    return found
+
+
+# -- the body --------------------------------------------------------------------------------------
+
 
 REQUESTS: Mapping[str, Schema] = {
     "CHAT": schemas.CHAT,

@@ -7,6 +7,9 @@ of a stream is its last event.
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -16,10 +19,14 @@ from collections.abc import (
     Awaitable,
     Callable,
     Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
 )
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
+from math import nan
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -27,19 +34,19 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from localrt.answering.streams import joined
-from localrt.engine.types import Chunk, FinishReason
-from localrt.errors import CancelledError, ContextOverflowError
+from localrt.api import Model
+from localrt.engine.sampling import log_probabilities
+from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
+from localrt.errors import CancelledError, ContextOverflowError, OptionError
 from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call
-from localrt.serve.echo import echo_of
 from localrt.serve.errors import JsonResponse, failure, invalid
-from localrt.serve.loose_schemas import LOOSENED, follows
+from localrt.serve.models import ServedModel
 from localrt.serve.replies import Reply, TokenBytes
-from localrt.serve.served import ServedModel
 from localrt.serve.service import Service
 from localrt.text.thinking import split_thinking
 
-__all__ = ["answer", "prompt_tokens", "until_gone"]
+__all__ = ["FOLLOWED", "LOOSENED", "answer", "echo_of", "follows", "prompt_tokens", "until_gone"]
 
 T = TypeVar("T")
 
@@ -337,3 +344,90 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, patiently)
         finally:
             await self._stack.aclose()
+
+
+# -- prompts that are echoed -----------------------------------------------------------------------
+
+
+def echo_of(
+    model: Model,
+    prompt: str | Sequence[int],
+    *,
+    shown: bool,
+    top: int | None,
+    adapter: str | None,
+    cancel: threading.Event,
+) -> Chunk:
+    """``prompt`` as a chunk, without text unless ``shown``; with ``top`` alternatives for each of
+    its tokens, None without log-probabilities.
+
+    Raises:
+        LocalrtError: it cannot be read, or is longer than the context.
+    """
+    ids = model.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise OptionError("the prompt is empty: there is nothing to read")
+    text = prompt if isinstance(prompt, str) else model.detokenize(ids, skip_special=False)
+    scores = () if top is None else tuple(_scores(model, ids, top, adapter, cancel))
+    return Chunk(text if shown else "", (), Metrics(prompt_tokens=len(ids)), logprobs=scores)
+
+
+def _scores(
+    model: Model, ids: Sequence[int], top: int, adapter: str | None, cancel: threading.Event
+) -> Iterator[TokenLogprob]:
+    """Of every token; nothing stands before the first, which has no number."""
+    spelled = model.tokenizer.token_text
+    if ids:
+        yield TokenLogprob(ids[0], spelled(ids[0]), nan)
+    at = 1
+    for rows in model.logits(ids[:-1], adapter=adapter) if len(ids) > 1 else ():  # (n, vocab)
+        if cancel.is_set():
+            raise CancelledError("the request was cancelled")
+        for row, token in zip(rows, ids[at:], strict=False):
+            value, best = log_probabilities(row, token, top)
+            alternatives = tuple((one, spelled(one), logprob) for one, logprob in best)
+            yield TokenLogprob(token, spelled(token), value, alternatives)
+        at += len(rows)
+
+
+# -- schemas that are followed in part -------------------------------------------------------------
+
+
+LOOSENED, FOLLOWED = "x-localrt-schema-loosened", "x-localrt-schema-followed"
+"""Headers: the keywords that were left out, and whether the answer follows these, too."""
+
+_SECONDS = 5.0
+_CHECK = """
+import json, sys, fastjsonschema, fastjsonschema.ref_resolver as resolver
+def refused(*given, **options): raise ValueError("a reference to somewhere else")
+resolver.resolve_remote = refused
+schema, texts = json.load(sys.stdin)
+check = fastjsonschema.compile(schema, use_default=False)
+try:
+    for text in texts:
+        check(json.loads(text))
+except fastjsonschema.JsonSchemaValueException:
+    print("false")
+else:
+    print("true")
+"""
+
+
+async def follows(schema: Any, texts: Sequence[str]) -> Mapping[str, str]:
+    """The header that says whether ``texts`` follow ``schema``; none if it cannot be told."""
+    found = await asyncio.to_thread(_checked, json.dumps([schema, list(texts)]))
+    return {FOLLOWED: found} if found in ("true", "false") else {}
+
+
+def _checked(given: str) -> str:
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", _CHECK],
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

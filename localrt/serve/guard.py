@@ -22,10 +22,37 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localrt.serve.errors import ApiError, failure
 from localrt.serve.options import ServeOptions, is_loopback
-from localrt.serve.paths import Paths
 from localrt.serve.service import Service
 
-__all__ = ["Guard", "LogLine"]
+__all__ = ["Guard", "LogLine", "Paths"]
+
+_PREFIX = "v1"
+
+
+class Paths:
+    """``known`` are the server's, as routes write them."""
+
+    def __init__(self, known: Iterable[str]) -> None:
+        self.known = frozenset(known)
+        parts = [path.split("/")[1:] for path in self.known]
+        self._under = {names[1] for names in parts if names[0] == _PREFIX and len(names) > 1}
+        self._outside = {names[0] for names in parts if names[0] != _PREFIX}
+
+    def meant(self, path: str) -> str:
+        """``//v1/v1/models/`` and ``/models`` are ``/v1/models``, ``/v1/api/tags`` is
+        ``/api/tags``; a path that means nothing here stays what it is, but for its slashes.
+        """
+        names = [name for name in path.split("/") if name]
+        prefixed = names[:1] == [_PREFIX]
+        while names[:1] == [_PREFIX]:
+            del names[0]
+        if names and (names[0] in self._under) != (names[0] in self._outside):
+            prefixed = names[0] in self._under
+        return "/" + "/".join([_PREFIX, *names] if prefixed else names)
+
+
+# -- the guard -------------------------------------------------------------------------------------
+
 
 _OPEN = ("/health", "/openapi.json")
 _WHEN_FULL = ("/health", "/metrics")

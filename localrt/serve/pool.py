@@ -25,9 +25,8 @@ from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.option_names import on_command_line
 from localrt.serve.errors import ApiError, without_folders
-from localrt.serve.models import Models, Offered, meant, not_here
+from localrt.serve.models import Models, Offered, ServedModel, meant, not_here
 from localrt.serve.options import ServeOptions
-from localrt.serve.served import ServedModel
 
 __all__ = ["LocalFile", "ModelPool"]
 

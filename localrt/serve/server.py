@@ -20,6 +20,7 @@ from typing import Any
 import h11
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from localrt.api import Model
 from localrt.errors import LocalrtError
@@ -27,9 +28,36 @@ from localrt.serve.app import create_app
 from localrt.serve.guard import LogLine
 from localrt.serve.models import Models
 from localrt.serve.options import ServeOptions
-from localrt.serve.protocol import StrictHttp
 
-__all__ = ["Server", "open_socket", "serve"]
+__all__ = ["Server", "StrictHttp", "open_socket", "serve"]
+
+# -- strict HTTP -----------------------------------------------------------------------------------
+
+
+class StrictHttp(H11Protocol):
+    """A connection whose heads and trailers are strict HTTP/1.1."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn: h11.Connection = _StrictConnection(
+            h11.SERVER, self.config.h11_max_incomplete_event_size or 16 << 10
+        )
+
+
+class _StrictConnection(h11.Connection):
+    def next_event(self) -> Any:
+        """See h11."""
+        before = self.trailing_data[0]
+        event = super().next_event()
+        if isinstance(event, h11.Request | h11.EndOfMessage):
+            read = before[: len(before) - len(self.trailing_data[0])]
+            if read.count(b"\n") != read.count(b"\r\n"):
+                raise h11.RemoteProtocolError("a line must end with a carriage return")
+        return event
+
+
+# -- the process -----------------------------------------------------------------------------------
+
 
 _BACKLOG = 1024
 _OPEN_FILES = 1 << 16  # most that are wanted: some programs look at every possible one

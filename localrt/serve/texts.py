@@ -1,24 +1,146 @@
-"""Endpoints about texts that write none: tokens, and which documents answer a query."""
+"""Endpoints about texts that write none: tokens, vectors, and which documents answer a query."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from localrt.api import Model
+from localrt.engine.protocol import Logits
+from localrt.engine.types import Message
+from localrt.errors import CancelledError, OptionError
+from localrt.serve.about import known_facts
 from localrt.serve.calls import chat_call
-from localrt.serve.endpoints import fields_of, service_of
-from localrt.serve.errors import JsonResponse
-from localrt.serve.facts import known_facts
+from localrt.serve.errors import ApiError, JsonResponse, invalid
 from localrt.serve.generating import until_gone
-from localrt.serve.reranking import scores_of
+from localrt.serve.service import Service, fields_of, service_of
 
-__all__ = ["ROUTES"]
+__all__ = ["ROUTES", "Embedded", "embedded", "scores_of"]
+
+
+class Embedded(NamedTuple):
+    """``vectors`` (texts, width) as little-endian float32, of ``tokens`` read, by ``model``."""
+
+    model: str
+    vectors: Logits
+    tokens: int
+
+
+async def embedded(
+    request: Request,
+    service: Service,
+    name: str | None,
+    texts: Sequence[str | list[int]],
+    *,
+    truncate: bool = False,
+) -> Embedded:
+    """The vectors of ``texts``, or of their token ids, by the model ``name``.
+
+    With ``truncate`` a text that is longer than the context loses its end. An empty text has the
+    vector of a space.
+
+    Raises:
+        ApiError: it is an adapter, or computes no numbers.
+        LocalrtError: a text is too long.
+        ClientDisconnect: nobody waits for it.
+    """
+    if service.models.find(name).base is not None:
+        raise invalid("embeddings are the base model's alone, without an adapter", "model")
+    cancel = threading.Event()
+    texts = [text or " " for text in texts]
+
+    def compute(model: Model) -> tuple[Logits, int]:
+        ids = [model.tokenize(text) if isinstance(text, str) else text for text in texts]
+        ctx = model.info.ctx
+        given = [
+            one[:ctx] if truncate and len(one) > ctx else text
+            for text, one in zip(texts, ids, strict=True)
+        ]
+        vectors = model.embed(given, cancel=cancel) if given else np.zeros((0, 0))
+        read = sum(min(len(one), ctx) for one in ids)
+        return np.ascontiguousarray(vectors, "<f4"), read
+
+    async def work() -> Embedded:
+        async with service.using(name) as served, served.embedding:
+            return Embedded(served.name, *await asyncio.to_thread(compute, served.model))
+
+    with service.admitted():
+        try:
+            found = await until_gone(request, work())
+        finally:
+            cancel.set()
+    if not np.isfinite(found.vectors).all():
+        raise ApiError(500, "the model computes no numbers for this input")
+    return found
+
+
+# -- reranking -------------------------------------------------------------------------------------
+
+
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def scores_of(
+    model: Model,
+    query: str,
+    documents: Sequence[str],
+    *,
+    instruction: str | None,
+    cancel: threading.Event,
+) -> tuple[list[float], int]:
+    """A score for each document, the more the better, and the tokens that were read for them.
+
+    Raises:
+        OptionError: the model is neither a reranker nor made for embeddings.
+        LocalrtError: a document is too long.
+    """
+    pooling = model.info.pooling
+    if pooling == "rank" or "rerank" in f"{model.name} {model.info.path.name}".lower():
+        judged = [
+            _judged(model, query, document, instruction or _INSTRUCTION, cancel)
+            for document in documents
+        ]
+        return [score for score, _ in judged], sum(tokens for _, tokens in judged)
+    if pooling:
+        ids = [model.tokenize(text) for text in (query, *documents)]
+        asked, *found = model.embed(ids, cancel=cancel)
+        return [float(asked @ vector) for vector in found], sum(map(len, ids))
+    raise OptionError(
+        f"{model.name} is no reranker (its name says nothing of one) and no embedding model: "
+        "serve one, such as Qwen3-Reranker"
+    )
+
+
+def _judged(
+    model: Model, query: str, document: str, instruction: str, cancel: threading.Event
+) -> tuple[float, int]:
+    """The probability of "yes", and the tokens of the prompt."""
+    if cancel.is_set():
+        raise CancelledError("the request was cancelled")
+    asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    messages: list[Message] = [
+        {"role": "system", "content": _SYSTEM},
+        {"role": "user", "content": asked},
+    ]
+    ids = model.tokenize(messages, thinking=False)
+    (logits,) = next(model.logits(ids, first=len(ids) - 1))
+    yes, no = (float(logits[model.tokenize(word, add_special=False)[0]]) for word in ("yes", "no"))
+    return 1 / (1 + math.exp(min(no - yes, 700))), len(ids)
+
+
+# -- endpoints -------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 

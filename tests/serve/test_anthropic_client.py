@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localrt.serve.anthropic.calls import messages_call
+from localrt.serve.anthropic.routes import messages_call
 from localrt.serve.bodies import check_fields
 from localrt.serve.calls import chat_call
 from localrt.serve.options import ServeOptions

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.serve.anthropic.calls import messages_call
+from localrt.serve.anthropic.routes import messages_call
 from localrt.serve.bodies import check_fields
 from localrt.serve.calls import Call, chat_call
 from localrt.serve.contents import text_of, unnoted
 from localrt.serve.errors import ApiError
 from localrt.serve.ollama import calls as ollama
-from localrt.serve.responses.calls import items_of, responses_call
+from localrt.serve.responses.routes import items_of, responses_call
 from tests.serve.conftest import Running
 
 HI: dict[str, Any] = {"role": "user", "content": "hi"}

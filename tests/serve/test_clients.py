@@ -18,11 +18,11 @@ import pytest
 
 import localrt
 from localrt.serve import generating
-from localrt.serve.compression import encodings
+from localrt.serve.bodies import encodings
 from localrt.serve.errors import ApiError
+from localrt.serve.guard import Paths
 from localrt.serve.models import meant
 from localrt.serve.options import ServeOptions
-from localrt.serve.paths import Paths
 from localrt.serve.pool import LocalFile, ModelPool
 from tests.serve.conftest import Running, serving
 from tests.waits import wait_for

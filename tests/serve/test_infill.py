@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.serve.infill.reply import InfillReply
+from localrt.serve.infill.routes import InfillReply
 from tests.serve.conftest import Running, needs_kernels
 
 pytestmark = needs_kernels

@@ -16,7 +16,7 @@ from localrt.hub import ResolvedModel
 from localrt.progress import Progress
 from localrt.serve.bodies import check_fields
 from localrt.serve.errors import ApiError
-from localrt.serve.ollama import pulling
+from localrt.serve.ollama import models
 from localrt.serve.ollama.calls import chat_call, keep_alive_s
 from tests.serve.conftest import Running, needs_kernels, serving
 from tests.waits import wait_for
@@ -232,7 +232,7 @@ def test_models_are_pulled_where_that_is_allowed(
             raise ApiError(404, "no such model")
         return ResolvedModel(name, Path("m.gguf"), None, "hub")
 
-    monkeypatch.setattr(pulling, "resolve", resolve)
+    monkeypatch.setattr(models, "resolve", resolve)
     with serving(server.model, name="tiny", allow_pull=True) as running:
         puller = ollama.Client(host=running.url)
         assert puller.pull("org/name").status == "success"
@@ -264,7 +264,7 @@ def test_downloads_take_turns_and_leave_room_for_answers(
         going_on.wait(60)
         return ResolvedModel(name, Path("m.gguf"), None, "hub")
 
-    monkeypatch.setattr(pulling, "resolve", resolve)
+    monkeypatch.setattr(models, "resolve", resolve)
     with (
         serving(server.model, name="tiny", allow_pull=True) as running,
         ThreadPoolExecutor() as pool,

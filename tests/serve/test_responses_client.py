@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from localrt.serve.responses.calls import conversation
+from localrt.serve.responses.routes import conversation
 from localrt.serve.responses.store import ResponseStore
 from tests.serve.conftest import Running
 from tests.waits import wait_for

@@ -11,14 +11,13 @@ from starlette.responses import Response
 
 from localrt.serve.calls import Call, prompts_of
 from localrt.serve.contents import Note
-from localrt.serve.embedding import embedded
-from localrt.serve.endpoints import fields_of, service_of
 from localrt.serve.errors import JsonResponse, invalid
 from localrt.serve.generating import answer, until_gone
-from localrt.serve.ollama import models, pulling
-from localrt.serve.ollama.calls import chat_call, generate_call, keep_alive_s
-from localrt.serve.ollama.reply import OllamaReply, ready
+from localrt.serve.ollama import models
+from localrt.serve.ollama.calls import OllamaReply, chat_call, generate_call, keep_alive_s, ready
 from localrt.serve.replies import Reply, TokenBytes
+from localrt.serve.service import fields_of, service_of
+from localrt.serve.texts import embedded
 
 __all__ = ["ROUTES"]
 
@@ -111,5 +110,4 @@ ROUTES = (
     ("/api/embed", "POST", embed),
     ("/api/embeddings", "POST", embeddings),
     *models.ROUTES,
-    *pulling.ROUTES,
 )
