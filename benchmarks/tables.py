@@ -23,15 +23,20 @@ from benchmarks.app.tables import app_table
 from benchmarks.common.command import RESULTS, ROOT, make_parser
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from benchmarks.gpu.tables import gpu_tables
-from benchmarks.hybrids.tables import flash_next_table, hybrids_table, remembering_table
-from benchmarks.kernels.files import types_table
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.kv.tables import kv_table
-from benchmarks.moe.tables import experts_table, ssd_table
+from benchmarks.moe.tables import experts_table
 from benchmarks.offload.tables import offload_table
 from benchmarks.published.tables import published_table
 from benchmarks.quality.tables import full_tables, short_table
 from benchmarks.speculation.tables import speculation_short, speculation_table
+from benchmarks.studies import (
+    flash_next_table,
+    hybrids_table,
+    remembering_table,
+    ssd_table,
+    types_table,
+)
 from localrt.formatting import format_bytes, format_rate, format_seconds
 
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.markdown import machine_of, markdown_table
-from localrt.formatting import format_bytes
 
 __all__ = ["app_table"]
 
@@ -74,39 +73,9 @@ def _serve(record: dict[str, Any]) -> Iterator[Row]:
         )
 
 
-def _leaks(record: dict[str, Any]) -> Iterator[Row]:
-    for what, name in (("chats", "chats"), ("model switches", "switches")):
-        grown = record[f"{name}_growth_bytes"]
-        yield f"memory that {record[name]} {what} leave behind", format_bytes(max(0, grown))
-
-
-_OTHER_WAYS = {
-    "reloading": "unloaded and loaded again",
-    "llama.cpp": "llama.cpp unloaded and loaded again",
-}
-
-
-def _turns(record: dict[str, Any]) -> Iterator[Row]:
-    models = " and ".join(name.removesuffix(".gguf") for name in record["models"])
-    for row in record["results"]:
-        for name, seconds in row["shrinking"].items():
-            others = ", ".join(
-                f"{what} {row[way][name]:.2f} s ({row[way][name] / seconds:.1f}x)"
-                for way, what in _OTHER_WAYS.items()
-                if way in row
-            )
-            yield (
-                f"{models} by turns within {record['limit']}, conversations of {row['tokens']:,} "
-                f"tokens: first token of {name}",
-                f"{seconds:.2f} s; {others}",
-            )
-
-
 _FILES: dict[str, Callable[[dict[str, Any]], Iterator[Row]]] = {
     "chat_start": _start,
     "app": _app,
     "resume": _resume,
     "serve": _serve,
-    "turns": _turns,
-    "leaks": _leaks,
 }

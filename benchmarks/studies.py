@@ -1,4 +1,7 @@
-"""The tables of hybrids, from ``hybrids.json``."""
+"""Tables of studies that were made once: their results are kept, their programs are not.
+
+What they showed stands in the docs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,18 @@ from typing import Any
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from localrt.formatting import format_bytes, format_rate, format_seconds
 
-__all__ = ["flash_next_table", "hybrids_table", "remembering_table"]
+__all__ = [
+    "STUDIES",
+    "flash_next_table",
+    "hybrids_table",
+    "remembering_table",
+    "ssd_table",
+    "types_table",
+]
+
+STUDIES = frozenset({"experts_ssd", "flash_next", "hybrids", "types"})
+"""Names of their JSON files."""
+
 
 _PEERS = ("llama.cpp", "ik_llama.cpp")
 
@@ -89,6 +103,59 @@ def _median(samples: list[float]) -> str:
 
 def _setting(record: Mapping[str, Any]) -> str:
     return (
-        f"`{record['command']}` on {machine_of(record)}; medians of five, ratios turn by turn. "
+        f"Measured once on {machine_of(record)}; medians of five, ratios turn by turn. "
         f"{versions_of(record)}."
     )
+
+
+def ssd_table(record: Mapping[str, Any]) -> str:
+    """One row for each engine and share of the experts."""
+    rows = []
+    for row in record["results"]:
+        peers = [
+            other["tok_s"]
+            for other in record["results"]
+            if other["share"] == row["share"] and other["engine"] == "llamacpp"
+        ]
+        ahead = peers and row["engine"] == "native"
+        hits = row["hit_rate"]
+        rows.append(
+            [
+                f"{100 * row['share']:.0f} % of the experts",
+                format_bytes(row["limit_bytes"]),
+                row["engine"],
+                format_rate(row["tok_s"])
+                + (f" ({row['tok_s'] / max(peers):.1f}x)" if ahead else ""),
+                format_rate(row["predicted_tok_s"]),
+                "-" if hits is None else f"{100 * hits:.0f} %",
+                format_bytes(row["read_bytes_per_token"]),
+            ]
+        )
+    headers = ["RAM for", "memory limit", "engine", "tok/s", "predicted", "experts in memory"]
+    return (
+        f"{markdown_table([*headers, 'read per token'], rows)}\n\nMeasured once: a "
+        f"small mixture ({record['fixture']['tokens'] / 1e6:.1f} million tokens of training), "
+        f"widened to {format_bytes(record['experts_bytes'])} of experts, on text that it has not "
+        f"learnt; "
+        f"medians of five. {machine_of(record)}. {versions_of(record)}."
+    )
+
+
+def types_table(record: Mapping[str, Any]) -> str:
+    """Tokens a second, and how many times a peer's."""
+    lines = []
+    for row in record["rows"]:
+        found = row["results"]
+        for key in ("decode", "prompt"):
+            times = [found.get(f"times_{peer}", {}).get(key) for peer in _PEERS]
+            lines.append(
+                [
+                    f"{row['name']}, {format_bytes(found['file'])}",
+                    key if key == "decode" else "prompt of 512",
+                    format_rate(found["medians"]["localrt"][key]),
+                    *("" if one is None else f"{one:.2f}x" for one in times),
+                ]
+            )
+    headers = ["type", "", "tok/s", *(f"times {peer}" for peer in _PEERS)]
+    place = f"on {machine_of(record)}. {versions_of(record)}."
+    return f"{markdown_table(headers, lines)}\n\nMeasured once {place}"
