@@ -309,7 +309,8 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a rendered chat, as if it were one text, but for the control tokens in it.
 
-    The tokenizer adds its BOS only where no template could have written one.
+    Where no template could have written a BOS, the tokenizer adds it. Where one could and did not,
+    a GGUF file's tokenizer does, as llama.cpp has it; a folder's does not, as transformers has it.
     """
     written = any(counts for _, counts in segments)
     ids: list[int] = []
@@ -318,7 +319,8 @@ def encode_chat(
     for index, (text, counts) in enumerate(_separate(tokenizer, segments)):
         first = index == 0 and not written
         ids += tokenizer.encode(text, add_special=first, parse_special=counts, watch=later)
-    return ids
+    prefix = list(tokenizer.chat_prefix)
+    return ids if ids[: len(prefix)] == prefix else prefix + ids
 
 
 def _separate(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[Segment]:

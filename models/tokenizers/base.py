@@ -75,7 +75,8 @@ class Tokenizer(ABC):
     (end of sequence, end of turn), ``special_ids`` are the control tokens. With ``strip_space``,
     decoding drops the space that encoding puts in front of a text. ``infill_ids`` are the tokens to
     fill in the middle with, where the model's files declare them: ``pre``, ``suf``, ``mid``,
-    ``pad``, ``rep`` and ``sep``, as in GGUF.
+    ``pad``, ``rep`` and ``sep``, as in GGUF. ``chat_prefix`` begins every conversation, whether or
+    not its template writes it.
     """
 
     vocab_size: int
@@ -84,6 +85,7 @@ class Tokenizer(ABC):
     special_ids: frozenset[int]
     strip_space: bool
     infill_ids: Mapping[str, int] = MappingProxyType({})
+    chat_prefix: Sequence[int] = ()
 
     @abstractmethod
     def encode(

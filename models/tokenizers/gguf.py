@@ -302,6 +302,7 @@ def _vocabulary(
         suffix=(eos_id,) if suffix and eos_id is not None else (),
         strip_space=strip_space,
         infill=infill,
+        begins_chats=True,
     )
 
 

@@ -272,7 +272,8 @@ class Vocabulary:
 
     ``prefix`` and ``suffix`` go around a text with ``add_special``; ``eos`` ends a generation;
     ``special`` are the control tokens; ``strip_space`` drops one leading space in decoding;
-    ``infill`` are the ``Tokenizer.infill_ids``.
+    ``infill`` are the ``Tokenizer.infill_ids``. ``begins_chats``: the prefix leads a conversation
+    too where its template does not write it.
     """
 
     pieces: Pieces
@@ -284,6 +285,7 @@ class Vocabulary:
     suffix: tuple[int, ...] = ()
     strip_space: bool = False
     infill: Mapping[str, int] = field(default_factory=dict)
+    begins_chats: bool = False
 
 
 class VocabularyTokenizer(Tokenizer):
@@ -298,6 +300,7 @@ class VocabularyTokenizer(Tokenizer):
         self.special_ids = vocabulary.special
         self.strip_space = vocabulary.strip_space
         self.infill_ids = vocabulary.infill
+        self.chat_prefix = vocabulary.prefix if vocabulary.begins_chats else ()
 
     @abstractmethod
     def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:

@@ -129,6 +129,33 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path, blocks, told,
     assert model.config["num_key_value_heads"] == [2, 4]
 
 
+@pytest.mark.parametrize(
+    ("blocks", "told", "heads", "found"),
+    [
+        (2, None, [2, 4], [2, 4]),
+        (2, None, [2, 4, 1], None),
+        (3, None, [2, 4], None),
+        (3, None, [4, 4], 4),  # the same for all
+        (3, 1, [2, 4, 1], [2, 4]),
+        (3, 1, [2, 4], [2, 4]),  # those that predict are not listed
+        (3, 1, [2, 2, 1], 2),
+        (3, 1, [2, 4, 1, 1, 1], None),
+    ],
+)
+def test_lists_of_one_entry_a_block(tmp_path, blocks, told, heads, found):
+    layers = blocks - (told or 0)
+    plain = {f"blk.{n}.attn_norm.weight": (values(8), "f32") for n in range(layers)}
+    metadata = {"glm4moe.attention.head_count_kv": heads}
+    metadata |= {} if told is None else {"glm4moe.nextn_predict_layers": told}
+    given = (tmp_path, "glm4moe", plain, metadata, SIZES | {"block_count": blocks})
+    if found is not None:
+        config = open_model(*given).config
+        assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (layers, found)
+        return
+    with pytest.raises(CheckpointError, match=rf"{len(heads)} values of .* for {blocks} blocks"):
+        open_model(*given)
+
+
 def test_towers_in_a_file_of_a_text_model_are_left_out(tmp_path):
     names = ("blk.0.attn_norm.weight", "v.blk.0.ln1.weight", "mm.0.weight", "a.blk.0.ln1.weight")
     model = open_model(tmp_path, "qwen3vl", {name: (values(8), "f32") for name in names})
@@ -248,6 +275,7 @@ def test_vocabulary_size_falls_back_on_the_tokens(tmp_path):
 
 def test_parameters_of_each_layer(tmp_path):
     sizes = SIZES | {
+        "block_count": 3,
         "attention.head_count_kv": [2, 2, 2],
         "feed_forward_length": [96, 64, 96],
         "attention.sliding_window_pattern": [True, True, False],

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.errors import TokenizerError, UnsupportedModelError
+from localrt.models.templates.chat_template import ChatTemplate, encode_chat
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.bpe import BYTE_TO_CHAR
 from localrt.models.tokenizers.gguf import gguf_tokenizer
@@ -56,6 +57,31 @@ def test_sentencepiece_prefixes_a_space_after_bos_and_strips_it_again() -> None:
     assert spelled(tokenizer, "hi hi") == ["<s>", "▁hi", "▁hi"]
     assert tokenizer.decode(tokenizer.encode("hi hi")) == "hi hi"
     assert tokenizer.decode(tokenizer.encode(" hi")) == " hi"
+
+
+WRITES, SILENT = "{{ bos_token }}{{ messages[0].content }}", "A: {{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("source", [WRITES, SILENT])
+@pytest.mark.parametrize(
+    ("make", "told", "begins"),
+    [
+        (sentencepiece, {}, True),  # the kind's default
+        (sentencepiece, {"add_bos_token": True}, True),
+        (sentencepiece, {"add_bos_token": False}, False),
+        (byte_level, {"bos_token_id": 260}, False),
+        (byte_level, {"bos_token_id": 260, "pre": "llama-bpe"}, True),
+        (byte_level, {"bos_token_id": 260, "pre": "llama-bpe", "add_bos_token": False}, False),
+        (byte_level, {"bos_token_id": 260, "add_bos_token": True}, True),
+    ],
+)
+def test_one_bos_begins_a_chat(make: Any, told: dict[str, Any], begins: bool, source: str) -> None:
+    tokenizer = make(**told)
+    template = ChatTemplate(source, bos=tokenizer.token_text(tokenizer.bos_id))
+    ids = encode_chat(tokenizer, template.render_segments([{"role": "user", "content": "hi"}]))
+    begins = begins or source == WRITES
+    assert ids.count(tokenizer.bos_id) == begins
+    assert (ids[0] == tokenizer.bos_id) is begins
 
 
 def test_sentencepiece_without_prefix() -> None:
@@ -251,6 +277,17 @@ def test_a_pre_tokenizer_that_is_missing_or_unknown(
         (metadata("gpt2", [("a", 1)], merges=["ab"]), TokenizerError, "two pieces"),
         (metadata("gpt2", [("a", 1)], merges=["x y"]), TokenizerError, "cannot be used"),
         (metadata("llama", [("a", 1)], scores=[]), TokenizerError, "1 tokens but 0 scores"),
+        (metadata("llama", [("a", 1)], scores=[0.0, 1.0]), TokenizerError, "1 tokens but 2 scores"),
+        (
+            metadata("llama", [("a", 1)], token_type=[1, 1]),
+            TokenizerError,
+            "1 tokens but 2 token ty",
+        ),
+        (
+            metadata("llama", [("a", 1)], token_type=[]),
+            TokenizerError,
+            "1 tokens but 0 token types",
+        ),
         (metadata("llama", [("<0xZZ>", 6)], scores=[0.0]), TokenizerError, "malformed"),
         (metadata("gpt2", [("a", 1)], token_type=[], merges=[]), TokenizerError, "0 token types"),
     ],

@@ -73,7 +73,7 @@ def model_config(
     if architecture.startswith("nemotron_h"):
         _add_kinds(config, metadata, architecture)
     _add_recurrent(config, architecture, metadata)
-    _leave_out(config, predicting)
+    _leave_out(config, predicting, metadata)
     if architecture in GEMMA or architecture in QWEN_DELTA:
         config["norm_weights_include_one"] = True
     if architecture == "gemma3":
@@ -119,17 +119,28 @@ def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
     return config
 
 
-def _leave_out(config: dict[str, Any], predicting: Collection[int]) -> None:
-    """Count layers without the blocks that predict, in lists of one entry a block too."""
+def _leave_out(config: dict[str, Any], predicting: Collection[int], metadata: GgufMetadata) -> None:
+    """Count layers without the blocks that predict, in lists of one entry a block too.
+
+    Raises:
+        CheckpointError: a list has entries for fewer or more blocks.
+    """
     blocks = config.get("num_hidden_layers")
-    if not predicting or type(blocks) is not int:
+    if type(blocks) is not int:
         return
     layers = blocks - sum(block < blocks for block in predicting)
     config["num_hidden_layers"] = layers
     for key, value in config.items():
-        if isinstance(value, list) and len(value) == blocks:
-            own = value[:layers]
-            config[key] = own[0] if own.count(own[0]) == layers > 0 else own
+        if not isinstance(value, list):
+            continue
+        if len(value) not in (layers, blocks, layers + len(predicting)):
+            raise CheckpointError(
+                f"{metadata.path}: the metadata has {len(value)} values of {key!r} for {blocks} "
+                "blocks: the file is damaged, or was converted by a program that does not know it"
+            )
+        own = value[:layers]
+        same = own and key != "layer_types" and own.count(own[0]) == layers
+        config[key] = own[0] if same else own
 
 
 def _numbers(metadata: GgufMetadata, key: str) -> Any:
