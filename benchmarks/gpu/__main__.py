@@ -33,30 +33,28 @@ from localrt.quant.ops.native.abi import find_library
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Module and function, imported as they are needed; what only a card can say comes first.
+# Module and function, imported as they are needed; what only a GPU can say comes first.
 CHECKS = {
     "copy": ("kernels", "check_copy"),
-    "rates": ("rates", "check_rates"),
     "products": ("kernels", "check_products"),
     "one-row": ("kernels", "check_one_row"),
     "batches": ("kernels", "check_batches"),
     "low-bit": ("kernels", "check_low_bit"),
     "published": ("kernels", "check_published"),
-    "peers": ("peers", "check_peers"),
     "loaded": ("loaded", "check_loaded"),
     "logits": ("models", "check_logits"),
     "decode": ("models", "check_decode"),
     "adapters": ("adapters", "check_adapters"),
     "unpacking": ("kernels", "check_unpacking"),
     "attention": ("attention", "check_attention"),
+    "mixture-attention": ("attention", "check_mixture_attention"),
+    "experts": ("grouped", "check_grouped"),
     "recurrent": ("recurrent", "check_recurrent"),
     "packed-logits": ("models", "check_packed_logits"),
     "packed": ("models", "check_packed"),
-    "offload": ("offload", "check_offload"),
-    "experts": ("experts", "check_experts"),
 }
-# These have the CPU compute beside the card.
-_BESIDE = frozenset({"loaded", "offload", "experts"})
+# These have the CPU compute, too.
+_BESIDE = frozenset({"loaded"})
 _BUILD_S = 240
 
 
@@ -124,7 +122,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="checks that need a CUDA GPU")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu_check.json")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--minutes", type=float, default=8, help="on a card (default: 8)")
+    parser.add_argument("--minutes", type=float, default=8, help="on a GPU (default: 8)")
     parser.add_argument("--only", default=",".join(CHECKS), help="(default: all, %(default)s)")
     args = parser.parse_args()
     cuda = args.device.startswith("cuda")
@@ -152,7 +150,7 @@ def main() -> int:
     run = Run(args.out, machine)
     end_s = 60 * args.minutes if cuda else float("inf")
     late = {"not run": f"{args.minutes:g} minutes were up"}
-    # Beside the first checks: it takes a minute.
+    # During the first checks: it takes a minute.
     kernels = ThreadPoolExecutor(1).submit(build_kernels) if _BESIDE & {*names} else None
     for name in names:
         if run.seconds < end_s:
@@ -170,7 +168,7 @@ def main() -> int:
 
 
 def driver_version() -> str | None:
-    """Of the card's driver, if anybody tells."""
+    """Of the GPU's driver, if nvidia-smi tells."""
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -7,7 +7,7 @@ Passes with adapters are not recorded as graphs, so decoding without adapters is
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,7 @@ from benchmarks.gpu.configs import QWEN_1_5B, SMALLEST, TINY, largest_error, ran
 from benchmarks.gpu.timing import (
     RUNS,
     Result,
-    copies_beyond_cache,
     guarded,
-    launch_seconds,
     timed,
 )
 from localrt.models.decoder import Decoder
@@ -54,7 +52,7 @@ def check_adapters(device: str) -> list[Result]:
         for rows in (1, 8, MOST_ROWS, MOST_ROWS + 32) if cuda else (1, 4, MOST_ROWS + 2):
             name = f"adapters, product of {rows} rows"
             results += guarded(name, lambda n=name, r=rows: [_product(n, r, device)])
-        for kind, check in (("model", _model), ("one product", _one_product), ("decode", _decode)):
+        for kind, check in (("model", _model), ("decode", _decode)):
             name = f"adapters, {kind}"
             results += guarded(name, lambda n=name, c=check: [c(n, device)])
     return results
@@ -158,34 +156,6 @@ def _wanted(
             if low.factors is not None:
                 found[row] += weight * (low.factors - 1) * plain[row]
     return found
-
-
-def _one_product(name: str, device: str) -> Result:
-    """The two kernels behind a product: one row with one adapter, eight with one each."""
-    cuda = device.startswith("cuda")
-    height, columns = (4096, 4096) if cuda else (32, 64)
-    ops = CudaOps(device=device)
-    packed = random_packed(FORMAT, height, columns)
-    count = copies_beyond_cache(packed.data.nbytes, device)
-    names = [f"{n}" for n in range(count)]
-    weights = [
-        ops.weight((height, columns), [PackedTensor(n, packed.format, packed.shape, packed.data)])
-        for n in names
-    ]
-    low = low_rank(height, columns, 1)
-    adapters = [Adapter(f"a{n}", dict.fromkeys(names, low)) for n in range(CHATS)]
-    add(ops, adapters)  # each matrix's are its own in memory
-    values: dict[str, Any] = {"rank": RANK}
-    for rows in (1, CHATS):
-        x = quantize(torch.randn(rows, columns, device=device).bfloat16())
-        for kind, chosen in (("plain", [()] * rows), ("adapted", mixes(adapters, rows))):
-            begin(ops, chosen)
-            launches: list[Callable[[], Any]] = [lambda w=w, x=x: linear(x, w) for w in weights]
-            for launch in launches if cuda else ():  # what is recorded finds its rows' changes
-                launch()
-            values[f"us_{rows}_{kind}"] = launch_seconds(launches, device) * 1e6
-        values[f"cost_{rows}"] = values[f"us_{rows}_adapted"] / values[f"us_{rows}_plain"] - 1
-    return Result(name, True, values=values)
 
 
 # -- whole models ----------------------------------------------------------------------------------

@@ -56,8 +56,6 @@ def check_mixture_attention(device: str) -> list[Result]:
     with torch.inference_mode():
         for name, kind in kinds.items():
             results += guarded(name, lambda n=name, k=kind: [k(n, device)])
-        if device.startswith("cuda"):
-            results += guarded("latent attention, one row", lambda: latent_speed(device))
     return results
 
 
@@ -168,35 +166,6 @@ def compared(
         values["rows_bitwise_equal"] = same = torch.equal(alone, chain)
         ok &= same
     return Result(name, bool(ok), values=values)
-
-
-def latent_speed(device: str) -> list[Result]:
-    """Bytes of the cache per second, for 16 heads (V2 Lite) and 128 (V3)."""
-    ceiling = copy_bandwidth(device)
-    results = []
-    for heads in (16, 128):
-        values: dict[str, Any] = {}
-        for length in (1024, 8192, 32768):
-            q = torch.randn(1, heads, ROPE + LATENT, device=device).bfloat16()
-            nbytes = 2 * length * (ROPE + LATENT)
-            caches = [
-                torch.randn(length, ROPE + LATENT, device=device).bfloat16()
-                for _ in range(copies_beyond_cache(nbytes, device))
-            ]
-            held = torch.tensor([length - 1], device=device)
-            seconds = launch_seconds(
-                [
-                    lambda c=c, q=q, held=held, n=length: attend_latent_rows(
-                        q, c, held, held, rope=ROPE, scale=0.04, mask=None, longest=n
-                    )
-                    for c in caches
-                ],
-                device,
-            )
-            values[f"us_{length}"] = seconds * 1e6
-            values[f"share_of_copy_{length}"] = nbytes / seconds / ceiling
-        results.append(Result(f"latent attention of {heads} heads", True, values=values))
-    return results
 
 
 def attention_launches(

@@ -7,8 +7,6 @@ are timed in a recorded graph, whole steps with what the host does for them.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +14,10 @@ import numpy as np
 import torch
 
 from benchmarks.common.random_weights import random_packed
-from benchmarks.gpu.timing import RUNS, Result, copy_bandwidth, guarded, launch_seconds, timed
+from benchmarks.gpu.timing import Result, guarded
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.cuda.expert_table import CudaExpertTable
-from localrt.quant.ops.cuda.experts import run_kind
-from localrt.quant.ops.cuda.kernels.grouped import plan_slots
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
 from localrt.quant.ops.torch.experts import run_each
@@ -59,18 +55,15 @@ ROWS = (1, 4, 16, 64, 512)
 
 
 def check_grouped(device: str) -> list[Result]:
-    """Each shape: results, then speeds."""
+    """Each shape."""
     cuda = device.startswith("cuda")
-    ceiling = copy_bandwidth(device)
     rows = ROWS if cuda else (1, 66)
     results: list[Result] = []
     for name, shape in (LARGE if cuda else SMALL).items():
 
         def both(name: str = name, shape: Shape = shape) -> list[Result]:
             layer = Layer(shape, device)
-            right = layer.results(f"experts together {name}", rows)
-            few = rows if cuda else rows[:1]
-            return [right, *(layer.speed(f"experts of {n} rows {name}", n, ceiling) for n in few)]
+            return [layer.results(f"experts together {name}", rows)]
 
         with torch.inference_mode():
             results += guarded(f"experts together {name}", both)
@@ -190,31 +183,6 @@ class Layer:
             same &= torch.equal(self.together(x[first:], part), whole[first * used :])
         return bool(same)
 
-    # -- how fast ----------------------------------------------------------------------------------
-
-    def speed(self, name: str, rows: int, ceiling: float) -> Result:
-        """Microseconds of kernels and of whole steps."""
-        x = self.inputs(rows)
-        count = ROUTINGS if self.device.startswith("cuda") else 1
-        routings = [self.routing(rows, seed) for seed in range(count)]
-        used = [len(np.unique(routing.chosen)) for routing in routings]
-        nbytes = statistics.mean(used) * self.nbytes
-        slots = self.ops.expert_slots(x, routings[0])
-        kernels = [self._kernels(x, routing, slots) for routing in routings]
-        seconds = launch_seconds(kernels, self.device)
-
-        def steps() -> None:
-            for routing in routings:
-                self.ops.run_experts(x, routing, self.table, self.shape.spec, slots)
-
-        values = {
-            "us": seconds * 1e6,
-            "gb_s": nbytes / seconds / 1e9,
-            "share_of_copy": nbytes / seconds / ceiling,
-            "us_step": statistics.median([timed(steps) for _ in range(RUNS)][1:]) / count * 1e6,
-        }
-        return Result(name, True, values=values)
-
     def one_by_one(self, x: torch.Tensor, routing: Routing, slots: torch.Tensor) -> None:
         """Fill slots with products of each expert's own."""
 
@@ -222,15 +190,6 @@ class Layer:
             return self.ops.expert_apart(rows, self.weights[expert], self.shape.spec)
 
         run_each(x, routing, slots, None, compute)
-
-    def _kernels(
-        self, x: torch.Tensor, routing: Routing, slots: torch.Tensor
-    ) -> Callable[[], None]:
-        device = torch.device(self.device)
-        chosen = torch.from_numpy(np.ascontiguousarray(routing.chosen)).to(device)
-        plan = plan_slots(chosen, routing.loads(self.shape.count) > 0)
-        entries = self.table.entries(device)
-        return lambda: run_kind(x, plan, entries, self.kind, self.shape.spec, slots)
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:

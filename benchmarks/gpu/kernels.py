@@ -1,8 +1,7 @@
 """The kernels one at a time: right, batch-invariant, and how fast.
 
-Speeds stand beside the ceiling (a device copy, read and written counted) and cuBLAS in bf16, and as
-bytes per clock and processor, on all of a card's and on as many as a small card has. Weights are
-random bytes with sane scales.
+Speeds are compared with the ceiling (a device copy, read and written counted) and with cuBLAS in
+bf16. Weights are random bytes with sane scales.
 """
 
 from __future__ import annotations
@@ -17,16 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from benchmarks.common.random_weights import random_packed
-from benchmarks.gpu.peers import cublas
-from benchmarks.gpu.small_card import (
-    PROCESSORS,
-    processors_of,
-    sm_clock_hz,
-    small_card,
-    stream_seconds,
-)
 from benchmarks.gpu.timing import (
     Result,
     copies_beyond_cache,
@@ -34,7 +26,6 @@ from benchmarks.gpu.timing import (
     guarded,
     launch_seconds,
 )
-from localrt.errors import LocalrtError
 from localrt.quant.formats import unpack
 from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.tiled import tile
@@ -184,17 +175,16 @@ def batches_of(names: tuple[str, ...], device: str) -> list[Result]:
     results = []
     if cuda:
         results += guarded("compiling", lambda: [compiled(names, shape)])
-        stream, processors, why = small_card()
-        values = {"clock_hz": sm_clock_hz(), "processors": processors_of(device)}
-        values |= {"not run": why} if stream is None else {"of_small_card": processors}
-        results.append(Result("small card", True, values=values))
     plain = {rows: cublas_seconds(rows, shape, device) for rows in counts}
     for name in names:
 
         def batches(name: str = name) -> list[Result]:
             values: dict[str, Any] = {}
             for rows in counts:
-                values |= product_speed(name, rows, shape, device, plain[rows])
+                launches, _ = product_launches(name, rows, shape, device)
+                seconds = launch_seconds(launches, device)
+                values[f"us_{rows}"] = seconds * 1e6
+                values[f"against_cublas_{rows}"] = plain[rows] / seconds
             return [Result(f"batches {name} {shape[0]}x{shape[1]}", True, values=values)]
 
         results += guarded(f"batches {name}", batches)
@@ -202,42 +192,14 @@ def batches_of(names: tuple[str, ...], device: str) -> list[Result]:
     return results
 
 
-def product_speed(
-    name: str, rows: int, shape: tuple[int, int], device: str, plain: float
-) -> dict[str, Any]:
-    """Of one product, by the names of the results."""
-    launches, nbytes = product_launches(name, rows, shape, device)
-    seconds = launch_seconds(launches, device)
-    values: dict[str, Any] = {
-        f"us_{rows}": seconds * 1e6,
-        f"against_cublas_{rows}": plain / seconds,
-    }
-    if not device.startswith("cuda"):
-        return values
-    clocks = seconds * sm_clock_hz()
-    values[f"per_clock_{rows}"] = nbytes / clocks / processors_of(device)
-    stream, processors, _ = small_card()
-    if stream is None:
-        return values
-    try:
-        cut = best_cut(Case.of(name, rows, -(-shape[0] // 16), shape[1]), processors)
-        launches, _ = product_launches(name, rows, shape, device, cut=cut)
-        seconds = stream_seconds(launches, stream)
-        values[f"small_us_{rows}"] = seconds * 1e6
-        values[f"small_per_clock_{rows}"] = nbytes / (seconds * sm_clock_hz()) / processors
-    except (LocalrtError, RuntimeError) as error:  # what the whole card does is known
-        values["small_error"] = str(error)[:200]
-    return values
-
-
 def compiled(names: tuple[str, ...], shape: tuple[int, int]) -> Result:
     """Compile the variants that come next beside one another: in turn they take a minute."""
     major, minor = torch.cuda.get_device_capability()
     folder = Settings.from_environment().cache_dir / "kernels"
-    cards = (processors_of("cuda"), PROCESSORS)
+    processors = torch.cuda.get_device_properties("cuda").multi_processor_count
     programs = set()
-    for name, rows, card in itertools.product(names, BATCHES, cards):
-        cut = best_cut(Case.of(name, rows, shape[0] // 16, shape[1]), card)
+    for name, rows in itertools.product(names, BATCHES):
+        cut = best_cut(Case.of(name, rows, shape[0] // 16, shape[1]), processors)
         programs.add(linear_program(name, rows, cut, None, torch.bfloat16))
     started = time.perf_counter()
     with ThreadPoolExecutor() as threads:
@@ -283,7 +245,7 @@ _kept: dict[tuple[str, int, int], list[TiledMatrix]] = {}
 
 
 def product_launches(
-    name: str, rows: int, shape: tuple[int, int], device: str, *, cut: Cut | None = None
+    name: str, rows: int, shape: tuple[int, int], device: str
 ) -> tuple[list[Callable[[], None]], int]:
     """Products of so many rows with copies of a matrix, and the bytes of one."""
     key = (name, *shape)
@@ -294,11 +256,13 @@ def product_launches(
     x = torch.randn(rows, shape[1], device=device).bfloat16()
     y = torch.empty(rows, shape[0], device=device, dtype=torch.bfloat16)
     records = quantize(x)  # once for all matrices that share its rows
-    launches = [lambda w=w: products.product(records, w, y, cut=cut) for w in copies]
+    launches = [lambda w=w: products.product(records, w, y) for w in copies]
     return launches, copies[0].data.nbytes
 
 
 def cublas_seconds(rows: int, shape: tuple[int, int], device: str) -> float:
-    """Of ``F.linear`` in bf16."""
+    """Of ``F.linear`` in bf16, with weights that no cache holds."""
+    count = copies_beyond_cache(2 * shape[0] * shape[1], device)
+    weights = [torch.randn(shape, device=device).bfloat16() for _ in range(count)]
     x = torch.randn(rows, shape[1], device=device).bfloat16()
-    return launch_seconds(cublas(shape, device)(x), device)
+    return launch_seconds([lambda w=w: F.linear(x, w) for w in weights], device)

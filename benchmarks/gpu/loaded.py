@@ -2,9 +2,8 @@
 
 Random weights in the shapes of Qwen3-14B and Qwen3-30B-A3B, written as a store. Each is loaded in
 processes of its own: with no kernel compiled yet, with all of them, over a link of 12 GB/s, and
-without a budget, where the card has room for all weights. The same weights must give the same
-logits wherever they are; bit for bit, if the card computes all of them. Off a GPU the same runs on
-a virtual card.
+without a budget, where the GPU has room for all weights. The same weights must give the same
+logits wherever they are; bit for bit, if the GPU computes all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ import numpy as np
 import torch
 
 from benchmarks.common.random_store import write_store
-from benchmarks.gpu.configs import TINY
 from benchmarks.gpu.timing import Result, guarded
 
 __all__ = ["check_loaded"]
@@ -36,12 +34,12 @@ SLOW_LINK = 12e9  # PCIe 4.0 with eight lanes, or 3.0 with sixteen
 CAP = 8_000_000_000
 UNCOMPILED, COMPILED, RESIDENT = "kernels uncompiled", "compiled", "resident"
 _TIMEOUT_S = 170
-_ROOM = 1.3  # of a store's bytes: what a folder and a card must have free for it
+_ROOM = 1.3  # of a store's bytes: what a folder and a GPU must have free for it
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model, the card's share, and what is asked of it. ``bound`` is of logits, unlike bits."""
+    """A model, the GPU's share, and what is asked of it. ``bound`` is of logits, unlike bits."""
 
     architecture: str
     config: Mapping[str, Any]
@@ -90,38 +88,16 @@ LARGE = {
         bound=0.3,  # an expert that is chosen almost as well may be taken for another
     ),
 }
-_SMALL = Size(
-    "Qwen3ForCausalLM",
-    {
-        **TINY,
-        "vocab_size": 512,
-        "head_dim": 64,
-        "num_hidden_layers": 8,
-        "tie_word_embeddings": False,
-    },
-    bound=0.0,
-    load={"device": "virtual:10MB@12GB/s,256GB/s,20TFLOPS"},
-    resident={"device": "cpu"},
-    prompts=(24, 40),
-    tokens=8,
-)
-_EXPERTS = {"moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 4}
-SMALL = {
-    "small": _SMALL,
-    "small mixture": replace(
-        _SMALL,
-        architecture="Qwen3MoeForCausalLM",
-        config={**_SMALL.config, **_EXPERTS, "num_hidden_layers": 4, "norm_topk_prob": True},
-        load={"device": "virtual:16MB@12GB/s,256GB/s,20TFLOPS"},
-    ),
-}
 
 
 def check_loaded(device: str) -> Iterator[Result]:
     """Each model in turn: its files are gone before those of the next are written."""
+    if not device.startswith("cuda"):
+        yield Result("loaded", True, values={"not run": "it needs a GPU"})
+        return
     with tempfile.TemporaryDirectory() as cache:  # what the machine does is measured once
-        for name, size in (LARGE if device.startswith("cuda") else SMALL).items():
-            with tempfile.TemporaryDirectory(dir=scratch(size)) as folder:
+        for name, size in LARGE.items():
+            with tempfile.TemporaryDirectory(dir=scratch()) as folder:
                 yield from Loaded(name, size, Path(folder), Path(cache)).results()
 
 
@@ -138,7 +114,7 @@ class Loaded:
     def results(self) -> Iterator[Result]:
         """Its files, every way, and whether the ways agree."""
         started = time.perf_counter()
-        size, cuda = self.size, self.size.load.get("device") is None
+        size = self.size
         store = write_store(self.folder / "model", size.architecture, size.config, FORMAT)
         written = {"weight_bytes": store.nbytes, "written_s": time.perf_counter() - started}
         yield Result(f"store {self.name}", True, values=written)
@@ -150,30 +126,24 @@ class Loaded:
             RESIDENT: {"load": size.resident},
         }
         shutil.rmtree(self.cache / "kernels", ignore_errors=True)
-        if not cuda:
-            del ways[UNCOMPILED], ways["at 12 GB/s"]
-        elif free_memory() < _ROOM * store.nbytes:
+        if free_memory() < _ROOM * store.nbytes:
             del ways[RESIDENT]
-            why = {"not run": "the card has no room for all weights at once"}
+            why = {"not run": "the GPU has no room for all weights at once"}
             yield Result(f"loaded {self.name}, {RESIDENT}", True, values=why)
         for way, job in ways.items():
-            yield from guarded(
-                f"loaded {self.name}, {way}", lambda w=way, j=job: [self.run(w, j, cuda)]
-            )
+            yield from guarded(f"loaded {self.name}, {way}", lambda w=way, j=job: [self.run(w, j)])
         for way, other in ((UNCOMPILED, COMPILED), (COMPILED, RESIDENT)):
             if way in self.found and other in self.found:
                 yield self.same(way, other)
 
-    def run(self, way: str, job: dict[str, Any], cuda: bool) -> Result:
+    def run(self, way: str, job: dict[str, Any]) -> Result:
         """One way."""
-        job = {"logits": str(self.logits(way)), **job}
-        if cuda:
-            job["free_before"] = free_memory()
+        job = {"logits": str(self.logits(way)), **job, "free_before": free_memory()}
         values = asked(self.folder / "model", self.cache, self.size, job)
         # Thousands of lines that say nothing alone.
         self.found[way] = {name: values.pop(name) for name in ("token_ids", "placement")}
         self.found[way]["computed_by_cpu"] = values["computed_by_cpu"]
-        ok = not cuda or way == RESIDENT or values["peak_vram_bytes"] <= CAP
+        ok = way == RESIDENT or values["peak_vram_bytes"] <= CAP
         if job["logits"] is not None:
             values["finite"] = bool(np.isfinite(np.load(job["logits"])).all())
             ok &= values["finite"]
@@ -198,17 +168,17 @@ class Loaded:
             equal, close = bool(equal and np.array_equal(a, b)), error < self.size.bound
             values |= {"relative_error": error, "bound": self.size.bound}
         values |= {"bitwise_equal": equal, "units_on_cpu": by_cpu}
-        # The CPU's kernels and a card's round differently: the same ones must compute. Which of
+        # The CPU's kernels and a GPU's round differently: the same ones must compute. Which of
         # them computes an expert depends on what is ready.
         alike = one["placement"] == two["placement"] or not by_cpu
-        exact = self.size.bound == 0.0 or (alike and "num_experts" not in self.size.config)
+        exact = alike and "num_experts" not in self.size.config
         return Result(
             f"loaded {self.name}, {way} as {other}", equal if exact else close, values=values
         )
 
 
 def free_memory() -> int:
-    """Bytes of the card's memory, without what this process keeps for later."""
+    """Bytes of the GPU's memory, without what this process keeps for later."""
     gc.collect()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info()[0])
@@ -245,10 +215,10 @@ def asked(model: Path, cache: Path, size: Size, job: dict[str, Any]) -> dict[str
     return values
 
 
-def scratch(size: Size) -> str | None:
+def scratch() -> str | None:
     """Memory, if it has room for a store beside the model itself; else the usual folder."""
     memory = Path("/dev/shm")
-    if size.load.get("device") is None and memory.is_dir():
+    if memory.is_dir():
         pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         if shutil.disk_usage(memory).free > 20e9 and pages > 64e9:
             return str(memory)

@@ -1,6 +1,6 @@
 """A process that loads a model as any program does, answers, and says what it took.
 
-Run by ``loaded.py`` with a JSON job. A process of its own has a card's memory to itself, and no
+Run by ``loaded.py`` with a JSON job. A process of its own has a GPU's memory to itself, and no
 kernel that another has compiled or loaded.
 """
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
         found: dict[str, Any] = {"load_s": time.perf_counter() - started}
         found["notes"] = [note for note in model.info.notes if "tokenizer" not in note]
         found |= placed(model)
-        if job["logits"] is not None:  # before other caches take the card's memory
+        if job["logits"] is not None:  # before other caches take the GPU's memory
             save_logits(model, job["logits"])
         found |= answers(model, job)
         if "free_before" in job:
@@ -109,7 +109,7 @@ def save_logits(model: Model, path: str) -> None:
 
 
 def counted(model: Model) -> dict[str, Any]:
-    """Kernels, launches and waits of a token, and the card's idle share, once all is recorded."""
+    """Kernels, launches and waits of a token, and the GPU's idle share, once all is recorded."""
     if not model.info.device.startswith("cuda"):
         return {}
     from localrt.quant.ops.cuda.counting import count_card_use
@@ -134,7 +134,7 @@ def counted(model: Model) -> dict[str, Any]:
 
 
 def peak_memory(free_before: int) -> int:
-    """The most that torch has taken of the card's memory, and what CUDA took beside it."""
+    """The most that torch has taken of the GPU's memory, and what CUDA took beside it."""
     import torch
 
     beside = free_before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
@@ -142,7 +142,7 @@ def peak_memory(free_before: int) -> int:
 
 
 def throttle(link_bytes_s: float) -> None:
-    """Have every copy to the card take as long as over a slower link: more bytes follow it.
+    """Have every copy to the GPU take as long as over a slower link: more bytes follow it.
 
     The card's own rates are measured, and kept, as they are.
     """

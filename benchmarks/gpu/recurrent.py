@@ -6,7 +6,6 @@ tree and a prompt are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +13,7 @@ import torch
 from benchmarks.gpu.attention import tree_of
 from benchmarks.gpu.timing import (
     Result,
-    copies_beyond_cache,
-    copy_bandwidth,
     guarded,
-    launch_seconds,
 )
 from localrt.quant.ops.cuda.kernels.recurrent import mix_rows
 from localrt.quant.ops.cuda.ops import CudaOps
@@ -37,14 +33,11 @@ PROMPT = 512
 
 def check_recurrent(device: str) -> list[Result]:
     """Of every kind one, in small for the comparison."""
-    cuda, results = device.startswith("cuda"), list[Result]()
+    results: list[Result] = []
     with torch.inference_mode():
         for name in _SHAPES:
             small = _spec(name, small=True)
             results += guarded(name, lambda n=name, s=small: [_compared(n, s, device)])
-        for name in _SHAPES if cuda else ():
-            spec = _spec(name, small=False)
-            results += guarded(name, lambda n=name, s=spec: [_timed(n, s, device)])
     return results
 
 
@@ -141,29 +134,3 @@ def _compared(name: str, spec: RecurrentSpec, device: str) -> Result:
             same = same and torch.equal(one.run(rows[row : row + 1], weights)[0], found[row])
             one.done()
     return Result(name, worst < BOUND and same, values={"worst": worst, "same_bits": same})
-
-
-def _timed(name: str, spec: RecurrentSpec, device: str) -> Result:
-    """Of one layer, over more layers than caches hold."""
-    nbytes = 2 * 4 * max(spec.state_size, spec.row_size)
-    count = min(64, copies_beyond_cache(nbytes, device))
-    ops, weights = CudaOps(device=device), _weights(spec, device)
-    values: dict[str, Any] = {}
-    for rows, mask in ((1, None), (TREE, tree_of(TREE).numpy()), (PROMPT, None)):
-        cache = ops.kv_cache([spec] * count, 2 * PROMPT)
-        mixed = torch.randn(rows, spec.projected_rows, device=device)
-        for before in (8, 1):  # what decodes has a row that waits
-            step = _Pass(cache, before, None, device)
-            step.done()
-        step = _Pass(cache, rows, mask, device)
-        seconds = launch_seconds(_launches(step, mixed, weights, count), device)
-        values[f"us_{rows}"] = seconds * 1e6
-        if rows == 1 and spec.state_size:
-            values["share_of_copy_1"] = nbytes / seconds / copy_bandwidth(device)
-    return Result(f"{name}, speed", True, values=values)
-
-
-def _launches(
-    step: _Pass, mixed: torch.Tensor, weights: RecurrentWeights, count: int
-) -> list[Callable[[], Any]]:
-    return [lambda layer=layer: step.run(mixed, weights, layer) for layer in range(count)]

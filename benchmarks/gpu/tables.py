@@ -14,15 +14,7 @@ Record = Mapping[str, Any]
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 # What the page has figures of: how the results' names begin, and one of their values.
 _PARTS = {
-    "products by rows, in bytes per clock and processor": ("batches ", "per_clock_1"),
-    "products on 24 processors of the card": ("batches ", "small_per_clock_1"),
-    "peers in the same run": ("peer ", "us_1"),
     "models larger than 8 GB through `localrt.load`": ("loaded ", "decode_tok_s"),
-    "a pipeline, bit for bit as with all weights on the card": (
-        "offload ",
-        "as_resident_bit_for_bit",
-    ),
-    "mixtures whose experts are in RAM": ("experts ", "hybrid_tok_s"),
     "what adapters cost": ("adapters, decode", "cost_1"),
 }
 _VERSIONS = ("torch", "cuda", "driver", "triton", "cuda-bindings", "bitsandbytes")
@@ -43,8 +35,8 @@ def gpu_tables(record: Record) -> str:
     parts = [head, *(["Failed:", "\n".join(failed)] if failed else [])]
     if missing := list(_not_run(record)):
         parts += ["Not run:", "\n".join(f"- {line}" for line in missing)]
-    parts += [_one_row(results), _against_cublas(results), _per_clock(results), _peers(results)]
-    parts += [_whole(results), _adapters(results), _loaded(results)]
+    parts += [_one_row(results), _batches(results), _whole(results)]
+    parts += [_adapters(results), _loaded(results)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -110,37 +102,13 @@ def _by_rows(results: Sequence[Record], title: str, start: str, key: str, show: 
     return _table([title, *map(str, counts)], rows)
 
 
-def _against_cublas(results: Sequence[Record]) -> str:
+def _batches(results: Sequence[Record]) -> str:
     title = "times cuBLAS in bf16, rows"
-    return _by_rows(results, title, "batches ", "against_cublas", "{:.2f}x")
-
-
-def _per_clock(results: Sequence[Record]) -> str:
-    """On the whole card, and on some processors of it."""
-    cards = {result["name"]: result["values"] for result in results}.get("small card", {})
-    some = cards.get("of_small_card", "few")
     tables = (
+        _by_rows(results, title, "batches ", "against_cublas", "{:.2f}x"),
         _by_rows(results, "µs, rows", "batches ", "us", "{:.1f}"),
-        _by_rows(results, "bytes per clock and processor, rows", "batches ", "per_clock", "{:.2f}"),
-        _by_rows(results, f"µs on {some} processors, rows", "batches ", "small_us", "{:.1f}"),
-        _by_rows(
-            results,
-            f"bytes per clock and processor on {some}, rows",
-            "batches ",
-            "small_per_clock",
-            "{:.2f}",
-        ),
     )
     return "\n\n".join(table for table in tables if table)
-
-
-def _peers(results: Sequence[Record]) -> str:
-    table = _by_rows(results, "peers, µs, rows", "peer ", "us", "{:.1f}")
-    theirs = next((values for name, values in _named(results, "peer ") if name == "llama.cpp"), {})
-    rows = [[name, f"{us:.1f}"] for name, us in theirs.items() if name != "not run"]
-    return "\n\n".join(
-        part for part in (table, _table(["llama.cpp's products", "µs"], rows)) if part
-    )
 
 
 def _loaded(results: Sequence[Record]) -> str:
@@ -155,7 +123,7 @@ def _loaded(results: Sequence[Record]) -> str:
         "kernels a token": ("kernels_per_token", "{:.0f}"),
         "launches": ("launches_per_token", "{:.0f}"),
         "waits": ("waits_per_token", "{:.1f}"),
-        "card idle": ("card_idle", "{:.0%}"),
+        "GPU idle": ("card_idle", "{:.0%}"),
         "loading, s": ("load_s", "{:.0f}"),
     }
     rows = [

@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 
 from benchmarks.gpu import loaded
+from benchmarks.gpu.configs import TINY
 from benchmarks.gpu.loaded import Loaded, Size
 from benchmarks.gpu.timing import Result
 
-CONFIG = dict(loaded.SMALL["small"].config)
+CONFIG = {
+    **TINY,
+    "vocab_size": 512,
+    "head_dim": 64,
+    "num_hidden_layers": 8,
+    "tie_word_embeddings": False,
+}
 ROWS = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
 
 

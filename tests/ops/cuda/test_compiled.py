@@ -8,15 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.compiled import (
-    SHARED_BYTES,
-    TARGETS,
-    Build,
-    build,
-    build_experts,
-    experts_program,
-    product_program,
-)
 from localrt.errors import LocalrtError
 from localrt.quant.ops.cuda.kernels.attention import attention_program, join_program, rope_program
 from localrt.quant.ops.cuda.kernels.formats import HEAVY, TYPES, format_macros
@@ -26,6 +17,15 @@ from localrt.quant.ops.cuda.kernels.programs import Program, compile_program, ma
 from localrt.quant.ops.cuda.kernels.recurrent import recurrent_programs
 from localrt.quant.ops.cuda.kernels.variants import Cut
 from localrt.quant.ops.recurrent import RecurrentSpec
+from tests.ops.cuda.compiled import (
+    SHARED_BYTES,
+    TARGETS,
+    Build,
+    build,
+    build_experts,
+    experts_program,
+    product_program,
+)
 
 # Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
 # processor, a tenth is a ninth of what a card issues. Of fewer bits, a byte has more codes.

@@ -1,33 +1,22 @@
-"""What the compiler makes of the products' kernels, for cards that need not be here.
+"""What the compiler makes of the products' kernels, for GPUs that need not be here.
 
-    python -m benchmarks.gpu.compiled [--json FILE] [--only FORMAT,...] [--targets 75,89]
-
-For products and grouped experts, each format, number of rows, gate and generation of cards:
-registers, spills, shared memory, and instructions of the main loop per byte of packed weights,
+Registers, spills, shared memory, and instructions of the main loop per byte of packed weights,
 scales included. The disassembler is the one that Triton brings.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from importlib.resources import files
-from operator import attrgetter
 
 import torch
 
-from benchmarks.common import record
-from benchmarks.common.command import make_parser
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
-from localrt.quant.ops.cuda.kernels.formats import TYPES, steps_at_once
+from localrt.quant.ops.cuda.kernels.formats import steps_at_once
 from localrt.quant.ops.cuda.kernels.grouped import grouped_program
 from localrt.quant.ops.cuda.kernels.products import linear_program
 from localrt.quant.ops.cuda.kernels.programs import Program, compile_program
@@ -157,38 +146,3 @@ def _main_loop(code: list[tuple[str, str]]) -> list[str]:
             loops.append([text for text in body if not text.startswith("NOP")])
     assert loops, "a product has a loop"
     return max(loops, key=lambda body: sum("IMMA" in text for text in body))
-
-
-def _builds(formats: list[str], target: int) -> Iterator[Callable[[], Build]]:
-    for make, counts in ((build, ROWS), (build_experts, SLOTS)):
-        for name, count, gate in itertools.product(formats, counts, (False, True)):
-            yield partial(make, name, count, target, gate=gate)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """What the compiler makes of the kernels: python -m benchmarks.gpu.compiled [--json FILE]."""
-    parser = make_parser(main.__doc__, results="compiled")
-    parser.add_argument("--only", help="formats, separated by commas")
-    parser.add_argument("--targets", help="generations, like 75,89")
-    args = parser.parse_args(argv)
-    formats = args.only.split(",") if args.only else sorted(TYPES)
-    targets = [int(t) for t in args.targets.split(",")] if args.targets else list(TARGETS)
-    setting = record.setting("python -m benchmarks.gpu.compiled", "nvidia-cuda-nvrtc", "triton")
-    earlier = [Build(**row) for row in record.load(args.json, rows=[])["rows"]]
-    made = [b for b in earlier if b.target not in targets or b.format not in formats]
-    with ThreadPoolExecutor() as threads:
-        for target in targets:  # saved after each
-            made += threads.map(lambda make: make(), _builds(formats, target))
-            made.sort(key=attrgetter("target", "kernel", "format", "rows", "gate"))
-            record.save(args.json, {**setting, "rows": [asdict(each) for each in made]})
-            print(f"sm_{target}: {len(made)} variants so far", flush=True)
-    worst = max(made, key=lambda each: each.shared_bytes)
-    spilled = [each for each in made if each.spilled_bytes]
-    print(
-        f"{len(made)} variants; most shared memory {worst.shared_bytes} bytes; {len(spilled)} spill"
-    )
-    return 1 if spilled else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
