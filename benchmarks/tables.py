@@ -18,22 +18,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapters.tables import adapters_table
-from benchmarks.app.tables import app_table
 from benchmarks.common.command import RESULTS, ROOT, make_parser
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.kernels.tables import kernels_table, passes_table
-from benchmarks.kv.tables import kv_table
 from benchmarks.moe.tables import experts_table
 from benchmarks.offload.tables import offload_table
 from benchmarks.published.tables import published_table
 from benchmarks.quality.tables import full_tables, short_table
-from benchmarks.speculation.tables import speculation_short, speculation_table
 from benchmarks.studies import (
+    adapters_table,
+    app_table,
     flash_next_table,
     hybrids_table,
+    kv_table,
     remembering_table,
+    speculation_short,
+    speculation_table,
     ssd_table,
     types_table,
 )

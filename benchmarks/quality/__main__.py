@@ -1,14 +1,13 @@
 """The quality table: formats and methods, against float32 and against other libraries.
 
     python -m benchmarks.quality --text prose.txt [--models smollm2,./model.gguf]
-        [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--peers bnb-nf4] [--mixes 3.5]
+        [--formats mxfp4,nvfp4] [--methods rtn,gptq,mr-gptq] [--mixes 3.5] [--llamacpp]
         [--tokens 8192] [--again]
-    python -m benchmarks.quality --text prose.txt --speeds
 
 The reference of a model is its published weights, unpacked, in float32. Rows are printed and saved
 as they are done, and those that are saved are not made again: stop it and start it at will. With
-``--again`` those of our quantizer are, for the formats and methods that are given. Decode speeds
-(``--speeds``) are measured on a quiet machine, all of a model's rows by turns.
+``--again`` those of our quantizer are, for the formats and methods that are given. Rows of other
+libraries, and speeds, were measured once and stay as they are.
 """
 
 from __future__ import annotations
@@ -21,13 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import find_model, listed, make_parser
-from benchmarks.common.data_folder import own_data_folder
 from benchmarks.common.record import Record, load, save, setting
 from benchmarks.quality.bench import Bench, Row, jobs
-from benchmarks.quality.ggml import GGML_PEERS
-from benchmarks.quality.peers import PEERS, peer_package
 from benchmarks.quality.rows import Measure
-from benchmarks.quality.speeds import measure_speeds
 from benchmarks.quality.texts import Corpus, prose, python_source
 from localrt.errors import LocalrtError, OptionError
 from localrt.quant.formats import CODECS
@@ -38,7 +33,7 @@ MODELS = ("smollm2", "qwen0.5b", "qwen1.5b")
 FORMATS = ("int4-g32", "int4-g64", "int4-g32m", "nf4", "mxfp4", "nvfp4", "int5-g32", "int6-g32")
 
 
-PACKAGES = ("torch", "llama-cpp-python", *dict.fromkeys(map(peer_package, PEERS)), "numpy")
+PACKAGES = ("torch", "llama-cpp-python", "numpy")
 
 
 class Results:
@@ -83,10 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts = [corpus.to_dict() for corpus in corpora]
         results = Results(options.json, {**sizes, "texts": texts}, command)
         for name in options.models:
-            if options.speeds:
-                _speeds(options, name, corpora[0], results)
-            else:
-                _rows(options, name, corpora, results)
+            _rows(options, name, corpora, results)
     except LocalrtError as error:
         print(f"quality: {error}", file=sys.stderr)
         return 2 if isinstance(error, OptionError) else 1
@@ -105,7 +97,7 @@ def _rows(
         cache=options.cache,
         work=options.work,
     )
-    todo = jobs(options.formats, options.methods, options.peers, options.mixes)
+    todo = jobs(options.formats, options.methods, options.mixes, llamacpp=options.llamacpp)
     missing = [
         job
         for job in todo
@@ -116,22 +108,6 @@ def _rows(
     for job in missing:
         results.put("rows", [bench.row(job)], "model", "name")
         print(describe(results.record["rows"][-1]), flush=True)
-
-
-def _speeds(options: argparse.Namespace, name: str, corpus: Corpus, results: Results) -> None:
-    """The speeds of a model's rows, in one run."""
-    with tempfile.TemporaryDirectory() as temporary, own_data_folder():
-        speeds = measure_speeds(
-            find_model(name),
-            options.formats,
-            options.methods,
-            corpus.calibration,
-            options.work or Path(temporary),
-            runs=options.runs,
-        )
-    results.put("speeds", speeds, "model")
-    for one in speeds:
-        print(f"{one['model']}  {one['name']:16s} {one['decode_tok_s']:.1f} tok/s")
 
 
 def describe(row: Row) -> str:
@@ -150,24 +126,19 @@ def _bits(text: str) -> list[float]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    peers = (*PEERS, *GGML_PEERS, "llamacpp")
     cache = Path(tempfile.gettempdir()) / "localrt-quality"
     parser = make_parser(__doc__, results="quality")
     parser.add_argument("--models", type=listed(), default=list(MODELS))
     parser.add_argument("--formats", type=listed(CODECS), default=list(FORMATS))
     parser.add_argument("--methods", type=listed(METHODS), default=list(METHODS))
     parser.add_argument("--mixes", type=_bits, default=[], help="bits per weight, like 3.44,4")
-    parser.add_argument(
-        "--peers", type=listed(peers), default=[*PEERS, "llamacpp"], help="may be empty"
-    )
+    parser.add_argument("--llamacpp", action="store_true", help="a row of its engine, too")
     parser.add_argument("--text", type=Path, required=True, help="passages between blank lines")
     parser.add_argument("--python-source", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--tokens", type=int, default=8192, help="of each text")
     parser.add_argument("--calibration-tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--again", action="store_true", help="make saved rows of formats anew")
-    parser.add_argument("--speeds", action="store_true", help="the rows' decode speeds, and no row")
-    parser.add_argument("--runs", type=int, default=5, help="turns of --speeds")
     parser.add_argument("--cache", type=Path, default=cache, help="for the reference's logits")
     parser.add_argument("--work", type=Path, help="where quantized models lie for a while")
     return parser.parse_args(arguments)

@@ -9,19 +9,14 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 import localrt
 from benchmarks.common.data_folder import own_data_folder
-from benchmarks.quality.ggml import GGML_PEERS, importance_matrix
-from benchmarks.quality.peers import PEERS
 from benchmarks.quality.rows import (
     Measure,
     Reference,
@@ -29,7 +24,6 @@ from benchmarks.quality.rows import (
     float_scores,
     kernel_scores,
     make_reference,
-    peer_scores,
 )
 from benchmarks.quality.texts import Corpus, interleaved
 from localrt.errors import LocalrtError
@@ -47,29 +41,28 @@ _MOST_CALIBRATED_BITS = 5.1  # above, rounding to nearest loses next to nothing
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A row to make: a format by a method, a mix of so many bits, a peer, or the published weights
-    on an engine.
+    """A row to make: a format by a method, a mix of so many bits, or the published weights on an
+    engine.
     """
 
     name: str
     format: str | None = None
     bits: float | None = None
     method: str | None = None
-    peer: str | None = None
     engine: str = "native"
 
 
 def jobs(
     formats: Sequence[str],
     methods: Sequence[str],
-    peers: Sequence[str],
     mixes: Sequence[float] = (),
+    *,
+    llamacpp: bool = False,
 ) -> Iterator[Job]:
     """All rows of a model. Wider formats than four bits are rounded to nearest only."""
     yield Job("published")
-    for peer in peers:
-        is_library = peer in PEERS or peer in GGML_PEERS
-        yield Job(peer, peer=peer) if is_library else Job(peer, engine=peer)
+    if llamacpp:
+        yield Job("llamacpp", engine="llamacpp")
     for name in formats:
         format_ = CODECS[name].format
         for method in methods:
@@ -135,15 +128,7 @@ class Bench:
             "scores": [],
         }
         try:
-            if job.peer is not None:
-                row["scores"], row["bits_per_weight"] = peer_scores(
-                    self.source,
-                    job.peer,
-                    self.references,
-                    self._measure,
-                    self._importance if job.peer in GGML_PEERS else None,
-                )
-            elif job.method is None:
+            if job.method is None:
                 self._run(row, self.source, job.engine)
             else:
                 with (
@@ -192,10 +177,6 @@ class Bench:
             "formats": dict(report.formats),
             "loss": report.loss,
         }
-
-    @cached_property
-    def _importance(self) -> Mapping[str, npt.NDArray[np.float32]]:
-        return importance_matrix(self.source, self._calibration_ids)
 
     @cached_property
     def _calibration_ids(self) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 import localrt
-from benchmarks.quality import ggml
-from benchmarks.quality.peers import PEERS
 from benchmarks.quality.texts import Corpus
 from localrt.engine.protocol import Logits
 from localrt.errors import MissingExtraError
@@ -29,7 +26,7 @@ from localrt.evaluate import Tally, Windows, log_softmax, text_windows
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.ops import STARTS, TorchOps
+from localrt.quant.ops.torch.ops import TorchOps
 
 __all__ = [
     "Measure",
@@ -38,7 +35,6 @@ __all__ = [
     "float_scores",
     "kernel_scores",
     "make_reference",
-    "peer_scores",
 ]
 
 Pieces = Callable[[Sequence[int], int], Iterator[Logits]]
@@ -146,39 +142,6 @@ def kernel_scores(
 def float_scores(source: Path, references: Sequence[Reference], measure: Measure) -> Scores:
     """Scores of a model's weights, unpacked, in the plain torch implementation."""
     return _scores_of(_decoder(source, measure.ctx), references)
-
-
-def peer_scores(
-    source: Path,
-    peer: str,
-    references: Sequence[Reference],
-    measure: Measure,
-    importance: Mapping[str, npt.NDArray[np.float32]] | None = None,
-) -> tuple[Scores, float]:
-    """Scores of the layers' weights as another library leaves them, and its bits per weight.
-
-    ``importance`` is llama.cpp's, by tensors' names.
-    """
-    decoder = _decoder(source, measure.ctx)
-    weights = nbytes = 0
-    with decoder.ops.scope():
-        for part in decoder.residency.body[1:]:  # behind the embedding
-            for matrix in part.layer.matrices().values():
-                values = matrix.float().cpu().numpy().copy()
-                if importance is None:
-                    restored = PEERS[peer](values)
-                else:
-                    restored = ggml.quantized(peer, values, importance[_first_name(matrix)])
-                matrix.copy_(torch.from_numpy(restored.values))
-                weights += restored.values.size
-                nbytes += restored.nbytes
-    return _scores_of(decoder, references), 8 * nbytes / weights
-
-
-def _first_name(matrix: torch.Tensor) -> str:
-    """Of the tensors that a matrix was made of, which share their input."""
-    names: Mapping[str, int] = getattr(matrix, STARTS)
-    return next(iter(names))
 
 
 def _scores_of(decoder: Any, references: Sequence[Reference]) -> Scores:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
-from benchmarks.quality.ggml import GGML_PEERS
 from localrt.formatting import format_rate
 from localrt.quant.methods import METHODS
 
@@ -20,7 +19,8 @@ Record = dict[str, Any]
 Row = dict[str, Any]
 
 _SHORT_FORMATS = ("int4-g32", "nf4", "mxfp4", "nvfp4", "q3_k", "q2_k")
-_SHORT_PEERS = ("bnb-nf4", "bnb-fp4", "hqq-g64", *GGML_PEERS)
+_GGML = ("ggml-q3_k", "ggml-iq3_s", "ggml-q2_k", "ggml-iq2_s")  # llama.cpp's quantizer
+_SHORT_PEERS = ("bnb-nf4", "bnb-fp4", "hqq-g64", *_GGML)
 _MIX = "mix of "
 _NAMES = {
     "published": "as published",
@@ -31,8 +31,7 @@ _NAMES = {
     "hqq-g64": "hqq, 4 bits, groups of 64",
     "hqq-g32": "hqq, 4 bits, groups of 32",
     **{
-        name: f"llama.cpp {name.removeprefix('ggml-').upper()}, importance matrix"
-        for name in GGML_PEERS
+        name: f"llama.cpp {name.removeprefix('ggml-').upper()}, importance matrix" for name in _GGML
     },
 }
 

@@ -13,7 +13,6 @@ import localrt
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import rows as quality_rows
 from benchmarks.quality.bench import jobs
-from benchmarks.quality.peers import PEERS
 from benchmarks.quality.tables import full_tables, short_table
 from benchmarks.quality.texts import interleaved, prose, python_source
 from localrt.errors import OptionError
@@ -63,28 +62,8 @@ def test_calibration_takes_turns() -> None:
 
 
 def test_jobs_leave_out_what_says_nothing() -> None:
-    names = [job.name for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"], ["bnb-nf4"])]
-    assert names == ["published", "bnb-nf4", "mxfp4 rtn", "mxfp4 gptq", "int6-g32 rtn"]
-
-
-@pytest.mark.parametrize(
-    ("name", "package", "bits", "most"),
-    [
-        ("bnb-nf4", "bitsandbytes", 4.5, 0.1),
-        ("bnb-nf4-dq", "bitsandbytes", 4.127, 0.1),
-        ("bnb-fp4", "bitsandbytes", 4.5, 0.13),
-        ("hqq-g64", "hqq", 4.5, 0.1),
-    ],
-)
-def test_a_peer_leaves_nearly_the_weights(
-    name: str, package: str, bits: float, most: float
-) -> None:
-    pytest.importorskip(package, reason=f"needs {package}")
-    weight = np.random.default_rng(0).standard_normal((128, 256)).astype(np.float32)
-    restored = PEERS[name](weight.copy())
-    assert restored.values.shape == weight.shape
-    assert 0.03 < np.linalg.norm(restored.values - weight) / np.linalg.norm(weight) < most
-    assert 8 * restored.nbytes / weight.size == pytest.approx(bits, abs=0.01)
+    names = [job.name for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"], llamacpp=True)]
+    assert names == ["published", "llamacpp", "mxfp4 rtn", "mxfp4 gptq", "int6-g32 rtn"]
 
 
 def row(name: str, change: float, *, bits: float = 4.25, **more: Any) -> dict[str, Any]:
@@ -180,7 +159,7 @@ def test_a_run_goes_on_where_it_was(
     common = [
         *("--models", str(tiny_folder), "--text", str(text), "--no-python-source"),
         *("--tokens", "512", "--ctx", "128", "--calibration-tokens", "1024"),
-        *("--cache", str(tmp_path / "cache"), "--json", str(out), "--peers", ""),
+        *("--cache", str(tmp_path / "cache"), "--json", str(out)),
     ]
     assert quality.main([*common, "--formats", "int8-g32", "--methods", "rtn"]) == 0
     first = json.loads(out.read_text())
@@ -229,26 +208,3 @@ def test_a_reference_is_computed_once(tiny_folder: Path, tmp_path: Path) -> None
     score = quality_rows.float_scores(tiny_folder, made[:1], measure)[0]
     assert score["kl"] == pytest.approx(0, abs=1e-5)
     assert score["change"] == pytest.approx(0, abs=5e-4)  # half precision on disk
-
-
-def test_speeds_are_of_every_format_and_kept_beside_the_rows(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "prose.txt"
-    text.write_text(passages(120))
-    out, work = tmp_path / "quality.json", tmp_path / "work"
-    work.mkdir()
-    arguments = [
-        *("--models", str(tiny_folder), "--text", str(text), "--no-python-source"),
-        *("--formats", "int8-g32,mxfp4", "--runs", "1", "--speeds"),
-        *("--work", str(work), "--json", str(out)),
-    ]
-    assert quality.main(arguments) == 0
-    speeds = json.loads(out.read_text())["speeds"]
-    assert {one["name"] for one in speeds} >= {"int8-g32 rtn", "mxfp4 rtn", "mxfp4 mr-gptq"}
-    assert all(one["decode_tok_s"] > 0 and len(one["samples"]) == 1 for one in speeds)
-    kept = {path.name: path.stat().st_mtime_ns for path in work.iterdir()}
-    assert quality.main(arguments) == 0
-    assert {path.name: path.stat().st_mtime_ns for path in work.iterdir()} == kept
-    assert len(json.loads(out.read_text())["speeds"]) == len(speeds)
-    assert "mxfp4 mr-gptq" in capsys.readouterr().out

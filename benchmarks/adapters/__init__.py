@@ -1,1 +1,0 @@
-"""What LoRA adapters cost."""

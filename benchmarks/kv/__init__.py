@@ -1,1 +1,0 @@
-"""What fewer bits of keys and values change of a model's predictions."""

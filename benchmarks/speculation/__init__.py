@@ -1,1 +1,0 @@
-"""Speculative decoding beside plain decoding and llama.cpp."""
