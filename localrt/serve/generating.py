@@ -42,7 +42,7 @@ from localrt.live import AsyncAnswer
 from localrt.serve.calls import Call
 from localrt.serve.errors import JsonResponse, failure, invalid
 from localrt.serve.models import ServedModel
-from localrt.serve.replies import Reply, TokenBytes
+from localrt.serve.replies import EVENT_STREAM, Reply, TokenBytes
 from localrt.serve.service import Service
 from localrt.text.thinking import split_thinking
 
@@ -93,9 +93,8 @@ async def answer(
         loose = work.loosened()
         if not call.stream:
             chunks = await until_gone(request, work.gathered())
-            said = [split_thinking(each.text).answer for each in chunks if not each.tool_calls]
-            if loose and said:
-                loose |= await follows(call.options.get("json_schema", True), said)
+            if loose:
+                loose |= await work.followed(chunks)
             return JsonResponse(reply.whole(chunks), headers=loose)
         events = _events(preparing, work, reply)
         stack.push_async_callback(events.aclose)
@@ -224,6 +223,14 @@ class _Work(AsyncExitStack):
         self._service.note_once(f"schema {names}", f"a schema is followed without {names}: {why}")
         return {LOOSENED: names}
 
+    async def followed(self, chunks: Sequence[Chunk]) -> Mapping[str, str]:
+        """The header, and a note in the log, of whether whole answers follow what was left out."""
+        said = [split_thinking(each.text).answer for each in chunks if not each.tool_calls]
+        found = await follows(self._call.options.get("json_schema", True), said) if said else {}
+        if found.get(FOLLOWED) == "false":
+            self._service.note_once("unfollowed", "an answer does not follow its schema in full")
+        return found
+
     def _end(self) -> None:
         for one in self._answers:
             if not one.over:
@@ -299,12 +306,16 @@ async def _events(
             yield reply.alive()
         preparing.result()
         held: dict[int, list[Chunk]] = defaultdict(list)
+        whole: dict[int, list[Chunk]] = defaultdict(list)  # to be checked in the end
+        loose = bool(work.loosened())
         shown = time.monotonic()
         async with aclosing(work.merged()) as merged:
             async for each in merged:
                 if each is not None:
                     index, chunk = each
                     held[index].append(chunk)
+                    if loose:
+                        whole[index].append(chunk)
                     if chunk.finish_reason is not None or chunk.text:
                         for event in reply.delta(index, joined(held.pop(index))):
                             yield event
@@ -314,6 +325,10 @@ async def _events(
                 if each is None or time.monotonic() - shown >= _SILENT_S:
                     yield reply.alive()
                     shown = time.monotonic()
+        found = await work.followed([joined(each) for each in whole.values()])
+        if reply.media_type == EVENT_STREAM:  # clients skip its comments
+            for name, value in found.items():
+                yield f": {name}: {value}\n\n".encode()
         for event in reply.end():
             yield event
     except BaseException as error:  # a native library's panic too

@@ -371,8 +371,14 @@ def test_a_schema_that_is_followed_in_part_says_so(server: Running) -> None:
     assert headers["x-localrt-schema-loosened"] == "pattern"
     said = json.loads(body["choices"][0]["message"]["content"])
     assert headers["x-localrt-schema-followed"] == ("true" if said == "ab" else "false")
-    _, _, headers = server.chat("hi", response_format=wanted, max_tokens=20, stream=True)
+    _, text, headers = server.chat("hi", response_format=wanted, max_tokens=20, stream=True)
     assert headers["x-localrt-schema-loosened"] == "pattern"
+    pieces = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    said = "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces)
+    follows = "true" if json.loads(said) == "ab" else "false"
+    assert text.endswith(f"\n\n: x-localrt-schema-followed: {follows}\n\ndata: [DONE]\n\n")
+    told = any("an answer does not follow its schema" in line for line in server.notes)
+    assert told or follows == "true"
     wanted["json_schema"]["schema"] = {"enum": ["ab", "b"]}  # type: ignore[index]
     _, _, headers = server.chat("hi", response_format=wanted, max_tokens=20)
     assert not any("schema" in name for name in headers)
