@@ -124,7 +124,7 @@ class PlainAnswers:
     def answer(self, conversation: OpenConversation, chat: ChatSession, question: Turn) -> None:
         """Answer a user's turn: calls of tools are run, and the model goes on behind them."""
         self._tell_without_tools(conversation.model, chat)
-        chat.messages = conversation.messages(before=question.id, calls=chat.takes_tools)
+        chat.messages = conversation.messages(before=question.id)
         text: str | None = question.content
         after = question.id
         for rounds in range(ROUNDS + 1):

@@ -220,8 +220,8 @@ class Core:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the model's template tells it of tools."""
-        return self.parts.template.takes_tools
+        """Always: where a template takes none, they stand in the system prompt."""
+        return True
 
     def open_chat(self) -> KvChatCache:
         """What a new conversation keeps here from answer to answer."""

@@ -146,6 +146,23 @@ async def test_long_conversations(model: FakeModel) -> None:
         assert top.split()[:2] == screen.shown(app).splitlines()[0].split()[:2]
 
 
+async def test_a_reader_who_scrolls_up_is_not_pulled_back(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        view = app.screen.query_one(ConversationView)
+        for number in range(8):
+            view.add(UserTurn(f"Number {number}.\n" * 10))
+        await until(pilot, lambda: view.follows and round(view.scroll_y) == view.max_scroll_y > 40)
+        view.scroll_to(y=20, animate=False, immediate=True)
+        await pilot.pause()
+        view.follow()  # goes there with the next refresh
+        view.scroll_to(y=19, animate=False, immediate=True)
+        await pilot.pause()
+        await pilot.pause()
+        assert (round(view.scroll_y), view.follows) == (19, False)
+        view.follow()
+        await until(pilot, lambda: round(view.scroll_y) == view.max_scroll_y)
+
+
 @pytest.mark.parametrize("block", [Answer, UserTurn], ids=["answer", "message"])
 async def test_a_resize_keeps_the_words_on_top(model: FakeModel, block: type[Block]) -> None:
     text = "\n\n".join(

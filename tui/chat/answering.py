@@ -354,7 +354,7 @@ class MessageQueue:
         *,
         before: int | None = None,
     ) -> None:
-        chat.messages = self.conversation.messages(before=question, calls=chat.takes_tools)
+        chat.messages = self.conversation.messages(before=question)
         answer, writer = self._new_answer(question, block or self._view.turn(question))
         work = Generation(chat, draft.text, writer, self._toolbox)
         self._now = _Running(chat, before, block, draft, answer, writer, work, time.monotonic())

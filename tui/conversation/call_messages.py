@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from localrt import Message
 
-__all__ = ["infos_of", "with_answers", "with_results", "without_calls"]
+__all__ = ["infos_of", "with_answers", "with_results"]
 
 _CUT = "The app ended before this call did."
 _NO_ANSWER = "(No answer.)"
@@ -31,23 +31,6 @@ def with_results(messages: Sequence[Message]) -> list[Message]:
             missing = [call.get("id", "") for call in message.get("tool_calls") or ()]
         whole.append(message)
     return [*whole, *map(_cut, missing)]
-
-
-def without_calls(messages: Sequence[Message]) -> list[Message]:
-    """``messages`` for a model that knows no tools: what it said around calls is one answer."""
-    plain: list[Message] = []
-    within = False  # an answer that had calls
-    for message in messages:
-        if message["role"] == "tool":
-            continue
-        content = message["content"]
-        if within and message["role"] == "assistant":
-            parts = filter(None, (plain[-1]["content"], content))
-            plain[-1] = {"role": "assistant", "content": "\n\n".join(parts)}
-        else:
-            plain.append({"role": message["role"], "content": content})
-        within = bool(message.get("tool_calls"))
-    return plain
 
 
 def with_answers(messages: Sequence[Message]) -> list[Message]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.errors import StorageError
 from localrt.history.copies import copy_to_memory, end_answer, merge
-from localrt.tui.conversation.call_messages import with_answers, with_results, without_calls
+from localrt.tui.conversation.call_messages import with_answers, with_results
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, Conversation, History, Message, Turn
@@ -139,11 +139,8 @@ class OpenConversation:
             ends = (place for place, turn in enumerate(turns) if turn.id in self._left)
             self._turns = turns[: next(ends, None)]
 
-    def messages(self, before: int | None = None, *, calls: bool = True) -> list[Message]:
-        """What the model is to see, up to turn ``before``: system prompt, questions, answers.
-
-        ``calls`` says whether it can be told of tools: without, calls and results are left out.
-        """
+    def messages(self, before: int | None = None) -> list[Message]:
+        """What the model is to see, up to turn ``before``: system prompt, questions, answers."""
         messages: list[Message] = []
         if self.system:
             messages.append({"role": "system", "content": self.system})
@@ -156,8 +153,7 @@ class OpenConversation:
             if turn.role != "tool" and (unanswered(turn, following) or _is_nothing(turn)):
                 continue
             messages.append(turn.message)
-        messages = with_results(messages) if calls else without_calls(messages)
-        messages = with_answers([*messages, *question])
+        messages = with_answers([*with_results(messages), *question])
         return messages[: len(messages) - len(question)]
 
     @property

@@ -65,7 +65,7 @@ class Session:
 
     def tokens(self) -> int:
         """Tokens of the conversation as it is sent to the model; slow for a long one."""
-        messages = self.conversation.messages(calls=self.chat.takes_tools)
+        messages = self.conversation.messages()
         return self.model.count(messages) if messages else 0
 
     def leave(self) -> None:
