@@ -25,7 +25,7 @@ from localrt.errors import LocalrtError
 from localrt.serve import about, texts
 from localrt.serve.anthropic import routes as anthropic
 from localrt.serve.bodies import prepare_checks
-from localrt.serve.calls import Call, chat_call, completion_call, prompts_of
+from localrt.serve.calls import Generation, chat_call, completion_call, prompts_of
 from localrt.serve.errors import ApiError, JsonResponse, failure, invalid
 from localrt.serve.generating import answer
 from localrt.serve.guard import Guard, LogLine
@@ -37,7 +37,7 @@ from localrt.serve.options import ServeOptions
 from localrt.serve.payloads import ChatShape, Completion, TextShape
 from localrt.serve.replies import Reply, TokenBytes
 from localrt.serve.responses import routes as responses
-from localrt.serve.service import Service, fields_of, service_of
+from localrt.serve.service import Service, read_request, service_of
 from localrt.serve.texts import embedded
 
 __all__ = ["create_app"]
@@ -51,21 +51,21 @@ _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions"""
-    fields, service = await fields_of(request, "CHAT"), service_of(request)
-    return await answer(request, service, chat_call(fields, service.note_once), _chat_reply)
+    asked = await read_request(request, "CHAT")
+    return await answer(asked, chat_call(asked.fields, asked.service.note_once), _chat_reply)
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions"""
-    fields = await fields_of(request, "COMPLETION")
-    return await answer(request, service_of(request), completion_call(fields), _completion_reply)
+    asked = await read_request(request, "COMPLETION")
+    return await answer(asked, completion_call(asked.fields), _completion_reply)
 
 
-def _chat_reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
+def _chat_reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
     return Completion(ChatShape(tokens, call), call, name)
 
 
-def _completion_reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
+def _completion_reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
     return Completion(TextShape(tokens, call), call, name)
 
 
@@ -74,11 +74,12 @@ def _completion_reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
 
 async def embeddings(request: Request) -> Response:
     """POST /v1/embeddings"""
-    fields = await fields_of(request, "EMBEDDINGS")
+    asked = await read_request(request, "EMBEDDINGS")
+    fields = asked.fields
     if fields.get("dimensions") is not None:
         raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
     texts = prompts_of(fields["input"])
-    name, vectors, read = await embedded(request, service_of(request), fields.get("model"), texts)
+    name, vectors, read = await embedded(asked, texts)
     if fields.get("encoding_format") == "base64":
         rows: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in vectors]
     else:

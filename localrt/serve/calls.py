@@ -27,7 +27,7 @@ from localrt.serve.schemas import EFFORTS, THINKING_LIMITS
 __all__ = [
     "ANY_SEED",
     "SEEDS",
-    "Call",
+    "Generation",
     "chat_call",
     "completion_call",
     "effort",
@@ -48,15 +48,16 @@ _AS_THEY_ARE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A checked request. ``prompts`` are keyword arguments of ``LiveModel.submit``, one each.
+class Generation:
+    """What a checked request wants to have written.
 
-    Every prompt gets ``choices`` answers. ``logprobs`` says whether they are shown, ``echo``
-    whether the prompt stands before its answers, ``only_reads`` that none are wanted. Without
-    ``parallel_tools`` an answer calls one at most. ``model`` is what the request names, if
-    anything. ``overflow_in_stream``: a prompt that does not fit is told in the stream, if there is
-    one. ``known`` are the tools that are no functions for the client, by the names of the functions
-    that they are for the model; a ``legacy`` call is a message's ``function_call``.
+    ``prompts`` are keyword arguments of ``LiveModel.submit``, one each. Every prompt gets
+    ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` whether the prompt
+    stands before its answers, ``only_reads`` that none are wanted. Without ``parallel_tools`` an
+    answer calls one at most. ``overflow_in_stream``: a prompt that does not fit is told in the
+    stream, if there is one. ``known`` are the tools that are no functions for the client, by the
+    names of the functions that they are for the model; a ``legacy`` call is a message's
+    ``function_call``.
     """
 
     prompts: Sequence[Mapping[str, Any]]
@@ -68,7 +69,6 @@ class Call:
     echo: bool = False
     only_reads: bool = False
     parallel_tools: bool = True
-    model: str | None = None
     overflow_in_stream: bool = False
     known: Mapping[str, Known] = field(default_factory=dict)
     legacy: bool = False
@@ -85,7 +85,7 @@ class Call:
         return found
 
 
-def chat_call(fields: Fields, note: Note = unnoted) -> Call:
+def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
     """The call of a chat; ``note`` is told what a model cannot be shown.
 
     Raises:
@@ -113,11 +113,10 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Call:
     choice, functions = chosen(fields.get("tool_choice"), tools)
     if choice != "auto":
         options["tool_choice"] = choice
-    return Call(
+    return Generation(
         prompts=[{"prompt": _messages(fields["messages"], note), "tools": functions or None}],
         options=options,
         choices=fields.get("n") or 1,
-        model=fields.get("model"),
         logprobs=bool(fields.get("logprobs")),
         parallel_tools=fields.get("parallel_tool_calls") is not False and not legacy,
         known=tools.known,
@@ -126,7 +125,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Call:
     )
 
 
-def completion_call(fields: Fields) -> Call:
+def completion_call(fields: Fields) -> Generation:
     """The call of a text completion.
 
     Raises:
@@ -148,14 +147,13 @@ def completion_call(fields: Fields) -> Call:
     if suffix is not None and (only_reads or (echo and "logprobs" in options)):
         raise invalid("suffix needs max_tokens, and has no log-probabilities to echo", "suffix")
     own = {"raw": True} if suffix is None else {"suffix": suffix}
-    return Call(
+    return Generation(
         prompts=[
             {"prompt": text, **own} if isinstance(text, str) else {"token_ids": text}
             for text in texts
         ],
         options=options,
         choices=choices,
-        model=fields.get("model"),
         logprobs="logprobs" in options,
         echo=echo,
         only_reads=only_reads,

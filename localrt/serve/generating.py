@@ -39,11 +39,11 @@ from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
 from localrt.errors import CancelledError, ContextOverflowError, OptionError
 from localrt.live import AsyncAnswer
-from localrt.serve.calls import Call
+from localrt.serve.calls import Generation
 from localrt.serve.errors import JsonResponse, failure, invalid
 from localrt.serve.models import ServedModel
 from localrt.serve.replies import EVENT_STREAM, Reply, TokenBytes
-from localrt.serve.service import Service
+from localrt.serve.service import ModelRequest
 from localrt.text.thinking import split_thinking
 
 __all__ = ["FOLLOWED", "LOOSENED", "answer", "echo_of", "follows", "prompt_tokens", "until_gone"]
@@ -55,12 +55,11 @@ _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 async def answer(
-    request: Request,
-    service: Service,
-    call: Call,
-    make: Callable[[TokenBytes, Call, str], Reply],
+    asked: ModelRequest,
+    call: Generation,
+    make: Callable[[TokenBytes, Generation, str], Reply],
 ) -> Response:
-    """The response to ``call``, of the model that it names; ``make`` is told the name to give.
+    """The response to ``call``, of the model ``asked`` for; ``make`` is told the name to give.
 
     A stream that has waited for long for its model or its prompt begins before these are there.
 
@@ -70,14 +69,14 @@ async def answer(
         ClientDisconnect: nobody waits for it.
     """
     began = time.monotonic()
-    options = service.options
+    request, service, options = asked.http, asked.service, asked.service.options
     if call.choices > options.max_choices:
         raise invalid(f"n must be at most {options.max_choices}, is {call.choices}", "n")
     count, most = len(call.prompts) * call.choices, options.max_running + options.max_queued
     if count > most:
         field = "n" if call.choices > 1 else "prompt"
         raise invalid(f"{count} answers in one request: {most} are the most", field)
-    work = _Work(service, call, began)
+    work = _Work(asked, call, began)
     async with AsyncExitStack() as stack:
         stack.enter_context(service.admitted(count))
         await stack.enter_async_context(work)
@@ -89,7 +88,7 @@ async def answer(
         told = call.stream and call.overflow_in_stream and isinstance(error, ContextOverflowError)
         if error is not None and not told:
             raise error
-        reply = make(work, call, call.model or work.name)
+        reply = make(work, call, asked.model_name)
         loose = work.loosened()
         if not call.stream:
             chunks = await until_gone(request, work.gathered())
@@ -109,7 +108,7 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def prompt_tokens(request: Request, service: Service, call: Call) -> int:
+async def prompt_tokens(asked: ModelRequest, call: Generation) -> int:
     """Tokens that the one prompt of ``call``, a conversation, has with its tools and options.
 
     Raises:
@@ -119,12 +118,12 @@ async def prompt_tokens(request: Request, service: Service, call: Call) -> int:
     (given,) = call.prompts
 
     async def work() -> int:
-        async with service.using(call.model) as served:
+        async with asked.using() as served:
             count = partial(served.model.count, tools=given["tools"], **call.options)
             return await asyncio.to_thread(count, given["prompt"])
 
-    with service.admitted():
-        return await until_gone(request, work())
+    with asked.service.admitted():
+        return await until_gone(asked.http, work())
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
@@ -165,10 +164,10 @@ class _Work(AsyncExitStack):
     It is the tokenizer of the reply too, since the model may still be loading.
     """
 
-    def __init__(self, service: Service, call: Call, began: float) -> None:
+    def __init__(self, asked: ModelRequest, call: Generation, began: float) -> None:
         super().__init__()
-        self.name = service.models.find(call.model).name
-        self._service, self._call, self._began = service, call, began
+        self._asked, self._service = asked, asked.service
+        self._call, self._began = call, began
         self._served: ServedModel | None = None
         self._echoes: list[Chunk] = []  # of each prompt, where something is to be said of it
         self._answers: list[AsyncAnswer] = []
@@ -182,14 +181,14 @@ class _Work(AsyncExitStack):
     async def prepare(self, client: Hashable) -> None:
         """Have the model, and what is to be answered, in place."""
         call, service = self._call, self._service
-        served = await self.enter_async_context(service.using(call.model))
+        served = await self.enter_async_context(self._asked.using())
         self._served = served
         self.callback(self._end)
         # Which adapter is called by the name, where there are any.
         adapting: dict[str, str] = {}
         if served.model.adapters:
-            adapting["adapter"] = served.names.get(self.name) or "none"
-        served.check_options(**call.options)
+            adapting["adapter"] = served.names.get(self._asked.model.name) or "none"
+        served.check_biases(call.options.get("logit_bias", ()))
         if call.echo or call.only_reads:
             await self._read(served, adapting.get("adapter"))
         for one in () if call.only_reads else call.submissions():

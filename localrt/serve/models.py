@@ -13,10 +13,9 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from localrt.api import Model
-from localrt.engine.options import read_options
 from localrt.errors import OptionError
 from localrt.hub.names import client_name
 from localrt.offload.account import SERVER_NBYTES
@@ -65,15 +64,14 @@ class ServedModel:
         }
         return {self.name: None, **own}
 
-    def check_options(self, **options: Any) -> None:
-        """Whether the library takes these options of a generation.
+    def check_biases(self, tokens: Iterable[int]) -> None:
+        """Whether the model has the tokens of a ``logit_bias``.
 
         Raises:
             OptionError: it does not.
         """
-        read_options(options)
         vocab = self.model.info.vocab_size
-        wrong = next((token for token in options.get("logit_bias", ()) if token >= vocab), None)
+        wrong = next((token for token in tokens if token >= vocab), None)
         if wrong is not None:
             raise OptionError(f"logit_bias names token {wrong}; the model has {vocab}")
 
@@ -145,10 +143,10 @@ class Models(ABC):
 
     @abstractmethod
     def using(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
-        """The model that is called so, which stays loaded as long as the block runs.
+        """The model of this name, as ``find`` gave it, loaded as long as the block runs.
 
         Raises:
-            ApiError: 404, there is no such model.
+            ApiError: 404, it is gone.
             LocalrtError: it cannot be loaded.
         """
 
@@ -220,7 +218,6 @@ class OneModel(Models):
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
         """See ``Models``."""
-        self.find(name)
         yield self.served
 
     def at_work(self) -> Sequence[ServedModel]:

@@ -13,7 +13,7 @@ from math import isnan
 from typing import Any, TypeAlias
 
 from localrt.engine.types import Chunk, Metrics
-from localrt.serve.calls import Call
+from localrt.serve.calls import Generation
 from localrt.serve.errors import ApiError, error_body
 from localrt.serve.functions import text_argument
 from localrt.serve.replies import EVENT_STREAM, Payload, TokenBytes, event
@@ -48,7 +48,7 @@ class ChatShape:
 
     kind, stream_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, tokenizer: TokenBytes, call: Call) -> None:
+    def __init__(self, tokenizer: TokenBytes, call: Generation) -> None:
         self._tokenizer, self._call = tokenizer, call
         self._streams: dict[int, ThoughtStream] = {}
 
@@ -146,7 +146,7 @@ class TextShape:
 
     kind, stream_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, tokenizer: TokenBytes, call: Call) -> None:
+    def __init__(self, tokenizer: TokenBytes, call: Generation) -> None:
         self._tokenizer, self._call = tokenizer, call
         self._lengths: dict[int, int] = {}  # of the texts so far, for offsets
 
@@ -217,7 +217,7 @@ class Completion:
 
     media_type = EVENT_STREAM
 
-    def __init__(self, shape: Shape, call: Call, model: str) -> None:
+    def __init__(self, shape: Shape, call: Generation, model: str) -> None:
         self._shape, self._call = shape, call
         self._head = {
             "id": f"{shape.prefix}-{uuid.uuid4().hex}",

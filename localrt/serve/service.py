@@ -11,7 +11,8 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -20,11 +21,11 @@ from starlette.requests import Request
 from localrt.offload.memory.process import current_rss
 from localrt.serve.bodies import BodyRoom, read_fields
 from localrt.serve.errors import ApiError
-from localrt.serve.models import Models, ServedModel
+from localrt.serve.models import Models, Offered, ServedModel
 from localrt.serve.options import ServeOptions
 from localrt.serve.responses.store import ResponseStore
 
-__all__ = ["Metrics", "Service", "fields_of", "render", "service_of"]
+__all__ = ["Metrics", "ModelRequest", "Service", "read_request", "render", "service_of"]
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
@@ -137,11 +138,11 @@ class Service:
         self._noted: set[str] = set()
 
     @asynccontextmanager
-    async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
-        """The model ``name``, loaded as long as the block runs; None is the first.
+    async def using(self, name: str) -> AsyncIterator[ServedModel]:
+        """The model of this name, as ``Models.find`` gave it, loaded as long as the block runs.
 
         Raises:
-            ApiError: 404, there is no such model; 503, the server is stopping.
+            ApiError: 503, the server is stopping.
             LocalrtError: it cannot be loaded.
         """
         async with self.models.using(name) as served:
@@ -222,8 +223,27 @@ def service_of(request: Request) -> Service:
     return service
 
 
-async def fields_of(request: Request, kind: str) -> dict[str, Any]:
-    """The body of a request for a model that there is, checked as a ``kind`` of ``REQUESTS``.
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """An HTTP request for a model: its checked ``fields``, and the ``model`` that they name."""
+
+    http: Request
+    service: Service
+    fields: dict[str, Any]
+    model: Offered
+
+    @property
+    def model_name(self) -> str:
+        """What the answer calls the model: as the client does, if it gave a name."""
+        return self.fields.get("model") or self.model.name
+
+    def using(self) -> AbstractAsyncContextManager[ServedModel]:
+        """See ``Service.using``."""
+        return self.service.using(self.model.name)
+
+
+async def read_request(request: Request, kind: str) -> ModelRequest:
+    """A request for a model that there is, its body checked as a ``kind`` of ``REQUESTS``.
 
     Raises:
         ApiError: a field is not what it should be, or there is no such model.
@@ -231,5 +251,4 @@ async def fields_of(request: Request, kind: str) -> dict[str, Any]:
     """
     service = service_of(request)
     fields = await read_fields(request, kind, service.options, service.bodies)
-    service.models.find(fields.get("model"))
-    return fields
+    return ModelRequest(request, service, fields, service.models.find(fields.get("model")))

@@ -20,7 +20,8 @@ from localrt.serve.about import known_facts
 from localrt.serve.calls import chat_call
 from localrt.serve.errors import ApiError, JsonResponse, invalid
 from localrt.serve.generating import until_gone
-from localrt.serve.service import Service, fields_of, service_of
+from localrt.serve.models import Offered
+from localrt.serve.service import ModelRequest, read_request, service_of
 
 __all__ = ["ROUTES", "Embedded", "embedded", "scores_of"]
 
@@ -34,14 +35,9 @@ class Embedded(NamedTuple):
 
 
 async def embedded(
-    request: Request,
-    service: Service,
-    name: str | None,
-    texts: Sequence[str | list[int]],
-    *,
-    truncate: bool = False,
+    asked: ModelRequest, texts: Sequence[str | list[int]], *, truncate: bool = False
 ) -> Embedded:
-    """The vectors of ``texts``, or of their token ids, by the model ``name``.
+    """The vectors of ``texts``, or of their token ids, by the model that is asked for.
 
     With ``truncate`` a text that is longer than the context loses its end. An empty text has the
     vector of a space.
@@ -51,7 +47,7 @@ async def embedded(
         LocalrtError: a text is too long.
         ClientDisconnect: nobody waits for it.
     """
-    if service.models.find(name).base is not None:
+    if asked.model.base is not None:
         raise invalid("embeddings are the base model's alone, without an adapter", "model")
     cancel = threading.Event()
     texts = [text or " " for text in texts]
@@ -68,12 +64,12 @@ async def embedded(
         return np.ascontiguousarray(vectors, "<f4"), read
 
     async def work() -> Embedded:
-        async with service.using(name) as served, served.embedding:
+        async with asked.using() as served, served.embedding:
             return Embedded(served.name, *await asyncio.to_thread(compute, served.model))
 
-    with service.admitted():
+    with asked.service.admitted():
         try:
-            found = await until_gone(request, work())
+            found = await until_gone(asked.http, work())
         finally:
             cancel.set()
     if not np.isfinite(found.vectors).all():
@@ -146,13 +142,13 @@ T = TypeVar("T")
 
 
 async def _computed(
-    request: Request, fields: dict[str, Any], work: Callable[[Model, threading.Event], T]
+    request: Request, model: Offered, work: Callable[[Model, threading.Event], T]
 ) -> T:
-    """What ``work`` says, in a thread, of the model that a request asks for."""
+    """What ``work`` says of a model, in a thread."""
     service, cancel = service_of(request), threading.Event()
 
     async def run() -> T:
-        async with service.using(fields.get("model")) as served, served.embedding:
+        async with service.using(model.name) as served, served.embedding:
             return await asyncio.to_thread(work, served.model, cancel)
 
     with service.admitted():
@@ -164,7 +160,8 @@ async def _computed(
 
 async def tokenize(request: Request) -> Response:
     """POST /tokenize: ``content`` as llama.cpp has it, ``prompt`` or ``messages`` as vLLM."""
-    fields = await fields_of(request, "TOKENIZE")
+    asked = await read_request(request, "TOKENIZE")
+    fields = asked.fields
     text = next((fields[name] for name in ("content", "prompt") if fields.get(name)), "")
     added = fields.get("add_special", fields.get("add_special_tokens"))
     special = fields.get("content") is None if added is None else added
@@ -184,7 +181,7 @@ async def tokenize(request: Request) -> Response:
         more = {"token_strs": pieces} if fields.get("return_token_strs") else {}
         return {"tokens": shown, "count": len(ids), "max_model_len": model.info.ctx, **more}
 
-    return JsonResponse(await _computed(request, fields, work))
+    return JsonResponse(await _computed(request, asked.model, work))
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -205,33 +202,34 @@ async def tokenizer_info(request: Request) -> Response:
             },
         }
 
-    name = request.query_params.get("model")
-    found = await _computed(request, {"model": name}, work)
-    facts = await asyncio.to_thread(known_facts, service_of(request).models.find(name))
+    model = service_of(request).models.find(request.query_params.get("model"))
+    found = await _computed(request, model, work)
+    facts = await asyncio.to_thread(known_facts, model)
     return JsonResponse({**found, "chat_template": facts.template or None})
 
 
 async def detokenize(request: Request) -> Response:
     """POST /detokenize: the text as llama.cpp and as vLLM call it"""
-    fields = await fields_of(request, "DETOKENIZE")
+    asked = await read_request(request, "DETOKENIZE")
 
     def work(model: Model, _: threading.Event) -> str:
-        return model.detokenize([int(one) for one in fields["tokens"]], skip_special=False)
+        return model.detokenize([int(one) for one in asked.fields["tokens"]], skip_special=False)
 
-    text = await _computed(request, fields, work)
+    text = await _computed(request, asked.model, work)
     return JsonResponse({"content": text, "prompt": text})
 
 
 async def rerank(request: Request) -> Response:
     """POST /v1/rerank, in the form of Jina and Cohere"""
-    fields = await fields_of(request, "RERANK")
+    asked = await read_request(request, "RERANK")
+    fields = asked.fields
     texts = [one if isinstance(one, str) else one["text"] for one in fields["documents"]]
 
     def work(model: Model, cancel: threading.Event) -> tuple[list[float], int]:
         instruction = fields.get("instruction")
         return scores_of(model, fields["query"], texts, instruction=instruction, cancel=cancel)
 
-    scores, read = await _computed(request, fields, work)
+    scores, read = await _computed(request, asked.model, work)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
     order = order[: fields.get("top_n") or len(order)]
     shown = fields.get("return_documents")
@@ -243,9 +241,10 @@ async def rerank(request: Request) -> Response:
         }
         for at in order
     ]
-    name = fields.get("model") or service_of(request).models.find(None).name
     usage = {"prompt_tokens": read, "total_tokens": read}
-    return JsonResponse({"object": "list", "model": name, "results": results, "usage": usage})
+    return JsonResponse(
+        {"object": "list", "model": asked.model_name, "results": results, "usage": usage}
+    )
 
 
 ROUTES = (

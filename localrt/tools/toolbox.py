@@ -1,7 +1,7 @@
 """The tools of a chat: what a model is offered, and what becomes of its calls.
 
 Servers name their tools as they like and may share names; a model gets names of letters, digits,
-``_`` and ``-``, each once. Asks nobody: ``Call.asks`` says that a call needs a question.
+``_`` and ``-``, each once. Asks nobody: ``PendingCall.asks`` says that a call needs a question.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from localrt.tools.config import read_servers
 from localrt.tools.servers import ToolServers
 from localrt.tools.types import ServerStatus, Tool, ToolResult
 
-__all__ = ["REFUSED", "ROUNDS", "STOPPED", "Call", "Toolbox", "model_names"]
+__all__ = ["REFUSED", "ROUNDS", "STOPPED", "PendingCall", "Toolbox", "model_names"]
 
 ROUNDS = 20  # of calls for one message; then the model has to answer without
 REFUSED = ToolResult("The user did not allow this call.", "refused")
@@ -34,7 +34,7 @@ _CHARACTERS_PER_TOKEN = 1.5  # so that a result takes about half of the context 
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class PendingCall:
     """A model's call of ``tool``. ``problem`` is what the model is told where it cannot be run."""
 
     id: str
@@ -114,28 +114,30 @@ class Toolbox:
 
     # -- calls -----------------------------------------------------------------------------------
 
-    def read(self, call: ToolCall, conversation: str) -> Call:
+    def read(self, call: ToolCall, conversation: str) -> PendingCall:
         """What a call of the model means in the conversation of this id."""
         offered = self.offered
         tool = offered.get(call.name)
         if tool is None:
             there = f"There are: {', '.join(offered)}." if offered else "There are none."
-            return Call(call.id, call.name, problem=f"There is no such tool. {there}")
+            return PendingCall(call.id, call.name, problem=f"There is no such tool. {there}")
         try:
             arguments = json.loads(call.arguments or "{}")
         except ValueError:
             arguments = None
         if not isinstance(arguments, dict):
-            return Call(call.id, call.name, tool, problem="The arguments must be a JSON object.")
+            return PendingCall(
+                call.id, call.name, tool, problem="The arguments must be a JSON object."
+            )
         allowed = self._configs[tool.server].allows(tool.name)
         allowed = allowed or (conversation, tool.server, tool.name) in self._allowed
-        return Call(call.id, call.name, tool, arguments, asks=not allowed)
+        return PendingCall(call.id, call.name, tool, arguments, asks=not allowed)
 
     def allow(self, tool: Tool, conversation: str) -> None:
         """Let a tool run without a question in a conversation, until the app ends."""
         self._allowed.add((conversation, tool.server, tool.name))
 
-    def run(self, call: Call, *, ctx: int = 0) -> Future[ToolResult]:
+    def run(self, call: PendingCall, *, ctx: int = 0) -> Future[ToolResult]:
         """Run a call; the future never fails, and may be cancelled.
 
         ``ctx`` is how many tokens the model's context holds, 0 if that is not known: a longer

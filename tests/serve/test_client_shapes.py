@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localrt.serve.anthropic.routes import messages_call
 from localrt.serve.bodies import check_fields
-from localrt.serve.calls import Call, chat_call
+from localrt.serve.calls import Generation, chat_call
 from localrt.serve.contents import text_of, unnoted
 from localrt.serve.errors import ApiError
 from localrt.serve.ollama import calls as ollama
@@ -31,14 +31,14 @@ PATHS = {
 }
 
 
-def read(kind: str, **fields: Any) -> Call:
+def read(kind: str, **fields: Any) -> Generation:
     """The call that a body of a dialect is."""
     more = {"CHAT": {}, "RESPONSES": {}, "OLLAMA_CHAT": {"model": "m"}}
     checked = check_fields(kind, {**more.get(kind, {"model": "m", "max_tokens": 9}), **fields})
     if kind == "RESPONSES":
         return responses_call(checked, items_of(checked.get("input")))
     reading: Any = {"CHAT": chat_call, "MESSAGES": messages_call, "OLLAMA_CHAT": ollama.chat_call}
-    found: Call = reading[kind](checked)
+    found: Generation = reading[kind](checked)
     return found
 
 
@@ -969,7 +969,7 @@ def test_any_thing_is_read_or_refused(kind: str, content: Any, tool: Any, choice
     more: dict[str, Any] = (
         {"input": [*asked, content]} if kind == "RESPONSES" else {"messages": asked}
     )
-    found: list[Call] = []
+    found: list[Generation] = []
     with contextlib.suppress(ApiError):
         found.append(read(kind, **fields, **more))
     for call in found:

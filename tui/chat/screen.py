@@ -19,7 +19,7 @@ from textual.timer import Timer
 from textual.widgets import TextArea
 
 from localrt.errors import LocalrtError, OptionError
-from localrt.tools.toolbox import Call, Toolbox
+from localrt.tools.toolbox import PendingCall, Toolbox
 from localrt.tui.chat.answering import FRAME_SECONDS, NOT_ANSWERED, MessageQueue
 from localrt.tui.chat.blocks import Kind
 from localrt.tui.chat.composer import Composer, edited
@@ -200,7 +200,7 @@ class ChatScreen(Screen[None]):
         for line in self._toolbox.take_news():
             self.say(line, "error")
 
-    def _ask_about_call(self, call: Call, decide: Callable[[Decision], None]) -> bool:
+    def _ask_about_call(self, call: PendingCall, decide: Callable[[Decision], None]) -> bool:
         if not self.is_active:  # keys are meant for the window that is open
             return False
         self.app.push_screen(AskCall(call), lambda decision: decide(decision or "refuse"))

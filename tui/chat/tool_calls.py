@@ -16,7 +16,7 @@ from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
-from localrt.tools.toolbox import Call
+from localrt.tools.toolbox import PendingCall
 from localrt.tui.chat.blocks import Block, estimated, wrapped
 from localrt.tui.chat.styles import Styles
 from localrt.tui.chat.view import ConversationView
@@ -102,7 +102,7 @@ def _shortened(text: str, width: int, style: Style, styles: Styles) -> Strip:
     return wrapped(line, width, styles)[0]
 
 
-AskAboutCall = Callable[[Call, Callable[[Decision], None]], bool]
+AskAboutCall = Callable[[PendingCall, Callable[[Decision], None]], bool]
 """Asks about a call; the decision comes later. False where nobody can be asked just now."""
 _WITHOUT_RESULT = {"refused": "not allowed", "stopped": "stopped"}
 

@@ -29,7 +29,7 @@ from textual.widgets import Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from localrt.errors import LocalrtError
-from localrt.tools.toolbox import Call
+from localrt.tools.toolbox import PendingCall
 from localrt.tui.conversation.tool_calls import Decision
 from localrt.tui.text import clean, one_line
 
@@ -285,7 +285,7 @@ class AskCall(Dialog[Decision]):
     AskCall VerticalScroll { height: auto; max-height: 50vh; margin: 1 0 0 0; }
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: PendingCall) -> None:
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False, indent=2)
         question = Content.assemble("The model wants to run ", (clean(call.title), HEADING))
         shown = VerticalScroll(Static(clean(arguments), markup=False))

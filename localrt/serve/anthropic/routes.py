@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localrt.engine.types import Chunk, Metrics, ToolCall
-from localrt.serve.calls import Call, effort, stops
+from localrt.serve.calls import Generation, effort, stops
 from localrt.serve.contents import (
     Fields,
     Message,
@@ -27,7 +27,7 @@ from localrt.serve.functions import chosen, offered
 from localrt.serve.generating import answer, prompt_tokens
 from localrt.serve.models import Offered
 from localrt.serve.replies import EVENT_STREAM, Payload, Reply, TokenBytes, event
-from localrt.serve.service import Service, fields_of, service_of
+from localrt.serve.service import Service, read_request, service_of
 from localrt.text.thought_stream import ThoughtStream, parted
 from localrt.text.tools import arguments_of
 
@@ -36,7 +36,7 @@ __all__ = ["ROUTES", "MessageReply", "messages_call", "model", "models"]
 _SAME_NAMES = ("max_tokens", "temperature", "top_p")
 
 
-def messages_call(fields: Fields, note: Note = unnoted) -> Call:
+def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
     """The call of a message. A last message of the assistant is the beginning of the answer.
 
     ``note`` is told what a model cannot be shown.
@@ -67,11 +67,10 @@ def messages_call(fields: Fields, note: Note = unnoted) -> Call:
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls"):
         messages[-1] = {**last, "prefix": True}
-    return Call(
+    return Generation(
         prompts=[{"prompt": messages, "tools": functions or None}],
         options=options,
         stream=bool(fields.get("stream")),
-        model=fields["model"],
         parallel_tools=not given.get("disable_parallel_tool_use"),
     )
 
@@ -119,7 +118,7 @@ class MessageReply:
 
     media_type = EVENT_STREAM
 
-    def __init__(self, call: Call, model: str) -> None:
+    def __init__(self, call: Generation, model: str) -> None:
         self._call = call
         self._head: Payload = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
@@ -254,14 +253,14 @@ def _written(metrics: Metrics) -> Payload:
 
 async def messages(request: Request) -> Response:
     """POST /v1/messages"""
-    fields, service = await fields_of(request, "MESSAGES"), service_of(request)
-    return await answer(request, service, messages_call(fields, service.note_once), _reply)
+    asked = await read_request(request, "MESSAGES")
+    return await answer(asked, messages_call(asked.fields, asked.service.note_once), _reply)
 
 
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens"""
-    call = messages_call(await fields_of(request, "COUNT_TOKENS"))
-    count = await prompt_tokens(request, service_of(request), call)
+    asked = await read_request(request, "COUNT_TOKENS")
+    count = await prompt_tokens(asked, messages_call(asked.fields))
     return JsonResponse({"input_tokens": count})
 
 
@@ -293,7 +292,7 @@ def _model(service: Service, offered: Offered) -> Payload:
     }
 
 
-def _reply(_: TokenBytes, call: Call, name: str) -> Reply:
+def _reply(_: TokenBytes, call: Generation, name: str) -> Reply:
     return MessageReply(call, name)
 
 

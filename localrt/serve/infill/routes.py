@@ -13,13 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localrt.engine.types import Chunk, Metrics
-from localrt.serve.calls import Call, completion_call
+from localrt.serve.calls import Generation, completion_call
 from localrt.serve.errors import ApiError, error_body
 from localrt.serve.generating import answer
 from localrt.serve.infill import schemas
 from localrt.serve.payloads import ChatShape, Completion
 from localrt.serve.replies import EVENT_STREAM, Payload, Reply, TokenBytes, event
-from localrt.serve.service import fields_of, service_of
+from localrt.serve.service import read_request
 
 __all__ = ["ROUTES", "InfillReply", "fim_call", "infill_call"]
 
@@ -28,7 +28,7 @@ Fields = Mapping[str, Any]
 _FILE = "tmp"  # llama.cpp's name for one without
 
 
-def fim_call(fields: Fields) -> Call:
+def fim_call(fields: Fields) -> Generation:
     """Of Mistral's ``/v1/fim/completions``."""
     known = _known(fields, schemas.FIM)
     if known.get("seed") is None:
@@ -37,7 +37,7 @@ def fim_call(fields: Fields) -> Call:
     return _filling(call, fields["prompt"], fields.get("suffix") or "")
 
 
-def infill_call(fields: Fields) -> Call:
+def infill_call(fields: Fields) -> Generation:
     """Of llama.cpp's ``/infill``."""
     known = _known(fields, schemas.INFILL)
     count = fields.get("n_predict")
@@ -63,7 +63,7 @@ def _known(fields: Fields, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name in schema["properties"]}
 
 
-def _filling(call: Call, before: str, behind: str, **more: Any) -> Call:
+def _filling(call: Generation, before: str, behind: str, **more: Any) -> Generation:
     return replace(call, prompts=[{"prompt": before, "suffix": behind, **more}])
 
 
@@ -179,21 +179,21 @@ def _chosen(payload: Payload, names: Sequence[str]) -> Payload:
 
 async def infill(request: Request) -> Response:
     """POST /infill"""
-    fields = await fields_of(request, "INFILL")
+    asked = await read_request(request, "INFILL")
 
-    def reply(_: TokenBytes, call: Call, name: str) -> Reply:
-        return InfillReply(name, fields)
+    def reply(_: TokenBytes, call: Generation, name: str) -> Reply:
+        return InfillReply(name, asked.fields)
 
-    return await answer(request, service_of(request), infill_call(fields), reply)
+    return await answer(asked, infill_call(asked.fields), reply)
 
 
 async def fim_completions(request: Request) -> Response:
     """POST /v1/fim/completions"""
-    fields = await fields_of(request, "FIM")
-    return await answer(request, service_of(request), fim_call(fields), _fim_reply)
+    asked = await read_request(request, "FIM")
+    return await answer(asked, fim_call(asked.fields), _fim_reply)
 
 
-def _fim_reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
+def _fim_reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
     return Completion(ChatShape(tokens, call), call, name)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from localrt.engine.types import Chunk, ToolCall
 from localrt.errors import OptionError
 from localrt.formatting import parse_duration
-from localrt.serve.calls import ANY_SEED, SEEDS, Call, effort, stops
+from localrt.serve.calls import ANY_SEED, SEEDS, Generation, effort, stops
 from localrt.serve.contents import (
     Fields,
     Message,
@@ -48,7 +48,7 @@ _SAME_NAMES = (
 _IMAGE = {"type": "image"}
 
 
-def chat_call(fields: Fields, note: Note = unnoted) -> Call | None:
+def chat_call(fields: Fields, note: Note = unnoted) -> Generation | None:
     """The call of a chat; None without messages: the model is only to be loaded.
 
     A last message of the assistant is the beginning of the answer. Where a conversation outgrows
@@ -70,7 +70,7 @@ def chat_call(fields: Fields, note: Note = unnoted) -> Call | None:
     return _call(fields, {"prompt": messages, "tools": tools.functions or None}, options)
 
 
-def generate_call(fields: Fields, note: Note = unnoted) -> Call | None:
+def generate_call(fields: Fields, note: Note = unnoted) -> Generation | None:
     """The call of a prompt; None without one: the model is only to be loaded.
 
     Raises:
@@ -110,11 +110,10 @@ def keep_alive_s(given: float | str | None) -> float | None:
         raise invalid(f"keep_alive: {error}", "keep_alive") from error
 
 
-def _call(fields: Fields, prompt: dict[str, Any], options: dict[str, Any]) -> Call:
-    return Call(
+def _call(fields: Fields, prompt: dict[str, Any], options: dict[str, Any]) -> Generation:
+    return Generation(
         prompts=[prompt],
         options=options,
-        model=fields["model"],
         stream=fields.get("stream") is not False,
         logprobs=bool(fields.get("logprobs")),
     )
@@ -208,7 +207,7 @@ class OllamaReply:
     media_type = LINES
 
     def __init__(
-        self, call: Call, model: str, tokenizer: TokenBytes, *, chat: bool, began: float
+        self, call: Generation, model: str, tokenizer: TokenBytes, *, chat: bool, began: float
     ) -> None:
         self._call, self._model, self._tokenizer = call, model, tokenizer
         self._chat, self._began = chat, began

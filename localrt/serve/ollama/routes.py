@@ -9,14 +9,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localrt.serve.calls import Call, prompts_of
+from localrt.serve.calls import Generation, prompts_of
 from localrt.serve.contents import Note
 from localrt.serve.errors import JsonResponse, invalid
 from localrt.serve.generating import answer, until_gone
 from localrt.serve.ollama import models
 from localrt.serve.ollama.calls import OllamaReply, chat_call, generate_call, keep_alive_s, ready
 from localrt.serve.replies import Reply, TokenBytes
-from localrt.serve.service import fields_of, service_of
+from localrt.serve.service import ModelRequest, read_request
 from localrt.serve.texts import embedded
 
 __all__ = ["ROUTES"]
@@ -33,27 +33,32 @@ async def generate(request: Request) -> Response:
 
 
 async def _answered(
-    request: Request, kind: str, read: Callable[[dict[str, Any], Note], Call | None], *, chat: bool
+    request: Request,
+    kind: str,
+    read: Callable[[dict[str, Any], Note], Generation | None],
+    *,
+    chat: bool,
 ) -> Response:
     began = time.monotonic()
-    fields, service = await fields_of(request, kind), service_of(request)
+    asked = await read_request(request, kind)
+    fields, service = asked.fields, asked.service
     call = read(fields, service.note_once)
-    asked = (fields.get("options") or {}).get("num_ctx") or 0
-    if asked > ((ctx := service.models.find(fields["model"]).ctx) or asked):
-        note = f"a client asks for a context of {asked} tokens (num_ctx), and this server has {ctx}"
-        service.note_once("num_ctx", f"{note}: start it with --ctx {asked}")
+    wanted, ctx = (fields.get("options") or {}).get("num_ctx") or 0, asked.model.ctx
+    if wanted > (ctx or wanted):
+        note = f"a client asks for a context of {wanted} tokens (num_ctx), this server has {ctx}"
+        service.note_once("num_ctx", f"{note}: start it with --ctx {wanted}")
     keep_s = keep_alive_s(fields.get("keep_alive"))
-    if call is not None or keep_s != 0 or service.models.find(fields["model"]).state != "unloaded":
-        _keep(request, fields)  # else the one who asks next would find it gone at once
+    if call is not None or keep_s != 0 or asked.model.state != "unloaded":
+        _keep(asked)  # else the one who asks next would find it gone at once
 
-    def reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
+    def reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
         return OllamaReply(call, name, tokens, chat=chat, began=began)
 
     if call is not None:
-        return await answer(request, service, call, reply)
+        return await answer(asked, call, reply)
 
     async def load() -> None:
-        async with service.using(fields["model"]):
+        async with asked.using():
             pass
 
     if keep_s != 0:
@@ -66,17 +71,13 @@ async def _answered(
 async def embed(request: Request) -> Response:
     """POST /api/embed"""
     began = time.monotonic()
-    fields = await fields_of(request, "OLLAMA_EMBED")
+    asked = await read_request(request, "OLLAMA_EMBED")
+    fields = asked.fields
     if fields.get("dimensions") is not None:
         raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
-    _keep(request, fields)
-    name, vectors, read = await embedded(
-        request,
-        service_of(request),
-        fields["model"],
-        prompts_of(fields["input"]),
-        truncate=fields.get("truncate") is not False,
-    )
+    _keep(asked)
+    truncate = fields.get("truncate") is not False
+    name, vectors, read = await embedded(asked, prompts_of(fields["input"]), truncate=truncate)
     return JsonResponse(
         {
             "model": name,
@@ -89,19 +90,17 @@ async def embed(request: Request) -> Response:
 
 async def embeddings(request: Request) -> Response:
     """POST /api/embeddings, the older form"""
-    fields = await fields_of(request, "OLLAMA_EMBEDDINGS")
-    _keep(request, fields)
-    found = await embedded(
-        request, service_of(request), fields["model"], [fields["prompt"]], truncate=True
-    )
+    asked = await read_request(request, "OLLAMA_EMBEDDINGS")
+    _keep(asked)
+    found = await embedded(asked, [asked.fields["prompt"]], truncate=True)
     return JsonResponse({"embedding": found.vectors[0].tolist()})
 
 
-def _keep(request: Request, fields: dict[str, Any]) -> None:
+def _keep(asked: ModelRequest) -> None:
     """Tell the server how long the model is to stay loaded, where the client says so."""
-    seconds = keep_alive_s(fields.get("keep_alive"))
+    seconds = keep_alive_s(asked.fields.get("keep_alive"))
     if seconds is not None:
-        service_of(request).models.keep(fields["model"], seconds)
+        asked.service.models.keep(asked.model.name, seconds)
 
 
 ROUTES = (

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from localrt.engine.types import Chunk, Metrics, ToolCall
-from localrt.serve.calls import Call
+from localrt.serve.calls import Generation
 from localrt.serve.errors import ApiError, in_words
 from localrt.serve.functions import Known, text_argument
 from localrt.serve.payloads import token_payloads
@@ -57,7 +57,7 @@ class ResponseReply:
 
     def __init__(
         self,
-        call: Call,
+        call: Generation,
         model: str,
         tokenizer: TokenBytes,
         fields: Mapping[str, Any],

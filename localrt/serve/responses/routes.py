@@ -12,7 +12,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localrt.serve.calls import Call, effort
+from localrt.serve.calls import Generation, effort
 from localrt.serve.contents import Fields, Message, Note, messages_of, thought, unnoted
 from localrt.serve.errors import ApiError, JsonResponse, invalid
 from localrt.serve.functions import chosen, offered
@@ -20,7 +20,7 @@ from localrt.serve.generating import answer, prompt_tokens
 from localrt.serve.replies import Payload, Reply, TokenBytes
 from localrt.serve.responses.reply import ResponseReply
 from localrt.serve.responses.store import ResponseStore, Stored
-from localrt.serve.service import fields_of, service_of
+from localrt.serve.service import read_request, service_of
 from localrt.text.thinking import THOUGHT_FIELDS
 
 __all__ = ["ROUTES", "Item", "conversation", "items_of", "responses_call"]
@@ -36,7 +36,7 @@ _NOT_HERE = {
 }
 
 
-def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted) -> Call:
+def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted) -> Generation:
     """The call that answers ``items``, the earlier ones first.
 
     ``note`` is told what a model cannot be shown.
@@ -69,10 +69,9 @@ def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted
         options["tool_choice"] = choice
     instructions = fields.get("instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
-    return Call(
+    return Generation(
         prompts=[{"prompt": [*system, *conversation(items, note)], "tools": functions or None}],
         options=options,
-        model=fields.get("model"),
         stream=bool(fields.get("stream")),
         logprobs=shows,
         parallel_tools=fields.get("parallel_tool_calls") is not False,
@@ -157,7 +156,8 @@ def _joined(last: Message, message: Message) -> bool:
 
 async def create(request: Request) -> Response:
     """POST /v1/responses"""
-    fields, service = await fields_of(request, "RESPONSES"), service_of(request)
+    asked = await read_request(request, "RESPONSES")
+    fields, service = asked.fields, asked.service
     items = _items(fields, service.responses)
     call = responses_call(fields, items, service.note_once)
 
@@ -165,10 +165,10 @@ async def create(request: Request) -> Response:
         if fields.get("store") is not False:
             service.responses.put(response, items)
 
-    def reply(tokens: TokenBytes, call: Call, name: str) -> Reply:
+    def reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
         return ResponseReply(call, name, tokens, fields, keep)
 
-    return await answer(request, service, call, reply)
+    return await answer(asked, call, reply)
 
 
 async def stored(request: Request) -> Response:
@@ -199,9 +199,10 @@ async def input_items(request: Request) -> Response:
 
 async def input_tokens(request: Request) -> Response:
     """POST /v1/responses/input_tokens"""
-    fields, service = await fields_of(request, "INPUT_TOKENS"), service_of(request)
+    asked = await read_request(request, "INPUT_TOKENS")
+    fields, service = asked.fields, asked.service
     call = responses_call(fields, _items(fields, service.responses), service.note_once)
-    count = await prompt_tokens(request, service, call)
+    count = await prompt_tokens(asked, call)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
