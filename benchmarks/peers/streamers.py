@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import transformers
 
-from localrt.bench.child import Requests, serve
 from localrt.bench.engines import Launch
+from localrt.bench.process import Requests, serve
 from localrt.bench.transformers_engine import (
     HuggingFaceEngine,
     first_line,

@@ -1,23 +1,40 @@
-"""The parent's end of a benchmark child: start it, ask it, and be sure that it ends.
+"""A benchmark's child process, which holds one engine: both ends of the pipe.
 
 Each engine gets a process of its own, so that its peak memory is its own and a crash is only its
-own. It does not know what is asked.
+own. Requests and answers are one JSON object per line, on the stdin and stdout that the child was
+started with; whatever a library prints goes to stderr. When stdin closes, because the parent is
+done or gone, the child ends at once, in the middle of a run if need be.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import queue
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from localrt.bench.engines import BenchEngine, Launch, load_engine
 from localrt.closing import Closing
 from localrt.errors import LocalrtError
+from localrt.option_names import on_command_line
 
-__all__ = ["ChildError", "ChildProcess", "child_command"]
+__all__ = [
+    "ChildError",
+    "ChildProcess",
+    "Requests",
+    "child_command",
+    "disk_bytes_read",
+    "main",
+    "serve",
+]
 
 
 class ChildError(LocalrtError):
@@ -28,7 +45,7 @@ class ChildError(LocalrtError):
         self.kind = kind
 
 
-def child_command(module: str = "localrt.bench.child", python: str = sys.executable) -> list[str]:
+def child_command(module: str = "localrt.bench.process", python: str = sys.executable) -> list[str]:
     """The command that runs ``main`` of ``module`` with this localrt, installed or a checkout."""
     root = str(Path(__file__).resolve().parents[2])
     start = f"import sys; sys.path.insert(0, sys.argv[1]); from {module} import main; main()"
@@ -96,3 +113,104 @@ class ChildProcess(Closing):
         self._stderr.seek(0)
         lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
         return f"the process died with code {code}" + (f": {lines[-1].strip()}" if lines else "")
+
+
+# -- in the child ----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Hold an engine for one parent."""
+    serve(Requests())
+
+
+class Requests:
+    """The answers of a child that first loads an engine, then uses it: a method for a request."""
+
+    _loaded: BenchEngine | None = None
+
+    @property
+    def _engine(self) -> BenchEngine:
+        if self._loaded is None:
+            raise LocalrtError("no engine is loaded")
+        return self._loaded
+
+    def load(self, launch: dict[str, Any]) -> dict[str, Any]:
+        """What runs, from the fields of a `Launch`."""
+        self._loaded = load_engine(Launch(**launch))
+        return dict(self._loaded.info)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids."""
+        return self._engine.encode(text)
+
+    def generate(self, prompt: list[int], tokens: int) -> dict[str, Any]:
+        """One generation's `Metrics`, and what the process read from disk while it decoded."""
+        counts = [disk_bytes_read()]
+        metrics = self._engine.generate(
+            prompt, tokens, lambda: counts.append(disk_bytes_read())
+        ).to_dict()
+        counts.append(disk_bytes_read())
+        started, first, ended = counts
+        if started is None or first is None or ended is None:  # not known on this system
+            return {**metrics, "decode_read_bytes": None}
+        if metrics["ssd_read_bytes"] is None:
+            metrics["ssd_read_bytes"] = ended - started
+        return {**metrics, "decode_read_bytes": ended - first}
+
+    def gpu_use(self, prompt: list[int]) -> dict[str, Any] | None:
+        """The fields of a ``GpuUse``; None from an engine that does not say."""
+        look = getattr(self._engine, "gpu_use", None)
+        return None if look is None else dict(look(prompt))
+
+    def trace(self) -> list[dict[str, Any]] | None:
+        """The pipeline's tasks since this was first asked, in seconds; None without a pipeline."""
+        events = getattr(self._engine, "trace_events", None)
+        return None if events is None else list(events())
+
+
+def serve(requests: object) -> None:
+    """Answer one parent's requests on stdin and stdout by the methods of ``requests``.
+
+    A request names the method as ``do`` and has its arguments beside it.
+    """
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # so that a library's print cannot spoil the protocol
+    for request in _until_closed():
+        do = request.pop("do")
+        try:
+            message = {"answer": getattr(requests, do)(**request)}
+        except (LocalrtError, MemoryError) as error:
+            text = str(error)
+            if isinstance(error, LocalrtError):
+                text = error.told(on_command_line)
+            message = {"error": type(error).__name__, "message": text}
+        answers.write(json.dumps(message, default=str) + "\n")
+        answers.flush()
+
+
+def disk_bytes_read() -> int | None:
+    """Bytes that this process has had read from storage; None where not known.
+
+    By the kernel's account: page faults on mapped files, buffered and direct reads count, what the
+    page cache already holds does not. So every engine's reading is measured alike.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        return int(psutil.Process().io_counters().read_bytes)
+    except (AttributeError, OSError, psutil.Error):  # a kernel without task accounting
+        return None
+
+
+def _until_closed() -> Iterator[dict[str, Any]]:
+    """Requests in order. A thread reads them, to notice that the parent is gone while we work."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)  # nothing here needs to be put in order, and an engine may be busy for minutes
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield json.loads(lines.get())

@@ -1,20 +1,24 @@
-"""A benchmark's outcome as JSON for programs and as a table for people."""
+"""A benchmark's outcome: JSON for programs, a table for people, a trace for Perfetto and Chrome."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from localrt.bench.gpu import use_line
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
+from localrt.files import write_text
 from localrt.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.machine.hardware import Machine
 
-__all__ = ["to_json", "to_table"]
+__all__ = ["to_chrome", "to_json", "to_table", "write_trace"]
 
 _BASELINE = "llamacpp"
+_PROCESS_ID = 1  # in a trace
 _OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
 _EXTRAS = {"native": "torch", "llamacpp": "'localrt[llamacpp]'"}
 _BENCH_EXTRA = "'localrt[bench]'"
@@ -169,3 +173,59 @@ def _why(skip: Skipped) -> str:
     if skip.missing:
         return f"not installed: pip install {_EXTRAS.get(skip.engine, _BENCH_EXTRA)}"
     return f"{skip.setting}: {skip.reason}" if skip.setting else skip.reason
+
+
+# -- a trace ---------------------------------------------------------------------------------------
+
+
+def to_chrome(events: Sequence[Mapping[str, Any]], *, process: str) -> dict[str, Any]:
+    """Events of ``{"name", "resource", "start_s", "end_s"}`` in the Trace Event Format, as Perfetto
+    and Chrome read it, in microseconds.
+
+    Time starts at the first event; resources are numbered in the order they first appear.
+    """
+    start = min((event["start_s"] for event in events), default=0.0)
+    threads: dict[tuple[str, int], int] = {}
+    free_at: dict[str, list[float]] = {}  # when each line of a resource is free again
+    complete: list[dict[str, Any]] = []
+    for event in sorted(events, key=lambda event: float(event["start_s"])):
+        resource = event["resource"]
+        line = _first_free(free_at.setdefault(resource, []), event["start_s"], event["end_s"])
+        complete.append(
+            {
+                "name": event["name"],
+                "cat": resource,
+                "ph": "X",
+                "ts": (event["start_s"] - start) * 1e6,
+                "dur": (event["end_s"] - event["start_s"]) * 1e6,
+                "pid": _PROCESS_ID,
+                "tid": threads.setdefault((resource, line), len(threads) + 1),
+            }
+        )
+    names = [_named("process_name", 0, process)]
+    for (resource, line), thread in threads.items():
+        names.append(_named("thread_name", thread, f"{resource} {line + 1}" if line else resource))
+    return {"traceEvents": names + complete, "displayTimeUnit": "ms"}
+
+
+def write_trace(path: Path, events: Sequence[Mapping[str, Any]], *, process: str) -> None:
+    """Write the trace of ``events`` to ``path``, whole or not at all.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    write_text(path, json.dumps(to_chrome(events, process=process)) + "\n")
+
+
+def _first_free(lines: list[float], start: float, end: float) -> int:
+    """The first line that is free at ``start``, taken until ``end``."""
+    for line, free in enumerate(lines):
+        if free <= start:
+            lines[line] = end
+            return line
+    lines.append(end)
+    return len(lines) - 1
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": _PROCESS_ID, "tid": thread, "args": {"name": name}}

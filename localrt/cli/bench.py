@@ -14,9 +14,8 @@ from typing import Any
 
 from localrt.bench.engines import ENGINES
 from localrt.bench.gpu import forecast, wants_forecast
-from localrt.bench.report import to_json, to_table
+from localrt.bench.report import to_json, to_table, write_trace
 from localrt.bench.runner import run_bench
-from localrt.bench.trace import write_trace
 from localrt.bench.workload import LONG_ANSWER, BenchOptions, Outcome, Workload
 from localrt.cli.help import Examples
 from localrt.cli.options import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from localrt.bench import child
+from localrt.bench import process
 from localrt.bench.engines import BenchEngine, Launch
 from localrt.engine.types import Metrics
 from localrt.errors import MissingExtraError, UnsupportedModelError
@@ -89,5 +89,5 @@ def load(launch: Launch) -> BenchEngine:
 
 
 if __name__ == "__main__":
-    child.load_engine = load  # type: ignore[assignment]
-    child.main()
+    process.load_engine = load  # type: ignore[assignment]
+    process.main()

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.bench.child import disk_bytes_read
-from localrt.bench.process import ChildError, ChildProcess
+from localrt.bench.process import ChildError, ChildProcess, disk_bytes_read
 from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Outcome, Workload

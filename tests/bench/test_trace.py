@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.bench.trace import to_chrome, write_trace
+from localrt.bench.report import to_chrome, write_trace
 from localrt.errors import StorageError
 
 EVENTS = [

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.record import load, pending, save
-from benchmarks.offload.__main__ import all_rows
-from benchmarks.offload.tables import offload_table
+from benchmarks.offload import all_rows, offload_table
 
 
 def result(engine: str, setting: str, rate: float, **more: Any) -> dict[str, Any]:
