@@ -1,4 +1,4 @@
-"""Adapters on a card, for ``scripts/gpu_check``: right, harmless to other rows, and what they cost.
+"""Adapters on a GPU, for ``scripts/gpu_check``: right, harmless to other rows, and what they cost.
 
 Products beside float64 first, then a whole model beside torch in float32, then the speed of both.
 Passes with adapters are not recorded as graphs, so decoding without adapters is timed both ways.

@@ -144,7 +144,7 @@ def peak_memory(free_before: int) -> int:
 def throttle(link_bytes_s: float) -> None:
     """Have every copy to the GPU take as long as over a slower link: more bytes follow it.
 
-    The card's own rates are measured, and kept, as they are.
+    The GPU's own rates are measured, and kept, as they are.
     """
     import torch
 

@@ -71,7 +71,9 @@ def load_accelerate(path: Path, weights: Path, *, threads: int | None = None) ->
                 device_map={**rest, **layers},
                 offload_folder=folder,
             )
-    return HuggingFaceEngine(model.eval(), path, version=accelerate.__version__)
+    return HuggingFaceEngine(
+        model.eval(), path, format="bf16, layers on disk", version=accelerate.__version__
+    )
 
 
 def load_airllm(path: Path, weights: Path, *, threads: int | None = None) -> HuggingFaceEngine:

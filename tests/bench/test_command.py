@@ -19,7 +19,7 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.real
-def test_json_is_the_only_thing_on_stdout() -> None:
+def test_json_output() -> None:
     engines = ["native"] + (["llamacpp"] if find_spec("llama_cpp") else [])
     sizes = ["--prompt-tokens", "24", "--tokens", "4", "--runs", "1"]
     done = _bench(str(real_model("smollm2")), "--engines", ",".join(engines), *sizes, "--json")
@@ -37,7 +37,7 @@ def test_json_is_the_only_thing_on_stdout() -> None:
 
 
 @pytest.mark.real
-def test_a_trace_that_nothing_was_recorded_for_is_an_error_after_the_results(
+def test_empty_trace(
     tmp_path: Path,
 ) -> None:
     sizes = ["--prompt-tokens", "8", "--tokens", "2", "--runs", "1"]
@@ -63,7 +63,7 @@ def test_a_trace_that_nothing_was_recorded_for_is_an_error_after_the_results(
         (["--engines", "native", "--prompt-tokens", "9000"], 2, "model's context of 8192"),
     ],
 )
-def test_bad_usage_is_one_line(arguments: list[str], status: int, words: str) -> None:
+def test_bad_usage(arguments: list[str], status: int, words: str) -> None:
     done = _bench(*arguments)
     assert done.returncode == status
     assert words in done.stderr

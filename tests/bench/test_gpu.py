@@ -34,9 +34,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
     )
 
 
-def test_only_gpu_memory_without_a_gpu_asks_for_a_forecast(
-    options: BenchOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wants_forecast(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wants_forecast(options)
     assert not wants_forecast(replace(options, gpu_memory=None))
     assert not wants_forecast(replace(options, device="cuda"))
@@ -44,7 +42,7 @@ def test_only_gpu_memory_without_a_gpu_asks_for_a_forecast(
     assert not wants_forecast(options)  # a larger one is capped by the engine
 
 
-def test_the_gpu_is_the_smallest_with_that_memory() -> None:
+def test_gpu_for() -> None:
     assert gpu_for(8_000_000_000).name == "RTX 4060 8GB"
     assert gpu_for(12_000_000_000).vram_bytes == 12 << 30
     assert gpu_for(4_000_000_000).vram_bytes == 4 << 30
@@ -53,7 +51,7 @@ def test_the_gpu_is_the_smallest_with_that_memory() -> None:
         gpu_for(40_000_000_000)
 
 
-def test_everything_says_simulated(options: BenchOptions) -> None:
+def test_forecast_is_labelled_simulated(options: BenchOptions) -> None:
     outcome = forecast(options, Settings.from_environment({}))
     table = to_table(outcome, options, name="m", machine=hardware.probe())
     assert table.startswith("SIMULATED")
@@ -69,14 +67,12 @@ def test_everything_says_simulated(options: BenchOptions) -> None:
     assert json.loads(json.dumps(report))["plan"]["prediction"]["tok_s"] > 0
 
 
-def test_what_cannot_fit_fails_with_the_planners_words(options: BenchOptions) -> None:
+def test_forecast_does_not_fit(options: BenchOptions) -> None:
     with pytest.raises(MemoryBudgetError):
         forecast(replace(options, gpu_memory=1000, ram=1000), Settings.from_environment({}))
 
 
-def test_the_command_prints_the_plan_and_runs_nothing(
-    options: BenchOptions, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_without_gpu(options: BenchOptions, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--prompt-tokens", "20", "--tokens", "10", "--gpu-memory", "8GB"]
     assert main(["bench", str(options.path), *sizes]) == 0
     shown = capsys.readouterr()
@@ -89,7 +85,7 @@ def test_the_command_prints_the_plan_and_runs_nothing(
     assert main(["bench", str(options.path), *sizes, "--trace", "t.json"]) == 2
 
 
-def test_the_busiest_part_and_the_best_change_are_named() -> None:
+def test_what_helps() -> None:
     changes = [Change("4 GB more GPU memory", 21.0, 1.6), Change("a faster disk", 14.0, 1.1)]
     assert what_helps({"gpu": 0.3, "link": 0.93}, changes) == (
         "Busiest is the link to the GPU, 93%. Most would help: 4 GB more GPU memory, about 21.0"

@@ -54,7 +54,7 @@ def _gone(pid: int) -> bool:
     return not _alive(pid)
 
 
-def test_every_engine_and_setting_is_measured_the_same_number_of_times(tmp_path: Path) -> None:
+def test_every_engine_and_setting(tmp_path: Path) -> None:
     lines: list[str] = []
     outcome = _run(_options(tmp_path, "good", "native llamacpp transformers"), lines)
     assert outcome.skipped == []
@@ -78,7 +78,7 @@ def test_every_engine_and_setting_is_measured_the_same_number_of_times(tmp_path:
     assert all(_gone(result.info["pid"]) for result in outcome.results)
 
 
-def test_what_was_measured_until_an_interrupt_is_kept(tmp_path: Path) -> None:
+def test_interrupt(tmp_path: Path) -> None:
     options = _options(tmp_path, "good", "native transformers")
 
     def notify(line: str) -> None:
@@ -96,7 +96,7 @@ def test_what_was_measured_until_an_interrupt_is_kept(tmp_path: Path) -> None:
     ]
 
 
-def test_json_has_the_names_of_metrics_and_flags_the_best_setting(tmp_path: Path) -> None:
+def test_to_json(tmp_path: Path) -> None:
     options = _options(tmp_path, "good", "native llamacpp")
     outcome = _run(options)
     report = to_json(
@@ -113,7 +113,7 @@ def test_json_has_the_names_of_metrics_and_flags_the_best_setting(tmp_path: Path
     assert best[1]["setting"].startswith("plain")
 
 
-def test_the_table_compares_with_the_best_of_llamacpp(tmp_path: Path) -> None:
+def test_to_table(tmp_path: Path) -> None:
     options = _options(tmp_path, "good", "native llamacpp")
     text = to_table(_run(options), options, name="m", machine=probe())
     native = next(line for line in text.splitlines() if line.startswith("native"))
@@ -122,7 +122,7 @@ def test_the_table_compares_with_the_best_of_llamacpp(tmp_path: Path) -> None:
     assert "median of 3" in text
 
 
-def test_an_engine_that_is_not_installed_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
+def test_missing_engine(tmp_path: Path) -> None:
     options = _options(tmp_path, "missing", "native llamacpp transformers")
     outcome = _run(options)
     assert [result.engine for result in outcome.results] == ["native"]
@@ -134,21 +134,19 @@ def test_an_engine_that_is_not_installed_is_said_once_and_stops_nothing(tmp_path
     assert "not installed: pip install 'localrt[llamacpp]'" in text
 
 
-def test_an_engine_that_dies_is_reported_with_its_last_words(tmp_path: Path) -> None:
+def test_engine_dies(tmp_path: Path) -> None:
     outcome = _run(_options(tmp_path, "dies", "native transformers"))
     assert [result.engine for result in outcome.results] == ["transformers"]
     assert "died with code 3: the engine caught fire" in outcome.skipped[0].reason
 
 
-def test_a_model_that_no_engine_reads_leaves_no_results(tmp_path: Path) -> None:
+def test_unsupported_model(tmp_path: Path) -> None:
     outcome = _run(_options(tmp_path, "unsupported", "native"))
     assert outcome.results == []
     assert outcome.skipped[0].reason == "this model is a teapot"
 
 
-def test_models_too_large_to_be_loaded_together_run_one_after_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_too_large_to_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from localrt.bench import runner
     from localrt.offload.memory.state import MemoryState
 
@@ -161,7 +159,7 @@ def test_models_too_large_to_be_loaded_together_run_one_after_another(
     assert last < lines.index("loading transformers")
 
 
-def test_budgets_reach_the_native_engine_alone(tmp_path: Path) -> None:
+def test_native_options(tmp_path: Path) -> None:
     more = {"ram": 10**9, "gpu_memory": 2 * 10**9, "device": "cpu", "kv_format": "int8", "ctx": 99}
     outcome = _run(_options(tmp_path, "good", "native transformers", **more))
     assert not outcome.interleaved  # what one streams, another must not find in the cache
@@ -173,7 +171,7 @@ def test_budgets_reach_the_native_engine_alone(tmp_path: Path) -> None:
         _options(tmp_path, "good", "native", ctx=24)
 
 
-def test_settings_choose_what_is_measured(tmp_path: Path) -> None:
+def test_settings(tmp_path: Path) -> None:
     options = _options(
         tmp_path, "good", "native llamacpp", ram=10**9, settings={"llamacpp": ["plain"]}
     )
@@ -183,7 +181,7 @@ def test_settings_choose_what_is_measured(tmp_path: Path) -> None:
     assert [r.info["launch"]["settings"].get("ram") for r in outcome.results] == [10**9, None]
 
 
-def test_the_last_run_is_traced(tmp_path: Path) -> None:
+def test_trace_of_last_run(tmp_path: Path) -> None:
     outcome = _run(_options(tmp_path, "good", "native transformers", ram=10**9, trace=True))
     native, peer = outcome.results
     assert native.trace == [
@@ -194,7 +192,7 @@ def test_the_last_run_is_traced(tmp_path: Path) -> None:
     assert without.results[0].trace is None
 
 
-def test_details_of_a_pipeline_get_columns(tmp_path: Path) -> None:
+def test_pipeline_columns(tmp_path: Path) -> None:
     options = _options(tmp_path, "good", "native", ram=10**9, device="cuda:1")
     outcome = _run(options)
     text = to_table(outcome, options, name="m", machine=probe())
@@ -213,7 +211,7 @@ def test_details_of_a_pipeline_get_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(disk_bytes_read() is None, reason="needs Linux's account of reads")
-def test_what_is_read_from_disk_while_decoding_is_counted(tmp_path: Path) -> None:
+def test_bytes_read_while_decoding(tmp_path: Path) -> None:
     options = _options(tmp_path, "reads", "native")
     options.path.write_bytes(os.urandom(4 << 20))
     with options.path.open("rb") as file:
@@ -226,14 +224,14 @@ def test_what_is_read_from_disk_while_decoding_is_counted(tmp_path: Path) -> Non
     assert result.metrics["ssd_read_bytes"] >= 4 << 20
 
 
-def test_a_child_ends_with_its_block() -> None:
+def test_child_closed() -> None:
     with ChildProcess(FAKE) as child:
         child.ask("load", launch={"engine": "native", "path": "good", "ctx": 1})
         assert _alive(child.pid)
     assert _gone(child.pid)
 
 
-def test_a_request_before_a_model_is_an_error_and_not_the_end() -> None:
+def test_request_before_load() -> None:
     with ChildProcess(FAKE) as child:
         with pytest.raises(ChildError, match="no engine is loaded"):
             child.ask("encode", text="x")
@@ -243,7 +241,7 @@ def test_a_request_before_a_model_is_an_error_and_not_the_end() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_child_outlives_its_parent(number: signal.Signals) -> None:
+def test_child_ends_with_parent(number: signal.Signals) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -263,7 +261,7 @@ with ChildProcess({FAKE!r}) as child:
     assert _gone(pid)
 
 
-def test_a_long_prompts_first_token_and_a_gpu_are_looked_at_once(tmp_path: Path) -> None:
+def test_long_prompt_and_gpu_use(tmp_path: Path) -> None:
     work = Workload(prompt_tokens=20, tokens=5, runs=2, long_prompt_tokens=300)
     options = replace(
         _options(tmp_path, "good", "native transformers", gpu_memory=8_000_000_000), workload=work

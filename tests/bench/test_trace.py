@@ -13,7 +13,7 @@ EVENTS = [
 ]
 
 
-def test_events_become_complete_events_in_microseconds_by_resource() -> None:
+def test_trace_events() -> None:
     trace = to_chrome(EVENTS, process="localrt m")["traceEvents"]
     names = {e["args"]["name"]: e["tid"] for e in trace if e["name"] == "thread_name"}
     assert set(names) == {"ssd", "cpu"}
@@ -23,7 +23,7 @@ def test_events_become_complete_events_in_microseconds_by_resource() -> None:
     assert [event["tid"] for event in complete] == [names["ssd"], names["cpu"], names["cpu"]]
 
 
-def test_tasks_that_overlap_get_lines_of_their_own() -> None:
+def test_trace_overlapping_tasks() -> None:
     spans = [(0.0, 3.0), (1.0, 2.0), (2.0, 4.0), (3.0, 5.0)]
     events = [{"resource": "ssd", "name": "n", "start_s": s, "end_s": e} for s, e in spans]
     trace = to_chrome(events, process="localrt")["traceEvents"]
@@ -32,7 +32,7 @@ def test_tasks_that_overlap_get_lines_of_their_own() -> None:
     assert names == {1: "ssd", 2: "ssd 2"}
 
 
-def test_a_trace_is_a_json_file_or_none(tmp_path: Path) -> None:
+def test_write_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_trace(path, EVENTS, process="localrt")
     assert json.loads(path.read_text())["traceEvents"]

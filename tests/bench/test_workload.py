@@ -9,12 +9,12 @@ def _bytes(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 512, 5000])
-def test_prompts_are_exactly_as_long_as_asked(length: int) -> None:
+def test_prompt_length(length: int) -> None:
     prompts = make_prompts(Workload(prompt_tokens=length, runs=4), _bytes)
     assert [len(prompt) for prompt in prompts] == [length] * 5
 
 
-def test_prompts_are_the_same_every_time_and_differ_from_run_to_run() -> None:
+def test_prompts_differ_by_run() -> None:
     workload = Workload(prompt_tokens=300, runs=3)
     prompts = make_prompts(workload, _bytes)
     assert prompts == make_prompts(workload, _bytes)
@@ -25,6 +25,6 @@ def test_prompts_are_the_same_every_time_and_differ_from_run_to_run() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"prompt_tokens": 0}, {"tokens": 1}, {"runs": 0}])
-def test_a_workload_that_measures_nothing_is_refused(bad: dict[str, int]) -> None:
+def test_invalid_workload(bad: dict[str, int]) -> None:
     with pytest.raises(OptionError, match=next(iter(bad))):
         Workload(**bad)

@@ -31,12 +31,12 @@ def commands() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", modules())
-def test_it_can_be_imported(name: str) -> None:
+def test_import(name: str) -> None:
     import_module(name)
 
 
 @pytest.mark.parametrize("name", commands())
-def test_it_says_what_it_does(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     target = f"{name}.__main__" if (ROOT.parent / name.replace(".", "/")).is_dir() else name
     main = import_module(target)
     assert f"python -m {name} " in main.__doc__
@@ -46,7 +46,7 @@ def test_it_says_what_it_does(name: str, capsys: pytest.CaptureFixture[str]) -> 
     assert main.__doc__.partition("\n")[0].split()[0] in capsys.readouterr().out
 
 
-def test_results_cite_commands_that_exist() -> None:
+def test_cited_commands_exist() -> None:
     known = set(commands())
     for path in RESULTS.glob("*.json"):
         record = json.loads(path.read_text())
@@ -56,7 +56,7 @@ def test_results_cite_commands_that_exist() -> None:
                 assert command.split()[2] in known, path
 
 
-def test_commands_are_cited_without_folders() -> None:
+def test_cited_command() -> None:
     words = ["/a/m.gguf", "--json", "/a/out.json", "--ssd", "3GB/s"]
     assert cited_command("x", words) == "python -m benchmarks.x m.gguf --ssd 3GB/s"
     parser = make_parser("What it does.\n\nMore.", results="x")
@@ -67,5 +67,5 @@ def test_commands_are_cited_without_folders() -> None:
         parser.parse_args(["--formats", "c"])
 
 
-def test_the_tables_of_the_docs_are_those_of_the_results() -> None:
+def test_tables_of_docs() -> None:
     assert tables.main(["--check"]) == 0

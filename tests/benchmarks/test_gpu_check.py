@@ -33,14 +33,14 @@ sys.meta_path = [f for f in sys.meta_path if "editable" not in repr(f)]
 """
 
 
-def test_an_unknown_check_is_refused(tmp_path: Path) -> None:
+def test_unknown_check(tmp_path: Path) -> None:
     check = [ROOT / "scripts/gpu_check", "--device", "cpu", "--only", "kernel"]
     done = subprocess.run(check, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
     assert done.returncode == 2
     assert "no check is called kernel" in done.stderr
 
 
-def test_a_python_without_torch_is_one_line(tmp_path: Path) -> None:
+def test_python_without_torch(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n', encoding="utf-8")
     python.chmod(0o755)
@@ -53,7 +53,7 @@ def test_a_python_without_torch_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
+def test_check_on_cpu(tmp_path: Path) -> None:
     out = tmp_path / "check.json"
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "sitecustomize.py").write_text(BARE)
@@ -77,7 +77,7 @@ def test_it_runs_on_the_cpu_and_writes_its_json(tmp_path: Path) -> None:
     assert all(result["ok"] for result in record["results"])
 
 
-def test_adapters_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     found = {result.name: result for result in check_adapters("cpu")}
     assert all(result.ok for result in found.values()), capsys.readouterr().err
     assert found["adapters, product of 4 rows"].values["same_bits_alone"]
@@ -89,16 +89,14 @@ def test_adapters_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert "| decode, 1 at once |" in gpu_tables(record)
 
 
-def test_every_format_of_the_kernels_is_checked() -> None:
+def test_formats() -> None:
     def kinds(names: Iterable[str]) -> set[str]:  # but for the columns that share a scale
         return {TYPES[name].rpartition(",")[0] for name in names}
 
     assert kinds([*FOUR_BIT, *LOW_BIT, *AS_PUBLISHED, *OTHERS]) == kinds(TYPES)
 
 
-def test_when_its_minutes_are_up_it_names_what_has_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_minutes_are_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "check.json"
     found = iter([Result("copy", True), Result("copy again", True), Result("logits", True)])
     monkeypatch.setattr(command, "found_by", lambda *_: found)

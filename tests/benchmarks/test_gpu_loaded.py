@@ -52,9 +52,7 @@ def checked(
     return {result.name.removeprefix("loaded 14B, "): result for result in found}
 
 
-def test_what_the_card_computes_must_be_the_same_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_is_bit_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = checked(tmp_path, monkeypatch)
     assert all(result.ok for result in results.values())
     assert {"kernels uncompiled", "compiled", "at 12 GB/s", "resident"} <= set(results)
@@ -64,16 +62,12 @@ def test_what_the_card_computes_must_be_the_same_bit_for_bit(
     assert results["kernels uncompiled as compiled"].ok
 
 
-def test_what_the_cpu_computes_may_be_rounded_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_may_round_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checked(tmp_path, monkeypatch, by_cpu=12, off=0.05)["compiled as resident"].ok
     assert not checked(tmp_path, monkeypatch, by_cpu=12, off=0.5)["compiled as resident"].ok
 
 
-def test_more_than_8_gb_fails_and_a_small_card_has_no_resident_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peak_memory_and_small_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = checked(tmp_path, monkeypatch, peak=8.1e9)
     assert not results["compiled"].ok
     assert results["resident"].ok, "nothing bounds it"

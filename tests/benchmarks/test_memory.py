@@ -30,12 +30,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.real
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", TESTED, ids=lambda cell: cell.name)
-def test_a_budget_holds_and_the_forecast_is_near(cell: Cell, home: Path) -> None:
+def test_budget_and_forecast(cell: Cell, home: Path) -> None:
     result = measure(cell, {cell.model: real_model(cell.model)}, home)
     assert problems(result) == []
 
 
-def test_there_are_twelve() -> None:
+def test_cell_count() -> None:
     assert len(TESTED) == 12
 
 

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.common.memory_limit import MemoryLimit
+from benchmarks.common.memory_limit import MemoryLimit, drop_from_cache
+from localrt.bench.runner import model_files
 from localrt.errors import LocalrtError
 
 
@@ -66,3 +67,24 @@ def test_a_real_group_limits_and_is_removed() -> None:
     assert 50 << 20 < (limit.peak() or 0) <= 64 << 20
     limit.remove()
     assert not limit._folder.exists()
+
+
+def test_model_files(tmp_path: Path) -> None:
+    (tmp_path / "store/deep").mkdir(parents=True)
+    for name in ("store/a", "store/deep/b", "m-00001-of-00002.gguf", "m-00002-of-00002.gguf"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "one.gguf").write_bytes(b"x")
+    assert {f.name for f in model_files(tmp_path / "store")} == {"a", "b"}
+    parts = model_files(tmp_path / "m-00001-of-00002.gguf")
+    assert [f.name for f in parts] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+    assert model_files(tmp_path / "one.gguf") == [tmp_path / "one.gguf"]
+
+
+def test_drop_from_cache(tmp_path: Path) -> None:
+    (tmp_path / "one.gguf").write_bytes(b"x")
+    no_right = tmp_path / "no/right"
+    said = drop_from_cache([tmp_path / "one.gguf", tmp_path / "gone"], drop_all=no_right)
+    assert said in ("model files", "nothing")  # the system may have no way to
+    switch = tmp_path / "switch"
+    assert drop_from_cache([tmp_path / "one.gguf"], drop_all=switch) == "everything"
+    assert switch.read_text() == "1\n"

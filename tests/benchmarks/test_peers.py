@@ -27,9 +27,7 @@ def wheel(folder: Path) -> None:
             file.writestr(f"{info}/RECORD", "")
 
 
-def test_a_peer_sees_its_own_packages_first_and_then_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_make_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(tmp_path / "wheels")
     monkeypatch.setattr(peers, "PEERS", {"peer": ("peerpkg==1.0", "numpy==1.0")})
     assert peer_python("peer", tmp_path) is None
@@ -43,9 +41,7 @@ def test_a_peer_sees_its_own_packages_first_and_then_ours(
     assert psutil.__file__ in done.stdout
 
 
-def test_one_that_cannot_be_installed_is_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_make_peer_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "wheels").mkdir()
     monkeypatch.setattr(peers, "PEERS", {"peer": ("peerpkg==1.0",)})
     with pytest.raises(LocalrtError, match=r"peer cannot be installed: .*peerpkg"):

@@ -25,7 +25,7 @@ def passages(count: int, seed: int = 0) -> str:
     return "\n\n".join(" ".join(rng.choice(WORDS, 40)) + f" {i}." for i in range(count))
 
 
-def test_prose_is_cut_into_disjoint_passages(tmp_path: Path) -> None:
+def test_prose(tmp_path: Path) -> None:
     path = tmp_path / "prose.txt"
     path.write_text(passages(40))
     corpus = prose(path)
@@ -38,7 +38,7 @@ def test_prose_is_cut_into_disjoint_passages(tmp_path: Path) -> None:
         prose(path)
 
 
-def test_python_source_is_the_same_every_time_and_disjoint(tmp_path: Path) -> None:
+def test_python_source(tmp_path: Path) -> None:
     for number in range(20):
         lines = "".join(f"x_{number}_{line} = {line}\n" for line in range(1000))
         (tmp_path / f"module{number}.py").write_text(lines)
@@ -53,7 +53,7 @@ def test_python_source_is_the_same_every_time_and_disjoint(tmp_path: Path) -> No
         python_source(tmp_path / "empty")
 
 
-def test_calibration_takes_turns() -> None:
+def test_interleaved() -> None:
     parts = [list(range(100, 110)), list(range(200, 207))]
     taken = interleaved(parts, total=10, length=3)
     assert taken == [100, 101, 102, 200, 201, 202, 103, 104, 105, 203]
@@ -61,7 +61,7 @@ def test_calibration_takes_turns() -> None:
         interleaved([[1, 2], [3, 4, 5]], total=6, length=3)
 
 
-def test_jobs_leave_out_what_says_nothing() -> None:
+def test_jobs() -> None:
     names = [job.name for job in jobs(["mxfp4", "int6-g32"], ["rtn", "gptq"], llamacpp=True)]
     assert names == ["published", "llamacpp", "mxfp4 rtn", "mxfp4 gptq", "int6-g32 rtn"]
 
@@ -84,7 +84,7 @@ def row(name: str, change: float, *, bits: float = 4.25, **more: Any) -> dict[st
     }
 
 
-def test_tables_show_every_row_in_order() -> None:
+def test_quality_tables() -> None:
     rows = [
         row("mxfp4 mr-gptq", 0.1, default=True),
         row("mxfp4 rtn", 0.3),
@@ -146,7 +146,7 @@ def test_tables_show_every_row_in_order() -> None:
     assert "| as published" not in short
 
 
-def test_a_run_goes_on_where_it_was(
+def test_resume_run(
     tiny_folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -196,7 +196,7 @@ def test_a_run_goes_on_where_it_was(
     assert [Path(name) for name in localrt.uses()] == [tiny_folder]  # none that is gone by now
 
 
-def test_a_reference_is_computed_once(tiny_folder: Path, tmp_path: Path) -> None:
+def test_reference_is_cached(tiny_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "prose.txt"
     path.write_text(passages(40))
     measure = quality_rows.Measure(ctx=64, tokens=256)

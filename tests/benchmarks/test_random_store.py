@@ -14,7 +14,7 @@ from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 CONFIG = {**TINY, "vocab_size": 512, "head_dim": 64, "tie_word_embeddings": False}
 
 
-def test_a_written_store_loads_and_answers(tmp_path: Path) -> None:
+def test_random_store(tmp_path: Path) -> None:
     write_store(tmp_path / "model", "Qwen3ForCausalLM", CONFIG, "int4-g32")
     with localrt.load(tmp_path / "model", device="cpu", ctx=64, draft="off") as model:
         answer = model.generate(token_ids=[3, 1, 4], max_tokens=12, temperature=0, ignore_eos=True)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "gemma3"])  # a head of its own, and a tied one
-def test_accelerate_computes_from_the_disk(arch: str, tmp_path: Path) -> None:
+def test_accelerate(arch: str, tmp_path: Path) -> None:
     import torch
     import transformers
 
@@ -41,7 +41,7 @@ def test_accelerate_computes_from_the_disk(arch: str, tmp_path: Path) -> None:
     assert (metrics.decode_tok_s or 0) > 0
 
 
-def test_a_folder_that_cannot_be_loaded_is_one_error(tmp_path: Path) -> None:
+def test_accelerate_bad_folder(tmp_path: Path) -> None:
     from benchmarks.peers.streamers import load_accelerate
 
     (tmp_path / "config.json").write_text("{}")
@@ -49,7 +49,7 @@ def test_a_folder_that_cannot_be_loaded_is_one_error(tmp_path: Path) -> None:
         load_accelerate(tmp_path / "m.gguf", tmp_path)
 
 
-def test_airllm_computes_from_the_disk(tmp_path: Path) -> None:
+def test_airllm(tmp_path: Path) -> None:
     python = peer_python("airllm")
     if python is None:
         pytest.skip("scripts/bench_peers makes the environment of airllm")

@@ -35,7 +35,7 @@ def record(*rows: dict[str, Any]) -> dict[str, Any]:
 # -- rows ------------------------------------------------------------------------------------------
 
 
-def test_tables_say_what_was_measured() -> None:
+def test_speculation_table() -> None:
     rates = {"tok_s": 26.2, "plain_tok_s": 8.75, "tokens_per_pass": 9.43}
     text = speculation_table(
         record(
@@ -56,14 +56,14 @@ def test_tables_say_what_was_measured() -> None:
     assert "4 of 4 generations have the tokens of plain decoding" in text
 
 
-def test_the_short_table_has_greedy_decoding_only() -> None:
+def test_speculation_short() -> None:
     hot = result("c", "tokens per pass", 30.0, temperature=0.7)
     text = speculation_short(record(row("a", result("b", "x", 2.5), hot)))
     assert "| a: b | 2.50 x |" in text
     assert "30.0" not in text
 
 
-def test_pages_are_filled_from_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filled_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path / "benchmarks/results")
     page = (
         "<!-- table: speculation -->\n<!-- end --><!-- table: speculation-short -->\n<!-- end -->"
