@@ -156,8 +156,9 @@ async def test_a_reader_who_scrolls_up_is_not_pulled_back(model: FakeModel) -> N
         await pilot.pause()
         view.follow()  # goes there with the next refresh
         view.scroll_to(y=19, animate=False, immediate=True)
-        await pilot.pause()
-        await pilot.pause()
+        refreshed: list[bool] = []
+        view.call_after_refresh(refreshed.append, True)
+        await until(pilot, lambda: bool(refreshed))
         assert (round(view.scroll_y), view.follows) == (19, False)
         view.follow()
         await until(pilot, lambda: round(view.scroll_y) == view.max_scroll_y)
