@@ -18,6 +18,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from localrt.engine.saved_caches import model_key
 from localrt.errors import LocalrtError
 from localrt.formatting import format_count
 from localrt.hub.files import quantization_label
@@ -86,11 +87,11 @@ def facts_of(path: Path) -> ModelFacts:
     Raises:
         LocalrtError: they cannot be read.
     """
-    return _facts_of(path, path.stat().st_mtime_ns)
+    return _facts_of(path, model_key(path, ""))
 
 
 @lru_cache(maxsize=256)
-def _facts_of(path: Path, _: int) -> ModelFacts:
+def _facts_of(path: Path, _: str) -> ModelFacts:
     with closing(open_checkpoint(path)) as checkpoint:
         template = load_template(checkpoint)
         tensors = checkpoint.tensors.values()

@@ -250,10 +250,17 @@ def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
             ids = {call["id"] for call in calls}
             more = [call for call in shown.get("tool_calls", ()) if call["id"] not in ids]
             shown["tool_calls"] = [*more, *calls]
-        if thinking := message.get("reasoning_content") or message.get("reasoning"):
+        details = "".join(filter(None, map(_detail, message.get("reasoning_details") or ())))
+        if thinking := message.get("reasoning_content") or message.get("reasoning") or details:
             shown |= thought(thinking)
         found.append(shown)
     return found
+
+
+def _detail(detail: Fields) -> str | None:
+    """The text of one of OpenRouter's reasoning details; some are encrypted."""
+    text = detail.get("text") or detail.get("summary")
+    return text if isinstance(text, str) else None
 
 
 def _called(call: Fields) -> Message:

@@ -108,6 +108,7 @@ _MESSAGE = object_of(
     function_call=nullable(object_of(name=TEXT, arguments=ARGUMENTS)),
     reasoning_content=TEXT,
     reasoning=TEXT,
+    reasoning_details=nullable(list_of({"type": "object"})),
     prefix=FLAG,
 )
 

@@ -7,6 +7,8 @@ model without a template gets ``PlainTemplate``. Does not know which model is lo
 
 from __future__ import annotations
 
+import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -192,6 +194,8 @@ class ChatTemplate(MessageTemplate):
     ) -> str:
         given = {
             **self._globals,
+            "functions": json.dumps(tools or [], indent=4),  # these two are firefunction's
+            "datetime": time.strftime("%Y-%m-%d"),  # the day: a time would outdate cached prompts
             **extra,
             "messages": messages,
             "tools": list(tools) if tools else None,

@@ -63,6 +63,7 @@ def test_renders_messages_and_the_generation_prompt() -> None:
         ("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}", "1"),
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "hello"),
         ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{{ functions + (datetime | length | string) }}", "[]10"),
         ("{{ enable_thinking }}", "False"),
         ("{{ tools is none }}", "True"),
         ("{{ messages[0]['content'].split('l')[0] }}", "he"),

@@ -547,6 +547,23 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
             result("Screen:\n[image left out]"),
         ],
     ),
+    # OpenRouter: thoughts as a list, some of which are encrypted.
+    (
+        "CHAT",
+        [
+            HI,
+            {
+                "role": "assistant",
+                "content": "So.",
+                "reasoning_details": [
+                    {"type": "reasoning.summary", "summary": "H"},
+                    {"type": "reasoning.text", "text": "m.", "signature": None},
+                    {"type": "reasoning.encrypted", "data": "x"},
+                ],
+            },
+        ],
+        [HI, says("So.", reasoning_content="Hm.")],
+    ),
     # The ``ai`` package and openai-agents: what a response said, with ids that mean nothing here.
     (
         "RESPONSES",

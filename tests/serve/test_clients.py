@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
+import os
 import re
 import time
 import zlib
@@ -14,16 +15,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import localrt
 from localrt.serve import generating
+from localrt.serve.about import facts_of
 from localrt.serve.bodies import encodings
 from localrt.serve.errors import ApiError
 from localrt.serve.guard import Paths
 from localrt.serve.models import meant
 from localrt.serve.options import ServeOptions
 from localrt.serve.pool import LocalFile, ModelPool
+from tests.checkpoints.make_gguf import write_gguf
 from tests.serve.conftest import Running, serving
 from tests.waits import wait_for
 
@@ -427,3 +431,13 @@ def test_a_client_that_leaves_while_the_model_loads_leaves_nothing(loading: Runn
     assert connection.getresponse().status == 200
     connection.close()
     wait_for(lambda: not loading.service._inside)
+
+
+def test_facts_of_a_file_that_was_exchanged(tmp_path: Path) -> None:
+    path, found = tmp_path / "model.gguf", []
+    for width in (32, 64):
+        tensors = {"output_norm.weight": (np.zeros(8, np.float32), "f32")}
+        write_gguf(path, "qwen3", {"qwen3.embedding_length": width}, tensors)
+        os.utime(path, (1, 1))
+        found.append(facts_of(path).width)
+    assert found == [32, 64]

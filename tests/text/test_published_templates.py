@@ -76,6 +76,8 @@ def test_calls_of_a_published_template_are_read_back(path: Path, case: str) -> N
     if not whole.startswith(prompt):  # it begins to think, or leaves empty thoughts out
         prompt = common_start(asked, whole)
     answer = whole[len(prompt) :]
+    if asked == prompt:  # every text ends with what begins the next answer
+        answer = answer.partition("<|eot_id|>")[0]
     answer = next((answer.removesuffix(end) for end in _ENDS if answer.endswith(end)), answer)
     if not all(name in answer for name, _ in calls):
         pytest.skip("it does not write all calls")

@@ -154,7 +154,7 @@ async def test_a_reader_who_scrolls_up_is_not_pulled_back(model: FakeModel) -> N
         await until(pilot, lambda: view.follows and round(view.scroll_y) == view.max_scroll_y > 40)
         view.scroll_to(y=20, animate=False, immediate=True)
         await pilot.pause()
-        view.follow()  # goes there with the next refresh
+        view.follow()
         view.scroll_to(y=19, animate=False, immediate=True)
         refreshed: list[bool] = []
         view.call_after_refresh(refreshed.append, True)

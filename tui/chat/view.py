@@ -292,12 +292,7 @@ class ConversationView(ScrollView, can_focus=False):
 
     def _to_end(self) -> None:
         if round(self.scroll_y) != self.max_scroll_y:
-            self.call_after_refresh(self._keep_up)
-
-    def _keep_up(self) -> None:
-        """Scroll to the end, unless the reader has scrolled away since that was asked for."""
-        if self._follows:
-            self.scroll_to(y=self.max_scroll_y, animate=False, force=True, immediate=True)
+            self._go(self.max_scroll_y)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         """The view was moved: by the reader, or to keep up."""
