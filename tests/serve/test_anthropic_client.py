@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from localrt.serve.bodies import check_fields
 from localrt.serve.calls import chat_call
 from localrt.serve.options import ServeOptions
 from localrt.serve.pool import ModelPool
-from tests.serve.conftest import Running, needs_kernels, serving
-from tests.waits import wait_for
+from tests.serve.conftest import Running, serving
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -31,11 +29,6 @@ TOOLS = [
         },
     }
 ]
-FORCED: dict[str, Any] = {
-    "tools": TOOLS,
-    "tool_choice": {"type": "tool", "name": "paint"},
-    "max_tokens": 300,
-}
 
 
 def client_of(server: Running) -> Any:
@@ -46,18 +39,6 @@ def client_of(server: Running) -> Any:
 def client(server: Running) -> Any:
     with client_of(server) as made:
         yield made
-
-
-def test_a_message_says_what_the_library_says(client: Any, server: Running) -> None:
-    got = client.messages.create(messages=HI, **GREEDY)
-    expected = server.model.generate("hi", temperature=0, max_tokens=12)
-    assert (got.type, got.role, got.model) == ("message", "assistant", "tiny")
-    assert [block.text for block in got.content] == [expected.text]
-    assert got.stop_reason == "max_tokens"
-    assert got.usage.input_tokens + got.usage.cache_read_input_tokens == (
-        expected.metrics.prompt_tokens
-    )
-    assert got.usage.output_tokens == 12
 
 
 def test_models_and_what_is_none_in_anthropics_form(client: Any) -> None:
@@ -73,14 +54,11 @@ def test_models_and_what_is_none_in_anthropics_form(client: Any) -> None:
             other.messages.create(messages=HI, **GREEDY)
 
 
-def test_a_streamed_message_is_the_same(client: Any, silence: bool) -> None:
-    whole = client.messages.create(messages=HI, **GREEDY)
+def test_events_of_a_message(client: Any, silence: bool) -> None:
     with client.messages.stream(messages=HI, **GREEDY) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
-    assert final.content[0].text == whole.content[0].text
-    assert final.stop_reason == whole.stop_reason
-    assert final.usage.output_tokens == 12
+    assert (final.type, final.role, final.model) == ("message", "assistant", "tiny")
     assert kinds[0] == "message_start"
     assert kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
@@ -117,18 +95,6 @@ def test_conversations_with_tools_and_their_results(client: Any) -> None:
     assert call["function"] == {"name": "paint", "arguments": '{"colour": "red"}'}
 
 
-def test_a_tool_that_must_be_called_is_called(client: Any) -> None:
-    pytest.importorskip("llguidance", reason="needs the structured extra")
-    got = client.messages.create(messages=HI, **{**GREEDY, **FORCED})
-    (call,) = got.content
-    assert (got.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "paint")
-    assert call.input["colour"] in ("red", "blue")
-    with client.messages.stream(messages=HI, **{**GREEDY, **FORCED}) as stream:
-        final = stream.get_final_message()
-    assert final.content[0].input == call.input
-    assert final.stop_reason == "tool_use"
-
-
 def test_thinking_is_a_block_of_its_own(thinker: Running) -> None:
     thinking = {"type": "enabled", "budget_tokens": 5}
     fields: dict[str, Any] = {"model": thinker.name, "messages": HI, "max_tokens": 40}
@@ -137,28 +103,16 @@ def test_thinking_is_a_block_of_its_own(thinker: Running) -> None:
         assert [block.type for block in got.content] == ["thinking", "text"]
         assert got.content[0].signature
         assert got.usage.output_tokens_details.thinking_tokens == 5
-        with client.messages.stream(thinking=thinking, **fields) as stream:
-            final = stream.get_final_message()
-        assert final.content[0].thinking == got.content[0].thinking
-        assert final.content[1].text == got.content[1].text
         # Back to the model, and without thinking, which is how it is when nothing is said.
         messages = [*HI, {"role": "assistant", "content": got.content}, *HI]
         plain = client.messages.create(**{**fields, "messages": messages})
         assert [block.type for block in plain.content] == ["text"]
 
 
-def test_an_answer_that_is_begun_goes_on(client: Any, server: Running) -> None:
-    begun = {"role": "assistant", "content": "Well"}
-    got = client.messages.create(messages=[*HI, begun], **GREEDY)
-    expected = server.model.generate([*HI, {**begun, "prefix": True}], temperature=0, max_tokens=12)
-    assert got.content[0].text == expected.text
-
-
 def test_the_stop_sequence_that_was_met_is_named(client: Any) -> None:
     text = client.messages.create(messages=HI, **GREEDY).content[0].text
     got = client.messages.create(messages=HI, stop_sequences=["@@@", text[3]], **GREEDY)
     assert (got.stop_reason, got.stop_sequence) == ("stop_sequence", text[3])
-    assert got.content == [] or got.content[0].text == text[: text.index(text[3])]
 
 
 def test_tokens_are_counted_exactly(client: Any) -> None:
@@ -186,8 +140,6 @@ def test_errors_have_their_kinds(client: Any) -> None:
     wrong = refused(anthropic.BadRequestError, messages=[{"role": "user", "content": []}])
     assert wrong["type"] == "invalid_request_error"
     assert wrong["message"] == "the messages have no content"
-    long = [{"role": "user", "content": "x" * 600}]
-    assert "context" in refused(anthropic.BadRequestError, messages=long)["message"]
 
 
 def test_the_key_may_be_anthropics(server: Running) -> None:
@@ -201,32 +153,6 @@ def test_the_key_may_be_anthropics(server: Running) -> None:
                 with pytest.raises(anthropic.AuthenticationError) as caught:
                     client.messages.create(messages=HI, **GREEDY)
                 assert caught.value.body["error"]["type"] == "authentication_error"
-
-
-@needs_kernels
-async def test_several_at_once_say_what_each_says_alone(server: Running) -> None:
-    async with anthropic.AsyncAnthropic(
-        base_url=server.url, api_key="any", max_retries=0
-    ) as client:
-
-        async def ask(text: str) -> str:
-            messages = [{"role": "user", "content": text}]
-            async with client.messages.stream(messages=messages, **GREEDY) as stream:
-                return await stream.get_final_text()
-
-        texts = ["hi", "why?", "Name three rivers, " * 5]
-        alone = [await ask(text) for text in texts]
-        assert await asyncio.gather(*map(ask, texts)) == alone
-
-
-@pytest.mark.usefixtures("slow")
-def test_a_stream_that_is_left_is_cancelled(client: Any, server: Running) -> None:
-    fields = {**GREEDY, "max_tokens": 400}
-    with client.messages.stream(messages=HI, **fields) as stream:
-        for event in stream:
-            if event.type == "content_block_delta":
-                break
-    wait_for(server.idle)
 
 
 @pytest.mark.parametrize("blocks", [True, False])

@@ -34,7 +34,13 @@ HI = [{"role": "user", "content": "hi"}]
 LONG: dict[str, Any] = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
-def send(running: Running, fields: dict[str, Any], *, small: bool = False) -> socket.socket:
+def send(
+    running: Running,
+    fields: dict[str, Any],
+    *,
+    path: str = "/v1/chat/completions",
+    small: bool = False,
+) -> socket.socket:
     """A request on a socket of its own; ``small``: one whose buffer takes little."""
     raw = socket.socket()
     if small:
@@ -43,7 +49,7 @@ def send(running: Running, fields: dict[str, Any], *, small: bool = False) -> so
     raw.connect(("127.0.0.1", running.port))
     body = json.dumps(fields).encode()
     raw.sendall(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode()
         + f"Content-Length: {len(body)}\r\n\r\n".encode()
         + body
     )
@@ -90,10 +96,21 @@ def test_what_takes_long_to_read_keeps_no_short_request_waiting(
         assert {one.result()[0] for one in long} == {status}
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", LONG),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 400, "temperature": 0}),
+        ("/v1/messages", {**LONG, "model": "tiny"}),
+        ("/api/chat", {"model": "tiny", "messages": HI, "options": {"num_predict": 400}}),
+    ],
+)
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_goes_away_ends_his_answer(slow: None, server: Running, stream: bool) -> None:
+def test_client_disconnects(
+    slow: None, server: Running, path: str, fields: dict[str, Any], stream: bool
+) -> None:
     lines = len(server.log)
-    raw = send(server, {**LONG, "stream": stream})
+    raw = send(server, {**fields, "stream": stream}, path=path)
     wait_for(lambda: server.live.stats().running == 1)
     before = server.live.stats().completion_tokens
     if stream:
