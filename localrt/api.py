@@ -79,9 +79,7 @@ def load(
         format: None keeps weights as they were published: quantized ones stay so. ``"bf16"`` or
             ``"f32"`` unpacks them and computes in that format, for measuring; it takes more memory.
             (``localrt quantize`` packs a model anew.)
-        device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``, ``"auto"``: the card if there is one, or
-            ``"virtual:8GB@12GB/s,256GB/s,20TFLOPS"``: a simulated card, of that memory, link,
-            memory rate and arithmetic.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:1"``, or ``"auto"``: the GPU if there is one.
         gpu_memory, ram: the most that may be used, in bytes or as ``"8GB"``; None takes what is
             free. ``ram`` is for the whole process. A model that does not fit is streamed: weights
             are read again for every token. Loading fails where not even that fits.

@@ -7,20 +7,61 @@ are ``offload/pipeline``'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.moe import Experts, RoutingWatch
-from localrt.models.layers.parts import Head, Part, PassState
-from localrt.models.timing import Clock, PipelineCounts, Task
+from localrt.models.layers.parts import Check, Head, Part, PassState
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
 
-__all__ = ["Check", "Residency", "Resident", "WeightMemory"]
+__all__ = [
+    "Check",
+    "PipelineCounts",
+    "Residency",
+    "Resident",
+    "Resource",
+    "Task",
+    "WeightMemory",
+]
 
-Check = Callable[[], None]
+Resource = Literal["ssd", "link", "cpu", "gpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCounts:
+    """What a pipeline has done since it was made: bytes, and seconds by resource.
+
+    ``clock_s`` is the time now, as ``time.perf_counter`` has it. ``decode_passes`` counts the
+    passes of one row, ``decode_cpu_s`` are the CPU's busy seconds in them. Of the experts that
+    layers have asked for (``expert_uses``), ``expert_hits`` were in memory. ``memory_note`` says
+    which weights are no longer where they were at load, and why.
+    """
+
+    ssd_read_bytes: int
+    link_bytes: int
+    busy_s: Mapping[str, float]
+    passes: int
+    clock_s: float
+    decode_passes: int = 0
+    decode_cpu_s: float = 0.0
+    expert_uses: int = 0
+    expert_hits: int = 0
+    memory_note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task on a resource, from ``start`` to ``end``."""
+
+    resource: Resource
+    name: str
+    start: float
+    end: float
 
 
 class WeightMemory:
@@ -64,13 +105,13 @@ class WeightMemory:
             MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
         """
 
-    def shrink_card(self, nbytes: int, words: str) -> int:
-        """Have ``nbytes`` less of the card's memory; the bytes freed, 0 if none can be."""
+    def shrink_gpu(self, nbytes: int, words: str) -> int:
+        """Have ``nbytes`` less of the GPU's memory; the bytes freed, 0 if none can be."""
         return 0
 
     @property
-    def card(self) -> tuple[int, int] | None:
-        """Bytes used of a card that weights are streamed to, and the most that may be."""
+    def gpu(self) -> tuple[int, int] | None:
+        """Bytes used of a GPU that weights are streamed to, and the most that may be."""
         return None
 
 
@@ -129,11 +170,6 @@ class Residency:
         cache.reserve(length)
 
     # -- what passes report ----------------------------------------------------------------------
-
-    @property
-    def clock(self) -> Clock | None:
-        """What passes are timed by; None: they are not."""
-        return None
 
     def counts(self) -> PipelineCounts | None:
         """Totals so far; None where nothing is counted."""

@@ -15,7 +15,6 @@ from localrt.errors import MemoryBudgetError, OptionError
 from localrt.formatting import format_bytes
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig
-from localrt.offload.cards.roofline import PACKED_ROWS
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import KvFormat, ModelShape, PassSizes
 from localrt.option_names import option
@@ -31,6 +30,7 @@ __all__ = [
     "LONG_PREFILL_ROWS",
     "MARGIN_NBYTES",
     "MEASURING_NBYTES",
+    "PACKED_ROWS",
     "PREFILL_ROWS",
     "SERVER_NBYTES",
     "SMALLEST_CONTEXT",
@@ -65,6 +65,9 @@ __all__ = [
     "unstreamable_nbytes",
     "weight_nbytes",
 ]
+
+PACKED_ROWS = 64
+"""The most rows that products with packed weights take at once."""
 
 # -- constants -----------------------------------------------------------------------------------
 

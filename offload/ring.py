@@ -5,8 +5,7 @@ so a ring only a little larger than its largest unit still keeps the disk busy w
 computed. Nothing is allocated after construction, and nothing can fragment. Not thread-safe; it
 knows sizes and offsets, neither files nor weights.
 
-A mark says when something has happened or will have: an event of a GPU, or a time on a virtual
-clock. Who gives bytes back may leave one, and who fills any of them next finds the latest.
+A release may carry a GPU's event; the next writer to those bytes waits for it.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.timing import Mark
-from localrt.offload.cards.clock import later
+from localrt.offload.device.gpu import Event
 from localrt.quant.ops.arrays import aligned_buffer
 
 __all__ = ["PAGE", "Chunk", "Lease", "Ring", "chunks", "place"]
@@ -77,7 +74,7 @@ class Ring:
         self._next = 0  # where the next unit goes if it fits
         self._live: deque[Lease] = deque()  # oldest first
         # Of bytes given back, the oldest first; ranges do not overlap, so they are few.
-        self._marks: list[tuple[int, int, Mark]] = []
+        self._events: list[tuple[int, int, Event]] = []
 
     def replaced(self) -> None:
         """Nobody has a place in it any more."""
@@ -103,25 +100,25 @@ class Ring:
         self._live.append(lease)
         return lease
 
-    def next_chunk(self, lease: Lease) -> tuple[Chunk, Mark] | None:
+    def next_chunk(self, lease: Lease) -> tuple[Chunk, Event | None] | None:
         """The lease's next chunk if the bytes that it goes to are free; it is handed out once.
 
-        With the mark by which all who used them are done.
+        With the event after which nobody uses them any more: of one stream, the last says it.
         """
         if not lease.waiting or not self._is_free(lease, lease.waiting[0]):
             return None
         chunk = lease.waiting.popleft()
         start = lease.offset + chunk.start
         stop = start + chunk.nbytes
-        used = (mark for low, high, mark in self._marks if low < stop and start < high)
-        return chunk, reduce(later, used, None)
+        used = (event for low, high, event in reversed(self._events) if low < stop and start < high)
+        return chunk, next(used, None)
 
     def view(self, lease: Lease) -> Any:
         """The unit's bytes: a slice of the memory."""
         return self.memory[lease.offset : lease.offset + lease.nbytes]
 
-    def release(self, lease: Lease, mark: Mark = None) -> None:
-        """Give a lease's bytes back, once ``mark`` has happened. No chunk of it may be on its way.
+    def release(self, lease: Lease, event: Event | None = None) -> None:
+        """Give a lease's bytes back, once ``event`` has happened. No chunk of it may be on its way.
 
         Raises:
             ValueError: it was given back before.
@@ -129,20 +126,20 @@ class Ring:
         if lease.released:
             raise ValueError("the lease was given back before")
         lease.released = True
-        if mark is not None:
-            self._note(lease.offset, lease.offset + lease.nbytes, mark)
+        if event is not None:
+            self._note(lease.offset, lease.offset + lease.nbytes, event)
         while self._live and self._live[0].released:
             self._live.popleft()
 
-    def _note(self, start: int, stop: int, mark: Mark) -> None:
-        """These bytes are free after ``mark``, which comes after all marks that they had."""
-        marks: list[tuple[int, int, Mark]] = []
-        for low, high, before in self._marks:
+    def _note(self, start: int, stop: int, event: Event) -> None:
+        """These bytes are free after ``event``, which comes after all events that they had."""
+        events: list[tuple[int, int, Event]] = []
+        for low, high, before in self._events:
             if low < start:
-                marks.append((low, min(high, start), before))
+                events.append((low, min(high, start), before))
             if stop < high:
-                marks.append((max(low, stop), high, before))
-        self._marks = [*marks, (start, stop, mark)]
+                events.append((max(low, stop), high, before))
+        self._events = [*events, (start, stop, event)]
 
     def _newest(self, start: int, stop: int) -> int:
         """How many leases are as old as the newest that takes bytes of ``start`` to ``stop``."""

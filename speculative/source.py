@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,10 +141,6 @@ class Drafter(ABC):
         All rows behind it must be there to guess. None: there can be no guesses.
         """
         return 0
-
-    def drafting(self) -> AbstractContextManager[object]:
-        """Around all passes of one tree, but for those while the target computes."""
-        return nullcontext()
 
     @abstractmethod
     def compute(self, cache: KVCache, rows: Rows, *, check: Check | None) -> Floats:

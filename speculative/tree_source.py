@@ -85,17 +85,16 @@ class TreeSource(DraftSource):
         budget = min(budget, self._most_nodes)
         if budget <= 0 or depth <= 0:
             return TokenTree.empty()
-        with self._drafter.drafting():
-            try:
-                if not self._follow(history, check):
-                    return TokenTree.empty()
-                expand = self._expander(check)
-                rounds = self._round_nodes
-                return self._growth.grow(expand, budget=budget, depth=depth, round_nodes=rounds)
-            finally:
-                if not self._drafter.lasting:
-                    self._forget()
-                    self._cache.trim(len(self._known) - self._start)
+        try:
+            if not self._follow(history, check):
+                return TokenTree.empty()
+            expand = self._expander(check)
+            rounds = self._round_nodes
+            return self._growth.grow(expand, budget=budget, depth=depth, round_nodes=rounds)
+        finally:
+            if not self._drafter.lasting:
+                self._forget()
+                self._cache.trim(len(self._known) - self._start)
 
     def missing(self, history: Sequence[int]) -> int:
         """See ``DraftSource``."""

@@ -111,11 +111,10 @@ class Status:
     progress (``generating``), or of the last one. ``streamed``: weights are read or copied in each
     pass; ``token_bytes`` is what one token needs of the weights, once ``Model.advise`` has found
     out. ``ceiling_tok_s`` and ``predicted_tok_s`` are the plan's, without guesses. ``clock_s`` is
-    the clock that times are of: a virtual card's where ``simulated``.
+    when it was taken, as ``time.perf_counter`` has it.
     """
 
     clock_s: float
-    simulated: bool
     streamed: bool
     generating: bool
     ram: MemoryUse

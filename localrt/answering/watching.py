@@ -16,7 +16,7 @@ from localrt.answering.status import LaneUse, MemoryUse, PassTrace, Status
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.types import Chunk, Metrics
 from localrt.errors import LocalrtError
-from localrt.models.timing import Task
+from localrt.models.residency import Task
 from localrt.offload.memory.process import current_rss, ram_budget
 
 __all__ = ["Watch", "last_pass"]
@@ -97,7 +97,6 @@ class Watch:
             }
         return Status(
             clock_s=time.perf_counter() if counts is None else counts.clock_s,
-            simulated=engine.virtual_clock is not None,
             streamed=engine.info.streamed,
             generating=running > 0,
             ram=MemoryUse(current_rss(), self._ram_budget(), engine.ram_forecast()),
@@ -136,7 +135,7 @@ class Watch:
 
     def _vram(self, kv: MemoryUse | None) -> MemoryUse | None:
         engine = self._engine
-        if (card := engine.residency.memory.card) is not None:
+        if (card := engine.residency.memory.gpu) is not None:
             return MemoryUse(*card)
         try:
             free = engine.free_memory()
@@ -180,8 +179,7 @@ def _pass(tasks: Sequence[Task], computed: Sequence[Task], first: int) -> PassTr
     for task in tasks[max(0, first - 64) :]:
         low, high = max(task.start, start), min(task.end, end)
         if low < high:
-            resource = "link" if task.resource == "link-back" else task.resource
-            spans.setdefault(resource, []).append((low - start, high - start))
+            spans.setdefault(task.resource, []).append((low - start, high - start))
     seconds = end - start
     lanes = tuple(
         LaneUse(name, _merged(spans[name], seconds / _FINEST))

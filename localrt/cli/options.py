@@ -63,10 +63,7 @@ _ENDPOINT: tuple[Flag, ...] = (
 
 RAM_HELP = "most RAM to use, like 4GB (default: what is free, less some for other programs)"
 GPU_MEMORY_HELP = "most GPU memory to use, like 8GB (default: what is free on the card)"
-DEVICE_HELP = (
-    "where to compute: cpu, cuda, or virtual:CARD, which simulates a card (default: auto, a card "
-    "where there is one)"
-)
+DEVICE_HELP = "where to compute: cpu or cuda (default: auto, a GPU where there is one)"
 KV_HELP = (
     "format of keys and values: int8 takes half the memory, int4 a third (CPU kernels) "
     "(default: bf16)"

@@ -52,8 +52,6 @@ def load_draft(
 
     resolved = resolve(name, settings=settings, offline=offline, progress=progress, cancel=cancel)
     own = replace(options, engine="native", kv_format=None, activations=None, pass_rows=1)
-    if options.device.startswith("virtual:"):  # the card is the target's
-        own = replace(own, device="cpu", gpu_memory=None)
     own = replace(own, ctx=_fitting_context(resolved.path, own))
     return load_parts(resolved.path, own, settings=settings, progress=progress, cancel=cancel)
 
@@ -76,7 +74,7 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
         ctx = min(options.ctx or config.context_length, config.context_length)
         ops = make_ops(
             config.memory,
-            device="cpu" if options.device.startswith("virtual:") else options.device,
+            device=options.device,
             compute_format=options.format,
             threads=options.threads,
         )
@@ -133,22 +131,19 @@ def load_with_draft(
             opened.callback(own.engine.close)
             return own, ""
 
-        own, note = (None, "") if place.after else load_own()
+        own, note = load_own()
         parts: LoadedModel | None = None
-        if own is not None or place.after:
+        if own is not None:
             try:
                 parts = load(place.target or _beside_draft(own, options))
             except MemoryBudgetError as error:
                 note = f"draft {name} is not used: beside it, {error.marked}"
-                if own is not None:
-                    own.engine.close()
+                own.engine.close()
                 own = None
         if parts is None:
             gc.collect()
             parts = load(place.alone)
         opened.callback(parts.engine.close)
-        if place.after and not note:
-            own, note = load_own()
         if note or place.line:
             parts = replace(parts, notes=(*parts.notes, note or place.line))
         drafts = Drafts(parts, later)

@@ -1,18 +1,13 @@
 """A draft model beside its target: a loaded model whose passes make guesses.
 
-Its caches never outgrow the memory of a card that was set aside for them. Where the target's time
-is simulated, so is its draft's: on the card a pass takes what the card would take, with token ids
-going there and logits coming back; on the CPU what it took. Whatever else drafting does takes the
-CPU's time.
+Its caches never outgrow the memory of a card that was set aside for them.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
@@ -24,7 +19,6 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.errors import OptionError
 from localrt.formatting import format_bytes
 from localrt.loading.parts import LoadedModel
-from localrt.models.timing import Clock
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.speculative.source import (
     MOST_NODES,
@@ -40,9 +34,8 @@ if TYPE_CHECKING:
     from localrt.engine.options import Options
     from localrt.engine.protocol import EngineSession
     from localrt.models.tokenizers import Tokenizer
-    from localrt.offload.planner.draft_costs import DraftCosts
 
-__all__ = ["CacheRoom", "DraftTime", "EngineDrafter", "ModelDraft", "vocabulary_problem"]
+__all__ = ["CacheRoom", "EngineDrafter", "ModelDraft", "vocabulary_problem"]
 
 _ROUND_NODES = 128
 _ROUND_LOGITS = 16 << 20
@@ -75,53 +68,11 @@ class CacheRoom:
             )
 
 
-class DraftTime:
-    """A draft's time on a virtual card's ``clock``. ``costs`` are those of a draft on the card."""
-
-    def __init__(self, clock: Clock, costs: DraftCosts | None = None) -> None:
-        self._clock = clock
-        self._costs = costs
-        self._pass_s = 0.0  # real time
-
-    @contextmanager
-    def of_tree(self) -> Iterator[None]:
-        """Around all passes of a tree: what the CPU does beside them takes its time."""
-        passes, began = self._pass_s, time.perf_counter()
-        try:
-            yield
-        finally:
-            beside = time.perf_counter() - began - (self._pass_s - passes)
-            started = self._clock.begin("cpu")
-            now = self._clock.now()
-            self._clock.end("cpu", "drafting", started, after=now, cost_s=max(0.0, beside))
-
-    @contextmanager
-    def of_pass(self, count: int, wanted: int, held: int) -> Iterator[None]:
-        """Around a pass of ``count`` rows behind ``held`` that gives ``wanted`` rows of logits."""
-        clock, costs, began = self._clock, self._costs, time.perf_counter()
-        after = clock.now() + (costs.there(count) if costs is not None else 0.0)
-        where: Literal["cpu", "gpu"] = "cpu" if costs is None else "gpu"
-        started = clock.begin(where)
-        try:
-            yield
-        finally:
-            self._pass_s += time.perf_counter() - began
-            if costs is None:
-                clock.end(where, "draft", started, after=after)
-            else:
-                cost = costs.computing(count, wanted, held)
-                ended = clock.end(where, "draft", started, after=after, cost_s=cost)
-                # Who waits for the logits is the CPU, which goes on once they are there.
-                if wanted:
-                    waited, there = clock.begin("cpu"), ended + costs.back(wanted)
-                    clock.end("cpu", "logits", waited, after=there, cost_s=0.0)
-
-
 class EngineDrafter(Drafter):
     """A small model that shares its target's vocabulary, which is the caller's to check.
 
     ``vocab_size`` bounds the tokens, where the target's logits have fewer columns than the draft's.
-    It stays within its ``room`` and is on its target's ``time``.
+    It stays within its ``room``.
     """
 
     name = "model"
@@ -132,14 +83,12 @@ class EngineDrafter(Drafter):
         vocab_size: int,
         *,
         room: CacheRoom | None = None,
-        time: DraftTime | None = None,
     ) -> None:
         self._engine = engine
         self._vocab = vocab_size
         self._room = room
-        self._time = time
         self.held_rows = engine.ops_name in ("torch", "native")
-        self.prepares = time is None  # two threads would share one virtual clock
+        self.prepares = True
 
     def cache(self, capacity: int) -> KVCache:
         """See ``Drafter``."""
@@ -148,23 +97,17 @@ class EngineDrafter(Drafter):
             self._room.add(cache)
         return cache
 
-    def drafting(self) -> AbstractContextManager[object]:
-        """See ``Drafter``."""
-        return nullcontext() if self._time is None else self._time.of_tree()
-
     def compute(
         self, cache: KVCache, rows: Rows, *, check: Check | None
     ) -> npt.NDArray[np.float32]:
         """See ``Drafter``."""
-        count, time = len(rows.tokens), self._time
+        count = len(rows.tokens)
         if self._room is not None:
             self._room.check(cache, count)
         span = Span(cache, count, rows.mask)
         batch = Batch(np.array(rows.tokens, np.int64), rows.positions, (span,))
         wanted = range(count - rows.wanted, count)
-        charged = nullcontext() if time is None else time.of_pass(count, rows.wanted, cache.length)
-        with charged:
-            logits = self._engine.run(batch, rows=wanted, check=check)
+        logits = self._engine.run(batch, rows=wanted, check=check)
         return logits[:, : self._vocab]
 
 
@@ -202,12 +145,10 @@ class ModelDraft:
     def source(self, session: EngineSession, options: Options) -> DraftSource:
         """Guesses for a session."""
         place, info = self._place, self._target.engine.info
-        clock = _native(self._target).virtual_clock
         drafter = EngineDrafter(
             self._engine,
             self._engine.info.vocab_size if self.translated else self._shared,
             room=self._room,
-            time=None if clock is None else DraftTime(clock, place.costs if place else None),
         )
         round_nodes = _ROUND_NODES
         if info.streamed:  # memory is tight

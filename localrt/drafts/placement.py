@@ -1,8 +1,7 @@
 """Where a draft lies when its target has a card: planned for both before either is loaded.
 
 A draft on a card takes its memory from the target's share, so that both stay within the budgets;
-one that fits nowhere is left out, and a note says so. A virtual card's draft is computed by the
-CPU and charged to the card (``decoder.py``). How the ways are compared is the planner's.
+one that fits nowhere is left out, and a note says so. How the ways are compared is the planner's.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ from localrt.offload.account import (
 )
 
 if TYPE_CHECKING:
-    from localrt.loading.cards import OpenCard
+    from localrt.loading.gpu import OpenGpu
     from localrt.models.checkpoints import Checkpoint
-    from localrt.offload.planner.draft_costs import DraftCosts
     from localrt.offload.planner.pair import PairPlan
-    from localrt.offload.planner.plan import Plan
     from localrt.offload.shapes import ModelShape
     from localrt.settings import Settings
 
@@ -49,10 +46,9 @@ class DraftPlace:
     target without a draft; ``draft`` is None where it is not used, and ``note`` says why. Without a
     ``target``, it is loaded with what the draft leaves.
 
-    ``after``: the draft is loaded after the target, since a virtual card's memory is none of the
-    RAM that the target's budget is of. ``costs`` are those of a draft on the card, of whose memory
-    ``cache_room`` bytes are for its keys and values. ``level_share`` is what one of its levels is
-    forecast to cost of a plain step. ``remember`` is told how often first choices come true.
+    Of the card's memory ``cache_room`` bytes are for the draft's keys and values. ``level_share``
+    is what one of its levels is forecast to cost of a plain step. ``remember`` is told how often
+    first choices come true.
     """
 
     alone: LoadOptions
@@ -60,8 +56,6 @@ class DraftPlace:
     draft: LoadOptions | None = None
     line: str = ""
     note: str = ""
-    after: bool = False
-    costs: DraftCosts | None = None
     cache_room: int | None = None
     level_share: float | None = None
     remember: Callable[[float], None] | None = None
@@ -83,35 +77,33 @@ def place_draft(
     with closing(open_checkpoint(target)) as ours, closing(open_checkpoint(draft)) as theirs:
         try:
             card = _open_card(ours, options)
-            if card is None or card.accelerator is None:
+            if card is None or card.gpu is None:
                 return None
             try:
                 return _place(ours, theirs, card, name, options, settings)
             finally:
-                card.accelerator.close()
+                card.gpu.close()
         except UnsupportedModelError:
             return None  # loading explains it
 
 
-def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
+def _open_card(target: Checkpoint, options: LoadOptions) -> OpenGpu | None:
     """The card of ``options``, if the target can be placed on it."""
-    from localrt.loading.cards import open_card
+    from localrt.loading.gpu import open_gpu
     from localrt.models.registry import read_config
     from localrt.quant.ops.choose import make_ops
     from localrt.quant.ops.native.abi import find_library
 
-    virtual = options.device.startswith("virtual:")
     ops = make_ops(
         read_config(target).memory,
-        device="cpu" if virtual else options.device,
+        device=options.device,
         kv_format=options.kv_format,
         activations=options.activations,
         threads=options.threads,
     )
-    if ops.name != ("native" if virtual else "cuda") or not find_library():
+    if ops.name != "cuda" or not find_library():
         return None
-    return open_card(
-        options.device,
+    return open_gpu(
         ops,
         threads=options.threads,
         gpu_memory=options.gpu_memory,
@@ -122,7 +114,7 @@ def _open_card(target: Checkpoint, options: LoadOptions) -> OpenCard | None:
 def _place(
     target: Checkpoint,
     draft: Checkpoint,
-    card: OpenCard,
+    card: OpenGpu,
     name: str,
     options: LoadOptions,
     settings: Settings,
@@ -165,22 +157,17 @@ def _place(
     plan = plan_pair(request)
     if plan is None:  # not even the target alone: loading says what is missing
         return DraftPlace(alone=options)
-    place = _decision(plan, card, name, options, machine_ram=ram_budget(None) - current_rss())
+    place = _decision(plan, card, name, options)
     remember = partial(remember_acceptance, settings, ours.name, theirs.name)
     return replace(place, remember=remember)
 
 
-def _decision(
-    plan: PairPlan, card: OpenCard, name: str, options: LoadOptions, *, machine_ram: int
-) -> DraftPlace:
+def _decision(plan: PairPlan, card: OpenGpu, name: str, options: LoadOptions) -> DraftPlace:
     """The options of both under the best way."""
-    from localrt.offload.planner.draft_costs import DraftCosts
-
     best, request = plan.best, plan.request
     assert best.plan is not None, "the best way is one that fits"
     if best.way == "no draft":
         return DraftPlace(alone=options, note=f"draft {name} is not used: {plan.against()}")
-    virtual = options.device.startswith("virtual:")
     own = replace(
         options, engine="native", kv_format=None, activations=None, gpu_memory=None, pass_rows=1
     )
@@ -196,46 +183,30 @@ def _decision(
         return place
     on_card = best.way == "both on card"
     left = card.capacity - best.draft_vram if on_card else 0
-    if virtual:
-        # The card's memory is this process's, beside what the target may take.
-        if best.draft_vram + _new_nbytes(best.plan) > machine_ram:
-            why = f"draft {name} is not used: there is no memory to stand for the virtual card's"
-            return DraftPlace(alone=options, note=why)
-        target = replace(target, gpu_memory=left)
-        own = replace(own, device="cpu", ram=None, ctx=request.draft_ctx)
-    else:
-        vram = left + CUDA_CONTEXT_NBYTES if on_card else None
-        target = replace(target, device=options.device if on_card else "cpu", gpu_memory=vram)
-        own = replace(own, gpu_memory=best.draft_vram, ctx=request.draft_ctx)
+    vram = left + CUDA_CONTEXT_NBYTES if on_card else None
+    target = replace(target, device=options.device if on_card else "cpu", gpu_memory=vram)
+    own = replace(own, gpu_memory=best.draft_vram, ctx=request.draft_ctx)
     return replace(
         place,
         target=target,
         draft=own,
-        after=virtual,
-        costs=DraftCosts(request.draft, request.target.machine, True) if virtual else None,
         cache_room=sum(request.draft.kv_nbytes("bf16", request.draft_ctx)),
     )
 
 
-def _new_nbytes(plan: Plan) -> int:
-    """Bytes that a target takes beside what the process has: in RAM, and for a virtual card."""
-    memory = plan.memory
-    return memory.total() - memory.nbytes("process") + memory.total("vram")
-
-
 def _draft_context(
-    draft: Checkpoint, shape: ModelShape, card: OpenCard, options: LoadOptions
+    draft: Checkpoint, shape: ModelShape, card: OpenGpu, options: LoadOptions
 ) -> int:
     """As much context as the target was asked to have, or less, so that the draft fits."""
     ctx = min((options.ctx or _CONTEXT) + _NODES, shape.context_length)
     return longest_context(ctx, lambda n: _draft_vram(draft, shape, card, n) <= card.capacity)
 
 
-def _draft_vram(draft: Checkpoint, shape: ModelShape, card: OpenCard, ctx: int) -> int:
+def _draft_vram(draft: Checkpoint, shape: ModelShape, card: OpenGpu, ctx: int) -> int:
     """Bytes of the card's memory that the draft takes with a context of ``ctx``."""
     from localrt.models.registry import read_config
 
-    assert card.accelerator is not None, "there is a card"
-    if card.accelerator.ops.name == "native":
+    assert card.gpu is not None, "there is a card"
+    if card.gpu.ops.name == "native":
         return draft_nbytes(shape, ctx)
-    return resident_account(draft, read_config(draft), card.accelerator.ops, ctx).total()
+    return resident_account(draft, read_config(draft), card.gpu.ops, ctx).total()

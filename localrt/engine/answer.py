@@ -364,7 +364,6 @@ class Meter:
         forecast = self._forecast
         if forecast is not None:
             m.predicted_tok_s, m.ceiling_tok_s = forecast.tok_s, forecast.ceiling_tok_s
-            m.simulated = forecast.simulated
         if counts is None or self._before is None or self._decoding is None:
             return
         m.ssd_read_bytes = counts.ssd_read_bytes - self._before.ssd_read_bytes

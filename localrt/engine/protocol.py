@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.errors import ContextOverflowError, OptionError, UnsupportedModelError
-from localrt.models.residency import Residency
-from localrt.models.timing import Clock, PipelineCounts
+from localrt.models.residency import PipelineCounts, Residency
 from localrt.option_names import option
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 
@@ -67,14 +66,10 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a plan expects of decoding, in tokens per second; the ceiling is with perfect overlap.
-
-    ``simulated``: time is a virtual clock's.
-    """
+    """Tokens per second that a plan expects of decoding; the ceiling is with perfect overlap."""
 
     tok_s: float
     ceiling_tok_s: float
-    simulated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +176,8 @@ class EngineSession(ABC):
         return None
 
     def now(self) -> float:
-        """Seconds on the clock that passes run on: a virtual card has its own."""
-        counts = self.counts()
-        return time.perf_counter() if counts is None else counts.clock_s
+        """Seconds, as ``time.perf_counter`` has them."""
+        return time.perf_counter()
 
     def forecast(self) -> Forecast | None:
         """What was planned; None where nothing was. Takes milliseconds."""
@@ -390,12 +384,6 @@ class Engine(ABC):
         return False
 
     # -- what it does ----------------------------------------------------------------------------
-
-    @property
-    def virtual_clock(self) -> Clock | None:
-        """The clock of a virtual card; None where time is the wall's."""
-        clock = self.residency.clock
-        return clock if clock is not None and clock.simulated else None
 
     def counts(self) -> PipelineCounts | None:
         """What the pipeline has done so far; None where everything is resident."""

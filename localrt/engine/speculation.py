@@ -201,8 +201,6 @@ class Stepper(Guessing):
         self._seconds = 0.0
         self._prefill = self.session.now()
         self._preparing = {name: source for name, source in sources.items() if source.prepares}
-        forecast = session.forecast() if self._preparing else None
-        self._simulated = forecast is not None and forecast.simulated
         self._cramped = False  # guesses need more memory than there is
         self._rest = 0  # steps before guesses are looked for again
         self._longest_rest = 1  # twice as long each time that none were found
@@ -287,9 +285,8 @@ class Stepper(Guessing):
         source = self._preparing.get(order.source)
         if source is None:
             return None
-        # A card's passes wait for the card, simulated ones not as long as they say.
         counts = self.session.counts()
-        if self._simulated or (counts and counts.link_bytes):
+        if counts and counts.link_bytes:  # passes wait for the GPU
             return None
         history = list(self._history)
 

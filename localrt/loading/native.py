@@ -11,7 +11,6 @@ from math import prod
 
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import Engine, EngineInfo
-from localrt.errors import OptionError
 from localrt.loading.kernels import compiled_meanwhile
 from localrt.loading.options import LoadOptions, byte_counter, pick_context
 from localrt.loading.quantization_name import most_used_format
@@ -27,7 +26,6 @@ from localrt.offload.account import (
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.memory.state import memory_state
 from localrt.offload.ram_forecast import resident_forecast
-from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.quant.ops.choose import make_ops, why_not_our_kernels
 from localrt.quant.ops.native.abi import find_library
@@ -55,16 +53,15 @@ def load_native(
         MemoryBudgetError: not even streaming can fit it; the message has the numbers.
     """
     config = read_config(checkpoint, context=options.ctx)
-    virtual = options.device.startswith("virtual:")
     ops = make_ops(
         config.memory,
-        device="cpu" if virtual else options.device,
+        device=options.device,
         compute_format=options.format,
         kv_format=options.kv_format,
         activations=options.activations,
         threads=options.threads,
     )
-    if options.format is None and not virtual:
+    if options.format is None:
         why = why_not_our_kernels(ops, config.memory, options.device)
         notes += [why] if why else []
     infos = checkpoint.tensors.values()
@@ -73,7 +70,7 @@ def load_native(
         return EngineInfo(
             engine="native",
             architecture=config.architecture,
-            device=options.device if virtual else ops.device,
+            device=ops.device,
             format=_format_name(checkpoint, ops),
             parameters=sum(prod(i.shape) for i in infos),
             layers=config.layers,
@@ -84,11 +81,7 @@ def load_native(
             streamed=streamed,
         )
 
-    if virtual and ops.name != "native":
-        raise OptionError(
-            f"{option('device', options.device)} computes on the compiled CPU kernels only"
-        )
-    if virtual or _must_stream(checkpoint, config, ops, options):
+    if _must_stream(checkpoint, config, ops, options):
         # Brings the planner, which a model in memory does without.
         from localrt.loading.placing import load_placed
 

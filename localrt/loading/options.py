@@ -68,12 +68,14 @@ class LoadOptions:
             raise OptionError(
                 f"{option('activations')} must be int8 or bf16 (or unset), is {self.activations!r}"
             )
-        if self.device not in ("auto", "cpu", "cuda") and not str(self.device).startswith(
-            ("cuda:", "virtual:")
-        ):
+        if self.device not in ("auto", "cpu", "cuda") and not str(self.device).startswith("cuda:"):
             raise OptionError(
-                f"{option('device')} must be auto, cpu, cuda or virtual:CARD (such as "
-                f"virtual:8GB@12GB/s,256GB/s,20TFLOPS), is {self.device!r}"
+                f"{option('device')} must be auto, cpu or cuda, is {self.device!r}"
+                + (
+                    " (`localrt plan MODEL --gpu` forecasts a GPU that is not here)"
+                    if str(self.device).startswith("virtual:")
+                    else ""
+                )
             )
         for name in ("ctx", "threads"):
             value = getattr(self, name)

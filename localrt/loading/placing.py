@@ -20,8 +20,8 @@ from localrt.errors import StorageError
 from localrt.files import private_folder
 from localrt.formatting import format_bytes
 from localrt.hub.names import shown_path
-from localrt.loading.cards import open_card
 from localrt.loading.choice import ContextChoice, choose_context, first_plan
+from localrt.loading.gpu import open_gpu
 from localrt.loading.kernels import compiled_meanwhile, share_of_card
 from localrt.loading.options import LoadOptions, byte_counter
 from localrt.machine.measuring import machine_profile
@@ -44,7 +44,7 @@ from localrt.offload.kv.tier import KvTier
 from localrt.offload.memory.pressure import MemoryPressure
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.pipeline.opening import open_pipeline
-from localrt.offload.pipeline.setup import Devices
+from localrt.offload.pipeline.setup import Setup
 from localrt.offload.pipeline.streamed import Streamed
 from localrt.offload.placement import Where
 from localrt.offload.planner import Budgets, ModelShape, Plan, shape_from_checkpoint
@@ -53,7 +53,6 @@ from localrt.offload.planner.costs import expert_costs
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.ram_forecast import placed_forecast
-from localrt.offload.reading.loading import Reading
 from localrt.offload.shapes import KvFormat, parse_kv_format
 from localrt.offload.store.cached import cached_store, store_folder
 from localrt.offload.store.mending import mend_unit
@@ -84,9 +83,9 @@ def load_placed(
 ) -> tuple[NativeEngine, int]:
     """The engine of ``checkpoint`` within a budget for the whole process, and its context length.
 
-    The device of ``options`` is a card for the part of the work that it is better at: the one that
-    ``ops`` computes on, or ``virtual:CARD``. Without a ``ctx`` the context is the model's own, or
-    what fits with all weights streamed. ``describe`` is told whether they are.
+    Where ``ops`` computes on a GPU, that does the part of the work that it is better at. Without a
+    ``ctx`` the context is the model's own, or what fits with all weights streamed. ``describe`` is
+    told whether they are.
 
     Raises:
         MemoryBudgetError: the budget is too small even so; says the least that would do.
@@ -98,8 +97,7 @@ def load_placed(
             progress(Progress("pack", done, total, "bytes", file))
 
     shape = shape_from_checkpoint(checkpoint)
-    card = open_card(
-        options.device,
+    opened = open_gpu(
         ops,
         threads=options.threads,
         gpu_memory=options.gpu_memory,
@@ -107,18 +105,18 @@ def load_placed(
         formats={unit.format for unit in shape.units},
         progress=progress,
     )
-    ops, kv_format = card.host_ops, parse_kv_format(options.kv_format or "bf16")
+    ops, kv_format = opened.host_ops, parse_kv_format(options.kv_format or "bf16")
 
     def budgets(to_come: int = 0) -> Budgets:
         return Budgets(
             ram=ram_budget(options.ram),
             process=current_rss() + GROWTH_NBYTES + MARGIN_NBYTES + to_come,
-            vram=card.capacity,
+            vram=opened.capacity,
             cuda_context=0,  # it is there already, and counted
         )
 
     choice = choose_context(
-        shape, card.on(typical_machine()), budgets(LOADING_NBYTES), options.ctx, kv_format, notes
+        shape, opened.on(typical_machine()), budgets(LOADING_NBYTES), options.ctx, kv_format, notes
     )
     config = read_config(checkpoint, context=choice.ctx)
     stores = settings.data_dir / "stores"
@@ -131,7 +129,7 @@ def load_placed(
     disk, machine = machine_profile(store.path, settings, formats=formats, room=room)
     plan = first_plan(
         shape,
-        card.on(machine),
+        opened.on(machine),
         budgets(),
         choice,
         kv_format,
@@ -155,28 +153,29 @@ def load_placed(
     kv_tier = _kv_tier(plan, config, choice, kv_format, settings)
     if kv_tier is not None and isinstance(ops, NativeOps):
         ops.kv_maker = kv_tier
-    card_ops = ops if card.accelerator is None else card.accelerator.ops
+    gpu_ops = ops if opened.gpu is None else opened.gpu.ops
     share = share_of_card(store, config, plan.placement)
-    with compiled_meanwhile(store, config, card_ops, share, progress=progress, cancel=cancel):
+    with compiled_meanwhile(store, config, gpu_ops, share, progress=progress, cancel=cancel):
         streamed = open_pipeline(
-            store,
-            config,
-            plan.placement,
-            Devices(
+            Setup(
+                store=store,
+                config=config,
+                placement=plan.placement,
                 ops=ops,
-                clock=card.clock,
-                card=card.accelerator,
+                clock=opened.clock,
+                gpu=opened.gpu,
                 expert_costs=expert_costs(plan.request.costs()),
-            ),
-            Reading(mode=disk.mode, mend=None if store is checkpoint else mend),
-            budget=plan.for_weights_and_caches(),
-            shortage=MemoryPressure(free_vram=card.free_memory),
-            kv_tier=kv_tier,
-            on_bytes=byte_counter(resident, progress, cancel),
+                mode=disk.mode,
+                mend=None if store is checkpoint else mend,
+                budget=plan.for_weights_and_caches(),
+                shortage=MemoryPressure(free_vram=opened.free_memory),
+                kv_tier=kv_tier,
+                on_bytes=byte_counter(resident, progress, cancel),
+            )
         )
-    if card.accelerator is not None and card.accelerator.unpinned:
+    if opened.gpu is not None and opened.gpu.unpinned:
         notes.append(
-            f"the system does not let {format_bytes(card.accelerator.unpinned)} of RAM be pinned: "
+            f"the system does not let {format_bytes(opened.gpu.unpinned)} of RAM be pinned: "
             f"copies of it to the card take about twice as long; a smaller {option('ram')} may help"
         )
     rate = resident / streamed.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
@@ -221,9 +220,7 @@ def _announce(
         return
     check_shapes(checkpoint)
     why = f"with more {option('ram')}, or a smaller file of the model, no copy is needed"
-    if options.device.startswith("virtual:"):
-        why = "a simulated card reads the weights from there"
-    elif options.shrinkable:
+    if options.shrinkable:
         why = "the model can then leave its memory to others"
     note_to(progress)(
         f"packing the model for streaming: {format_bytes(shape.nbytes)} in {shown_path(stores)} "
@@ -277,8 +274,8 @@ def _forecaster(plan: Plan, streamed: Streamed) -> Forecaster:
 
     def predict(rates: Rates, now: Mapping[str, Where]) -> Forecast:
         machine = replace(plan.request.machine, ssd_bytes_s=rates.ssd_bytes_s)
-        card = streamed.pipeline.card
-        if card is not None and card.card is not None and card.card.unpinned:
+        lane = streamed.pipeline.gpu
+        if lane is not None and lane.gpu is not None and lane.gpu.unpinned:
             link = (machine.link_bytes_s or 0.0) * _UNPINNED_SHARE
             machine = replace(machine, link_bytes_s=link)
         costs = replace(plan.request, machine=machine).costs(expert_hits=rates.expert_hits)
@@ -289,6 +286,6 @@ def _forecaster(plan: Plan, streamed: Streamed) -> Forecaster:
             machine = machine.with_cpu(rates.cpu_s / planned)
             request = replace(plan.request, machine=machine)
             steady = simulate(request.costs(expert_hits=rates.expert_hits), placement)
-        return Forecast(1 / steady.seconds, 1 / steady.bound, streamed.clock.simulated)
+        return Forecast(1 / steady.seconds, 1 / steady.bound)
 
     return forecast

@@ -16,7 +16,6 @@ from localrt.formatting import format_bytes, parse_size
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import MachineProfile, Plan, make_plan
-from localrt.offload.planner.cards import parse_card
 from localrt.offload.planner.measure import known_machine
 from localrt.offload.planner.plan import PlanRequest, in_words
 from localrt.offload.planner.search import fits
@@ -169,10 +168,6 @@ def machine_on_device(
 ) -> tuple[MachineProfile, int]:
     """This machine with the card that ``device`` means, and bytes of its memory."""
     machine = unmeasured_machine(path, settings)
-    if device.startswith("virtual:"):
-        all_of_it = parse_card(device).vram_bytes
-        vram = all_of_it if gpu_memory is None else min(all_of_it, parse_size(gpu_memory))
-        return with_card(machine, Hardware(gpu=device, gpu_memory=vram), settings.cache_dir)
     if device == "cpu" or card_here() is None:
         return machine, 0
     return with_card(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)

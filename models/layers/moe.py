@@ -28,14 +28,28 @@ from localrt.models.config import (
 )
 from localrt.models.layers.parts import GatedMlp, PassState
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.experts import ExpertTable, ExpertWeights, RouterWeights, Routing
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    ExpertWeights,
+    RouterWeights,
+    Routing,
+)
 from localrt.quant.ops.protocol import Array, MlpWeights, Ops, Weight
 
 _EXPERT_NORM = "pre_feedforward_layernorm_2"
 _DENSE_POST_NORM = "post_feedforward_layernorm_1"
 _EXPERT_POST_NORM = "post_feedforward_layernorm_2"
 
-__all__ = ["Experts", "ResidentExperts", "Routed", "RoutingWatch", "SparseMlp", "load_expert"]
+__all__ = [
+    "Experts",
+    "ResidentExperts",
+    "Routed",
+    "RoutingWatch",
+    "SparseMlp",
+    "Turn",
+    "load_expert",
+]
 
 RoutingWatch = Callable[[int, Routing], None]
 """Told of every choice of experts, with the layer's number among the sparse ones."""
@@ -43,11 +57,32 @@ RoutingWatch = Callable[[int, Routing], None]
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A sparse layer between its router and its experts' results: ``rows`` are what these see."""
+    """A sparse layer between its router and its experts' results: ``rows`` are what these see.
 
+    ``place`` is the layer's number among the sparse ones, ``spec`` what each expert computes.
+    """
+
+    layer: int
+    place: int
+    spec: ExpertSpec
     normed: Array  # (R, D)
     rows: Array
     routing: Routing
+
+    def read(self, watch: RoutingWatch | None) -> None:
+        """The host needs the choice: it is waited for, and ``watch`` is told.
+
+        Raises:
+            CheckpointError: the router gives no numbers.
+        """
+        if not np.isfinite(self.routing.weights).all():
+            raise CheckpointError(
+                f"model.layers.{self.layer}.mlp: the router's scores are not numbers: the weights "
+                "are damaged, or the layers before it overflow; download or quantize the model "
+                "again"
+            )
+        if watch is not None:
+            watch(self.place, self.routing)
 
 
 class SparseMlp:
@@ -102,43 +137,37 @@ class SparseMlp:
 
     def __call__(self, state: PassState) -> Array:
         """See ``Layer``."""
-        rows = self.experts.run(self, state)
+        ops, routed = state.ops, self._route(state)
+        turn = self.experts.begin(routed, state)
+        try:
+            shared = self._shared_rows(ops, routed)
+            slots = turn.slots()
+        finally:
+            turn.end()
+        rows = self._combine(ops, slots, routed.routing, shared)
         return rows if self._beside is None else self._beside.join(state, rows)
 
-    def route(self, ops: Ops, x: Array) -> Routed:
+    def _route(self, state: PassState) -> Routed:
         """The normed rows and their experts, of which the host may not know yet.
 
         Raises:
             CheckpointError: the router gives no numbers, as far as the host knows.
         """
-        normed, routing = ops.norm_route(x, self.router, self.spec.router)
+        ops, down = state.ops, self._latent_down
+        normed, routing = ops.norm_route(state.x, self.router, self.spec.router)
+        rows = normed if down is None else ops.latent_rows(normed, down)
+        routed = Routed(self.layer, self.place, self.spec.expert, normed, rows, routing)
         if self.experts.watch is not None or not routing.away:
-            self.read(routing)
-        down = self._latent_down
-        return Routed(normed, normed if down is None else ops.latent_rows(normed, down), routing)
+            routed.read(self.experts.watch)
+        return routed
 
-    def read(self, routing: Routing) -> None:
-        """The host needs the choice: it is waited for.
-
-        Raises:
-            CheckpointError: the router gives no numbers.
-        """
-        if not np.isfinite(routing.weights).all():
-            raise CheckpointError(
-                f"model.layers.{self.layer}.mlp: the router's scores are not numbers: the weights "
-                "are damaged, or the layers before it overflow; download or quantize the model "
-                "again"
-            )
-        if self.experts.watch is not None:
-            self.experts.watch(self.place, routing)
-
-    def shared_rows(self, ops: Ops, routed: Routed) -> Array | None:
+    def _shared_rows(self, ops: Ops, routed: Routed) -> Array | None:
         """What the experts give that every row sees, (R, D); None where there are none."""
         if self.shared is None:
             return None
         return ops.shared_mlp(routed.normed, self.shared, self._mlp, self.shared_gate)
 
-    def combine(self, ops: Ops, slots: Array, routing: Routing, shared: Array | None) -> Array:
+    def _combine(self, ops: Ops, slots: Array, routing: Routing, shared: Array | None) -> Array:
         """The layer's sum of all slots and ``shared``, (R, D); both are given up."""
         if self._latent_up is None:
             return ops.combine_experts(slots, routing, shared)
@@ -188,8 +217,18 @@ class Experts(Protocol):
     def hostless(self) -> bool:
         """Whether passes run without the host knowing the choices: they can be recorded."""
 
-    def run(self, part: SparseMlp, state: Any) -> Array:
-        """The layer's sum for ``state.x``, a ``PassState``'s: (R, D)."""
+    def begin(self, routed: Routed, state: Any) -> Turn:
+        """A layer's turn in a pass of ``state``: what its rows need begins to come."""
+
+
+class Turn(Protocol):
+    """One layer's experts in one pass."""
+
+    def slots(self) -> Array:
+        """What the chosen experts give, as ``Ops.combine_experts`` takes it."""
+
+    def end(self) -> None:
+        """The turn is over, whether all was computed or not."""
 
 
 class ResidentExperts:
@@ -204,13 +243,26 @@ class ResidentExperts:
         """See ``Experts``; dense layers have none."""
         return self.watch is None and all(table.hostless for table in self.tables.values())
 
-    def run(self, part: SparseMlp, state: PassState) -> Array:
-        """See ``Experts``."""
-        ops, routed = state.ops, part.route(state.ops, state.x)
-        slots = ops.expert_slots(routed.rows, routed.routing)
-        table, spec = self.tables[part.place], part.spec.expert
-        ops.run_experts(routed.rows, routed.routing, table, spec, slots)
-        return part.combine(ops, slots, routed.routing, part.shared_rows(ops, routed))
+    def begin(self, routed: Routed, state: PassState) -> Turn:
+        """Everything is there."""
+        return _ResidentTurn(state.ops, self.tables[routed.place], routed)
+
+
+@dataclass(frozen=True, slots=True)
+class _ResidentTurn:
+    ops: Ops
+    table: ExpertTable
+    routed: Routed
+
+    def slots(self) -> Array:
+        """See ``Turn``: all at once."""
+        routed = self.routed
+        slots = self.ops.expert_slots(routed.rows, routed.routing)
+        self.ops.run_experts(routed.rows, routed.routing, self.table, routed.spec, slots)
+        return slots
+
+    def end(self) -> None:
+        """Nothing to do."""
 
 
 def load_expert(

@@ -33,6 +33,7 @@ from localrt.quant.ops.protocol import (
 __all__ = [
     "Attention",
     "Chain",
+    "Check",
     "Embedding",
     "GatedMlp",
     "Head",
@@ -46,6 +47,9 @@ __all__ = [
 
 Logits = npt.NDArray[np.float32]
 
+Check: TypeAlias = Callable[[], None]
+"""Called while a pass waits and between its parts; may raise to abandon it."""
+
 
 @dataclass(slots=True, eq=False)
 class PassState:
@@ -55,7 +59,8 @@ class PassState:
     ``batch``, which recorded runs do without. ``inputs`` are what every layer has of its own,
     ``streams`` several residual streams, of which ``x`` then is the active one, or what a layer
     reads of them. ``ngrams`` gives the rows of hashed n-grams, for which it may wait. ``logits``
-    (rows wanted, V) are filled by the head, for the rows ``wanted`` of ``x``.
+    (rows wanted, V) are filled by the head, for the rows ``wanted`` of ``x``. ``check`` is called
+    while a part waits, and may raise.
     """
 
     ops: Ops
@@ -67,6 +72,7 @@ class PassState:
     streams: Array = None
     ngrams: Callable[[], Array] | None = None
     batch: Batch | None = None
+    check: Check | None = None
 
     def copy_features(self, out: Logits) -> None:
         """Copy ``x`` to ``out`` (R, D) on the host."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
-from localrt.models.timing import Mark
+from localrt.offload.device.gpu import Event
 from localrt.offload.experts.policy import Learned
 from localrt.offload.reading.demand_reader import Load
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
@@ -48,13 +48,13 @@ class Demand(NamedTuple):
 class Slot:
     """An expert's place: ``memory``, which ``load`` fills; None: it is there, and in its table.
 
-    ``used`` is the mark by which what was there has been computed with; ``made`` are the weights
+    ``used`` is the event after which what was there is no longer read; ``made`` are the weights
     that were made on the memory last, behind what they were made by.
     """
 
     memory: Any
     load: Load | None = None
-    used: Mark = None
+    used: Event | None = None
     made: tuple[object, ExpertWeights] | None = None
 
 

@@ -1,4 +1,4 @@
-"""The memory of a mixture's experts, of what a placement gives them: in RAM, and on a card.
+"""The memory of a mixture's experts, of what a placement gives them: in RAM, and on a GPU.
 
 The bytes of all experts that are placed in RAM, and of the ring that would otherwise read the
 others, are slots: which experts are in them is the cache's, not the placement's. Slots are equal,
@@ -10,27 +10,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.moe import load_expert
+from localrt.models.weights import WeightLoader
+from localrt.offload.device.gpu import Gpu
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
-from localrt.offload.experts.card import CardSlots, SlotMemory
+from localrt.offload.experts.gpu_slots import GpuSlots, SlotMemory
 from localrt.offload.experts.pool import Bytes, ExpertPool
-from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
 from localrt.offload.reading.demand_reader import DemandReader
-from localrt.offload.reading.loading import Reading
+from localrt.offload.reading.files import ReadMode
 from localrt.offload.reading.reader import Source
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 from localrt.quant.ops.protocol import Ops
 
-__all__ = ["ExpertMemory", "Mixture", "open_card_slots", "open_experts", "size_classes"]
+__all__ = ["ExpertMemory", "Mixture", "open_experts", "open_gpu_slots", "size_classes"]
 
 _LEAST_SLOTS = 4  # of a pool, for each expert of a row
 _NEAR = 1.02  # sizes that are one class
 _LEAST_WASTE = 0.03  # of the memory, for which pools are worth it
+
+
+class WeightMaker(Protocol):
+    """A processor's weights of units' bytes."""
+
+    ops: Ops
+
+    def weights(self, unit: StoredUnit, data: Any) -> WeightLoader:
+        """A unit's tensors in ``data``."""
+
+    def remember_vectors(self, unit: StoredUnit, data: Bytes) -> None:
+        """Keep a unit's norms and biases, of its bytes in RAM."""
 
 
 class Mixture:
@@ -64,7 +77,7 @@ class Mixture:
         """An empty table for each sparse layer."""
         return [ops.expert_table(spec.router.count) for spec in self.specs]
 
-    def build(self, lane: Lane, key: Key, data: Any) -> ExpertWeights:
+    def build(self, lane: WeightMaker, key: Key, data: Any) -> ExpertWeights:
         """An expert's weights for ``lane``, of the unit's bytes there."""
         place, number = key
         weights = lane.weights(self.units[key], data)
@@ -137,11 +150,12 @@ class ExpertMemory:
 
 def open_experts(
     mixture: Mixture,
-    lane: Lane,
+    lane: WeightMaker,
     source: Source,
-    reading: Reading,
+    mode: ReadMode,
     verify: Callable[[StoredUnit, Bytes], None],
     *,
+    stall_s: float,
     ring: int,
     alloc: Callable[[int], Any],
     free: Callable[[Any], object] = lambda memory: None,
@@ -150,16 +164,16 @@ def open_experts(
     """Slots for as many experts as are placed in RAM, and for ``ring`` bytes more.
 
     Of ``room``, the RAM for them, those placed in VRAM take what is left: what makes room on the
-    card is then copied again, not read.
+    GPU is then copied again, not read.
 
     Raises:
         MemoryBudgetError: that is not even one expert.
     """
-    units, mode = mixture.units, reading.mode
+    units = mixture.units
     kept = mixture.placed(Where.RAM, Where.LINK)
     kept += min(mixture.placed(Where.VRAM), max(0, room - kept))
     tables = mixture.tables(lane.ops)
-    reader = DemandReader(source, threads=mode.threads, block=mode.block, stall_s=reading.stall_s)
+    reader = DemandReader(source, threads=mode.threads, block=mode.block, stall_s=stall_s)
     pools: dict[int, ExpertPool] = {}
     try:
         for members, nbytes in _shares(mixture, kept, ring):
@@ -221,16 +235,15 @@ def size_classes(units: Mapping[Key, StoredUnit]) -> list[list[int]]:
     return [sorted(members) for members in classes]
 
 
-def open_card_slots(mixture: Mixture, lane: Lane, *, ring: int) -> CardSlots:
+def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) -> GpuSlots:
     """Slots for as many experts as are placed in VRAM, and for ``ring`` bytes more.
 
     There is one at least: what the CPU does not compute has to be somewhere.
 
     Raises:
-        MemoryBudgetError: the card has no room for them.
+        MemoryBudgetError: the GPU has no room for them.
     """
-    card, units = lane.card, mixture.units
-    assert card is not None, "they are on a card"
+    units = mixture.units
     size = max(unit.nbytes for unit in units.values())
     slots = mixture.slots(units, max(mixture.placed(Where.VRAM), size), ring)
 
@@ -239,6 +252,6 @@ def open_card_slots(mixture: Mixture, lane: Lane, *, ring: int) -> CardSlots:
             lane.remember_vectors(unit, in_ram)
         return mixture.build(lane, key, data)
 
-    memory = SlotMemory(card, size, slots)
+    memory = SlotMemory(gpu, size, slots)
     cache = mixture.cache(slots, mixture.tables(lane.ops), memory.take)
-    return CardSlots(card, units, cache, memory, build=build)
+    return GpuSlots(gpu, units, cache, memory, build=build)

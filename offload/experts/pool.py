@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.residency import Check
-from localrt.models.timing import Mark
 from localrt.offload.experts.cache import ExpertCache, Key
 from localrt.offload.reading.demand_reader import DemandReader, Load
 from localrt.quant.ops.experts import ExpertWeights, Routing
@@ -91,14 +90,14 @@ class ExpertPool:
         """Begin to read ahead of any need where slots are free: a little of every layer."""
         keys = sorted(self._units, key=lambda key: (key[1], key[0]))
         for key in keys[: self.cache.capacity - len(self.cache)]:
-            self._begin(key, None, urgent=False)
+            self._begin(key, urgent=False)
 
     # -- a layer's turn --------------------------------------------------------------------------
 
     def demand(
-        self, layer: int, routing: Routing, after: Mark, *, only: Sequence[int] | None = None
+        self, layer: int, routing: Routing, *, only: Sequence[int] | None = None
     ) -> Demanded:
-        """The router has chosen, at ``after``: reading of what is absent begins.
+        """The router has chosen: reading of what is absent begins.
 
         What is in a slot stays there until ``computed``. ``only`` are those that are wanted here.
         """
@@ -116,27 +115,26 @@ class ExpertPool:
         absent = (*arriving, *missing)
         self._queued = missing
         self._demanded = {(layer, expert) for expert in absent}
-        self._begin_queued(layer, after)
+        self._begin_queued(layer)
         return Demanded(tuple(e for e in held if e not in arriving), absent)
 
-    def arrive(self, layer: int, expert: int, after: Mark, check: Check | None) -> Mark:
-        """Wait for an absent expert, which its table holds then; the mark of its arrival.
+    def arrive(self, layer: int, expert: int, check: Check | None) -> None:
+        """Wait for an absent expert, which its table holds then.
 
         Raises:
             CheckpointError: it cannot be read, or is damaged.
         """
         while (layer, expert) not in self.cache:
             self._make_room(check)
-            self._begin_queued(layer, after)
-        mark = self._reader.wait(self._load(layer, expert), check)
+            self._begin_queued(layer)
+        self._reader.wait(self._load(layer, expert), check)
         self._settle(layer, expert)
-        return mark
 
-    def computed(self, layer: int, experts: Sequence[int], after: Mark) -> None:
+    def computed(self, layer: int, experts: Sequence[int]) -> None:
         """These are not needed any more in this pass: they may make room for what is queued."""
         if self._queued:
             self.cache.finish(layer, experts)
-            self._begin_queued(layer, after)
+            self._begin_queued(layer)
 
     def done(self, layer: int) -> None:
         """The layer's turn is over, to its end or not; what is on its way comes all the same."""
@@ -152,7 +150,7 @@ class ExpertPool:
         """
         before = self.nbytes
         loads = [self._load(*key) for key in self.cache.loading()]
-        for load in self._reader.call_off(loads):
+        for load in self._reader.cancel(loads):
             self._forget(*self._keys[load.unit.name])
         self.cache.resize(max(self._least, nbytes // self.slot_nbytes))
         return max(0, before - self.nbytes)
@@ -181,16 +179,16 @@ class ExpertPool:
         assert slot.load is not None, "it is on its way"
         return slot.load
 
-    def _begin_queued(self, layer: int, after: Mark) -> None:
+    def _begin_queued(self, layer: int) -> None:
         while self._queued and self.cache.room:
-            self._begin((layer, self._queued.pop(0)), after, urgent=True)
+            self._begin((layer, self._queued.pop(0)), urgent=True)
 
-    def _begin(self, key: Key, after: Mark, *, urgent: bool) -> None:
+    def _begin(self, key: Key, *, urgent: bool) -> None:
         """Give ``key`` a slot and begin to read it."""
         unit, slot = self._units[key], self.cache.admit(*key)
         self.cache.hold(key[0], [key[1]])
         slot.load = self._reader.ask(
-            unit, slot.memory[: unit.nbytes], after=after, urgent=urgent, ends=self._ended
+            unit, slot.memory[: unit.nbytes], urgent=urgent, ends=self._ended
         )
 
     def _settle_arrived(self) -> None:
@@ -219,6 +217,6 @@ class ExpertPool:
         self.cache.let_go(layer, [expert])
 
     def _forget(self, layer: int, expert: int) -> None:
-        """A load that failed or was called off: its slot is free again."""
+        """A load that failed or was cancelled: its slot is free again."""
         self.cache.let_go(layer, [expert])
         self.cache.drop(layer, expert)

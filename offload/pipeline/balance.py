@@ -13,8 +13,8 @@ from localrt.errors import MemoryBudgetError
 from localrt.formatting import format_bytes
 from localrt.models.residency import WeightMemory
 from localrt.offload.account import growing_ring_nbytes
-from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.experts.hybrid import HybridStage
+from localrt.offload.device.gpu import Gpu
+from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Lane
@@ -25,13 +25,13 @@ from localrt.offload.ring import Ring
 __all__ = ["Balance", "Rings", "choose_slabs", "choose_units", "host_ring"]
 
 _OTHERS = "other programs need the memory"
-_RELIEF_SHARE = 16  # of what weights take of a card, that is given back when it is full
+_RELIEF_SHARE = 16  # of what weights take of a GPU, that is given back when it is full
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
 
 
 @dataclass(frozen=True, slots=True)
 class Rings:
-    """Bytes of the CPU's ring, 0 for none, and of the card's; larger units cannot pass through.
+    """Bytes of the CPU's ring, 0 for none, and of the GPU's; larger units cannot pass through.
 
     ``chunk`` is that of the CPU's, which is made larger where only larger units are left to give.
     """
@@ -41,20 +41,20 @@ class Rings:
     chunk: int
 
 
-def host_ring(nbytes: int, chunk: int, card: Accelerator | None) -> Ring:
-    """In RAM, the CPU's; beside a card what is copied over the link must not be paged out."""
-    if card is None:
+def host_ring(nbytes: int, chunk: int, gpu: Gpu | None) -> Ring:
+    """In RAM, the CPU's; beside a GPU what is copied over the link must not be paged out."""
+    if gpu is None:
         return Ring(nbytes, chunk)
-    return Ring(nbytes, chunk, card.host_buffer(nbytes), free=card.free_host)
+    return Ring(nbytes, chunk, gpu.host_buffer(nbytes), free=gpu.free_host)
 
 
 class Balance(WeightMemory):
     """Keeps weights and caches within ``budget`` bytes of RAM. ``stages`` are a pass's, in order.
 
     ``caches`` share the budget. ``fixed`` are bytes of weights in RAM that stay. ``shortage`` says
-    how many bytes of RAM and of the card's memory others need now (below zero: how many are spare
+    how many bytes of RAM and of the GPU's memory others need now (below zero: how many are spare
     again). ``forget`` ends what copies wait for, before other units are streamed. ``experts`` are
-    a mixture's slots, ``card_experts`` those on the card. ``card_scratch`` are bytes of the card
+    a mixture's slots, ``gpu_experts`` those on the GPU. ``gpu_scratch`` are bytes of the GPU
     that kernels need beside weights and caches.
     """
 
@@ -70,8 +70,8 @@ class Balance(WeightMemory):
         shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
         forget: Callable[[], None] = lambda: None,
         experts: ExpertMemory | None = None,
-        card_experts: HybridStage | None = None,
-        card_scratch: int = 0,
+        gpu_experts: HybridExperts | None = None,
+        gpu_scratch: int = 0,
     ) -> None:
         self.streams = True
         self._stages = stages
@@ -84,34 +84,34 @@ class Balance(WeightMemory):
         self._shortage = shortage
         self._forget = forget
         self._experts = experts
-        self._card = next((lane.card for lane in lanes if lane.card is not None), None)
-        self._card_most = 0 if self._card is None else self._card.capacity
-        self._card_experts = card_experts
-        self._card_scratch = card_scratch
+        self._gpu = next((lane.gpu for lane in lanes if lane.gpu is not None), None)
+        self._gpu_most = 0 if self._gpu is None else self._gpu.capacity
+        self._gpu_experts = gpu_experts
+        self._gpu_scratch = gpu_scratch
         self._most_experts = 0 if experts is None else experts.nbytes
         self._ring_growth = 0  # bytes that the ring takes beyond what was planned
-        self._crossing = False  # the card computes what can cross the link
+        self._crossing = False  # the GPU computes what can cross the link
         self._withheld = 0  # bytes of the budget that others have needed
         self._given: list[Stage] = []  # the latest last
         self._at_load = self.ram_nbytes
         self._changed = ""  # the budget, and to what
         self._why = ""  # what was given back was
-        self._card_given = 0
-        self._card_why = ""
-        self._card_caches = 0  # keys and values on the card, in the last pass
+        self._gpu_given = 0
+        self._gpu_why = ""
+        self._gpu_caches = 0  # keys and values on the GPU, in the last pass
 
     @property
     def note(self) -> str:
         """What is no longer where it was at load, and why, in a sentence; empty if nothing is."""
-        ram, vram = self._at_load - self.ram_nbytes, self._card_given
+        ram, vram = self._at_load - self.ram_nbytes, self._gpu_given
         parts: list[str] = []
         if ram > 0 and self._why:
             parts.append(f"{format_bytes(ram)} more of the weights are read for every token")
         if ram < 0 and self._changed:
             parts.append(f"{format_bytes(-ram)} less of the weights are read for every token")
         if vram:
-            parts.append(f"{format_bytes(vram)} more are copied to the card")
-        why = (self._why if ram > 0 else self._changed) or self._card_why
+            parts.append(f"{format_bytes(vram)} more are copied to the GPU")
+        why = (self._why if ram > 0 else self._changed) or self._gpu_why
         return f"{' and '.join(parts)}: {why}" if parts else ""
 
     @property
@@ -172,15 +172,15 @@ class Balance(WeightMemory):
     # -- before and after a pass -----------------------------------------------------------------
 
     def follow(self, *, crossing: bool) -> None:
-        """The pass that begins has the card compute what can cross the link, or the CPU."""
+        """The pass that begins has the GPU compute what can cross the link, or the CPU."""
         if crossing is self._crossing:
             return
         self._crossing = crossing
         if any(stage.place(crossing=True) is not stage.where for stage in self._stages):
             self._schedule()  # what was copied ahead is of the other kind
 
-    def make_room(self, growth: int, card_growth: int = 0) -> None:
-        """Before a pass that adds ``growth`` bytes of RAM, and ``card_growth`` of a card's memory:
+    def make_room(self, growth: int, gpu_growth: int = 0) -> None:
+        """Before a pass that adds ``growth`` bytes of RAM, and ``gpu_growth`` of a GPU's memory:
         give back what is missing.
 
         Raises:
@@ -193,7 +193,7 @@ class Balance(WeightMemory):
             self._why = _OTHERS
         elif ram < 0:  # as much again as we would take is free
             self._withheld = max(0, self._withheld + ram)
-        self._make_room_on_card(card_growth, vram)
+        self._make_room_on_gpu(gpu_growth, vram)
         missing = max(0, self.ram_nbytes + self._ring_growth + caches - self._budget)
         if missing > 0:
             self._why = self._changed or "keys and values have grown"
@@ -222,9 +222,9 @@ class Balance(WeightMemory):
             self._schedule()
 
     @property
-    def card(self) -> tuple[int, int] | None:
+    def gpu(self) -> tuple[int, int] | None:
         """See ``WeightMemory``."""
-        return None if self._card is None else (self._card.used, self._card.capacity)
+        return None if self._gpu is None else (self._gpu.used, self._gpu.capacity)
 
     # -- giving back -----------------------------------------------------------------------------
 
@@ -238,72 +238,72 @@ class Balance(WeightMemory):
             return freed
         return freed + self._move(choose_units(self._stages, nbytes - freed, self._able()))
 
-    def give_back_card(self, nbytes: int) -> int:
-        """The same of the card's memory: its units are then read and copied in each pass."""
-        freed = 0 if self._card_experts is None else self._card_experts.give_back(nbytes)
+    def give_back_gpu(self, nbytes: int) -> int:
+        """The same of the GPU's memory: its units are then read and copied in each pass."""
+        freed = 0 if self._gpu_experts is None else self._gpu_experts.give_back(nbytes)
         if freed < nbytes:
             chosen = choose_slabs(self._slabs(), nbytes - freed)
             streamed = self._move([stage for slab in chosen for stage in slab])
-            self._card_given += streamed
+            self._gpu_given += streamed
             freed += streamed
         return freed
 
-    def shrink_card(self, nbytes: int, words: str) -> int:
+    def shrink_gpu(self, nbytes: int, words: str) -> int:
         """See ``WeightMemory``."""
         slabs = sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
-        experts = 0 if self._card_experts is None else self._card_experts.reclaimable
+        experts = 0 if self._gpu_experts is None else self._gpu_experts.reclaimable
         if slabs + experts < nbytes:
             return 0
-        freed = self.give_back_card(nbytes)
-        if freed and self._card is not None:
-            self._card.capacity -= freed
-            self._card_most = self._card.capacity
+        freed = self.give_back_gpu(nbytes)
+        if freed and self._gpu is not None:
+            self._gpu.capacity -= freed
+            self._gpu_most = self._gpu.capacity
             self._changed = self._why = words
         return freed
 
     def relieve(self) -> bool:
-        """The card had no memory for a pass that was begun: have less of it; False if that cannot
+        """The GPU had no memory for a pass that was begun: have less of it; False if that cannot
         be.
         """
-        card = self._card
-        if card is None:
+        gpu = self._gpu
+        if gpu is None:
             return False
-        freed = self.give_back_card(max(card.used // _RELIEF_SHARE, 1))
+        freed = self.give_back_gpu(max(gpu.used // _RELIEF_SHARE, 1))
         if freed:
-            card.capacity = card.used + card.held
-            self._card_why = _OTHERS
+            gpu.capacity = gpu.used + gpu.held
+            self._gpu_why = _OTHERS
         return freed > 0
 
-    def _make_room_on_card(self, growth: int, shortage: int) -> None:
+    def _make_room_on_gpu(self, growth: int, shortage: int) -> None:
         """Before a pass that adds ``growth`` bytes, where others need ``shortage`` bytes."""
-        card = self._card
-        if card is None:
+        gpu = self._gpu
+        if gpu is None:
             return
-        held = self._caches.card_nbytes + growth + self._card_scratch
+        held = self._caches.gpu_nbytes + growth + self._gpu_scratch
         if shortage > 0:
-            freed = self.give_back_card(shortage)
-            card.capacity = min(card.capacity, card.used + held)
-            self._card_why = _OTHERS if freed else self._card_why
+            freed = self.give_back_gpu(shortage)
+            gpu.capacity = min(gpu.capacity, gpu.used + held)
+            self._gpu_why = _OTHERS if freed else self._gpu_why
         elif shortage < 0:  # for keys and values: slabs do not come back
-            card.capacity = min(self._card_most, card.capacity - shortage)
-        missing = card.used + held - card.capacity
+            gpu.capacity = min(self._gpu_most, gpu.capacity - shortage)
+        missing = gpu.used + held - gpu.capacity
         if missing > 0:
-            if self._caches.card_nbytes + growth > self._card_caches:
-                self._card_why = "keys and values on the card have grown"
+            if self._caches.gpu_nbytes + growth > self._gpu_caches:
+                self._gpu_why = "keys and values on the GPU have grown"
             elif not self._changed:
-                self._card_why = _OTHERS
-            if self.give_back_card(missing) < missing:
+                self._gpu_why = _OTHERS
+            if self.give_back_gpu(missing) < missing:
                 raise MemoryBudgetError(
-                    f"{card.name}: keys, values and what kernels need take {format_bytes(held)}, "
-                    f"weights that cannot be streamed {format_bytes(card.used)}, and "
-                    f"{format_bytes(card.capacity)} may be used: use a shorter --ctx, or more "
+                    f"{gpu.name}: keys, values and what kernels need take {format_bytes(held)}, "
+                    f"weights that cannot be streamed {format_bytes(gpu.used)}, and "
+                    f"{format_bytes(gpu.capacity)} may be used: use a shorter --ctx, or more "
                     "--gpu-memory"
                 )
-        self._card_caches = self._caches.card_nbytes + growth
-        card.hold(held)
+        self._gpu_caches = self._caches.gpu_nbytes + growth
+        gpu.hold(held)
 
     def _slabs(self) -> list[list[Stage]]:
-        """The units of each slab of the card that can be streamed, all of them."""
+        """The units of each slab of the GPU that can be streamed, all of them."""
         limit = min(self._ram_ring, self._rings.vram)
         slabs: dict[int, list[Stage]] = {}
         for stage in self._stages:
@@ -326,7 +326,7 @@ class Balance(WeightMemory):
             self._ram_ring = before
             return False
         self._ring_growth += more
-        self._move(chosen, host_ring(size, self._rings.chunk, self._card))
+        self._move(chosen, host_ring(size, self._rings.chunk, self._gpu))
         return True
 
     def _move(self, chosen: Sequence[Stage], ring: Ring | None = None) -> int:
@@ -344,15 +344,15 @@ class Balance(WeightMemory):
 
     def _schedule(self, ring: Ring | None = None) -> None:
         self._forget()
-        cpu, *cards = self._lanes
+        cpu, *others = self._lanes
         if ring is not None:
             for stage in self._stages:
                 if stage.lane is cpu:
                     stage.forget_places()
         cpu.stream([stage.unit for stage in self._stages if stage.where.read], ring)
-        for card in cards:
+        for gpu in others:
             crossing = self._crossing
-            card.stream([s.unit for s in self._stages if s.place(crossing=crossing).copied])
+            gpu.stream([s.unit for s in self._stages if s.place(crossing=crossing).copied])
 
     # -- keeping again ---------------------------------------------------------------------------
 

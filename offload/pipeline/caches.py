@@ -1,6 +1,6 @@
 """A pipeline's KV caches: each layer's where its attention is computed, and what RAM they take.
 
-Where a card has memory and ``Ops`` of its own, a sequence's keys and values are on two devices.
+Where a GPU has memory and ``Ops`` of its own, a sequence's keys and values are on two devices.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ __all__ = ["Caches", "SplitCache", "split_batch"]
 
 
 class SplitCache:
-    """See ``KVCache``. ``memories`` are each layer's; ``on_card`` names those whose cache is the
-    card's.
+    """See ``KVCache``. ``memories`` are each layer's; ``on_gpu`` names those whose cache is the
+    GPU's.
     """
 
     def __init__(
         self,
         host: Ops,
-        card: Ops,
+        gpu: Ops,
         memories: Sequence[Sequence[LayerSpec]],
-        on_card: frozenset[int],
+        on_gpu: frozenset[int],
         capacity: int,
     ) -> None:
         self._host_ops = host
-        self._host_specs = _specs(memories, range(len(memories)), without=on_card)
-        self._card_ops = card
-        self._card_specs = _specs(memories, sorted(on_card))
+        self._host_specs = _specs(memories, range(len(memories)), without=on_gpu)
+        self._gpu_ops = gpu
+        self._gpu_specs = _specs(memories, sorted(on_gpu))
         self._parts: dict[int, KVCache] = {
             id(host): host.kv_cache(self._host_specs, capacity),
-            id(card): card.kv_cache(self._card_specs, capacity),
+            id(gpu): gpu.kv_cache(self._gpu_specs, capacity),
         }
 
     def on(self, ops: Ops) -> KVCache:
@@ -67,14 +67,14 @@ class SplitCache:
         return self._host_ops.kv_nbytes(self._host_specs, length)
 
     @property
-    def card_nbytes(self) -> int:
-        """Bytes on the card."""
-        return self.on(self._card_ops).nbytes
+    def gpu_nbytes(self) -> int:
+        """Bytes on the GPU."""
+        return self.on(self._gpu_ops).nbytes
 
-    def grown_card_nbytes(self, rows: int) -> int:
-        """Bytes on the card with ``rows`` more, at most."""
-        length = _grown_length(self.on(self._card_ops), rows)
-        return self._card_ops.kv_nbytes(self._card_specs, length)
+    def grown_gpu_nbytes(self, rows: int) -> int:
+        """Bytes on the GPU with ``rows`` more, at most."""
+        length = _grown_length(self.on(self._gpu_ops), rows)
+        return self._gpu_ops.kv_nbytes(self._gpu_specs, length)
 
     @property
     def mix(self) -> Mix:
@@ -116,7 +116,7 @@ class SplitCache:
         return sum(part.block_bytes for part in self._block_parts())
 
     def take_blocks(self, first: int, count: int) -> Bytes:
-        """The host's bytes of each block, then the card's."""
+        """The host's bytes of each block, then the GPU's."""
         return np.concatenate([p.take_blocks(first, count) for p in self._block_parts()], axis=1)
 
     def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
@@ -133,13 +133,13 @@ class SplitCache:
         found = [part.saved_states() for part in self._block_parts()]
         if not any(found):
             return []
-        host, card = ({state.length: state for state in states} for states in found)
-        if not host or not card:
-            return list((host or card).values())
+        host, gpu = ({state.length: state for state in states} for states in found)
+        if not host or not gpu:
+            return list((host or gpu).values())
         return [
-            SavedState(host[n].position, n, np.concatenate([host[n].data, card[n].data]))
-            for n in sorted(host.keys() & card.keys())
-            if host[n].position == card[n].position
+            SavedState(host[n].position, n, np.concatenate([host[n].data, gpu[n].data]))
+            for n in sorted(host.keys() & gpu.keys())
+            if host[n].position == gpu[n].position
         ]
 
     def restore(self, length: int, states: Sequence[SavedState]) -> int:
@@ -154,7 +154,7 @@ class SplitCache:
         """What one of the two has of a state."""
         sizes = [
             StateLayout(split_layers(specs)[1]).saved_nbytes(state.position, state.length)
-            for specs in (self._host_specs, self._card_specs)
+            for specs in (self._host_specs, self._gpu_specs)
         ]
         cut = sizes[0] if split_layers(self._host_specs)[1] else 0
         on_host = part is self.on(self._host_ops)
@@ -170,28 +170,28 @@ class SplitCache:
 
 
 class Caches:
-    """Those that have been made and are still in use; ``memories`` and ``on_card`` as above."""
+    """Those that have been made and are still in use; ``memories`` and ``on_gpu`` as above."""
 
     def __init__(
         self,
         memories: Sequence[Sequence[LayerSpec]],
         host: Ops,
-        card: Ops | None,
-        on_card: frozenset[int],
+        gpu: Ops | None,
+        on_gpu: frozenset[int],
     ) -> None:
         self._memories = memories
         self._specs = _specs(memories, range(len(memories)))
-        self._host, self._card, self._on_card = host, card, on_card
-        self._host_specs = _specs(memories, range(len(memories)), without=on_card)
+        self._host, self._gpu, self._on_gpu = host, gpu, on_gpu
+        self._host_specs = _specs(memories, range(len(memories)), without=on_gpu)
         self._made: WeakSet[KVCache] = WeakSet()
 
     def make(self, capacity: int) -> KVCache:
         """An empty cache for one sequence."""
         cache: KVCache
-        if self._card is None or self._card is self._host or not self._on_card:
+        if self._gpu is None or self._gpu is self._host or not self._on_gpu:
             cache = self._host.kv_cache(self._specs, capacity)
         else:
-            cache = SplitCache(self._host, self._card, self._memories, self._on_card, capacity)
+            cache = SplitCache(self._host, self._gpu, self._memories, self._on_gpu, capacity)
         self._made.add(cache)
         return cache
 
@@ -201,14 +201,14 @@ class Caches:
         return sum(map(self._in_ram, self._made))
 
     @property
-    def card_nbytes(self) -> int:
-        """Bytes of the card's memory that they take now."""
-        return sum(map(self._on_the_card, self._made))
+    def gpu_nbytes(self) -> int:
+        """Bytes of the GPU's memory that they take now."""
+        return sum(map(self._on_the_gpu, self._made))
 
-    def card_growth(self, batch: Batch) -> int:
-        """Bytes of the card's memory that a pass is about to add, at most."""
+    def gpu_growth(self, batch: Batch) -> int:
+        """Bytes of the GPU's memory that a pass is about to add, at most."""
         return sum(
-            max(0, self._grown_on_card(span.cache, span.rows) - self._on_the_card(span.cache))
+            max(0, self._grown_on_gpu(span.cache, span.rows) - self._on_the_gpu(span.cache))
             for span in batch.spans
         )
 
@@ -226,10 +226,10 @@ class Caches:
             return 0  # there is room already
         return self._host.kv_nbytes(self._host_specs, _grown_length(cache, rows))
 
-    def _grown_on_card(self, cache: KVCache, rows: int) -> int:
+    def _grown_on_gpu(self, cache: KVCache, rows: int) -> int:
         if isinstance(cache, SplitCache):
-            return cache.grown_card_nbytes(rows)
-        if not self._on_card or cache.length + rows <= 0:
+            return cache.grown_gpu_nbytes(rows)
+        if not self._on_gpu or cache.length + rows <= 0:
             return 0
         length = _grown_length(cache, rows)
         everywhere, here = (
@@ -237,14 +237,14 @@ class Caches:
         )
         return everywhere - here
 
-    def _on_the_card(self, cache: KVCache) -> int:
-        """Bytes of a cache on the card; of a virtual one's what its attention sees."""
+    def _on_the_gpu(self, cache: KVCache) -> int:
+        """Bytes of a cache on the GPU; without ``Ops`` of its own what its attention sees."""
         if isinstance(cache, SplitCache):
-            return cache.card_nbytes
+            return cache.gpu_nbytes
         return cache.nbytes - self._in_ram(cache)
 
     def _in_ram(self, cache: KVCache) -> int:
-        """Bytes of a cache in RAM; what a virtual card's attention sees counts as the card's."""
+        """Bytes of a cache in RAM; what the GPU's attention sees counts as the GPU's."""
         if isinstance(cache, SplitCache) or len(self._host_specs) == len(self._specs):
             return cache.nbytes
         here, all_layers = (self._host.kv_nbytes(s, 1) for s in (self._host_specs, self._specs))

@@ -1,61 +1,65 @@
-"""What a pipeline is opened from: devices, a store, a placement, and what all steps share."""
+"""What a pipeline is opened from, in one bag: a store, a placement, devices, and how to read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.checkpoints.store.memory import Verifier
+from localrt.models.checkpoints.store.memory import Mend, Verifier
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
-from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.cards.clock import WallClock
+from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import Gpu
 from localrt.offload.experts.scheduler import ExpertCosts
+from localrt.offload.kv.tier import KvTier
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Placement, Where
-from localrt.offload.reading.files import StoreFiles
-from localrt.offload.reading.loading import Reading
+from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.quant.ops.protocol import Ops
 
-__all__ = ["Devices", "Setup"]
+__all__ = ["Opening", "Setup"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Devices:
-    """What computes: ``ops`` is the CPU's, ``card`` does what the placement puts on a GPU.
-
-    ``clock`` times both. ``expert_costs`` are needed where a card computes a mixture.
-    """
-
-    ops: Ops
-    clock: WallClock
-    card: Accelerator | None = None
-    expert_costs: ExpertCosts | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What all steps of opening share. ``held`` frees, in reverse, what they make.
+    """A model and what is to become of it.
 
-    ``stages`` are filled once there are lanes, by name and in the order of a pass. ``rows`` reads
-    single rows of the embedding.
+    ``ops`` computes on the CPU, ``gpu`` what the ``placement`` puts on one; ``clock`` times both.
+    ``expert_costs`` are needed where a GPU computes a mixture. ``budget`` bounds the RAM of
+    resident units and KV caches together, in bytes; ``shortage`` is asked before each pass for
+    bytes of RAM and of the GPU's memory to give back. ``kv_tier`` makes the caches of ``ops``, some
+    of whose layers are on the SSD. ``mode`` says how to read the store, ``files`` stands in for the
+    store's own, ``stall_s`` is how long a disk may be silent. With ``verify`` each unit is compared
+    with its SHA-256, once; see ``Verifier`` for ``mend``. ``on_bytes`` gets the bytes of resident
+    units as they are read, and may raise.
     """
 
-    held: ExitStack
     store: StoreCheckpoint
     config: DecoderConfig
     placement: Placement
-    devices: Devices
-    reading: Reading
-    units: Mapping[str, StoredUnit]
-    files: StoreFiles
-    rows: StoreFiles
-    verify: Verifier
-    stages: dict[str, Stage]
+    ops: Ops
+    mode: ReadMode
+    budget: int
+    clock: Clock = field(default_factory=Clock)
+    gpu: Gpu | None = None
+    expert_costs: ExpertCosts | None = None
+    shortage: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    kv_tier: KvTier | None = None
+    files: StoreFiles | None = None
+    verify: bool = True
+    mend: Mend | None = None
+    stall_s: float = 60.0
+    on_bytes: Callable[[int], None] | None = None
+
+    @cached_property
+    def units(self) -> Mapping[str, StoredUnit]:
+        """The store's units by name."""
+        return {unit.name: unit for unit in self.store.manifest.units}
 
     def unit(self, name: str) -> StoredUnit:
         """A unit that every such model has."""
@@ -87,8 +91,13 @@ class Setup:
         attention, mlp = self.layers("attention"), self.layers("mlp")
         return [*attention.values(), *mlp.values(), *self.head()]
 
+    def attention_on_gpu(self) -> frozenset[int]:
+        """The layers whose keys and values are on the GPU."""
+        units = self.layers("attention").items()
+        return frozenset(layer for layer, unit in units if self.where(unit).on_gpu)
+
     def rings(self) -> tuple[int, int]:
-        """Bytes of the rings of RAM and card, 0 where nothing passes through.
+        """Bytes of the rings of RAM and GPU, 0 where nothing passes through.
 
         Experts have slots of their own: where they alone are streamed, these have the ring's bytes.
         """
@@ -98,3 +107,19 @@ class Setup:
             0 if sparse and not any(where.read for where in dense) else ram,
             0 if sparse and not any(where.copied for where in dense) else vram,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What the steps of opening share. ``held`` frees, in reverse, what they make.
+
+    ``stages`` are filled once there are lanes, by name and in the order of a pass. ``rows`` reads
+    single rows of the embedding.
+    """
+
+    setup: Setup
+    held: ExitStack
+    files: StoreFiles
+    rows: StoreFiles
+    verify: Verifier
+    stages: dict[str, Stage]

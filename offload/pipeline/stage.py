@@ -1,8 +1,7 @@
 """One unit in a pass: where its weights are, and the part of the model that they make.
 
-A stage is called like the part that it stands for: it waits for the weights, has its lane compute
-the part, and gives the weights' place in a ring back. All that is known of where a unit is stands
-here; who changes it is ``balance.py``.
+A stage is called like the part that it stands for, and has its lane run it. All that is known of
+where a unit is stands here; who changes it is ``balance.py``.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ import numpy as np
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.layers.parts import Part
-from localrt.models.timing import Mark
 from localrt.models.weights import VectorKey, WeightLoader
-from localrt.offload.cards.slab import Slab
+from localrt.offload.device.gpu import Slab
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Vector
 
-__all__ = ["CrossingStage", "MixtureStage", "PassingParts", "Stage"]
+__all__ = ["CrossingStage", "PassingParts", "Stage"]
 
 _KEPT_PLACES = 32
 
@@ -53,12 +51,11 @@ class PassingParts:
 class Stage:
     """``load`` makes the part of ``lane``'s weights; ``moved`` is told when they are elsewhere.
 
-    ``memory`` are the unit's bytes where it is resident, in RAM or on the card; ``part`` is what
+    ``memory`` are the unit's bytes where it is resident, in RAM or on the GPU; ``part`` is what
     was made of them where they are computed with in place. With ``keep`` the unit is copied as it
-    passes through the ring: to ``copy``, from which it becomes resident after the pass.
+    passes through the ring: to ``copy``, from which it becomes resident after the pass. The
+    experts of a ``sparse`` layer on a GPU time what they compute, as the host sees the choice.
     """
-
-    recordable = True  # what it computes follows from its input without the host's help
 
     def __init__(
         self,
@@ -67,17 +64,18 @@ class Stage:
         lane: Lane,
         load: Callable[[WeightLoader], Part],
         moved: Callable[[], None] = lambda: None,
+        *,
+        sparse: bool = False,
     ) -> None:
         self.unit, self.name = unit, unit.name
+        self.sparse, self.timed = sparse, not sparse or lane.gpu is None
         self.where = where
         self.lane = lane
         self.memory: Any | None = None
-        self.slab: Slab | None = None  # what the memory is a part of, on a card
+        self.slab: Slab | None = None  # what the memory is a part of, on a GPU
         self.part: Part | None = None
         self.keep = False
         self.copy: Any | None = None
-        # Multiply-accumulates of its matrices with one row.
-        self.macs = sum(t.shape[0] * t.shape[1] for t in unit.tensors if len(t.shape) == 2)
         self._load, self._moved = load, moved
         self._passing = PassingParts()
         self._vectors: dict[VectorKey, Vector] = {}  # copies that all of these share
@@ -88,7 +86,7 @@ class Stage:
         return self.unit.nbytes if self.where in (Where.RAM, Where.LINK) else 0
 
     def place(self, *, crossing: bool) -> Where:
-        """Where its weights are in a pass that has the card compute what can cross the link."""
+        """Where its weights are in a pass that has the GPU compute what can cross the link."""
         return self.where
 
     def host_buffer(self, nbytes: int) -> Any:
@@ -96,7 +94,7 @@ class Stage:
         return aligned_buffer(nbytes)
 
     def put(self, memory: Any, slab: Slab | None = None) -> None:
-        """The unit is resident from now on, and its bytes are ``memory``: of ``slab`` on a card."""
+        """The unit is resident from now on, and its bytes are ``memory``: of ``slab`` on a GPU."""
         self.memory, self.slab = memory, slab
         if not self.where.copied:
             self.part = self._load(self.lane.weights(self.unit, memory))
@@ -105,18 +103,18 @@ class Stage:
     def move(self, where: Where) -> int:
         """Stream what was resident from now on; returns the bytes that are free.
 
-        On a card they are those of all units of a slab, when the last of them is moved.
+        On a GPU they are those of all units of a slab, when the last of them is moved.
         """
         before, memory = self.where, self.memory
         self.where, self.memory, self.part = where, None, None
         self._moved()
         if memory is None:
             return 0
-        nbytes, card = int(memory.nbytes), self.lane.card
-        if card is None:
+        nbytes, gpu = int(memory.nbytes), self.lane.gpu
+        if gpu is None:
             return nbytes
         if before is Where.LINK:
-            return card.free_host(memory)
+            return gpu.free_host(memory)
         assert self.slab is not None, "that of resident units is in slabs"
         slab, self.slab = self.slab, None
         return slab.give_back()
@@ -134,41 +132,35 @@ class Stage:
         self._passing.clear()
         self._vectors.clear()
 
-    def __call__(self, state: StreamedState) -> None:
-        """Compute the part once its weights are there."""
-        state.enter(self.lane)
-        if self.part is not None:
-            self._compute(self.part, state)
-            return
-        memory, there = self.lane.acquire(self.unit, state.check)
-        ended: Mark = None
-        try:
-            part = self._part_at(memory)
-            if self.keep:
-                self.copy = self.host_buffer(self.unit.nbytes)
-                self.copy[:] = memory
-            state.wait(there)
-            self._compute(part, state)
-            ended = state.mark
-        finally:
-            self.lane.release(self.unit, memory, ended)
+    @property
+    def passing(self) -> Sequence[StoredUnit]:
+        """See ``Step``."""
+        return (self.unit,) if self.part is None else ()
 
-    def _compute(self, part: Part, state: StreamedState) -> None:
-        self.lane.compute(part, state, self.name, self.unit.nbytes, self.macs)
+    def part_of(self, memories: Sequence[Any]) -> Part:
+        """The resident part, or the one on ``memories``.
 
-    def _part_at(self, memory: Any) -> Part:
-        """A part is made once for each place in the ring that its unit comes to lie at.
-
-        Only the first copies norms and biases to a card, which waits for all of its kernels.
+        That is made once for each place in the ring that the unit comes to lie at: only the first
+        copies norms and biases to a GPU, which waits for all of its kernels.
         """
+        if self.part is not None:
+            return self.part
+        (memory,) = memories
+        if self.keep:
+            self.copy = self.host_buffer(self.unit.nbytes)
+            self.copy[:] = memory
         lane, unit = self.lane, self.unit
         return self._passing.at(
-            [memory], lambda: self._load(lane.weights(unit, memory, self._vectors))
+            memories, lambda: self._load(lane.weights(unit, memory, self._vectors))
         )
+
+    def __call__(self, state: StreamedState) -> None:
+        """Compute the part once its weights are there."""
+        self.lane.run(self, state)
 
 
 class CrossingStage(Stage):
-    """A unit that the CPU computes; in passes of ``rows`` rows or more ``card`` does, to which it
+    """A unit that the CPU computes; in passes of ``rows`` rows or more ``gpu`` does, to which it
     is copied then.
     """
 
@@ -179,13 +171,13 @@ class CrossingStage(Stage):
         lane: Lane,
         load: Callable[[WeightLoader], Part],
         *,
-        card: Lane,
+        gpu: Lane,
         rows: int,
     ) -> None:
         super().__init__(unit, where, lane, load)
-        assert card.card is not None, "the CPU's lane is the other one"
-        self._card, self._rows = card.card, rows
-        self._on_card = Stage(unit, where.crossed, card, load)  # has no memory but the ring
+        assert gpu.gpu is not None, "the CPU's lane is the other one"
+        self._gpu, self._rows = gpu.gpu, rows
+        self._on_gpu = Stage(unit, where.crossed, gpu, load)  # has no memory but the ring
 
     def place(self, *, crossing: bool) -> Where:
         """See ``Stage``."""
@@ -193,39 +185,26 @@ class CrossingStage(Stage):
 
     def host_buffer(self, nbytes: int) -> Any:
         """See ``Stage``: copies are fast from it."""
-        return self._card.host_buffer(nbytes)
+        return self._gpu.host_buffer(nbytes)
 
     def remember_vectors(self, data: Any) -> None:
-        """For the card: what comes through its ring is not the CPU's to read."""
-        self._on_card.lane.remember_vectors(self.unit, data)
+        """For the GPU: what comes through its ring is not the CPU's to read."""
+        self._on_gpu.lane.remember_vectors(self.unit, data)
 
     def move(self, where: Where) -> int:
         """See ``Stage``."""
         memory = self.memory
         freed = super().move(where)
-        return freed if memory is None else self._card.free_host(memory)
+        return freed if memory is None else self._gpu.free_host(memory)
 
     def free(self) -> None:
         """See ``Stage``."""
         super().free()
-        self._on_card.free()
+        self._on_gpu.free()
 
     def __call__(self, state: StreamedState) -> None:
         """See ``Stage``."""
         if state.rows >= self._rows:
-            self._on_card(state)
+            self._on_gpu(state)
         else:
             super().__call__(state)
-
-
-class MixtureStage(Stage):
-    """A layer's mixture of experts, whose ``Experts`` time what they compute."""
-
-    recordable = False  # the host sees the router's choice
-
-    def _compute(self, part: Part, state: StreamedState) -> None:
-        cost = self.lane.cost_s(self.unit.nbytes, self.macs, state.rows)
-        if cost is not None:  # the router and the shared experts, on a virtual card
-            self.lane.charge(state, self.name, cost)
-        with self.lane.ops.scope():
-            part(state)

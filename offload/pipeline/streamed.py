@@ -7,6 +7,7 @@ on the placement. It knows no files and no plans.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,21 +19,20 @@ from localrt.models.config import DecoderConfig
 from localrt.models.layers.inputs import input_scale
 from localrt.models.layers.ngram_layer import rows_of_pass
 from localrt.models.layers.ngrams import NgramHash
-from localrt.models.layers.parts import Part, PassState
-from localrt.models.residency import Check, Residency
-from localrt.models.timing import PipelineCounts, Task
+from localrt.models.layers.parts import Check, Part, PassState
+from localrt.models.residency import PipelineCounts, Residency, Task
 from localrt.offload.account import pass_logits_nbytes
-from localrt.offload.cards.clock import WallClock
-from localrt.offload.experts.hybrid import HybridStage
-from localrt.offload.experts.stage import SparseStage
+from localrt.offload.device.clock import Clock
+from localrt.offload.experts.cpu import CpuExperts
+from localrt.offload.experts.hybrid import HybridExperts
+from localrt.offload.experts.memory import ExpertMemory
+from localrt.offload.kv.tier import KvTier
 from localrt.offload.pipeline.balance import Balance
 from localrt.offload.pipeline.caches import Caches
-from localrt.offload.pipeline.head import JoinedHead
 from localrt.offload.pipeline.lane import Lane, StreamedState
-from localrt.offload.pipeline.ngram_table import NgramTable
-from localrt.offload.pipeline.row_table import RowTable
+from localrt.offload.pipeline.segments import JoinedHead, Segments
 from localrt.offload.pipeline.stage import Stage
-from localrt.offload.pipeline.stretches import Stretches
+from localrt.offload.pipeline.tables import NgramTable, RowTable
 from localrt.offload.placement import Placement, Where
 from localrt.quant.ops.protocol import Batch, KVCache, Ops
 
@@ -43,30 +43,31 @@ __all__ = ["Pipeline", "Streamed"]
 class Pipeline:
     """What streams a model's weights. ``opening.py`` makes it, and ``close`` frees all of it.
 
-    ``placement`` is what it was opened with. ``card`` is None without one. ``experts`` run the
+    ``placement`` is what it was opened with. ``gpu`` is None without one. ``experts`` run the
     sparse layers, by lane. ``before_pass`` raises where files have changed; ``abandon`` ends what
     copies wait for.
     """
 
     placement: Placement
     cpu: Lane
-    card: Lane | None
+    gpu: Lane | None
     layers: Sequence[Stage]
     head: Sequence[Stage]
-    stretches: Stretches
+    segments: Segments
     joined_head: JoinedHead
     caches: Caches
     embedding: RowTable
     inputs: RowTable | None  # per-layer embeddings
     ngrams: NgramTable | None
     balance: Balance
-    clock: WallClock
+    clock: Clock
     load_s: float
     before_pass: Callable[[], None]
     abandon: Callable[[], None]
-    ssd_bytes: Callable[[], int]
+    kv_tier: KvTier | None
+    expert_memory: ExpertMemory | None
     close: Callable[[], None]
-    experts: Mapping[str, SparseStage | HybridStage] = field(default_factory=dict)
+    experts: Mapping[str, CpuExperts | HybridExperts] = field(default_factory=dict)
 
 
 class Streamed(Residency):
@@ -96,7 +97,7 @@ class Streamed(Residency):
         self.sparse = pipe.experts
         self.experts = list(pipe.experts.values())
         self.load_s = pipe.load_s  # seconds that reading the resident units took
-        self._lanes = [lane for lane in (pipe.cpu, pipe.card) if lane is not None]
+        self._lanes = [lane for lane in (pipe.cpu, pipe.gpu) if lane is not None]
         self._passes = self._decode_passes = 0
         self._cpu_before = self._decode_cpu_s = 0.0
 
@@ -118,21 +119,18 @@ class Streamed(Residency):
         self.memory.follow(crossing=pipe.placement.crosses(len(batch.tokens)))
         logits = pass_logits_nbytes(self.config.vocab_size, len(wanted))
         caches = pipe.caches
-        self.memory.make_room(caches.growth(batch) + logits, caches.card_growth(batch))
+        self.memory.make_room(caches.growth(batch) + logits, caches.gpu_growth(batch))
         if not len(wanted):
             self._skip_head()
-        self.body = [*self._embed, *pipe.stretches.parts(pipe.layers)]
+        self.body = [*self._embed, *pipe.segments.parts(pipe.layers)]
         self._cpu_before = pipe.clock.busy().get("cpu", 0.0)
-        # On a virtual clock a pass begins where the one before ended.
-        mark = pipe.clock.now() if pipe.clock.simulated else None
-        return StreamedState(batch, wanted, pipe.cpu, mark, check)
+        return StreamedState(batch, wanted, pipe.cpu, check)
 
     def head(self, state: PassState) -> Sequence[Part]:
         """See ``Residency``."""
         assert isinstance(state, StreamedState), "begin makes it"
-        state.rows = len(state.wanted)
         pipe = self.pipeline
-        return pipe.joined_head.parts(pipe.head) if state.rows else ()
+        return pipe.joined_head.parts(pipe.head) if len(state.wanted) else ()
 
     def end(self, state: PassState, batch: Batch) -> None:
         """See ``Residency``."""
@@ -146,7 +144,7 @@ class Streamed(Residency):
     def abandon(self) -> None:
         """See ``Residency``: what is on its way is dropped."""
         self.pipeline.abandon()
-        for lane in self._lanes:  # the CPU's first: a card's copies ask it for what they need
+        for lane in self._lanes:  # the CPU's first: a GPU's copies ask it for what they need
             lane.rewind()
 
     def relieve(self) -> bool:
@@ -154,11 +152,11 @@ class Streamed(Residency):
         return self.memory.relieve()
 
     def _skip_head(self) -> None:
-        """The pass reads and copies none of the head, but for what is on its way to the card."""
+        """The pass reads and copies none of the head, but for what is on its way to the GPU."""
         pipe, head = self.pipeline, self.pipeline.head
         pipe.cpu.skip(stage.name for stage in head if stage.where is Where.SSD)
-        if pipe.card is not None:  # of what it copies from the CPU's ring it tells the reader
-            pipe.card.skip(stage.name for stage in head if stage.where.copied)
+        if pipe.gpu is not None:  # of what it copies from the CPU's ring it tells the reader
+            pipe.gpu.skip(stage.name for stage in head if stage.where.copied)
 
     # -- caches ----------------------------------------------------------------------------------
 
@@ -174,15 +172,10 @@ class Streamed(Residency):
         """
         batch = Batch.extend([(cache, [0] * (length - cache.length))])
         caches = self.pipeline.caches
-        self.memory.make_room(caches.growth(batch), caches.card_growth(batch))
+        self.memory.make_room(caches.growth(batch), caches.gpu_growth(batch))
         cache.reserve(length)
 
     # -- what passes report ----------------------------------------------------------------------
-
-    @property
-    def clock(self) -> WallClock:
-        """See ``Residency``."""
-        return self.pipeline.clock
 
     def tasks(self, keep: int | None = None) -> list[Task]:
         """See ``Residency``."""
@@ -193,19 +186,26 @@ class Streamed(Residency):
     def counts(self) -> PipelineCounts:
         """See ``Residency``."""
         pipe, stages = self.pipeline, self.sparse.values()
-        card = None if pipe.card is None else pipe.card.card
+        gpu = None if pipe.gpu is None else pipe.gpu.gpu
         return PipelineCounts(
-            ssd_read_bytes=pipe.ssd_bytes(),
-            link_bytes=0 if card is None else card.link_bytes,
+            ssd_read_bytes=self._ssd_bytes(),
+            link_bytes=0 if gpu is None else gpu.link_bytes,
             busy_s=pipe.clock.busy(),
             passes=self._passes,
-            clock_s=pipe.clock.now(),
+            clock_s=time.perf_counter(),
             decode_passes=self._decode_passes,
             decode_cpu_s=self._decode_cpu_s,
             memory_note=self.memory.note,
             expert_hits=sum(each.hits for each in stages),
             expert_uses=sum(each.uses for each in stages),
         )
+
+    def _ssd_bytes(self) -> int:
+        """Read so far, by all that reads."""
+        pipe = self.pipeline
+        readers = (pipe.cpu.reader, pipe.expert_memory, pipe.ngrams)
+        read = sum(reader.bytes_read for reader in readers if reader is not None)
+        return read + (0 if pipe.kv_tier is None else pipe.kv_tier.read_bytes)
 
     def close(self) -> None:
         """See ``Residency``."""

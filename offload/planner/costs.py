@@ -1,7 +1,7 @@
 """How long one unit takes on one resource of a machine: the only place where rates become seconds.
 
 Disk and link are bytes over bandwidth; the CPU follows its measured kernels, and so does a GPU that
-was measured; else it is a roofline, as the virtual accelerator charges it. Nothing is faster than
+was measured; else it is a roofline. Nothing is faster than
 its bytes over the rate of their memory, whatever a kernel measured at another time. It knows units
 and rates, not how tasks overlap.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from localrt.offload.cards.roofline import PACKED_ROWS, kernel_seconds
+from localrt.offload.account import PACKED_ROWS
 from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.offload.planner.machine import MachineProfile
@@ -169,3 +169,21 @@ def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float,
         schedule([rows] * count, [there] * count, hybrid, ready).end for there in (False, True)
     )
     return none / count, all_of_them / count
+
+
+def kernel_seconds(
+    nbytes: float, macs: float, rows: int, *, bytes_s: float, flops: float, unpacks: bool = True
+) -> float:
+    """Seconds of a unit's kernels on a card: ``rows`` rows with ``macs`` packed weights in
+    ``nbytes``, without starting them.
+
+    The larger of bytes over bandwidth and operations over arithmetic; ``bytes_s`` and ``flops`` are
+    what kernels reach of the card. Kernels on packed weights take up to ``PACKED_ROWS`` rows at
+    once; for more a matrix is unpacked to bf16 first (where it ``unpacks``), which is another pass
+    over it, and multiplied by the vendor's library. An expert's long passes unpack on the way.
+    """
+    computing = 2 * macs * rows / flops
+    if rows <= PACKED_ROWS or not unpacks:
+        return max(nbytes / bytes_s, computing)
+    dense = 2 * macs
+    return (nbytes + dense) / bytes_s + max(dense / bytes_s, computing)

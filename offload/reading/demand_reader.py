@@ -13,7 +13,6 @@ from typing import Any
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.residency import Check
-from localrt.models.timing import Mark
 from localrt.offload.reading import reader
 from localrt.offload.ring import chunks
 
@@ -22,9 +21,8 @@ __all__ = ["DemandReader", "Load"]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Load(reader.Load):
-    """Begun not before ``after``; appended to ``ends`` when it has ended, well or not."""
+    """Appended to ``ends`` when it has ended, well or not."""
 
-    after: Mark
     ends: deque[Load]
 
 
@@ -39,12 +37,10 @@ class DemandReader(reader.Reader):
         self._ahead: deque[Load] = deque()
         super().__init__(source, threads=threads, stall_s=stall_s, name="experts")
 
-    def ask(
-        self, unit: StoredUnit, memory: Any, *, after: Mark, urgent: bool, ends: deque[Load]
-    ) -> Load:
+    def ask(self, unit: StoredUnit, memory: Any, *, urgent: bool, ends: deque[Load]) -> Load:
         """Begin to fill ``memory`` with ``unit``. See ``Load``."""
         waiting = deque(chunks(unit.nbytes, self._block, first=0))
-        load = Load(unit=unit, memory=memory, waiting=waiting, after=after, ends=ends)
+        load = Load(unit=unit, memory=memory, waiting=waiting, ends=ends)
         with self._changed:
             (self._urgent if urgent else self._ahead).append(load)
             self._changed.notify_all()
@@ -57,7 +53,7 @@ class DemandReader(reader.Reader):
                 self._ahead.remove(load)
                 self._urgent.append(load)
 
-    def call_off(self, loads: Collection[Load]) -> list[Load]:
+    def cancel(self, loads: Collection[Load]) -> list[Load]:
         """Of ``loads`` that were asked for ahead begin none; returns those of which none was read.
 
         The others come all the same.
@@ -71,8 +67,8 @@ class DemandReader(reader.Reader):
             self._ahead = deque(load for load in self._ahead if load not in dropped)
             return dropped
 
-    def wait(self, load: Load, check: Check | None = None) -> Mark:
-        """Until ``load`` is there: its mark. ``check`` is called while waiting, and may raise.
+    def wait(self, load: Load, check: Check | None = None) -> None:
+        """Until ``load`` is there. ``check`` is called while waiting, and may raise.
 
         Raises:
             CheckpointError: the file is truncated or fails, or the disk does not answer.
@@ -81,7 +77,6 @@ class DemandReader(reader.Reader):
             self._wait(lambda: load.done or None, load.unit.name, check)
             if load.error is not None:
                 raise load.error
-            return load.mark
 
     def _next(self) -> reader.Job | None:
         queue = self._urgent or self._ahead
@@ -92,7 +87,7 @@ class DemandReader(reader.Reader):
         load.in_flight += 1
         if not load.waiting:
             queue.popleft()
-        return load, chunk, load.after
+        return load, chunk, None
 
     def _arrived(self, load: reader.Load) -> None:
         assert isinstance(load, Load), "it was asked for here"

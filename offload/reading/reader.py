@@ -19,8 +19,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from localrt.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.residency import Check
-from localrt.models.timing import Mark
-from localrt.offload.cards.clock import both
+from localrt.offload.device.gpu import Event
 from localrt.offload.ring import Chunk
 
 __all__ = [
@@ -46,10 +45,8 @@ T = TypeVar("T")
 class Source(Protocol):
     """Where units come from. Used by several threads at once."""
 
-    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
+    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Event | None) -> None:
         """Fill ``out`` with the unit's bytes from ``start`` on, not before ``after`` has happened.
-
-        Returns the mark by which they are there.
 
         Raises:
             LocalrtError: they cannot be had.
@@ -113,7 +110,7 @@ def wait_for_all(
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Load:
-    """A unit on its way into ``memory``; ``mark`` says when it is there, once it is ``done``.
+    """A unit on its way into ``memory``.
 
     ``waiting`` are the pieces that nobody has begun, ``missing`` the bytes that have not arrived.
     """
@@ -124,7 +121,6 @@ class Load:
     missing: int = field(init=False)
     in_flight: int = 0
     error: LocalrtError | None = None
-    mark: Mark = None
 
     def __post_init__(self) -> None:
         self.missing = self.unit.nbytes
@@ -135,8 +131,8 @@ class Load:
         return self.missing == 0 or (self.error is not None and not self.in_flight)
 
 
-Job = tuple[Load, Chunk, Mark]
-"""A piece to fetch, not before the mark has happened."""
+Job = tuple[Load, Chunk, "Event | None"]
+"""A piece to fetch, not before the event has happened."""
 
 
 class Reader:
@@ -218,11 +214,11 @@ class Reader:
             assert job is not None, "the loop above ends with one"
             self._fetch(*job)
 
-    def _fetch(self, load: Load, chunk: Chunk, after: Mark) -> None:
+    def _fetch(self, load: Load, chunk: Chunk, after: Event | None) -> None:
         out = load.memory[chunk.start : chunk.start + chunk.nbytes]
-        mark, error = None, None
+        error: LocalrtError | None = None
         try:
-            mark = self._source.fetch(load.unit, chunk.start, out, after)
+            self._source.fetch(load.unit, chunk.start, out, after)
         except LocalrtError as failure:  # it is the pass's that waits, not the thread's
             error = failure
         except Exception as failure:  # noqa: BLE001 - a thread must not die in silence
@@ -233,8 +229,6 @@ class Reader:
             if error is None:
                 self._fetched += chunk.nbytes
                 load.missing -= chunk.nbytes
-                # Threads come here in any order: a later piece may have been begun before.
-                load.mark = both(load.mark, mark)
             elif load.error is None:
                 load.error = error
                 load.waiting.clear()

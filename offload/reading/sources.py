@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.timing import Clock, Mark
-from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.cards.clock import later
+from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import Event, Gpu
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.unit_reader import UnitReader
 
@@ -30,14 +29,10 @@ class DiskSource:
         self._files = files
         self._clock = clock
 
-    def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Mark) -> Mark:
-        """Read now: the bytes are free already, ``after`` is when on the clock."""
-        started = self._clock.begin("ssd")
-        try:
+    def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Event | None) -> None:
+        """Read now: RAM is free at once, no GPU works on it."""
+        with self._clock.task("ssd", unit.name):
             self._files.read_into(unit.file, unit.offset + start, out)
-        finally:
-            mark = self._clock.end("ssd", unit.name, started, after=after)
-        return mark
 
     def skip(self, unit: StoredUnit) -> None:
         """Nothing to do: a file gives what it is asked for."""
@@ -50,10 +45,8 @@ class _Passing:
     unit: StoredUnit
     unasked: int  # bytes that no thread has taken on
     data: Bytes | None = None
-    there: Mark = None
     error: BaseException | None = None
     active: int = 0  # threads at it
-    copied: Mark = None
     given_up: bool = False
 
 
@@ -68,12 +61,12 @@ class LinkSource:
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        gpu: Gpu,
         resident: Callable[[str], Bytes | None],
         reader: UnitReader | None,
         verify: Callable[[StoredUnit, Bytes], None],
     ) -> None:
-        self._accelerator = accelerator
+        self._gpu = gpu
         self._verify = verify
         self._resident = resident
         self._reader = reader
@@ -82,8 +75,8 @@ class LinkSource:
         self._from_ram = 0  # copies on their way of units that are resident
         self._stopped = False
 
-    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
-        """Copy over the link; waits until the source may be changed."""
+    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Event | None) -> None:
+        """Copy over the link."""
         stop = start + len(out)
         with self._changed:
             self._check()
@@ -91,21 +84,19 @@ class LinkSource:
             self._from_ram += data is not None
         if data is not None:
             try:
-                return self._accelerator.copy_in(unit.name, data[start:stop], out, after, None)
+                self._gpu.copy_in(unit.name, data[start:stop], out, after)
+                return
             finally:
                 with self._changed:
                     self._from_ram -= 1
                     self._changed.notify_all()
         passing, first = self._enter(unit, len(out))
-        mark: Mark = None
         try:
             if first:
                 self._acquire(passing)
-            whole = self._await(passing)[start:stop]
-            mark = self._accelerator.copy_in(unit.name, whole, out, after, passing.there)
+            self._gpu.copy_in(unit.name, self._await(passing)[start:stop], out, after)
         finally:
-            self._leave(passing, mark)
-        return mark
+            self._leave(passing)
 
     def skip(self, unit: StoredUnit) -> None:
         """The reader leaves it out as well: it brings a unit once for each time it is copied."""
@@ -149,7 +140,7 @@ class LinkSource:
         assert self._reader is not None, "units that are not resident are read"
         unit = passing.unit
         try:
-            data, there = self._reader.acquire(unit.name, self._check)
+            data = self._reader.acquire(unit.name, self._check)
             try:
                 self._verify(unit, data)
             except BaseException:
@@ -161,7 +152,7 @@ class LinkSource:
                 self._changed.notify_all()
             raise
         with self._changed:
-            passing.data, passing.there = data, there
+            passing.data = data
             self._changed.notify_all()
 
     def _await(self, passing: _Passing) -> Bytes:
@@ -177,10 +168,9 @@ class LinkSource:
         if self._stopped:
             raise CheckpointError("copying was given up")
 
-    def _leave(self, passing: _Passing, mark: Mark) -> None:
+    def _leave(self, passing: _Passing) -> None:
         with self._changed:
             passing.active -= 1
-            passing.copied = later(passing.copied, mark)
             self._give_back(passing)
 
     def _give_back(self, passing: _Passing) -> None:
@@ -190,4 +180,4 @@ class LinkSource:
         del self._passing[passing.unit.name]
         if passing.data is not None:
             assert self._reader is not None, "it came from there"
-            self._reader.release(passing.unit.name, passing.copied)
+            self._reader.release(passing.unit.name)

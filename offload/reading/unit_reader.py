@@ -15,7 +15,7 @@ from typing import Any
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.residency import Check
-from localrt.models.timing import Mark
+from localrt.offload.device.gpu import Event
 from localrt.offload.reading import reader
 from localrt.offload.ring import Lease, Ring
 
@@ -112,8 +112,8 @@ class UnitReader(reader.Reader):
             self._sweep()
             self._changed.notify_all()
 
-    def acquire(self, name: str, check: Check | None = None) -> tuple[Any, Mark]:
-        """The bytes of unit ``name`` once they have arrived, and their mark.
+    def acquire(self, name: str, check: Check | None = None) -> Any:
+        """The bytes of unit ``name`` once they have arrived.
 
         ``check`` is called while waiting, and may raise to give up. A ``Waiter`` is told of it.
 
@@ -122,24 +122,24 @@ class UnitReader(reader.Reader):
             ValueError: the unit is not in the order.
         """
         with self._changed:
-            # Who has given up takes nothing: it would be missing where the order begins again.
+            # A cancelled pass must not take a unit; the restarted order would lack it.
             if check is not None:
                 check()
             return self._wait(lambda: self._take(name), name, check)
 
-    def release(self, name: str, mark: Mark = None) -> None:
-        """Give the memory of ``name`` to the units that follow, once ``mark`` has happened."""
+    def release(self, name: str, event: Event | None = None) -> None:
+        """Give the memory of ``name`` to the units that follow, once ``event`` has happened."""
         with self._changed:
             for load in self._loads:
                 if load.unit.name == name and load.used:
                     load.used = False
-                    self._free(load, mark)
+                    self._free(load, event)
                     self._finish_draining()
                     return
 
     # -- under the lock --------------------------------------------------------------------------
 
-    def _take(self, name: str) -> tuple[Any, Mark] | None:
+    def _take(self, name: str) -> Any | None:
         """The unit if it has arrived; it is in use from then on."""
         if self._draining:
             return None
@@ -153,7 +153,7 @@ class UnitReader(reader.Reader):
         if load.missing:
             return None
         load.used = True
-        return load.memory, load.mark
+        return load.memory
 
     def _oldest(self, name: str) -> _Load | None:
         """The oldest load of ``name`` that no pass has taken or skipped."""
@@ -162,9 +162,9 @@ class UnitReader(reader.Reader):
                 return load
         return None
 
-    def _free(self, load: _Load, mark: Mark = None) -> None:
+    def _free(self, load: _Load, event: Event | None = None) -> None:
         self._loads.remove(load)
-        self._ring.release(load.lease, mark)
+        self._ring.release(load.lease, event)
         self._changed.notify_all()
 
     def _sweep(self) -> None:

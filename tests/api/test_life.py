@@ -19,12 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import localrt
-from localrt.models.timing import PipelineCounts
+from localrt.models.residency import PipelineCounts
 from localrt.offload.memory.process import current_rss
 from localrt.offload.placement import Where
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
-from tests.offload.cards.carded import on_card
+from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import Model as StoredModel
 from tests.offload.placed import extend, needs_kernels, pack_synthetic, passing, tokens
 from tests.real_models import real_model
@@ -326,15 +326,15 @@ def test_no_budget_changes_a_bit(data: st.DataObject, stored: StoredModel) -> No
 def test_a_card_gives_memory_back(stored: StoredModel) -> None:
     names = passing(stored.store)
     where = dict.fromkeys(names, Where.VRAM)
-    with on_card(stored, where) as placed:
+    with on_gpu(stored, where) as placed:
         cache, twin = placed.cache(64), stored.resident.cache(64)
         for turn in range(4):
             if turn == 2:
-                assert placed.residency.memory.shrink_card(1, "1 byte less") > 0
+                assert placed.residency.memory.shrink_gpu(1, "1 byte less") > 0
             found = extend(placed, cache, tokens(3, seed=turn))
             assert (found == extend(stored.resident, twin, tokens(3, seed=turn))).all()
-        assert placed.residency.counts().memory_note.endswith("copied to the card: 1 byte less")
-        assert placed.residency.memory.shrink_card(1 << 40, "all") == 0
+        assert placed.residency.counts().memory_note.endswith("copied to the GPU: 1 byte less")
+        assert placed.residency.memory.shrink_gpu(1 << 40, "all") == 0
 
 
 @needs_kernels

@@ -14,8 +14,7 @@ import localrt
 from localrt.answering.budgets import Budgets
 from localrt.answering.status import LaneUse, MemoryUse, Status
 from localrt.answering.watching import last_pass
-from localrt.models.residency import Residency
-from localrt.models.timing import Task
+from localrt.models.residency import Residency, Task
 from tests.engine.test_batch import ScriptedEngine
 from tests.inside import engine_of
 
@@ -23,7 +22,6 @@ from tests.inside import engine_of
 def status(**changes: object) -> Status:
     values: dict[str, object] = {
         "clock_s": 0.0,
-        "simulated": False,
         "streamed": False,
         "generating": True,
         "ram": MemoryUse(1, 2),

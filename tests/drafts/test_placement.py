@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import localrt
+from localrt.drafts import placement
 from localrt.drafts.acceptance import known_acceptance, remember_acceptance
+from localrt.drafts.placement import DraftPlace
 from localrt.errors import MemoryBudgetError, OptionError
-from localrt.offload.memory.process import current_rss
+from localrt.loading.gpu import OpenGpu
+from localrt.loading.options import LoadOptions
+from localrt.offload.account import CUDA_CONTEXT_NBYTES
+from localrt.offload.device.clock import Clock
+from localrt.offload.planner.cards import parse_card
 from localrt.quant.ops.native.abi import find_library
+from localrt.quant.ops.native.ops import NativeOps
 from localrt.settings import Settings
 from tests.conftest import write_tiny_model
 from tests.drafts.conftest import Choose
-from tests.inside import engine_of
-from tests.real_models import real_model
+from tests.offload.gpu.fakes import FakeGpu
 
 pytestmark = [
     pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
     pytest.mark.usefixtures("by_rules", "given_rates"),
 ]
 
-CARD = "virtual:{}@12GB/s,256GB/s,20TFLOPS"
-LARGE, SMALL, TOO_SMALL = (CARD.format(size) for size in ("200MB", "1600kB", "1300kB"))
-OPTIONS: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
+LARGE, SMALL, TOO_SMALL = "200MB", "1600kB", "1300kB"
 
 
 @pytest.fixture(autouse=True)
@@ -37,153 +40,111 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
 
 
-@contextmanager
-def loaded(folders: tuple[Path, Path], device: str, **options: Any) -> Iterator[localrt.Model]:
-    target, draft = folders
-    with localrt.load(target, device=device, draft=str(draft), ctx=128, **options) as model:
-        yield model
+Place = Callable[..., DraftPlace]
 
 
-def note(model: localrt.Model) -> str:
-    return model.info.notes[-1]
+@pytest.fixture
+def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Plans the two models for a GPU of a size; nothing runs on it."""
+
+    def planned(size: str, **options: Any) -> DraftPlace:
+        gpu = parse_card(f"virtual:{size}@12GB/s,256GB/s,20TFLOPS")
+        ops, clock = NativeOps(threads=1), Clock()
+        opened = OpenGpu(
+            host_ops=ops,
+            clock=clock,
+            gpu=FakeGpu(clock, ops, capacity=gpu.vram_bytes),
+            capacity=gpu.vram_bytes,
+            profile=gpu.profile,
+            link_bytes_s=gpu.link_bytes_s,
+        )
+        monkeypatch.setattr(placement, "_open_card", lambda *args: opened)
+        found = placement.place_draft(
+            *folders,
+            "draft",
+            LoadOptions(device="cuda", ctx=128, **options),
+            Settings.from_environment(),
+        )
+        assert found is not None
+        return found
+
+    return planned
 
 
-@pytest.mark.parametrize("way", ["draft on card", "both on card", "draft on CPU", "no draft"])
-def test_every_way_gives_the_tokens_of_plain_decoding(
-    folders: tuple[Path, Path], choose_way: Choose, way: str
+@pytest.mark.parametrize(
+    ("way", "target", "draft"),
+    [
+        ("draft on card", "cpu", "cuda"),
+        ("both on card", "cuda", "cuda"),
+        ("draft on CPU", "cuda", "cpu"),
+    ],
+)
+def test_way_becomes_options(
+    place: Place, choose_way: Choose, way: str, target: str, draft: str
 ) -> None:
-    with localrt.load(folders[0], device="cpu", draft="off", ctx=128) as model:
-        plain = [model.generate("ab ab ab", seed=n, **_sampling(n)) for n in range(2)]
-    choose_way(way)
-    with loaded(folders, LARGE, ram="8GB") as model:
-        assert "forecast" in note(model)
-        for n, expected in enumerate(plain):
-            for options in ({"draft": "off"}, {"tree_budget": 8}, {}):
-                ours = model.generate("ab ab ab", seed=n, **options, **_sampling(n))
-                assert ours.token_ids == expected.token_ids
-                assert ours.logprobs == expected.logprobs
-                assert ours.metrics.simulated
-                assert ours.metrics.decode_tok_s
-        last = model.generate("ab ab ab", tree_budget=8, **OPTIONS)
-        assert str(last.metrics.speculation).startswith("speculation: model") is (way != "no draft")
+    requests = choose_way(way)
+    found = place(LARGE)
+    assert "forecast" in found.line
+    assert found.target is not None
+    assert found.draft is not None
+    assert (found.target.device, found.draft.device) == (target, draft)
+    assert found.alone.device == "cuda"
+    if draft == "cuda":
+        assert found.draft.gpu_memory == requests[-1].draft_vram
+        assert found.cache_room
+    if way == "both on card":  # the draft's part is not the target's
+        left = found.target.gpu_memory
+        assert left is not None
+        assert left - CUDA_CONTEXT_NBYTES == 200_000_000 - requests[-1].draft_vram
 
 
-def _sampling(n: int) -> dict[str, Any]:
-    return {**OPTIONS, "temperature": 1.1 * n, "logprobs": 1}
+def test_no_draft_is_an_option(place: Place, choose_way: Choose) -> None:
+    choose_way("no draft")
+    found = place(LARGE)
+    assert found.target is found.draft is None
+    assert "is not used" in found.note
 
 
-def test_the_way_decides_what_computes(folders: tuple[Path, Path], choose_way: Choose) -> None:
-    """Which resources are busy: the card's with its draft, the CPU's with the target."""
-    for way, used in (
-        ("draft on card", {"cpu", "gpu"}),
-        ("both on card", {"gpu", "link", "cpu"}),
-        ("draft on CPU", {"gpu", "link", "cpu"}),
-    ):
-        choose_way(way)
-        with loaded(folders, LARGE) as model:
-            engine: Any = engine_of(model)
-            before = engine.counts().busy_s.get("gpu", 0.0)
-            model.generate("ab ab ab", tree_budget=8, **OPTIONS)
-            counts = engine.counts()
-            assert set(counts.busy_s) - {"ssd"} == used
-            assert counts.busy_s["gpu"] > before
-            tasks = {stage.where.on_gpu for stage in engine.residency.stages}
-            assert tasks == {way != "draft on card"}
+def test_small_gpu_holds_the_draft_or_nothing(place: Place) -> None:
+    assert place(SMALL).line.startswith("the draft on the card, the target verified by the CPU: ")
+    found = place(TOO_SMALL)
+    assert re.search(r"it needs 1\.\d MB and the card has 1\.3 MB", found.line or found.note)
+    assert not found.line.startswith("the draft on the card")
 
 
-def test_a_draft_on_the_card_is_charged_to_the_clock(
-    folders: tuple[Path, Path], choose_way: Choose
-) -> None:
-    """A card a thousand times slower makes drafting slower, though it computes the same."""
-    choose_way("draft on card")
-    spent = []
-    for device in (LARGE, "virtual:200MB@12GB/s,256MB/s,20GFLOPS"):
-        with loaded(folders, device) as model:
-            engine: Any = engine_of(model)
-            model.generate("ab ab ab", tree_budget=8, **OPTIONS)
-            spent.append(engine.counts().busy_s["gpu"])
-    assert spent[1] > 100 * spent[0]
-
-
-def test_the_card_holds_both_or_the_draft_goes_elsewhere(folders: tuple[Path, Path]) -> None:
-    with loaded(folders, LARGE) as model:
-        engine: Any = engine_of(model)
-        card = engine.residency.pipeline.card
-        assert card is None or card.card.capacity < 200_000_000  # the draft's part is not its
-    with loaded(folders, SMALL) as model:
-        assert note(model).startswith("the draft on the card, the target verified by the CPU: ")
-    with loaded(folders, TOO_SMALL) as model:
-        assert re.search(r"it needs 1\.\d MB and the card has 1\.3 MB", note(model))
-        assert not note(model).startswith("the draft on the card")
-
-
-def test_gpu_memory_bounds_both(folders: tuple[Path, Path]) -> None:
-    with loaded(folders, LARGE, gpu_memory="1300kB") as model:
-        assert "the card has 1.3 MB" in note(model)
-
-
-def test_a_draft_that_is_forecast_to_cost_is_left_out(folders: tuple[Path, Path]) -> None:
-    """Once its guesses are known not to come true."""
+def test_draft_whose_tokens_are_never_accepted_is_left_out(place: Place) -> None:
     settings = Settings.from_environment()
     for _ in range(8):
         remember_acceptance(settings, "target", "draft", 0.0)
-    with loaded(folders, LARGE) as model:
-        assert re.match(
-            r"draft \S+ is not used: \S+ tok/s are forecast without it, \S+ with", note(model)
-        )
-        ours = model.generate("ab", tree_budget=4, **OPTIONS)
-        assert "is not used" in str(ours.metrics.speculation)
+    found = place(LARGE)
+    assert re.match(
+        r"draft \S+ is not used: \S+ tok/s are forecast without it, \S+ with", found.note
+    )
 
 
-def test_what_a_draft_is_worth_is_remembered(folders: tuple[Path, Path]) -> None:
-    with loaded((folders[0], folders[0]), LARGE) as model:
-        for n in range(4):
-            model.generate(f"{n} ab", tree_budget=8, **{**OPTIONS, "max_tokens": 40})
-    known = known_acceptance(Settings.from_environment(), "target", "target")
-    assert known is not None
-    assert known > 0.9  # it is the target itself
+def test_acceptance_is_remembered(place: Place) -> None:
+    found = place(LARGE)
+    assert found.remember is not None
+    found.remember(0.9)
+    assert known_acceptance(Settings.from_environment(), "target", "draft") == pytest.approx(0.9)
 
 
-def test_an_unknown_vocabulary_is_an_error_and_frees_all(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_bad_input(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(
+        OptionError, match=r"must be auto, cpu or cuda, is 'virtual:8GB'.*plan MODEL --gpu"
+    ):
+        localrt.load(folders[0], device="virtual:8GB", draft=str(folders[1]))
+    with pytest.raises(localrt.LocalrtError, match="nowhere"):
+        localrt.load(folders[0], device="cpu", draft="/nowhere/at/all")
+    with pytest.raises(MemoryBudgetError):
+        localrt.load(folders[0], device="cpu", draft=str(folders[1]), ram="1MB")
+
+
+def test_unknown_vocabulary(folders: tuple[Path, Path], tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(OptionError, match="another vocabulary: one of the two models has no"):
-        localrt.load(folders[0], device=LARGE, draft=str(tmp_path), ctx=128)
-
-
-def test_bad_input(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="no card 'virtual:fast'"):
-        localrt.load(folders[0], device="virtual:fast", draft=str(folders[1]))
-    with pytest.raises(localrt.LocalrtError, match="nowhere"):
-        localrt.load(folders[0], device=LARGE, draft="/nowhere/at/all")
-    with pytest.raises(MemoryBudgetError):
-        localrt.load(folders[0], device=LARGE, draft=str(folders[1]), ram="1MB")
-
-
-def test_no_memory_to_stand_for_the_cards(
-    folders: tuple[Path, Path], choose_way: Choose, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from localrt.drafts import placement as draft_placement
-
-    choose_way("draft on card")
-    monkeypatch.setattr(draft_placement, "_new_nbytes", lambda plan: 1 << 50)
-    with loaded(folders, LARGE) as model:
-        assert "no memory to stand for the virtual card's" in note(model)
-        assert model.generate("ab", tree_budget=4, **OPTIONS).token_ids
-
-
-def test_a_draft_named_later_lies_on_the_cpu_and_takes_its_time(
-    folders: tuple[Path, Path],
-) -> None:
-    with localrt.load(folders[0], device=LARGE, draft="off", ctx=128) as model:
-        engine: Any = engine_of(model)
-        plain = model.generate("ab ab ab", **OPTIONS)
-        before = engine.counts().busy_s.get("cpu", 0.0)
-        ours = model.generate("ab ab ab", draft=str(folders[1]), tree_budget=4, **OPTIONS)
-        assert ours.token_ids == plain.token_ids
-        assert engine.counts().busy_s["cpu"] > before
+        localrt.load(folders[0], device="cpu", draft=str(tmp_path), ctx=128)
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -208,24 +169,3 @@ def test_a_cache_that_is_damaged_or_cannot_be_written(
 
 def _refuse(*_: Any) -> None:
     raise OSError("read-only")
-
-
-@pytest.mark.slow
-@pytest.mark.real
-def test_qwen_verified_by_the_cpu_is_faster_than_plain() -> None:
-    """A card of half the target's size, and RAM for a fifth of it: see docs/planner.md."""
-    target, draft = real_model("qwen1.5b"), real_model("qwen0.5b")
-    prompt = 'def fibonacci(n: int) -> int:\n    """The n-th Fibonacci number."""\n'
-    options: dict[str, Any] = {"raw": True, "max_tokens": 24, "temperature": 0.0}
-    card = CARD.format("560MB")
-    ram = current_rss() + 240_000_000
-    with localrt.load(target, device=card, ram=ram, ctx=384, draft=str(draft)) as model:
-        assert note(model).startswith("the draft on the card, ")
-        faster: list[float] = []
-        while len(faster) < 3 and max(faster, default=0) <= 1.5:  # the CPU's part takes real time
-            plain = model.generate(prompt, draft="off", **options)
-            ours = model.generate(prompt, tree_budget=16, **options)
-            assert ours.token_ids == plain.token_ids
-            assert (ours.metrics.accepted_per_pass or 0) > 3
-            faster.append((ours.metrics.decode_tok_s or 0) / (plain.metrics.decode_tok_s or 1))
-    assert max(faster) > 1.5

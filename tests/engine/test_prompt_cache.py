@@ -28,7 +28,6 @@ KINDS = [
     pytest.param("gemma3", {"format": "f32"}, id="torch"),
     pytest.param("gemma4", {}, id="shared"),
     pytest.param("gemma4", {"format": "f32"}, id="shared-torch"),
-    pytest.param("qwen2", {"device": "virtual:1GB@1GB/s,10GB/s,1TFLOPS"}, id="virtual"),
     pytest.param("qwen3.5", {}, id="states"),
     pytest.param("falcon-h1", {}, id="states-side-by-side"),
     pytest.param("granite-hybrid", {"format": "f32"}, id="states-torch"),

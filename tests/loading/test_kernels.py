@@ -20,8 +20,8 @@ from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.offload.cards.clock import WallClock
-from localrt.offload.cards.cuda import CudaAccelerator
+from localrt.offload.device.clock import Clock
+from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.placement import Placement, Where
 from localrt.progress import Progress
 from localrt.quant.formats import CODECS, pack, unpack
@@ -33,7 +33,7 @@ from localrt.quant.ops.protocol import Batch
 from localrt.quant.ops.torch.ops import TorchOps
 from localrt.settings import Settings
 from tests.models.tiny import save_tiny
-from tests.offload.cards.carded import place_on_card
+from tests.offload.gpu.placed_on_gpu import place_on_gpu
 from tests.offload.placed import MODE, PLENTY, Model, needs_kernels, open_decoder
 from tests.store.synthetic import SyntheticCheckpoint
 
@@ -173,7 +173,7 @@ def test_a_card_that_computes_a_part_compiles_that_part(card: Card, tmp_path: Pa
     with closing(Model(folder)) as model:
         where = {"layers.0.attention": Where.VRAM}
         where |= {u.name: Where.LINK for u in model.store.manifest.units if "head" in u.name}
-        plain = place_on_card(model.store, where)
+        plain = place_on_gpu(model.store, where)
         placement = Placement(
             where=plain.where,
             kv=plain.kv,
@@ -182,7 +182,7 @@ def test_a_card_that_computes_a_part_compiles_that_part(card: Card, tmp_path: Pa
             crossing=frozenset(["layers.1.mlp"]),
             card_rows=65,
         )
-        ops, clock = CudaOps(device="cpu"), WallClock()
+        ops, clock = CudaOps(device="cpu"), Clock()
         share = share_of_card(model.store, model.config, placement)
         with compiled_meanwhile(model.store, model.config, ops, share):
             decoder = open_decoder(
@@ -192,7 +192,7 @@ def test_a_card_that_computes_a_part_compiles_that_part(card: Card, tmp_path: Pa
                 placement,
                 mode=MODE,
                 budget=PLENTY,
-                card=CudaAccelerator(clock, ops, CudaCopies(device="cpu"), capacity=PLENTY),
+                gpu=CudaGpu(clock, ops, CudaCopies(device="cpu"), capacity=PLENTY),
                 clock=clock,
             )
         with closing(decoder):

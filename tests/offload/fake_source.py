@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.timing import Mark
+from localrt.offload.device.gpu import Event
 from localrt.offload.ring import PAGE
 
 Bytes = npt.NDArray[np.uint8]
@@ -47,7 +47,7 @@ class FakeSource:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
 
-    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
+    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Event | None) -> None:
         with self._lock:
             self.fetched.append((unit.name, start, len(out)))
             pause = self._delay_s * self._random.random()
@@ -56,7 +56,6 @@ class FakeSource:
         if pause:
             time.sleep(pause)
         out[:] = content(unit, start, start + len(out))
-        return None
 
     def skip(self, unit: StoredUnit) -> None:
         self.skipped.append(unit.name)

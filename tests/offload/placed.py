@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,10 @@ from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.offload.cards.clock import WallClock
 from localrt.offload.pipeline.opening import open_pipeline
-from localrt.offload.pipeline.setup import Devices
+from localrt.offload.pipeline.setup import Setup
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
-from localrt.offload.reading.loading import Reading
 from localrt.offload.ring import PAGE
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
@@ -90,26 +87,11 @@ def place(
 
 
 def open_decoder(
-    store: Any,
-    ops: Any,
-    config: DecoderConfig,
-    placement: Placement,
-    *,
-    card: Any = None,
-    clock: Any = None,
-    expert_costs: Any = None,
-    **options: Any,
+    store: Any, ops: Any, config: DecoderConfig, placement: Placement, **options: Any
 ) -> Decoder:
-    """A decoder that follows a placement; ``options`` of ``Reading`` and of ``open_pipeline``."""
-    devices = Devices(
-        ops=ops,
-        clock=clock or WallClock(),
-        card=card,
-        expert_costs=expert_costs,
-    )
-    names = [field.name for field in fields(Reading)]
-    reading = Reading(**{name: options.pop(name) for name in names if name in options})
-    return Decoder(open_pipeline(store, config, placement, devices, reading, **options))
+    """A decoder that follows a placement; ``options`` of ``Setup``."""
+    setup = Setup(store=store, config=config, placement=placement, ops=ops, **options)
+    return Decoder(open_pipeline(setup))
 
 
 def passing(store: StoreCheckpoint) -> list[str]:

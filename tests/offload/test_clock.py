@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.offload.cards.clock import WallClock
+from localrt.offload.device.clock import Clock
 
 
 class Hands:
@@ -27,7 +27,7 @@ def test_busy_is_the_union_of_tasks(spans: list[tuple[int, int]]) -> None:
     hands = Hands()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", hands)
-        clock = WallClock(keep=100)
+        clock = Clock(keep=100)
         open_: dict[int, float] = {}
         events = [(start, 1, n) for n, (start, _) in enumerate(spans)]
         events += [(start + length, 2, n) for n, (start, length) in enumerate(spans)]
@@ -50,7 +50,7 @@ def test_busy_is_the_union_of_tasks(spans: list[tuple[int, int]]) -> None:
 def test_a_task_that_runs_counts_up_to_now(monkeypatch: pytest.MonkeyPatch) -> None:
     hands = Hands()
     monkeypatch.setattr(time, "perf_counter", hands)
-    clock = WallClock()
+    clock = Clock()
     hands.now = 5.0
     first = clock.begin("ssd")
     hands.now = 7.0
@@ -69,7 +69,7 @@ def test_a_task_that_runs_counts_up_to_now(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_latest_tasks_are_kept() -> None:
-    clock = WallClock(keep=3)
+    clock = Clock(keep=3)
 
     def work(name: str) -> None:
         clock.end("gpu", name, clock.begin("gpu"))
@@ -85,7 +85,7 @@ def test_the_latest_tasks_are_kept() -> None:
 
 
 def test_threads_are_counted_together() -> None:
-    clock = WallClock(keep=1000)
+    clock = Clock(keep=1000)
 
     def work() -> None:
         for _ in range(100):

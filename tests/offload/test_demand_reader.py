@@ -1,4 +1,4 @@
-"""Reading what is asked for: the urgent first, and what is called off not at all."""
+"""Reading what is asked for: the urgent first, and what is cancelled not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.timing import Mark
+from localrt.offload.device.gpu import Event
 from localrt.offload.reading.demand_reader import DemandReader, Load
 
 
@@ -21,13 +21,12 @@ class Slow:
         self.gate = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
 
-    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
+    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Event | None) -> None:
         """Note what is fetched, wait, and fill it."""
         self.fetched.append(unit.name)
         self.entered.release()
         assert self.gate.acquire(timeout=60)
         out[:] = 7
-        return None
 
     def skip(self, unit: StoredUnit) -> None:
         """Nothing."""
@@ -43,7 +42,7 @@ class Asked:
     def ask(self, name: str, nbytes: int = 400, *, urgent: bool = True) -> Load:
         unit = StoredUnit(name=name, file="f", offset=0, nbytes=nbytes, sha256="", tensors=())
         memory = np.zeros(nbytes, np.uint8)
-        return self.reader.ask(unit, memory, after=None, urgent=urgent, ends=self.ended)
+        return self.reader.ask(unit, memory, urgent=urgent, ends=self.ended)
 
 
 def test_a_demand_waits_for_the_piece_that_is_being_read_and_for_no_more() -> None:
@@ -64,13 +63,13 @@ def test_a_demand_waits_for_the_piece_that_is_being_read_and_for_no_more() -> No
         asked.reader.close()
 
 
-def test_what_is_called_off_is_not_read() -> None:
+def test_cancelled_load_is_not_read() -> None:
     source = Slow()
     asked = Asked(source)
     try:
         first, second = asked.ask("a", urgent=False), asked.ask("b", urgent=False)
         source.entered.acquire()
-        assert asked.reader.call_off([first, second]) == [second]  # a piece of the other is read
+        assert asked.reader.cancel([first, second]) == [second]  # a piece of the other is read
         source.gate.release(20)
         asked.reader.wait(first)
         asked.reader.wait(asked.ask("c", 100))

@@ -16,8 +16,8 @@ from localrt.offload.placement import Where
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
-from tests.offload.cards.carded import on_card
 from tests.offload.experts.rates import Rate
+from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pack_tiny, tokens
 
 pytestmark = needs_kernels
@@ -81,7 +81,7 @@ def test_a_card_computes_the_same(model: Model, late: bool) -> None:
     here = model.resident.cache(64)
     card = [name for name in names if name.startswith(("layers.1", "layers.2"))]
     where = {name: Where.VRAM for name in card if "expert" not in name}
-    with on_card(model, where, late=late, expert_costs=COSTS) as placed:
+    with on_gpu(model, where, late=late, expert_costs=COSTS) as placed:
         there = placed.cache(64)
         for part in (tokens(20), [1], tokens(2, seed=3), [5]):
             want = extend(model.resident, here, part)

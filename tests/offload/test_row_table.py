@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.offload.pipeline import row_table
-from localrt.offload.pipeline.row_table import RowTable
+from localrt.offload.pipeline import tables
+from localrt.offload.pipeline.tables import RowTable
 from localrt.offload.reading.files import StoreFiles
 from localrt.quant.ops.protocol import Batch
 from tests.offload.placed import Model, needs_kernels, pack_synthetic
@@ -77,7 +77,7 @@ def test_a_repeated_token_is_read_once(model: Model) -> None:
 def test_the_oldest_tiles_make_room(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     table, files = open_table(model)
     with closing(table):
-        monkeypatch.setattr(row_table, "KEPT_BYTES", 3 * table._tile)
+        monkeypatch.setattr(tables, "KEPT_BYTES", 3 * table._tile)
         for token in (0, 16, 32, 0, 48, 0, 16):
             rows(model, table, [token])
         tiles = [(offset - min(files.reads)) // table._tile for offset in files.reads]

@@ -12,7 +12,7 @@ import pytest
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.decoder import load_mlp
 from localrt.models.registry import read_config
-from localrt.offload.cards.clock import WallClock
+from localrt.offload.device.clock import Clock
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
@@ -43,14 +43,14 @@ class Moving:
         self._memory = aligned_buffer(data.nbytes + places * PAGE)
         self._places, self._next = places, 0
 
-    def acquire(self, name: str, check: Any = None) -> tuple[Any, None]:
+    def acquire(self, name: str, check: Any = None) -> Any:
         start = self._next % self._places * PAGE
         self._next += 1
         self._memory[:] = 0
         self._memory[start : start + self._data.nbytes] = self._data
-        return self._memory[start : start + self._data.nbytes], None
+        return self._memory[start : start + self._data.nbytes]
 
-    def release(self, name: str, mark: Any = None) -> None:
+    def release(self, name: str, event: Any = None) -> None:
         pass
 
 
@@ -64,13 +64,11 @@ def test_norms_are_made_once_wherever_the_unit_lies(tmp_path: Path, places: int)
         ops, config = Counting(threads=1), read_config(store)
         reader: Any = Moving(data, places)
         cache = ops.kv_cache(config.attention, 8)
-        lane = Lane(store, ops, WallClock(), reader=reader, attends=False)
+        lane = Lane(store, ops, Clock(), reader=reader, attends=False)
         stage = Stage(unit, Where.SSD, lane, partial(load_mlp, config, 0, experts=None))
         seen = []
         for _ in range(2 * places):
-            state = StreamedState(
-                Batch.extend([(cache, [3])]), np.empty(0, np.intp), lane, None, None
-            )
+            state = StreamedState(Batch.extend([(cache, [3])]), np.empty(0, np.intp), lane, None)
             state.x = np.ones((1, config.hidden_size), np.float32)
             stage(state)
             seen.append(np.array(state.x))

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.timing import Mark
-from localrt.offload.cards.clock import marks_of
 from localrt.offload.reading.reader import POLL_S
 from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import PAGE, Ring
@@ -47,7 +45,7 @@ def reading(
 
 def use(reader: UnitReader, unit: StoredUnit) -> None:
     """Acquire, compare, give back."""
-    data, _ = reader.acquire(unit.name)
+    data = reader.acquire(unit.name)
     assert (data == content(unit)).all(), unit.name
     reader.release(unit.name)
 
@@ -120,19 +118,6 @@ def test_the_next_round_begins_while_the_last_unit_is_in_use() -> None:
         wait_for(lambda: [name for name, _, _ in source.fetched].count("u0") == 4 + 2)
         reader.release("u2")
         use(reader, units[0])
-
-
-def test_a_unit_is_there_when_all_its_pieces_are_in_whatever_order_they_come() -> None:
-    class Events(FakeSource):
-        def fetch(self, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
-            super().fetch(unit, start, out, after)
-            if start == 0:
-                wait_for(lambda: reader.bytes_read >= PAGE)  # the other one was begun later
-            return f"piece {start // PAGE}"
-
-    with reading(Events(), make_units([2])) as reader:
-        _, mark = reader.acquire("u0")
-        assert marks_of(mark) == ("piece 1", "piece 0")
 
 
 def test_nothing_is_begun_between_a_stop_and_the_next_order() -> None:

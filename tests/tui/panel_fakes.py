@@ -20,7 +20,6 @@ PASS = PassTrace(
 )
 STREAMED = Status(
     clock_s=10.0,
-    simulated=False,
     streamed=True,
     generating=True,
     ram=MemoryUse(138_000_000, 145_000_000),

@@ -123,8 +123,6 @@ def _title(data: PanelData, width: int) -> Content:
     text = "Live" if live else "Idle"
     if status is not None and not live and status.metrics is not None:
         text = "Last answer"
-    if status is not None and status.simulated:
-        text += ", simulated"
     return _ends(Content.styled(text, _HEADING), f"{data.hide} hides" if data.hide else "", width)
 
 

@@ -25,7 +25,7 @@ from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
 from localrt.errors import CancelledError, LocalrtError, OptionError
-from localrt.models.timing import PipelineCounts
+from localrt.models.residency import PipelineCounts
 from localrt.models.tokenizers.base import Tokenizer
 
 

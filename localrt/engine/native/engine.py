@@ -196,7 +196,7 @@ class NativeEngine(Engine):
         self.take_ram(ram)
         with self._turn:
             memory = self.residency.memory
-            if card and memory.card is not None and memory.shrink_card(card, _BESIDE) < card:
+            if card and memory.gpu is not None and memory.shrink_gpu(card, _BESIDE) < card:
                 self.take_ram(-ram)
                 raise MemoryBudgetError(
                     f"the adapter needs {format_bytes(card)} of the card's memory beside the model"
@@ -318,7 +318,7 @@ class NativeEngine(Engine):
             if not self.residency.memory.streams or less <= 0:
                 return
             words = f"the budget is {format_bytes(nbytes)} of GPU memory now"
-            if self.residency.memory.shrink_card(less, words) < less:
+            if self.residency.memory.shrink_gpu(less, words) < less:
                 raise MemoryBudgetError(
                     f"the card cannot give back {format_bytes(less)}: load the model again with "
                     f"{option('gpu_memory', nbytes)}"

@@ -12,7 +12,7 @@ from typing import TypeVar
 from weakref import WeakSet
 
 from localrt.engine.protocol import Rates
-from localrt.models.timing import PipelineCounts
+from localrt.models.residency import PipelineCounts
 from localrt.offload.ram_forecast import RamForecast
 from localrt.quant.ops.protocol import KVCache
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from localrt.engine.native.meters import RamMeter
 from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
 from localrt.errors import LocalrtError
-from localrt.models.timing import PipelineCounts
+from localrt.models.residency import PipelineCounts
 from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.kv import BLOCK_TOKENS, BlockCache, Bytes, FillBlocks, ReadBlocks
 from localrt.quant.ops.protocol import KVCache

@@ -9,8 +9,8 @@ import pytest
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.experts import memory as expert_memory
 from localrt.offload.experts.memory import size_classes
-from tests.offload.cards.carded import assert_same, conversation, on_card
-from tests.offload.cards.test_hybrid_experts import COSTS, places
+from tests.offload.gpu.placed_on_gpu import assert_same, conversation, on_gpu
+from tests.offload.gpu.test_hybrid_experts import COSTS, places
 from tests.offload.placed import Model, needs_kernels, pack_tiny
 from tests.offload.test_placed_experts import answers, experts
 
@@ -60,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
 def test_logits_and_memory_are_those_of_one_pool(model: Model, share: float) -> None:
     with model.placed(experts(model.store, share)) as placed, model.placed([]) as whole:
-        memory = placed.residency.sparse["cpu"]._memory
+        memory = placed.residency.sparse["cpu"].memory
         assert len(memory.pools) > 1
         assert memory.nbytes <= len(experts(model.store)) * memory.slot_nbytes
         want = answers(whole)
@@ -83,13 +83,13 @@ def test_everything_in_memory_is_read_once(model: Model) -> None:
 @needs_kernels
 def test_with_few_slots_there_is_one_pool(model: Model) -> None:
     with model.placed(experts(model.store)) as placed:
-        assert len(placed.residency.sparse["cpu"]._memory.pools) == 1
+        assert len(placed.residency.sparse["cpu"].memory.pools) == 1
 
 
 @needs_kernels
 def test_beside_a_card(model: Model) -> None:
     want = conversation(model.resident)
-    with on_card(model, places(model, 0.3, ssd=0.3), expert_costs=COSTS) as placed:
-        assert len(placed.residency.sparse["gpu"]._memory.pools) > 1
+    with on_gpu(model, places(model, 0.3, ssd=0.3), expert_costs=COSTS) as placed:
+        assert len(placed.residency.sparse["gpu"].memory.pools) > 1
         assert_same(conversation(placed), want)
         assert_same(conversation(placed), want)

@@ -10,7 +10,7 @@ from localrt.offload.placement import Where
 from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.protocol import Batch, KVCache
 from tests.models.tiny import relative_error
-from tests.offload.cards.test_cuda_path import BOUND, all_in_turn, emulated, model, on_cuda
+from tests.offload.gpu.test_cuda_path import BOUND, all_in_turn, emulated, model, on_cuda
 from tests.offload.placed import Model, needs_kernels, passing
 
 __all__ = ["emulated", "model"]  # fixtures

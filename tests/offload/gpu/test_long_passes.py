@@ -18,9 +18,9 @@ from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import LEAST_CARD_ROWS, Placement, Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
-from tests.offload.cards.carded import assert_same, on_card, place_on_card, placements
-from tests.offload.cards.test_hybrid_experts import places, stages
 from tests.offload.experts.rates import Rate
+from tests.offload.gpu.placed_on_gpu import assert_same, on_gpu, place_on_gpu, placements
+from tests.offload.gpu.test_hybrid_experts import places, stages
 from tests.offload.placed import (
     Model,
     cancel_after,
@@ -41,12 +41,12 @@ def crossing(
 ) -> AbstractContextManager[Decoder]:
     """On a card, to which every MLP of the CPU crosses in passes of 65 rows or more."""
     slack = options.pop("slack", (0, 0))
-    placement = place_on_card(model.store, where, slack=slack)
+    placement = place_on_gpu(model.store, where, slack=slack)
     names = (n for n, place in placement.where.items() if n.endswith("mlp") and not place.on_gpu)
     placement = replace(
         placement, card_rows=LEAST_CARD_ROWS, crossing=frozenset(names), prefill_rows=LONG
     )
-    return on_card(model, where, placement=placement, **options)
+    return on_gpu(model, where, placement=placement, **options)
 
 
 def passes(decoder: Decoder, sizes: list[int]) -> list[np.ndarray]:
@@ -147,8 +147,8 @@ def batching(
 ) -> AbstractContextManager[Decoder]:
     """``share`` of the experts in slots, ``ssd`` of the others on disk; long passes cross."""
     where = places(model, share, ssd=ssd)
-    placement = replace(place_on_card(model.store, where), card_rows=LEAST_CARD_ROWS)
-    return on_card(model, where, placement=placement, expert_costs=COSTS, **options)
+    placement = replace(place_on_gpu(model.store, where), card_rows=LEAST_CARD_ROWS)
+    return on_gpu(model, where, placement=placement, expert_costs=COSTS, **options)
 
 
 @settings(max_examples=15)
@@ -168,10 +168,8 @@ def test_absent_experts_of_a_layer_are_one_launch(mixture: Model) -> None:
     with batching(mixture, 0.5) as decoder:
         stage: Any = stages(decoder)
         launches: list[int] = []
-        run = stage._on_card
-        stage._on_card = lambda turn, experts, mark: (
-            launches.append(len(experts)) or run(turn, experts, mark)
-        )
+        run = stage._on_gpu
+        stage._on_gpu = lambda turn, experts: launches.append(len(experts)) or run(turn, experts)
         cache = decoder.cache(400)
         extend(decoder, cache, tokens(LONG), [])
         launches.clear()

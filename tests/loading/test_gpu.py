@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from localrt.errors import LocalrtError
-from localrt.loading.cards import open_card
+from localrt.loading.gpu import open_gpu
 from localrt.offload.planner.machine import typical_machine
 from localrt.progress import Progress
 from tests.planner.models import RATE
@@ -36,7 +36,7 @@ def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> 
     ops, seen = CudaOps(device="cpu"), list[Progress]()
     monkeypatch.setattr(ops, "free_memory", lambda: 8 << 30)
     options: dict[str, Any] = {"threads": 1, "gpu_memory": None, "formats": {"q4_k"}}
-    card = open_card("cuda", ops, **options, progress=seen.append)
+    card = open_gpu(ops, **options, progress=seen.append)
     machine = card.on(typical_machine())
     assert asked == [{"q4_k"}]
     assert seen == [Progress("measure", 1, 4, "rates")]
@@ -47,7 +47,7 @@ def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> 
     assert machine.sources["gpu"] == "measured"
     assert machine.sources["kernels"] == "typical"
     # A copy of bytes is measured even so.
-    ruled = open_card("cuda", ops, **options).on(typical_machine()).gpu
+    ruled = open_gpu(ops, **options).on(typical_machine()).gpu
     assert ruled is not None
     assert not ruled.kernels
     assert ruled.flops == 100 * ruled.bytes_s

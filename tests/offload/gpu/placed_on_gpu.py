@@ -1,4 +1,4 @@
-"""Placements on a card, and decoders that follow them on a virtual one."""
+"""Placements on a GPU, and decoders that follow them on one that is not there."""
 
 from __future__ import annotations
 
@@ -13,53 +13,31 @@ from hypothesis import strategies as st
 
 from localrt.models.checkpoints import StoreCheckpoint
 from localrt.models.decoder import Decoder
-from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.cards.clock import VirtualClock, WallClock
-from localrt.offload.cards.virtual import VirtualAccelerator
+from localrt.offload.device.clock import Clock
 from localrt.offload.placement import Placement, Where
 from localrt.offload.ring import PAGE
-from localrt.quant.ops.protocol import Batch, Ops, Span
+from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import tokens
-from tests.offload.cards.late import LateAccelerator
+from tests.offload.gpu.fakes import FakeGpu, LateGpu
 from tests.offload.placed import MODE, PLENTY, Model, extend, open_decoder, passing
-
-LINK, MEMORY, FLOPS, CALL = 1e8, 1e9, 1e10, 1e-5
-
-
-def virtual_card(
-    ops: Ops, *, keep: int = 0, **options: Any
-) -> tuple[VirtualAccelerator, VirtualClock]:
-    """A slow card, whose copies take time that shows."""
-    clock = VirtualClock(keep)
-    settings: dict[str, Any] = {
-        "name": "virtual",
-        "capacity": PLENTY,
-        "link_bytes_s": LINK,
-        "memory_bytes_s": MEMORY,
-        "flops": FLOPS,
-        "call_s": CALL,
-        "link_latency_s": 0.0,
-        **options,
-    }
-    return VirtualAccelerator(clock, ops, **settings), clock
 
 
 def all_in_ram(decoder: Decoder) -> bool:
     """Whether every expert has been read: what is on the SSD is computed by the CPU."""
     stage: Any = decoder.residency.sparse["gpu"]  # type: ignore[attr-defined]
-    for pool in stage._memory.pools:
+    for pool in stage.memory.pools:
         pool._settle_arrived()
         if not all(pool.holds(*key) for key in pool._units):
             return False
     return True
 
 
-def place_on_card(
+def place_on_gpu(
     store: StoreCheckpoint, where: Mapping[str, Where], *, slack: tuple[int, int] = (0, 0)
 ) -> Placement:
     """``where`` for the units that it names, others in RAM; rings of the largest that pass.
 
-    ``slack`` are pages on top, of the RAM's and of the card's ring.
+    ``slack`` are pages on top, of the RAM's and of the GPU's ring.
     """
     units = store.manifest.units
     layers = sum(unit.name.endswith(".attention") for unit in units)
@@ -73,33 +51,28 @@ def place_on_card(
 
 
 @contextmanager
-def on_card(
+def on_gpu(
     model: Model,
     where: Mapping[str, Where],
     *,
     slack: tuple[int, int] = (0, 0),
-    card: Mapping[str, Any] | None = None,
+    capacity: int = PLENTY,
     placement: Placement | None = None,
     late: bool = False,
     **options: Any,
 ) -> Iterator[Decoder]:
-    """The decoder that follows ``placement``, or that of ``where``, on a virtual card; or on one
-    that finds races.
+    """The decoder that follows ``placement``, or that of ``where``, on a GPU that is not
+    there; a ``late`` one finds races.
     """
-    accelerator: Accelerator
-    clock: WallClock
-    if late:
-        clock = WallClock(keep=100_000)
-        accelerator = LateAccelerator(clock, model.ops, capacity=PLENTY)
-    else:
-        accelerator, clock = virtual_card(model.ops, keep=100_000, **(card or {}))
+    clock = Clock(keep=100_000)
+    gpu = (LateGpu if late else FakeGpu)(clock, model.ops, capacity=capacity)
     settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 30.0, **options}
     decoder = open_decoder(
         model.store,
         model.ops,
         model.config,
-        placement or place_on_card(model.store, where, slack=slack),
-        card=accelerator,
+        placement or place_on_gpu(model.store, where, slack=slack),
+        gpu=gpu,
         clock=clock,
         **settings,
     )
@@ -107,9 +80,9 @@ def on_card(
         yield decoder
     finally:
         decoder.close()
-        assert accelerator.used == 0
-        if isinstance(accelerator, LateAccelerator):
-            assert not accelerator.faults, accelerator.faults[:3]
+        assert gpu.used == 0
+        if isinstance(gpu, LateGpu):
+            assert not gpu.faults, gpu.faults[:3]
 
 
 def conversation(decoder: Decoder) -> list[np.ndarray]:

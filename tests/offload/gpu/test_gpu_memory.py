@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from localrt.errors import MemoryBudgetError
 from localrt.models.decoder import Decoder
 from localrt.offload.account import card_scratch_nbytes
-from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.cards.slab import SLABS, Slab, share_slabs
+from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import SLABS, Gpu, Slab, share_slabs
 from localrt.offload.memory.pressure import MemoryPressure
 from localrt.offload.pipeline import balance
 from localrt.offload.placement import Where
@@ -24,19 +24,22 @@ from localrt.offload.ring import PAGE
 from localrt.offload.shapes import PassSizes, shape_from_checkpoint
 from localrt.quant.ops.native.ops import NativeOps
 from tests.models.tiny import tokens
-from tests.offload.cards.carded import (
+from tests.offload.gpu.fakes import FakeGpu, LateGpu
+from tests.offload.gpu.placed_on_gpu import (
     assert_same,
-    on_card,
-    place_on_card,
+    on_gpu,
+    pipeline_threads,
+    place_on_gpu,
     placements,
-    virtual_card,
 )
-from tests.offload.cards.late import LateAccelerator
-from tests.offload.cards.test_hybrid_experts import COSTS, places
+from tests.offload.gpu.test_hybrid_experts import COSTS, places
 from tests.offload.placed import (
+    MODE,
+    PLENTY,
     Model,
     extend,
     needs_kernels,
+    open_decoder,
     passing,
     wide_mixture,
 )
@@ -44,11 +47,11 @@ from tests.offload.placed import (
 pytestmark = needs_kernels
 
 
-def card_of(decoder: Decoder) -> Accelerator:
-    lane = decoder.residency.pipeline.card
+def card_of(decoder: Decoder) -> Gpu:
+    lane = decoder.residency.pipeline.gpu
     assert lane is not None
-    assert lane.card is not None
-    return lane.card
+    assert lane.gpu is not None
+    return lane.gpu
 
 
 def units(model: Model) -> dict[str, Any]:
@@ -95,7 +98,7 @@ def test_units_share_about_so_many_slabs(sizes: list[int]) -> None:
 
 
 def test_a_slab_is_freed_with_its_last_unit() -> None:
-    card, _ = virtual_card(NativeOps(threads=1))
+    card = FakeGpu(Clock(), NativeOps(threads=1), capacity=PLENTY)
     slab = Slab(card, 30, 3)
     parts = [slab.take(10) for _ in range(3)]
     for number, part in enumerate(parts):
@@ -114,10 +117,10 @@ def test_the_peak_is_never_above_what_may_be_used(
     model: Model, data: st.DataObject, room: int, slack: int
 ) -> None:
     where = data.draw(placements(passing(model.store)))
-    placement = place_on_card(model.store, where, slack=(slack, slack))
+    placement = place_on_gpu(model.store, where, slack=(slack, slack))
     resident = sum(u.nbytes for u in model.store.manifest.units if where.get(u.name) is Where.VRAM)
     capacity = placement.vram_ring + max(resident, beside_weights(model, 50)) + room
-    with on_card(model, where, placement=placement, card={"capacity": capacity}) as decoder:
+    with on_gpu(model, where, placement=placement, capacity=capacity) as decoder:
         passes = zip(generate(decoder, 30), generate(model.resident, 30), strict=True)
         for ours, theirs in passes:
             assert_same([ours], [theirs])
@@ -128,9 +131,9 @@ def test_the_peak_is_never_above_what_may_be_used(
 def test_keys_and_values_on_the_card_take_the_place_of_weights(model: Model) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     resident = sum(u.nbytes for u in model.store.manifest.units if u.name in where)
-    placement = place_on_card(model.store, where)
+    placement = place_on_gpu(model.store, where)
     capacity = placement.vram_ring + resident + beside_weights(model, 1)
-    with on_card(model, where, placement=placement, card={"capacity": capacity}) as decoder:
+    with on_gpu(model, where, placement=placement, capacity=capacity) as decoder:
         cache, twin = decoder.cache(2000), model.resident.cache(2000)
         for seed in range(20):
             if any(stage.where is Where.SSD_LINK for stage in decoder.residency.stages):
@@ -139,16 +142,50 @@ def test_keys_and_values_on_the_card_take_the_place_of_weights(model: Model) -> 
             ours = extend(decoder, cache, text, [39])
             assert_same([ours], [extend(model.resident, twin, text, [39])])
         assert any(stage.where is Where.SSD_LINK for stage in decoder.residency.stages)
-        assert "keys and values on the card have grown" in decoder.residency.counts().memory_note
+        assert "keys and values on the GPU have grown" in decoder.residency.counts().memory_note
         assert card_of(decoder).peak <= capacity
 
 
 def test_what_cannot_be_given_back_is_said(model: Model) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
-    with on_card(model, where) as decoder:
+    with on_gpu(model, where) as decoder:
         card_of(decoder).capacity = 1000
-        with pytest.raises(MemoryBudgetError, match=r"virtual: keys, values .* shorter --ctx"):
+        with pytest.raises(MemoryBudgetError, match=r"fake GPU: keys, values .* shorter --ctx"):
             extend(decoder, decoder.cache(10), [3])
+
+
+def test_memory_beyond_the_capacity_is_refused() -> None:
+    card = FakeGpu(Clock(), NativeOps(threads=1), capacity=10_000_000, name="small card")
+    one = card.alloc(6_000_000)
+    with pytest.raises(
+        MemoryBudgetError, match=r"small card: 5 MB more .* 10 MB .*, of which 6 MB"
+    ):
+        card.alloc(5_000_000)
+    other = card.alloc(4_000_000)
+    assert card.used == 10_000_000
+    for memory in (one, other):
+        card.free(memory)
+    assert card.used == 0
+
+
+def test_a_placement_beyond_the_capacity_leaves_nothing_behind(model: Model) -> None:
+    where = dict.fromkeys(passing(model.store), Where.VRAM)
+    placement = place_on_gpu(model.store, where)
+    size = sum(u.nbytes for u in model.store.manifest.units if u.name in where)
+    before = pipeline_threads()
+    for capacity, fits in ((size + placement.vram_ring, True), (size, False), (1, False)):
+        clock = Clock()
+        card = FakeGpu(clock, model.ops, capacity=capacity)
+        options = {"mode": MODE, "budget": PLENTY, "gpu": card, "clock": clock}
+        if fits:
+            decoder = open_decoder(model.store, model.ops, model.config, placement, **options)
+            assert card.used == capacity
+            decoder.close()
+        else:
+            with pytest.raises(MemoryBudgetError):
+                open_decoder(model.store, model.ops, model.config, placement, **options)
+        assert card.used == 0
+        assert pipeline_threads() == before
 
 
 # -- memory that others need -----------------------------------------------------------------------
@@ -162,9 +199,9 @@ def test_less_of_the_card_in_the_middle_of_a_generation(
     late = data.draw(st.booleans())
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     where |= data.draw(placements(data.draw(st.permutations(passing(model.store)))[:3]))
-    with on_card(model, where, slack=(9, 9), late=late) as decoder:
+    with on_gpu(model, where, slack=(9, 9), late=late) as decoder:
         card = card_of(decoder)
-        least = place_on_card(model.store, where, slack=(9, 9)).vram_ring
+        least = place_on_gpu(model.store, where, slack=(9, 9)).vram_ring
         passes = zip(generate(decoder, 12), generate(model.resident, 12), strict=True)
         for number, (ours, theirs) in enumerate(passes):
             assert_same([ours], [theirs])
@@ -178,7 +215,7 @@ def test_less_of_the_card_in_the_middle_of_a_generation(
 def test_memory_that_others_give_back_is_for_keys_and_values(model: Model) -> None:
     """As much as was allowed at first; what was streamed meanwhile is streamed on."""
     where, needed = dict.fromkeys(passing(model.store), Where.VRAM), [0]
-    with on_card(model, where, shortage=lambda: (0, needed[0]), card={"capacity": 1 << 30}) as one:
+    with on_gpu(model, where, shortage=lambda: (0, needed[0]), capacity=1 << 30) as one:
         card, cache = card_of(one), one.cache(20)
         for shortage, capacity in ((60_000, 0), (0, 0), (-1000, 1000), (-(1 << 40), 1 << 30)):
             before, needed[0] = card.capacity, shortage
@@ -204,7 +241,7 @@ def test_a_card_is_asked_what_is_free() -> None:
 def test_experts_slots_are_given_back_too(tmp_path_factory: pytest.TempPathFactory) -> None:
     with closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model:
         for late in (False, True):
-            with on_card(model, places(model, 0.7), expert_costs=COSTS, late=late) as decoder:
+            with on_gpu(model, places(model, 0.7), expert_costs=COSTS, late=late) as decoder:
                 card = card_of(decoder)
                 passes = zip(generate(decoder, 12), generate(model.resident, 12), strict=True)
                 for number, (ours, theirs) in enumerate(passes):
@@ -219,24 +256,24 @@ def test_experts_slots_are_given_back_too(tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_pass_for_which_the_card_had_no_memory_is_tried_once_more(
-    model: Model, times: int
+    model: Model, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
-    with on_card(model, where) as decoder:
+    with on_gpu(model, where) as decoder:
         card = card_of(decoder)
         cache, twin = decoder.cache(40), model.resident.cache(40)
         expected = extend(model.resident, twin, [1, 2])
-        cost_s, left, used = card.cost_s, 3, card.used
+        scope, left, used = model.ops.scope, 3, card.used
 
-        def full(*args: Any, **options: Any) -> float | None:
+        def full() -> Any:
             nonlocal left
             left -= 1
             if left in range(-times + 1, 1):
                 left = 0 if left == 0 and times == 1 else left
                 raise MemoryBudgetError("the card has no memory left")
-            return cost_s(*args, **options)
+            return scope()
 
-        card.cost_s = full  # type: ignore[method-assign]
+        monkeypatch.setattr(model.ops, "scope", full)
         if times == 2:
             with pytest.raises(MemoryBudgetError, match="no memory left"):
                 extend(decoder, cache, [1, 2])
@@ -250,19 +287,19 @@ def test_a_pass_for_which_the_card_had_no_memory_is_tried_once_more(
 def pinned(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """Bytes of RAM by their address."""
     pinned = dict[int, int]()
-    make, release = LateAccelerator.host_buffer, LateAccelerator.free_host
+    make, release = LateGpu.host_buffer, LateGpu.free_host
 
-    def host_buffer(card: LateAccelerator, nbytes: int) -> Any:
+    def host_buffer(card: LateGpu, nbytes: int) -> Any:
         data = make(card, nbytes)
         pinned[data.ctypes.data] = nbytes
         return data
 
-    def free_host(card: LateAccelerator, memory: Any) -> int:
+    def free_host(card: LateGpu, memory: Any) -> int:
         del pinned[memory.ctypes.data]
         return release(card, memory)
 
-    monkeypatch.setattr(LateAccelerator, "host_buffer", host_buffer)
-    monkeypatch.setattr(LateAccelerator, "free_host", free_host)
+    monkeypatch.setattr(LateGpu, "host_buffer", host_buffer)
+    monkeypatch.setattr(LateGpu, "free_host", free_host)
     return pinned
 
 
@@ -275,8 +312,8 @@ def test_a_ring_that_is_made_larger_is_pinned_like_the_one_before(
     smallest = min(sizes, key=sizes.__getitem__)
     ring, largest = sizes[smallest] + PAGE, max(sizes.values())
     where = {smallest: Where.SSD_LINK}
-    placement = replace(place_on_card(model.store, where), ram_ring=ring)
-    with on_card(model, where, placement=placement, late=True) as decoder:
+    placement = replace(place_on_gpu(model.store, where), ram_ring=ring)
+    with on_gpu(model, where, placement=placement, late=True) as decoder:
         expected = list(generate(model.resident, 6))
         assert_same(list(generate(decoder, 6)), expected)
         assert list(pinned.values()) == [ring]
@@ -294,7 +331,7 @@ def test_ram_of_experts_that_are_given_back_is_unpinned(
     """Else the card's driver would keep it."""
     with (
         closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model,
-        on_card(model, places(model, 0.3), expert_costs=COSTS, late=True) as decoder,
+        on_gpu(model, places(model, 0.3), expert_costs=COSTS, late=True) as decoder,
     ):
         expected = list(generate(model.resident, 6))
         assert_same(list(generate(decoder, 6)), expected)

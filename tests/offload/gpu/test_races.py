@@ -18,31 +18,27 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.timing import Mark
-from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.cards.clock import WallClock
-from localrt.offload.experts.hybrid import HybridStage
+from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import Gpu
+from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts
-from localrt.offload.pipeline import opening
-from localrt.offload.pipeline.streamed import Pipeline
 from localrt.offload.placement import LEAST_CARD_ROWS, Where
 from localrt.offload.reading.sources import LinkSource
 from localrt.offload.reading.unit_reader import UnitReader
-from localrt.offload.ring import PAGE
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
-from tests.offload.cards.carded import (
+from tests.offload.experts.rates import Rate
+from tests.offload.gpu.fakes import POISON, LateGpu
+from tests.offload.gpu.placed_on_gpu import (
     assert_same,
     conversation,
-    on_card,
-    place_on_card,
+    on_gpu,
+    place_on_gpu,
     placements,
 )
-from tests.offload.cards.late import POISON, LateAccelerator
-from tests.offload.cards.test_hybrid_experts import places
-from tests.offload.cards.test_long_passes import LONG, crossing, passes
-from tests.offload.experts.rates import Rate
+from tests.offload.gpu.test_hybrid_experts import places
+from tests.offload.gpu.test_long_passes import LONG, crossing, passes
 from tests.offload.placed import (
     PLENTY,
     Model,
@@ -91,42 +87,47 @@ def mixture(
 # -- the card itself -------------------------------------------------------------------------------
 
 
-def late_card() -> LateAccelerator:
-    return LateAccelerator(WallClock(), NativeOps(threads=1), capacity=PLENTY)
+def late_card() -> LateGpu:
+    return LateGpu(Clock(), NativeOps(threads=1), capacity=PLENTY)
 
 
 def test_bytes_arrive_when_they_are_waited_for_and_not_before() -> None:
-    card = late_card()
-    out, source = card.alloc(8), np.arange(8, dtype=np.uint8)
-    mark = card.copy_in("a", source, out, None, None)
-    source[:] = 9  # the copy was waited for: its source may change
-    assert set(out) == {POISON}
-    card.wait(mark)
+    gpu = late_card()
+    out, source = gpu.alloc(8), np.arange(8, dtype=np.uint8)
+    gpu.copy_in("a", source, out, None)
     assert list(out) == list(range(8))
-    mark = card.copy_in("b", source, out, None, None, wait=False)
-    source[:] = 3  # too early
-    card.settled(mark)
-    assert set(out) == {3}
-    card.free(out)
+    event = gpu.begin_copy("b", source, out, None)
+    assert event is not None
+    assert not event.query()
     assert set(out) == {POISON}
-    assert not card.faults
+    source[:] = 3  # too early
+    gpu.wait(event)
+    assert event.query()
+    assert set(out) == {3}
+    event = gpu.begin_copy("c", source, out, None)
+    assert event is not None
+    event.synchronize()
+    assert set(out) == {3}
+    gpu.free(out)
+    assert set(out) == {POISON}
+    assert not gpu.faults
 
 
 def test_a_copy_that_waits_for_too_little_is_found() -> None:
-    card = late_card()
-    memory, source = card.alloc(8), np.zeros(8, np.uint8)
-    early = card.mark(None, memory[:4])
-    used = card.mark(None, memory[4:], last=True)
+    gpu = late_card()
+    memory, source = gpu.alloc(8), np.zeros(8, np.uint8)
+    early = gpu.record(memory[:4])
+    used = gpu.record(memory[4:], last=True)
     assert list(memory[4:]) == [POISON] * 4
-    card.copy_in("fine", source[:4], memory[:4], early, None)
-    assert not card.faults
-    card.copy_in("race", source[:4], memory[4:], early, None, wait=False)
-    assert len(card.faults) == 1
-    card.copy_in("fine", source[:4], memory[4:], used, None, wait=False)
-    assert len(card.faults) == 1
-    card.free_host(source)
-    card.free(memory)
-    assert len(card.faults) == 3
+    gpu.copy_in("fine", source[:4], memory[:4], early)
+    assert not gpu.faults
+    gpu.begin_copy("race", source[:4], memory[4:], early)
+    assert len(gpu.faults) == 1
+    gpu.begin_copy("fine", source[:4], memory[4:], used)
+    assert len(gpu.faults) == 1
+    gpu.free_host(source)
+    gpu.free(memory)
+    assert len(gpu.faults) == 3
 
 
 # -- dense models ----------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ def test_any_placement_computes_the_same(
 ) -> None:
     where = data.draw(placements([*passing(model.store), "embedding"]))
     where["embedding"] = Where.SSD if where["embedding"].read else Where.RAM
-    with on_card(model, where, slack=slack, late=True) as decoder:
+    with on_gpu(model, where, slack=slack, late=True) as decoder:
         assert_same(conversation(decoder), model.expected)
 
 
@@ -153,7 +154,7 @@ def test_cancelled_passes_and_memory_given_back(
     taken = st.tuples(st.integers(0, 300_000), st.integers(0, 300_000))
     shortages = data.draw(st.lists(taken, max_size=4))
     pending = iter([(0, 0), *shortages, *[(0, 0)] * 100])
-    with on_card(model, where, slack=slack, late=True, shortage=lambda: next(pending)) as decoder:
+    with on_gpu(model, where, slack=slack, late=True, shortage=lambda: next(pending)) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for seed, stop in enumerate(stops):
             if 0 < stop <= len(passing(model.store)):
@@ -179,31 +180,6 @@ def test_long_passes_for_which_weights_cross(
         assert_same(passes(decoder, sizes), passes(model.resident, sizes))
 
 
-def test_pieces_of_a_copy_may_end_in_any_order(
-    model: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetch = LinkSource.fetch
-
-    def fetch_late(source: LinkSource, unit: StoredUnit, start: int, out: Any, after: Mark) -> Mark:
-        """The first piece's copy is the first, and the last that the reader hears of."""
-        mark = fetch(source, unit, start, out, after)
-        lane = pipelines[0].card if pipelines else None
-        if start == 0 and len(out) < unit.nbytes and lane is not None and lane.reader is not None:
-            before, end = lane.reader.bytes_read, time.perf_counter() + 0.5
-            while lane.reader.bytes_read == before and time.perf_counter() < end:
-                time.sleep(0.001)
-        return mark
-
-    pipelines = list[Pipeline]()
-    monkeypatch.setattr(opening, "_COPY_BLOCK", 4 * PAGE)
-    monkeypatch.setattr(LinkSource, "fetch", fetch_late)
-    where = dict.fromkeys(passing(model.store), Where.LINK)
-    with on_card(model, where, slack=(0, 90), late=True) as decoder:
-        pipelines.append(decoder.residency.pipeline)
-        assert_same(conversation(decoder), model.expected)
-        pipelines.clear()
-
-
 def hold_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """``go`` and ``held``: with ``held`` cleared, ``go`` is when copying begins anew."""
     resume, go, held = LinkSource.resume, threading.Event(), threading.Event()
@@ -222,20 +198,19 @@ def hold_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threa
 def test_ram_is_freed_when_no_copy_reads_it(
     model: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy_in, free_host, forget = Accelerator.copy_in, LateAccelerator.free_host, LinkSource.forget
+    copy_in, free_host, forget = Gpu.copy_in, LateGpu.free_host, LinkSource.forget
     reading, faults = dict[int, Any](), list[str]()
     go, copying = hold_copies(monkeypatch)
 
-    def copy_slowly(card: Accelerator, name: str, source: Any, *args: Any, **options: Any) -> Mark:
+    def copy_slowly(card: Gpu, name: str, source: Any, *args: Any, **options: Any) -> None:
         """Under way until RAM is freed, or copying is given up."""
         reading[threading.get_ident()] = source
         copying.set()
         go.wait(60)
-        mark = copy_in(card, name, source, *args, **options)
+        copy_in(card, name, source, *args, **options)
         del reading[threading.get_ident()]
-        return mark
 
-    def free_now(card: LateAccelerator, memory: Any) -> int:
+    def free_now(card: LateGpu, memory: Any) -> int:
         if any(np.shares_memory(source, memory) for source in list(reading.values())):
             faults.append("a copy reads what is freed")
         go.set()
@@ -245,11 +220,11 @@ def test_ram_is_freed_when_no_copy_reads_it(
         go.set()
         forget(source)
 
-    monkeypatch.setattr(Accelerator, "copy_in", copy_slowly)
-    monkeypatch.setattr(LateAccelerator, "free_host", free_now)
+    monkeypatch.setattr(Gpu, "copy_in", copy_slowly)
+    monkeypatch.setattr(LateGpu, "free_host", free_now)
     monkeypatch.setattr(LinkSource, "forget", forget_and_go)
     where = dict.fromkeys(passing(model.store), Where.LINK)
-    with on_card(model, where, late=True) as decoder:
+    with on_gpu(model, where, late=True) as decoder:
         assert_same(conversation(decoder), model.expected)
         copying.clear()
         decoder.residency.abandon()
@@ -267,12 +242,12 @@ def test_a_copy_that_ends_while_copying_is_given_up_again_loses_no_unit(
     go, held = hold_copies(monkeypatch)
     taken = threading.Event()
 
-    def fetch_held(source: LinkSource, unit: StoredUnit, *args: Any) -> Mark:
+    def fetch_held(source: LinkSource, unit: StoredUnit, *args: Any) -> None:
         held.set()
         go.wait(60)
-        return fetch(source, unit, *args)
+        fetch(source, unit, *args)
 
-    def acquire_noted(reader: UnitReader, *args: Any) -> tuple[Any, Mark]:
+    def acquire_noted(reader: UnitReader, *args: Any) -> Any:
         found = acquire(reader, *args)
         taken.set()
         return found
@@ -280,7 +255,7 @@ def test_a_copy_that_ends_while_copying_is_given_up_again_loses_no_unit(
     monkeypatch.setattr(LinkSource, "fetch", fetch_held)
     monkeypatch.setattr(UnitReader, "acquire", acquire_noted)
     where = dict.fromkeys(passing(model.store), Where.SSD_LINK)
-    with on_card(model, where, late=True, stall_s=5.0) as decoder:
+    with on_gpu(model, where, late=True, stall_s=5.0) as decoder:
         residency = decoder.residency
         assert_same(conversation(decoder), model.expected)
         held.clear()
@@ -310,16 +285,16 @@ def test_what_a_pass_that_failed_has_begun_to_copy_is_waited_for(
     mixture: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = ExpertCosts(cpu=Rate(0.0, 1e-2, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
-    compute, failed = HybridStage._at_once, list[int]()
+    compute, failed = HybridExperts._at_once, list[int]()
 
-    def fail_once(stage: HybridStage, turn: Any, arrivals: Any, mark: Mark) -> Mark:
-        if arrivals and turn.part.place == 0 and not failed:
+    def fail_once(stage: HybridExperts, turn: Any, arrivals: Any) -> None:
+        if arrivals and turn.routed.place == 0 and not failed:
             failed.extend(arrivals)
             raise CancelledError("stop")
-        return compute(stage, turn, arrivals, mark)
+        compute(stage, turn, arrivals)
 
-    monkeypatch.setattr(HybridStage, "_at_once", fail_once)
-    with on_card(mixture, places(mixture, 0.3), late=True, expert_costs=costs) as decoder:
+    monkeypatch.setattr(HybridExperts, "_at_once", fail_once)
+    with on_gpu(mixture, places(mixture, 0.3), late=True, expert_costs=costs) as decoder:
         cache, twin = decoder.cache(64), mixture.resident.cache(64)
         for token in tokens(30):
             before = len(failed)
@@ -346,10 +321,10 @@ def test_any_placement_of_a_mixture_computes_the_same(
     fast = data.draw(st.integers(0, len(experts) - few))
     where |= dict.fromkeys(experts[:fast], Where.VRAM)
     where |= dict.fromkeys(experts[data.draw(st.integers(fast + few, len(experts))) :], Where.SSD)
-    placement = replace(place_on_card(mixture.store, where, slack=slack), prefill_rows=LONG)
+    placement = replace(place_on_gpu(mixture.store, where, slack=slack), prefill_rows=LONG)
     if data.draw(st.booleans()):
         placement = replace(placement, card_rows=LEAST_CARD_ROWS)
-    with on_card(mixture, where, placement=placement, late=True, expert_costs=costs) as decoder:
+    with on_gpu(mixture, where, placement=placement, late=True, expert_costs=costs) as decoder:
         assert_same(conversation(decoder), mixture.expected)
         sizes = data.draw(st.lists(st.sampled_from([1, 7, LONG]), min_size=2, max_size=5))
         assert_same(passes(decoder, sizes), passes(mixture.resident, sizes))

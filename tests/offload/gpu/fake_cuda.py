@@ -1,4 +1,4 @@
-"""A card that does everything as late as it may, with CUDA's ``Ops``: kernels run on the CPU."""
+"""A GPU that does everything as late as it may, with CUDA's ``Ops``: kernels run on the CPU."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 import torch
 
 from localrt.models.decoder import Decoder
-from localrt.models.timing import Mark
-from localrt.offload.cards.accelerator import Bytes
-from localrt.offload.cards.clock import WallClock
+from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import Bytes, Event
 from localrt.offload.placement import Where
 from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.cuda.cuda_memory import CudaCopies
 from localrt.quant.ops.cuda.ops import CudaOps
-from tests.offload.cards.carded import place_on_card
-from tests.offload.cards.late import LateAccelerator
+from tests.offload.gpu.fakes import LateGpu
+from tests.offload.gpu.placed_on_gpu import place_on_gpu
 from tests.offload.placed import MODE, PLENTY, Model, open_decoder
 
-__all__ = ["on_late_card"]
+__all__ = ["on_late_gpu"]
 
 
 class StepByStep(CudaOps):
@@ -30,21 +29,21 @@ class StepByStep(CudaOps):
         return None
 
 
-class LateCudaCard(LateAccelerator):
+class LateCudaGpu(LateGpu):
     """With the card's own ``Ops``, whose kernels run on the CPU."""
 
-    def __init__(self, clock: WallClock, ops: CudaOps) -> None:
+    def __init__(self, clock: Clock, ops: CudaOps) -> None:
         super().__init__(clock, ops, capacity=PLENTY)
         self._cuda = CudaCopies(device="cpu")
 
-    def to_card(self, x: Array, after: Mark) -> tuple[Array, Mark]:
-        return self._cuda.to_card(x), after
+    def to_gpu(self, x: Array) -> Array:
+        return self._cuda.to_card(x)
 
-    def to_host(self, x: Array, after: Mark) -> tuple[Array, Mark]:
-        return self._cuda.to_host(x), after
+    def to_host(self, x: Array) -> Array:
+        return self._cuda.to_host(x)
 
-    def mark(self, ended: Mark, *read: Any, last: bool = False) -> Mark:
-        return super().mark(ended, *(memory.numpy() for memory in read), last=last)
+    def record(self, *read: Any, last: bool = False) -> Event | None:
+        return super().record(*(memory.numpy() for memory in read), last=last)
 
     def free(self, memory: Any) -> None:
         super().free(memory.numpy())
@@ -52,12 +51,12 @@ class LateCudaCard(LateAccelerator):
     def _alloc(self, nbytes: int) -> Any:
         return torch.from_numpy(super()._alloc(nbytes))
 
-    def _copy(self, source: Bytes, out: Any, after: Mark, there: Mark, wait: bool) -> Mark:
-        return super()._copy(source, out.numpy(), after, there, wait)
+    def _begin_copy(self, source: Bytes, out: Any, after: Event | None) -> Event | None:
+        return super()._begin_copy(source, out.numpy(), after)
 
 
 @contextmanager
-def on_late_card(
+def on_late_gpu(
     model: Model,
     where: Mapping[str, Where],
     *,
@@ -65,9 +64,9 @@ def on_late_card(
     slack: tuple[int, int] = (2, 2),
 ) -> Iterator[Decoder]:
     """The decoder that follows ``where``; not ``recorded``, it computes step by step."""
-    clock = WallClock()
-    card = LateCudaCard(clock, (CudaOps if recorded else StepByStep)(device="cpu"))
-    placement = place_on_card(model.store, where, slack=slack)
+    clock = Clock()
+    gpu = LateCudaGpu(clock, (CudaOps if recorded else StepByStep)(device="cpu"))
+    placement = place_on_gpu(model.store, where, slack=slack)
     decoder = open_decoder(
         model.store,
         model.ops,
@@ -75,12 +74,12 @@ def on_late_card(
         placement,
         mode=MODE,
         budget=PLENTY,
-        card=card,
+        gpu=gpu,
         clock=clock,
     )
     try:
         yield decoder
     finally:
         decoder.close()
-        assert card.used == 0
-        assert not card.faults, card.faults[:3]
+        assert gpu.used == 0
+        assert not gpu.faults, gpu.faults[:3]

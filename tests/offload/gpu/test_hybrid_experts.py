@@ -1,4 +1,4 @@
-"""A mixture of experts on a virtual card and the CPU: the same logits, whoever computes."""
+"""A mixture of experts on a GPU and the CPU: the same logits, whoever computes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from localrt.errors import CancelledError
 from localrt.models.decoder import Decoder
-from localrt.offload.cards.virtual import VirtualAccelerator
-from localrt.offload.experts.card import CardSlots
-from localrt.offload.experts.hybrid import HybridStage
+from localrt.offload.experts.gpu_slots import GpuSlots
+from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts, split_misses
 from localrt.offload.placement import Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
-from tests.offload.cards.carded import all_in_ram, assert_same, conversation, on_card
 from tests.offload.experts.rates import Rate
+from tests.offload.gpu.fakes import FakeGpu
+from tests.offload.gpu.placed_on_gpu import all_in_ram, assert_same, conversation, on_gpu
 from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pack_tiny
 from tests.waits import wait_for
 
@@ -57,17 +57,17 @@ def places(
     return where | dict.fromkeys(rest[: round(ssd * len(rest))], Where.SSD)
 
 
-def stages(placed: Decoder) -> HybridStage:
+def stages(placed: Decoder) -> HybridExperts:
     """What runs the sparse layers on the card."""
     found = placed.residency.sparse["gpu"]
-    assert isinstance(found, HybridStage)
+    assert isinstance(found, HybridExperts)
     return found
 
 
 @pytest.mark.parametrize(("share", "ssd"), [(0.2, 0.0), (0.5, 0.0), (1.0, 0.0), (0.3, 0.6)])
 def test_logits_are_those_of_the_model_in_memory(model: Model, share: float, ssd: float) -> None:
     want = conversation(model.resident)
-    with on_card(model, places(model, share, ssd=ssd), expert_costs=COSTS) as placed:
+    with on_gpu(model, places(model, share, ssd=ssd), expert_costs=COSTS) as placed:
         assert_same(conversation(placed), want)
         assert_same(conversation(placed), want)
 
@@ -77,7 +77,7 @@ def test_logits_are_those_of_the_model_in_memory(model: Model, share: float, ssd
 def test_whatever_an_expert_costs(model: Model, cpu: float, gpu: float, fetch: float) -> None:
     costs = ExpertCosts(cpu=Rate(0.0, cpu, cpu / 9), gpu=Rate(gpu, 0.0, 0.0), fetch=fetch)
     want = conversation(model.resident)
-    with on_card(model, places(model, 0.4), expert_costs=costs) as placed:
+    with on_gpu(model, places(model, 0.4), expert_costs=costs) as placed:
         assert_same(conversation(placed), want)
 
 
@@ -85,13 +85,13 @@ def test_layers_may_be_on_either_side(model: Model) -> None:
     where = places(model, 0.5)
     where["layers.1.mlp"] = where["layers.0.attention"] = Where.RAM
     want = conversation(model.resident)
-    with on_card(model, where, expert_costs=COSTS) as placed:
+    with on_gpu(model, where, expert_costs=COSTS) as placed:
         assert_same(conversation(placed), want)
 
 
 @one_mixture
 def test_slots_and_cpu_share_the_work(model: Model) -> None:
-    with on_card(model, places(model, 0.5), expert_costs=COSTS) as placed:
+    with on_gpu(model, places(model, 0.5), expert_costs=COSTS) as placed:
         cache = placed.cache(64)
         for token in tokens(30):
             extend(placed, cache, [token])
@@ -119,14 +119,13 @@ def test_all_that_the_card_does_in_a_layer_is_started_before_the_cpu_computes(
 
         monkeypatch.setattr(kind, name, note)
 
-    noted(HybridStage, "run", "; ")
-    noted(HybridStage, "_on_cpu", "cpu ")
-    noted(CardSlots, "used", "card ")
-    noted(VirtualAccelerator, "send", "rows ")
+    noted(HybridExperts, "begin", "; ")
+    noted(HybridExperts, "_on_cpu", "cpu ")
+    noted(GpuSlots, "used", "card ")
+    noted(FakeGpu, "send", "rows ")
     # About as long for each of the absent: some are fetched, some are not.
     costs = ExpertCosts(cpu=Rate(0.0, 1e-6, 1e-8), gpu=Rate(0.0, 1e-7, 1e-8), fetch=1e-6)
-    link = {"link_bytes_s": 1e12}  # which is never busy: the costs alone decide
-    with on_card(model, places(model, 0.5), expert_costs=costs, card=link) as placed:
+    with on_gpu(model, places(model, 0.5), expert_costs=costs) as placed:
         wait_for(lambda: all_in_ram(placed))
         cache = placed.cache(64)
         for pair in np.array(tokens(60)).reshape(-1, 2):
@@ -137,29 +136,9 @@ def test_all_that_the_card_does_in_a_layer_is_started_before_the_cpu_computes(
 
 
 @one_mixture
-def test_card_and_cpu_work_at_the_same_time(model: Model) -> None:
-    with on_card(model, places(model, 0.5), expert_costs=COSTS) as placed:
-        stages(placed).fills = False
-        cache = placed.cache(64)
-        extend(placed, cache, tokens(20))
-        before = len(placed.residency.tasks(keep=100_000))
-        for token in tokens(20, seed=1):
-            extend(placed, cache, [token])
-        tasks = [t for t in placed.residency.tasks()[before:] if t.name.endswith(".experts")]
-    by_card, by_cpu = ([t for t in tasks if t.resource == name] for name in ("gpu", "cpu"))
-    both = [
-        (gpu, cpu)
-        for gpu in by_card
-        for cpu in by_cpu
-        if gpu.name == cpu.name and gpu.start <= cpu.start < gpu.end
-    ]
-    assert both, "the CPU begins while the card is at what it has"
-
-
-@one_mixture
 def test_a_slow_cpu_makes_the_card_fetch_and_a_slow_link_the_cpu_compute(model: Model) -> None:
     def fetched(costs: ExpertCosts) -> int:
-        with on_card(model, places(model, 0.5), expert_costs=costs) as placed:
+        with on_gpu(model, places(model, 0.5), expert_costs=costs) as placed:
             stages(placed).fills = False
             cache = placed.cache(64)
             before = placed.residency.counts().link_bytes
@@ -175,7 +154,7 @@ def test_a_slow_cpu_makes_the_card_fetch_and_a_slow_link_the_cpu_compute(model: 
 
 def test_a_cancelled_pass_leaves_nothing_behind(model: Model) -> None:
     want = conversation(model.resident)
-    with on_card(model, places(model, 0.3, ssd=0.5), expert_costs=COSTS) as placed:
+    with on_gpu(model, places(model, 0.3, ssd=0.5), expert_costs=COSTS) as placed:
         for layer in range(3):
             cache = placed.cache(64)
             with pytest.raises(CancelledError):
@@ -191,7 +170,7 @@ def test_idle_links_fill_slots(model: Model) -> None:
         return split_misses(0, rows, resident, costs, ready)
 
     def hits(fills: bool) -> int:
-        with on_card(model, places(model, 0.5), expert_costs=COSTS) as placed:
+        with on_gpu(model, places(model, 0.5), expert_costs=COSTS) as placed:
             stages(placed).scheduler, stages(placed).fills = never, fills
             cache = placed.cache(64)
             for token in tokens(20):

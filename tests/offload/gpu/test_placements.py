@@ -21,10 +21,10 @@ from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import POLL_S
 from localrt.quant.ops.protocol import Batch, KVCache
 from tests.models.tiny import tokens
-from tests.offload.cards.carded import (
+from tests.offload.gpu.placed_on_gpu import (
     assert_same,
     conversation,
-    on_card,
+    on_gpu,
     pipeline_threads,
     placements,
 )
@@ -76,13 +76,13 @@ def test_any_placement_computes_the_same(
 ) -> None:
     where = data.draw(placements([*passing(model.store), "embedding"]))
     where["embedding"] = Where.SSD if where["embedding"].read else Where.RAM
-    with on_card(model, where, slack=slack) as decoder:
+    with on_gpu(model, where, slack=slack) as decoder:
         assert_same(conversation(decoder), model.expected)
 
 
 @pytest.mark.parametrize("where", list(Where))
 def test_everything_in_one_place(model: Talking, where: Where) -> None:
-    with on_card(model, dict.fromkeys(passing(model.store), where)) as decoder:
+    with on_gpu(model, dict.fromkeys(passing(model.store), where)) as decoder:
         assert_same(conversation(decoder), model.expected)
         counts = decoder.residency.counts()
         assert (counts.ssd_read_bytes > 0) is where.read
@@ -102,7 +102,7 @@ def test_inputs_and_streams_move_with_the_residual_stream(
             unit: attention[n % len(attention)] if unit.endswith(".attention") else ORDER[n % 5]
             for n, unit in enumerate(passing(model.store))
         }
-        with on_card(model, where) as decoder:
+        with on_gpu(model, where) as decoder:
             assert_same(conversation(decoder), model.expected)
 
 
@@ -114,7 +114,7 @@ def test_passes_without_logits_in_any_mix(
     """Heads that are read, copied, both, or on their way when a pass does without them."""
     where = data.draw(placements(passing(model.store)))
     wanted = data.draw(st.lists(st.booleans(), min_size=6, max_size=14))
-    with on_card(model, where, slack=slack) as decoder:
+    with on_gpu(model, where, slack=slack) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for seed, logits in enumerate(wanted):
             rows = [1] if logits else []
@@ -127,7 +127,7 @@ def test_passes_without_logits_in_any_mix(
 
 
 def test_prefill_without_logits_copies_little_of_the_head(model: Talking) -> None:
-    with on_card(model, dict.fromkeys(passing(model.store), Where.SSD_LINK)) as decoder:
+    with on_gpu(model, dict.fromkeys(passing(model.store), Where.SSD_LINK)) as decoder:
         cache = decoder.cache(200)
         for seed in range(8):
             extend(decoder, cache, tokens(10, seed=seed), [])
@@ -147,7 +147,7 @@ def test_order_holds_when_reads_and_copies_take_their_time(model: Talking) -> No
     names = {unit.file for unit in model.store.manifest.units}
     for offset in range(5):
         files = SlowFiles(model.store.path, names)
-        with on_card(model, spread(model, offset), files=files) as decoder:
+        with on_gpu(model, spread(model, offset), files=files) as decoder:
             assert_same(conversation(decoder), model.expected)
 
 
@@ -161,7 +161,7 @@ def test_cancelled_passes_leave_the_next_one_whole(
 ) -> None:
     where = data.draw(placements(passing(model.store)))
     stops = data.draw(st.lists(st.integers(1, 12), min_size=2, max_size=6))
-    with on_card(model, where, slack=slack) as decoder:
+    with on_gpu(model, where, slack=slack) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for seed, stop in enumerate(stops):
             if stop <= len(passing(model.store)):
@@ -185,7 +185,7 @@ def test_cancelling_while_the_disk_is_silent(model: Talking) -> None:
 
     files = HangingFiles(model.store.path, {unit.file for unit in model.store.manifest.units})
     where = dict.fromkeys(passing(model.store), Where.SSD_LINK)
-    with on_card(model, where, files=files) as decoder:
+    with on_gpu(model, where, files=files) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         expected = [extend(model.resident, twin, [n]) for n in range(3)]
         seen = [extend(decoder, cache, [0])]
@@ -225,7 +225,7 @@ def test_an_unreadable_unit_on_its_way_to_the_card(model: Talking) -> None:
         where = spread(model, offset)
         name = next(name for name, place in where.items() if place is Where.SSD_LINK)
         files = FailingFiles(model.store.path, {u.file for u in model.store.manifest.units})
-        with on_card(model, where, files=files) as decoder:
+        with on_gpu(model, where, files=files) as decoder:
             cache, twin = decoder.cache(100), model.resident.cache(100)
             assert_same([extend(decoder, cache, [3])], [extend(model.resident, twin, [3])])
             unit += [u for u in model.store.manifest.units if u.name == name]
@@ -246,7 +246,7 @@ def test_an_unreadable_unit_on_its_way_to_the_card(model: Talking) -> None:
 def test_closing_ends_all_threads_at_once(model: Talking) -> None:
     before, took = pipeline_threads(), []
     for offset in range(5):
-        with on_card(model, spread(model, offset)) as decoder:
+        with on_gpu(model, spread(model, offset)) as decoder:
             extend(decoder, decoder.cache(10), [1, 2])
             started = time.perf_counter()
         took.append(time.perf_counter() - started)
@@ -270,7 +270,7 @@ def test_what_is_given_back_between_passes_is_streamed(
         )
     )
     pending = iter([(0, 0), *shortages, *[(0, 0)] * 100])
-    with on_card(model, where, slack=slack, shortage=lambda: next(pending)) as decoder:
+    with on_gpu(model, where, slack=slack, shortage=lambda: next(pending)) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for seed in range(len(shortages) + 2):
             assert_same(
@@ -286,7 +286,7 @@ def test_all_of_the_card_and_of_its_ram_can_be_given_back(model: Talking) -> Non
     in_vram = sum(sizes[name] for name in names if where[name] is Where.VRAM)
     in_ram = sum(sizes[name] for name in names if where[name] is Where.LINK)
     ask = iter([(0, 0), (in_ram, in_vram)] + [(0, 0)] * 9)
-    with on_card(model, where, shortage=lambda: next(ask)) as decoder:
+    with on_gpu(model, where, shortage=lambda: next(ask)) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for token in range(5):
             assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])

@@ -1,4 +1,4 @@
-"""Stretches of a placed model, recorded and replayed: the same to the bit as step by step.
+"""Segments of a placed model, recorded and replayed: the same to the bit as step by step.
 
 Recording is done as a card does it: what is replayed are launches and torch's steps with the
 addresses that they had. Copies come as late as their events allow.
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from localrt.errors import CancelledError, LocalrtError
 from localrt.models.decoder import Decoder
-from localrt.offload.pipeline.stretches import Stretch
+from localrt.offload.pipeline.segments import Segment
 from localrt.offload.placement import Where
 from localrt.quant.ops.cuda import graph
 from localrt.quant.ops.cuda.kernels.launch import emulate
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, KVCache, Span
-from tests.offload.cards.late_cuda import on_late_card
+from tests.offload.gpu.fake_cuda import on_late_gpu
 from tests.offload.placed import (
     Model,
     cancel_after,
@@ -75,10 +75,10 @@ Talk = Callable[[Decoder], list[np.ndarray]]
 
 def assert_recorded(model: Model, tape: Tape, talk: Talk) -> None:
     """Replayed, and to the bit what the same placement computes step by step."""
-    with on_late_card(model, mixed(model), recorded=False) as plain:
+    with on_late_gpu(model, mixed(model), recorded=False) as plain:
         wanted = talk(plain)
     assert "replay" not in tape.events
-    with on_late_card(model, mixed(model)) as decoder:
+    with on_late_gpu(model, mixed(model)) as decoder:
         seen = talk(decoder)
     assert "replay" in tape.events
     for number, (ours, theirs) in enumerate(zip(seen, wanted, strict=True)):
@@ -123,13 +123,13 @@ def test_a_cache_that_grows_and_memory_given_back(model: Model, tape: Tape) -> N
         decoder.residency.reserve(cache, 300)
         seen += decode(decoder, cache, 2, seed=2)
         body = decoder.residency.body
-        stretches = [weakref.ref(part) for part in body if isinstance(part, Stretch)]
+        stretches = [weakref.ref(part) for part in body if isinstance(part, Segment)]
         del body
         recorded = len(tape.recorded)
         assert decoder.residency.memory.give_back(1) > 0
         seen += decode(decoder, cache, 1, seed=3)
         assert len(tape.recorded) == recorded  # nothing of the card has moved
-        assert decoder.residency.memory.give_back_card(1) > 0
+        assert decoder.residency.memory.give_back_gpu(1) > 0
         seen += decode(decoder, cache, 3, seed=4)
         gc.collect()
         assert not any(stretch() for stretch in stretches)  # nothing keeps what was recorded
@@ -216,7 +216,7 @@ def test_launches_and_waits_of_a_token(
         monkeypatch.setattr(Tensor, name, noted)
     events = list[list[str]]()
     for recorded in (False, True):
-        with on_late_card(model, mixed(model), recorded=recorded) as decoder:
+        with on_late_gpu(model, mixed(model), recorded=recorded) as decoder:
             cache = decoder.cache(40)
             decode(decoder, cache, 3)
             tape.events.clear()

@@ -12,7 +12,7 @@ from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.cuda.kernels.launch import emulate
-from tests.offload.cards.late_cuda import on_late_card
+from tests.offload.gpu.fake_cuda import on_late_gpu
 from tests.offload.placed import (
     Model,
     extend,
@@ -72,14 +72,14 @@ def test_slices_that_stay_are_one_product_and_few_where_they_pass(
     largest = max(u.nbytes for u in model.store.manifest.units if u.name in head)
     passing_through = where | dict.fromkeys(head, Where.LINK)
     room = 4 * largest // PAGE  # in all: two of them while two others come
-    with on_late_card(model, where | dict.fromkeys(head, Where.VRAM)) as decoder:
+    with on_late_gpu(model, where | dict.fromkeys(head, Where.VRAM)) as decoder:
         wanted, products = logits(decoder, emulator)
         assert products == 1
-        assert decoder.residency.memory.give_back_card(1) > 0
+        assert decoder.residency.memory.give_back_gpu(1) > 0
         seen, _ = logits(decoder, emulator)
         assert all(map(np.array_equal, seen, wanted))
     for slack, most in ((0, 5), (room, 3)):
-        with on_late_card(model, passing_through, slack=(2, slack)) as decoder:
+        with on_late_gpu(model, passing_through, slack=(2, slack)) as decoder:
             seen, products = logits(decoder, emulator)
             assert all(map(np.array_equal, seen, wanted))
             assert products <= most

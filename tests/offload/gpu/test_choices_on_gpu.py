@@ -14,16 +14,15 @@ import pytest
 
 from benchmarks.common.random_store import RandomStore
 from localrt.models.decoder import Decoder
-from localrt.models.layers.moe import SparseMlp
-from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.cards.clock import WallClock
-from localrt.offload.cards.cuda import CudaAccelerator
-from localrt.offload.experts.hybrid import HybridStage
+from localrt.models.layers.moe import Routed
+from localrt.offload.device.clock import Clock
+from localrt.offload.device.cuda import CudaGpu
+from localrt.offload.device.gpu import Gpu
+from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.pipeline.opening import open_pipeline
-from localrt.offload.pipeline.setup import Devices
+from localrt.offload.pipeline.setup import Setup
 from localrt.offload.placement import Placement, Where
-from localrt.offload.reading.loading import Reading
 from localrt.quant.ops.cuda import cuda_memory
 from localrt.quant.ops.cuda import ops as cuda_ops
 from localrt.quant.ops.cuda import routing as cuda_routing
@@ -32,9 +31,9 @@ from localrt.quant.ops.cuda.kernels.launch import Grid, emulate
 from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.native.ops import NativeOps
-from tests.offload.cards.carded import all_in_ram
-from tests.offload.cards.late_cuda import LateCudaCard
 from tests.offload.experts.rates import Rate
+from tests.offload.gpu.fake_cuda import LateCudaGpu
+from tests.offload.gpu.placed_on_gpu import all_in_ram
 from tests.offload.placed import MODE, PLENTY, extend, needs_kernels
 from tests.ops.cuda.emulator import Emulator
 from tests.waits import wait_for
@@ -101,22 +100,28 @@ def placed(
     experts = [name for name in names if ".expert." in name]
     where = dict.fromkeys(names, Where.VRAM) | {"norm": Where.RAM, "embedding": Where.RAM}
     where |= dict.fromkeys(experts[round(share * len(experts)) :], Where.RAM)
-    clock = WallClock()
-    accelerator: Accelerator
+    clock = Clock()
+    accelerator: Gpu
     if late:
-        accelerator = LateCudaCard(clock, CudaOps(device="cpu"))
+        accelerator = LateCudaGpu(clock, CudaOps(device="cpu"))
     else:
         copies = CudaCopies(device="cpu")
-        accelerator = CudaAccelerator(clock, CudaOps(device="cpu"), copies, capacity=PLENTY)
-    devices = Devices(ops=NativeOps(threads=1), clock=clock, card=accelerator, expert_costs=costs)
+        accelerator = CudaGpu(clock, CudaOps(device="cpu"), copies, capacity=PLENTY)
     decoder = Decoder(
         open_pipeline(
-            store,
-            store.decoder,
-            Placement(where=where, kv=("vram",) * LAYERS, prefill_rows=1),
-            devices,
-            Reading(mode=MODE, files=store, verify=False),
-            budget=PLENTY,
+            Setup(
+                store=store,
+                config=store.decoder,
+                placement=Placement(where=where, kv=("vram",) * LAYERS, prefill_rows=1),
+                ops=NativeOps(threads=1),
+                clock=clock,
+                gpu=accelerator,
+                expert_costs=costs,
+                mode=MODE,
+                files=store,
+                verify=False,
+                budget=PLENTY,
+            )
         )
     )
     try:
@@ -124,7 +129,7 @@ def placed(
         yield decoder
     finally:
         decoder.close()
-        if isinstance(accelerator, LateCudaCard):
+        if isinstance(accelerator, LateCudaGpu):
             assert not accelerator.faults, accelerator.faults[:3]
 
 
@@ -143,10 +148,10 @@ def turns_of(
 
         monkeypatch.setattr(kind, name, note)
 
-    noted(HybridStage, "run", "; ")
+    noted(HybridExperts, "begin", "; ")
     noted(CudaCopies, "send", "send ")
     noted(CudaOps, "run_experts", "card ")
-    noted(SparseMlp, "read", "wait ")
+    noted(Routed, "read", "wait ")
     noted(NativeOps, "run_experts", "cpu ")
     cache = decoder.cache(200)
     for _ in range(passes):

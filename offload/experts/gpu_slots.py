@@ -1,6 +1,6 @@
-"""Experts in a card's memory: equal slots in a few allocations, filled over the link.
+"""Experts in a GPU's memory: equal slots in a few allocations, filled over the link.
 
-It knows bytes and marks, not who computes what.
+It knows bytes and events, not who computes what.
 """
 
 from __future__ import annotations
@@ -10,67 +10,61 @@ from dataclasses import replace
 from typing import Any
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.timing import Mark
-from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.cards.slab import SLABS, Slab
+from localrt.offload.device.gpu import SLABS, Event, Gpu, Slab
 from localrt.offload.experts.cache import ExpertCache, Key
 from localrt.quant.ops.experts import ExpertWeights
 
-__all__ = ["CardSlots", "SlotMemory"]
+__all__ = ["GpuSlots", "SlotMemory"]
 
 
-class CardSlots:
+class GpuSlots:
     """``cache`` says which of ``units`` are in its slots, which ``memory`` gives.
 
-    ``build`` makes weights of a unit's bytes on the card and of the same in RAM. ``expert_size`` is
-    the largest expert's bytes, and its multiply-accumulates with one row.
+    ``build`` makes weights of a unit's bytes on the GPU and of the same in RAM.
     """
 
     def __init__(
         self,
-        card: Accelerator,
+        gpu: Gpu,
         units: Mapping[Key, StoredUnit],
         cache: ExpertCache,
         memory: SlotMemory,
         *,
         build: Callable[[Key, StoredUnit, Any, Any], ExpertWeights],
     ) -> None:
-        self.card, self.cache = card, cache
+        self.gpu, self.cache = gpu, cache
         self._units = units
         self._memory = memory
         self._build = build
         self._layouts: dict[Key, Hashable] = {}
         self._alike: dict[Hashable, Hashable] = {}
-        largest = max(units.values(), key=lambda unit: unit.nbytes)
-        matrices = (tensor.shape for tensor in largest.tensors if len(tensor.shape) == 2)
-        self.expert_size = largest.nbytes, sum(rows * cols for rows, cols in matrices)
 
-    def bring(self, key: Key, data: Any, after: Mark) -> Mark:
-        """Copy an expert, whose bytes are in RAM by ``after``, to a slot; the mark of its arrival.
+    def bring(self, key: Key, data: Any) -> Event | None:
+        """Begin to copy an expert, whose bytes are ``data`` in RAM, to a slot; the copy's event.
 
-        Its table holds it from now on, for kernels that wait for the mark. ``data`` must stay as it
-        is until the card says that the mark is settled.
+        Its table holds it from now on, for kernels that wait for the event. Until then ``data``
+        must stay as it is.
         """
         unit, slot = self._units[key], self.cache.admit(*key)
         memory = slot.memory[: unit.nbytes]
-        mark = self.card.copy_in(unit.name, data, memory, slot.used, after, wait=False)
+        copied = self.gpu.begin_copy(unit.name, data, memory, slot.used)
         layout = self._layout(key)
         if slot.made is None or slot.made[0] is not layout:
-            with self.card.ops.scope():
+            with self.gpu.ops.scope():
                 slot.made = layout, self._build(key, unit, memory, data)
         self.cache.fill(*key, slot.made[1])
-        return mark
+        return copied
 
-    def used(self, layer: int, experts: Sequence[int], ended: Mark) -> None:
-        """These have been computed with; ``ended`` is the clock's mark of the last."""
+    def used(self, layer: int, experts: Sequence[int]) -> None:
+        """Kernels that compute with these have been started."""
         slots = []
         for expert in experts:
             slot = self.cache.slot(layer, expert)
             assert slot is not None, "what a pass uses stays"
             slots.append(slot)
-        mark = self.card.mark(ended, *(slot.memory for slot in slots))
+        event = self.gpu.record(*(slot.memory for slot in slots))
         for slot in slots:
-            slot.used = mark
+            slot.used = event
 
     def _layout(self, key: Key) -> Hashable:
         """What an expert's weights are made by beside its memory: most experts are alike."""
@@ -88,7 +82,7 @@ class CardSlots:
         return self._memory.reclaimable
 
     def give_back(self, nbytes: int) -> int:
-        """Have ``nbytes`` less of the card, but for one allocation; the bytes freed.
+        """Have ``nbytes`` less of the GPU, but for one allocation; the bytes freed.
 
         Called between passes, when nothing is on its way to a slot.
         """
@@ -105,19 +99,19 @@ class CardSlots:
 
 
 class SlotMemory:
-    """Memory of ``card`` for ``count`` slots of ``nbytes``, in about ``SLABS`` allocations.
+    """Memory of ``gpu`` for ``count`` slots of ``nbytes``, in about ``SLABS`` allocations.
 
     Raises:
-        MemoryBudgetError: the card has no room for it.
+        MemoryBudgetError: the GPU has no room for it.
     """
 
-    def __init__(self, card: Accelerator, nbytes: int, count: int) -> None:
+    def __init__(self, gpu: Gpu, nbytes: int, count: int) -> None:
         self._slabs: list[tuple[Slab, list[Any]]] = []
         together = -(-count // SLABS)
         try:
             for first in range(0, count, together):
                 slots = min(together, count - first)
-                slab = Slab(card, slots * nbytes, slots)
+                slab = Slab(gpu, slots * nbytes, slots)
                 self._slabs.append((slab, [slab.take(nbytes) for _ in range(slots)]))
         except BaseException:
             self.close()

@@ -1,6 +1,6 @@
-"""The card that a model is placed on: none, one of CUDA, or a virtual one.
+"""The GPU that a model is placed on, or none.
 
-Opening gives the accelerator that the pipeline drives, its clock, and its figures for the planner.
+Opening gives the GPU that the pipeline drives, its clock, and its figures for the planner.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from localrt.errors import LocalrtError
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
-from localrt.offload.cards.accelerator import Accelerator
-from localrt.offload.cards.clock import VirtualClock, WallClock
-from localrt.offload.cards.virtual import VirtualAccelerator
-from localrt.offload.planner.cards import measured_profile, parse_card
+from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import Gpu
+from localrt.offload.planner.cards import measured_profile
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
 from localrt.progress import Progress, ProgressCallback
 from localrt.quant.ops.cuda.rates import CardRates
@@ -21,22 +20,22 @@ from localrt.quant.ops.native.kv import parse_kv_format
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Ops
 
-__all__ = ["OpenCard", "open_card"]
+__all__ = ["OpenGpu", "open_gpu"]
 
 # Reads and writes of a copy within the card's memory reach about what reading alone does.
 _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic, of any card since 2018
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenCard:
-    """``host_ops`` computes what the CPU does. Without a card ``accelerator`` is None.
+class OpenGpu:
+    """``host_ops`` computes what the CPU does. ``gpu`` is None where there is none.
 
-    ``capacity`` is bytes of the card's memory that may be used.
+    ``capacity`` is bytes of its memory that may be used.
     """
 
     host_ops: Ops
-    clock: WallClock
-    accelerator: Accelerator | None = None
+    clock: Clock
+    gpu: Gpu | None = None
     capacity: int = 0
     profile: GpuProfile | None = None
     link_bytes_s: float | None = None
@@ -44,11 +43,11 @@ class OpenCard:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def free_memory(self) -> int | None:
-        """Bytes free on a real card."""
-        return None if self.accelerator is None else self.accelerator.ops.free_memory()
+        """Bytes free on the GPU."""
+        return None if self.gpu is None else self.gpu.ops.free_memory()
 
     def on(self, machine: MachineProfile) -> MachineProfile:
-        """The machine with this card in it."""
+        """The machine with this GPU in it."""
         return replace(
             machine,
             gpu=self.profile,
@@ -58,8 +57,7 @@ class OpenCard:
         )
 
 
-def open_card(
-    device: str,
+def open_gpu(
     ops: Ops,
     *,
     threads: int | None,
@@ -67,45 +65,16 @@ def open_card(
     kv_format: str | None = None,
     formats: Iterable[str] = (),
     progress: ProgressCallback | None = None,
-) -> OpenCard:
-    """The card of ``device``, whose ``Ops`` are ``ops`` unless it is virtual or the CPU.
+) -> OpenGpu:
+    """The GPU that ``ops`` computes on, if it does on one.
 
-    Beside a card, layers of the CPU keep keys and values in ``kv_format`` too. A card of CUDA is
-    measured if it never was with ``formats``.
-
-    Raises:
-        OptionError: no such card.
+    Beside a GPU, layers of the CPU keep keys and values in ``kv_format`` too. It is measured if it
+    never was with ``formats``.
     """
-    if device.startswith("virtual:"):
-        return _virtual(device, ops, gpu_memory)
     if ops.free_memory() is None:
-        return OpenCard(host_ops=ops, clock=WallClock())
+        return OpenGpu(host_ops=ops, clock=Clock())
     host = NativeOps(threads=threads, kv_format=parse_kv_format(kv_format))
     return _cuda(ops, host, gpu_memory, formats, progress)
-
-
-def _virtual(device: str, ops: Ops, gpu_memory: int | None) -> OpenCard:
-    card = parse_card(device)
-    profile, clock = card.profile, VirtualClock()
-    capacity = card.vram_bytes if gpu_memory is None else min(card.vram_bytes, gpu_memory)
-    accelerator = VirtualAccelerator(
-        clock,
-        ops,
-        name=card.name,
-        capacity=capacity,
-        link_bytes_s=card.link_bytes_s,
-        memory_bytes_s=profile.bytes_s,
-        flops=profile.flops,
-        call_s=profile.call_s,
-    )
-    return OpenCard(
-        host_ops=ops,
-        accelerator=accelerator,
-        clock=clock,
-        capacity=capacity,
-        profile=profile,
-        link_bytes_s=card.link_bytes_s,
-    )
 
 
 def _cuda(
@@ -114,9 +83,9 @@ def _cuda(
     gpu_memory: int | None,
     formats: Iterable[str],
     progress: ProgressCallback | None,
-) -> OpenCard:
+) -> OpenGpu:
     # These two import torch.
-    from localrt.offload.cards.cuda import CudaAccelerator
+    from localrt.offload.device.cuda import CudaGpu
     from localrt.quant.ops.cuda.cuda_memory import CudaCopies
 
     copies = CudaCopies(ops.device)
@@ -124,16 +93,16 @@ def _cuda(
     free = ops.free_memory() or 0
     asked = free if gpu_memory is None else gpu_memory - CUDA_CONTEXT_NBYTES
     capacity = max(0, min(free - SPARE_VRAM_NBYTES, asked))
-    clock = WallClock()
+    clock = Clock()
     if rates is not None:
         link, profile = rates.to_card_bytes_s, measured_profile(copies.name, capacity, rates)
     else:
         link, memory = copies.measure()
         flops = _ARITHMETIC_PER_BYTE * memory
         profile = GpuProfile(name=copies.name, vram_bytes=capacity, bytes_s=memory, flops=flops)
-    return OpenCard(
+    return OpenGpu(
         host_ops=host,
-        accelerator=CudaAccelerator(clock, ops, copies, capacity=capacity),
+        gpu=CudaGpu(clock, ops, copies, capacity=capacity),
         clock=clock,
         capacity=capacity,
         profile=profile,

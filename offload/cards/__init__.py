@@ -1,1 +1,0 @@
-"""Cards: memory of a hard size, copies and kernels with marks; CUDA's, and a virtual one."""

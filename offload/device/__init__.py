@@ -1,0 +1,1 @@
+"""GPUs as pipelines see them: memory of a fixed size, copies, kernels, and events between them."""

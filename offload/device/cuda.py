@@ -1,0 +1,77 @@
+"""A CUDA GPU: torch's memory and streams, our kernels.
+
+Copies go through one stream of their own from pinned RAM, kernels through another; each waits for
+the events that it needs, and nothing waits for the whole device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import Bytes, Event, Gpu
+from localrt.quant.ops.cuda.cuda_memory import CudaCopies
+from localrt.quant.ops.experts import Routing
+from localrt.quant.ops.protocol import Array, Ops
+
+__all__ = ["CudaGpu"]
+
+
+class CudaGpu(Gpu):
+    """``capacity`` bounds what is allocated here, below the GPU's own memory."""
+
+    def __init__(self, clock: Clock, ops: Ops, copies: CudaCopies, *, capacity: int) -> None:
+        super().__init__(clock, ops, name=copies.name, capacity=capacity)
+        self._copies = copies
+
+    def free(self, memory: Any) -> None:
+        """Give memory back to the GPU at once."""
+        super().free(memory)
+        self._copies.free(memory)
+
+    def host_buffer(self, nbytes: int) -> Bytes:
+        """Pinned RAM where the system allows it."""
+        return self._copies.host_buffer(nbytes)
+
+    @property
+    def unpinned(self) -> int:
+        """Bytes that it did not allow."""
+        return self._copies.unpinned
+
+    def free_host(self, memory: Bytes) -> int:
+        """Unpin it; returns its bytes."""
+        self._copies.free_host(memory)
+        return memory.nbytes
+
+    def wait(self, event: Event | None) -> None:
+        """Have the current stream wait."""
+        self._copies.wait(event)
+
+    def record(self, *read: Any, last: bool = False) -> Event | None:
+        """An event of the current stream."""
+        event: Event | None = self._copies.record()
+        return event
+
+    def to_gpu(self, x: Array) -> Array:
+        """Float32 rows as a residual stream."""
+        return self._copies.to_card(x)
+
+    def to_host(self, x: Array) -> Array:
+        """Waits for the stream."""
+        return self._copies.to_host(x)
+
+    def send(self, x: Array, routing: Routing) -> Callable[[], Array]:
+        """Through a stream of its own, to pinned RAM."""
+        return self._copies.send(x, routing)
+
+    def close(self) -> None:
+        """Give the cached memory back to the GPU."""
+        self._copies.close()
+
+    def _alloc(self, nbytes: int) -> Any:
+        return self._copies.alloc(nbytes)
+
+    def _begin_copy(self, source: Bytes, out: Any, after: Event | None) -> Event | None:
+        event: Event | None = self._copies.copy_in(source, out, after, wait=False)
+        return event

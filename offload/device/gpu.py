@@ -1,0 +1,209 @@
+"""A GPU as the pipeline sees it: memory of a fixed size, copies, kernels, and events between them.
+
+An event is a point in a GPU's work that copies, kernels or the host can wait for. ``cuda.py``
+implements a GPU with torch. Also here: slabs, each one allocation for several units, which is
+given back as a whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.errors import MemoryBudgetError
+from localrt.formatting import format_bytes
+from localrt.offload.device.clock import Clock
+from localrt.quant.ops.arrays import aligned_buffer
+from localrt.quant.ops.experts import Routing
+from localrt.quant.ops.protocol import Array, Ops
+
+__all__ = ["SLABS", "Bytes", "Event", "Gpu", "Slab", "share_slabs"]
+
+Bytes = npt.NDArray[np.uint8]
+
+SLABS = 64
+"""Slabs of one kind, about. At most one slab too much is given back at a time; of an 8 GB GPU about
+64 MB are lost to rounding.
+"""
+
+
+class Event(Protocol):
+    """A point in a GPU's work; ``torch.cuda.Event`` is one. None stands for one that has passed."""
+
+    def query(self) -> bool:
+        """Whether the work up to it has ended, without waiting."""
+
+    def synchronize(self) -> None:
+        """Return when it has ended."""
+
+
+class Gpu:
+    """One GPU; ``ops`` computes on its memory. ``copy_in`` may be called by several threads, the
+    rest by one at a time.
+
+    ``capacity`` is the bytes that may be taken in all, ``used`` those that are allocated here;
+    ``held`` are those that others take: keys, values, and what kernels need for themselves. Most
+    of both together was ``peak``. ``link_bytes`` were copied to it so far.
+    """
+
+    def __init__(self, clock: Clock, ops: Ops, *, name: str, capacity: int) -> None:
+        self.name, self.ops, self.capacity = name, ops, capacity
+        self.used = self.held = self.peak = 0
+        self.link_bytes = 0
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def alloc(self, nbytes: int) -> Any:
+        """Uninitialized memory of the GPU, to be sliced by bytes.
+
+        Raises:
+            MemoryBudgetError: it would exceed the capacity.
+        """
+        with self._lock:
+            if self.used + nbytes > self.capacity:
+                raise MemoryBudgetError(
+                    f"{self.name}: {format_bytes(nbytes)} more do not fit the "
+                    f"{format_bytes(self.capacity)} that may be used, of which "
+                    f"{format_bytes(self.used)} are taken"
+                )
+            self.used += nbytes
+        try:
+            memory = self._alloc(nbytes)
+        except BaseException:
+            with self._lock:
+                self.used -= nbytes
+            raise
+        self.hold(self.held)
+        return memory
+
+    def hold(self, nbytes: int) -> None:
+        """Others take ``nbytes`` from now on."""
+        with self._lock:
+            self.held = nbytes
+            self.peak = max(self.peak, self.used + nbytes)
+
+    def free(self, memory: Any) -> None:
+        """Give memory back."""
+        with self._lock:
+            self.used -= memory.nbytes
+
+    def _alloc(self, nbytes: int) -> Any:
+        raise NotImplementedError
+
+    def host_buffer(self, nbytes: int) -> Bytes:
+        """RAM that copies are fast from: pinned, page-aligned."""
+        return aligned_buffer(nbytes)
+
+    @property
+    def unpinned(self) -> int:
+        """Bytes of such RAM that the system would not pin: copies from it are slower."""
+        return 0
+
+    def free_host(self, memory: Bytes) -> int:
+        """Such RAM is no longer needed; returns its bytes."""
+        return memory.nbytes
+
+    def copy_in(self, name: str, source: Bytes, out: Any, after: Event | None) -> None:
+        """Copy to the GPU once ``after`` has happened; returns when the copy has ended."""
+        started = self._clock.begin("link")
+        copied = self._begin_copy(source, out, after)
+        if copied is not None:
+            copied.synchronize()
+        self._count_copy(name, source, started)
+
+    def begin_copy(self, name: str, source: Bytes, out: Any, after: Event | None) -> Event | None:
+        """Begin to copy; ``source`` must stay as it is until the event that is returned."""
+        started = self._clock.begin("link")
+        copied = self._begin_copy(source, out, after)
+        self._count_copy(name, source, started)
+        return copied
+
+    def _count_copy(self, name: str, source: Bytes, started: float) -> None:
+        with self._lock:
+            self.link_bytes += source.nbytes
+        self._clock.end("link", name, started)
+
+    def _begin_copy(self, source: Bytes, out: Any, after: Event | None) -> Event | None:
+        raise NotImplementedError
+
+    def wait(self, event: Event | None) -> None:
+        """Kernels started from now on wait for ``event``."""
+
+    def record(self, *read: Any, last: bool = False) -> Event | None:
+        """An event behind all kernels started so far, which have ``read`` these parts of memory.
+
+        Copies that wait for it may overwrite them. With ``last`` nobody reads them again before
+        that.
+        """
+        return None
+
+    def to_gpu(self, x: Array) -> Array:
+        """Activations of the CPU's ``Ops`` as the GPU's."""
+        raise NotImplementedError
+
+    def to_host(self, x: Array) -> Array:
+        """The GPU's activations as the CPU's."""
+        raise NotImplementedError
+
+    def send(self, x: Array, routing: Routing) -> Callable[[], Array]:
+        """Begin to bring a layer's rows to the host, and the experts that were chosen for them.
+
+        What is returned waits for both, and gives the rows as the CPU's activations. Kernels that
+        are started later do not hold them up.
+        """
+        return lambda: self.to_host(x)
+
+    def close(self) -> None:
+        """Free everything that callers do not hold."""
+
+
+class Slab:
+    """``nbytes`` of ``gpu`` for ``parts`` that are taken one behind the other.
+
+    Raises:
+        MemoryBudgetError: the GPU has no room for it.
+    """
+
+    def __init__(self, gpu: Gpu, nbytes: int, parts: int) -> None:
+        self.nbytes = nbytes
+        self._gpu = gpu
+        self._memory: Any = gpu.alloc(nbytes)
+        self._next, self._left = 0, parts
+
+    def take(self, nbytes: int) -> Any:
+        """The next part."""
+        self._next += nbytes
+        assert self._next <= self.nbytes, "it was made for its parts"
+        return self._memory[self._next - nbytes : self._next]
+
+    def give_back(self) -> int:
+        """One part is no longer used; returns the bytes freed: all of them with the last."""
+        self._left -= 1
+        return self.free() if self._left == 0 else 0
+
+    def free(self) -> int:
+        """Whoever uses it; the bytes, 0 if it was free already."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return 0
+        self._gpu.free(memory)
+        return self.nbytes
+
+
+def share_slabs(sizes: Mapping[str, int], most: int = SLABS) -> list[list[str]]:
+    """Which units lie together, of ``sizes`` in the order of a pass: at most ``most`` groups of
+    about the same bytes.
+
+    Those of a group are spread over the pass: given back together, they are copied beside computing
+    that lies between them.
+    """
+    target = -(-sum(sizes.values()) // most)
+    alone = [[name] for name, size in sizes.items() if size >= target]
+    small = [name for name, size in sizes.items() if size < target]
+    count = -(-sum(sizes[name] for name in small) // target) if small else 0
+    groups: list[list[str]] = [small[first::count] for first in range(count)]
+    return [*alone, *groups]
