@@ -17,7 +17,7 @@ from localrt.serve.calls import Generation
 from localrt.serve.errors import ApiError, error_body
 from localrt.serve.functions import text_argument
 from localrt.serve.replies import EVENT_STREAM, Payload, TokenBytes, event
-from localrt.text.thought_stream import ThoughtStream, parted
+from localrt.text.thinking import ThoughtStream, parted
 from localrt.text.tools import as_message_calls
 from localrt.version import __version__
 

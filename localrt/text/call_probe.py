@@ -26,10 +26,12 @@ from localrt.text.call_notation import (
     Spelling,
     TaggedArguments,
 )
-from localrt.text.marked_text import (
+from localrt.text.parser import (
     ID,
     MARK,
     NUMBERED,
+    CallSyntax,
+    TextParser,
     common_end,
     common_start,
     expression,
@@ -37,7 +39,6 @@ from localrt.text.marked_text import (
     marks_in,
     snapped,
 )
-from localrt.text.parser import CallSyntax, TextParser
 from localrt.text.probing import (
     FIRST,
     IDS,

@@ -17,7 +17,7 @@ import localrt
 from localrt.errors import TemplateError
 from localrt.models.templates.chat_template import ChatTemplate
 from localrt.text.harmony import is_harmony
-from localrt.text.marked_text import common_start
+from localrt.text.parser import common_start
 from localrt.text.template_syntax import TemplateSyntax
 from localrt.text.thinking import thoughts_apart
 from localrt.text.tools import for_template

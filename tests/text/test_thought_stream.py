@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt import split_thinking
-from localrt.text.thought_stream import Piece, ThoughtStream, parted
+from localrt.text.thinking import Piece, ThoughtStream, parted
 
 _PIECES = ["<think>", "</think>", "<thinking>", "</thinking>", "<thi", "a ", "b", " ", "\n", "<"]
 

@@ -28,7 +28,7 @@ from localrt.serve.generating import answer, prompt_tokens
 from localrt.serve.models import Offered
 from localrt.serve.replies import EVENT_STREAM, Payload, Reply, TokenBytes, event
 from localrt.serve.service import Service, read_request, service_of
-from localrt.text.thought_stream import ThoughtStream, parted
+from localrt.text.thinking import ThoughtStream, parted
 from localrt.text.tools import arguments_of
 
 __all__ = ["ROUTES", "MessageReply", "messages_call", "model", "models"]

@@ -27,7 +27,7 @@ from localrt.serve.errors import ApiError, invalid, ollama_error, to_json
 from localrt.serve.functions import offered
 from localrt.serve.payloads import token_payloads
 from localrt.serve.replies import Payload, TokenBytes
-from localrt.text.thought_stream import ThoughtStream
+from localrt.text.thinking import ThoughtStream
 from localrt.text.tools import arguments_of
 
 __all__ = [

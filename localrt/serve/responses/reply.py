@@ -16,7 +16,7 @@ from localrt.serve.errors import ApiError, in_words
 from localrt.serve.functions import Known, text_argument
 from localrt.serve.payloads import token_payloads
 from localrt.serve.replies import EVENT_STREAM, Payload, TokenBytes, event
-from localrt.text.thought_stream import ThoughtStream
+from localrt.text.thinking import ThoughtStream
 from localrt.text.tools import arguments_of
 
 __all__ = ["ResponseReply"]
