@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import torch
 
 __all__ = ["make_adapter", "peft_logits"]
@@ -15,6 +14,8 @@ __all__ = ["make_adapter", "peft_logits"]
 
 def make_adapter(model: Any, folder: Path, seed: int = 0, **config: Any) -> Any:
     """Save a random adapter of ``model`` to ``folder``; returns PEFT's model."""
+    import peft  # takes seconds, in every process that collects tests
+
     torch.manual_seed(seed)
     defaults = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
     with warnings.catch_warnings():
