@@ -135,12 +135,14 @@ def _use_running_server(args: argparse.Namespace) -> None:
     A server that does not answer, or does not list it, is left alone: it may be gone, or may have
     been started with other folders.
     """
-    from localrt.remote.servers import local_servers, models_of
+    from localrt.remote.servers import local_servers
 
     settings = Settings.from_environment()
     servers = local_servers(settings)
     if not servers:
         return
+    from localrt.remote.model import models_of  # the client takes its time to import
+
     try:
         found = resolve(args.model, settings=settings, download=False)
         path: Path | None = found.path.resolve()

@@ -10,7 +10,7 @@ from localrt.cli.help import Examples
 from localrt.errors import LocalrtError
 from localrt.formatting import format_bytes, format_seconds, table
 from localrt.remote.answer import ListedModel
-from localrt.remote.servers import local_servers, models_of
+from localrt.remote.servers import local_servers
 from localrt.settings import Settings
 
 __all__ = ["EXAMPLES", "add_arguments", "run"]
@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     found: list[tuple[str, ListedModel]] = []
     servers = local_servers(Settings.from_environment())
     for server in servers:
+        from localrt.remote.model import models_of  # the client takes its time to import
+
         try:
             listed = models_of(server)
         except LocalrtError:

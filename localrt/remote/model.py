@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from localrt.formatting import one_line
 from localrt.progress import Progress, ProgressCallback
 from localrt.remote.answer import ListedModel, Reader, events, listed_models, refusal
 from localrt.remote.http import Exchange
-from localrt.remote.servers import Address, read_address
+from localrt.remote.servers import Address, LocalServer, read_address
 from localrt.text.thinking import split_thinking
 
-__all__ = ["RemoteModel", "connect", "list_remote"]
+__all__ = ["RemoteModel", "connect", "list_remote", "models_of"]
 
+_LOCAL_ANSWER_S = 10.0  # of a server of this machine
 _LONGEST_LIST = 8 << 20
 _LONGEST_REFUSAL = 64 << 10
 _BECAUSE_OF_TOOLS = (400, 422, 500, 501)  # what servers answer where a model takes no tools
@@ -88,6 +90,21 @@ def list_remote(address: Address, *, look: Callable[[], None] = lambda: None) ->
         LocalrtError: it cannot be reached, refuses, or is none of OpenAI's protocol.
     """
     return _ask(address, look, required=True)
+
+
+def models_of(server: LocalServer) -> list[ListedModel]:
+    """What a server of this machine lists.
+
+    Raises:
+        LocalrtError: it does not answer: it is starting, suspended, or gone.
+    """
+    end = time.monotonic() + _LOCAL_ANSWER_S
+
+    def look() -> None:
+        if time.monotonic() > end:
+            raise LocalrtError(f"{server.url} does not answer within {_LOCAL_ANSWER_S:g} s")
+
+    return list_remote(read_address(server.url, server.key), look=look)
 
 
 def _ask(address: Address, look: Callable[[], None], *, required: bool) -> list[ListedModel]:

@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from localrt.errors import LocalrtError, OptionError
+from localrt.errors import OptionError
 from localrt.files import private_folder, write_text
 from localrt.formatting import one_line
 from localrt.settings import Settings
 
-if TYPE_CHECKING:
-    from localrt.remote.answer import ListedModel
-
-__all__ = ["Address", "LocalServer", "announced", "local_servers", "models_of", "read_address"]
+__all__ = ["Address", "LocalServer", "announced", "local_servers", "read_address"]
 
 _PORTS = {"http": 80, "https": 443}
 _CALLS = ("/chat/completions", "/completions", "/models")
@@ -127,9 +122,6 @@ def _is_loopback(host: str) -> bool:
 # -- servers of this machine -----------------------------------------------------------------------
 
 
-_ANSWER_S = 10.0  # of a server of this machine
-
-
 @dataclass(frozen=True, slots=True)
 class LocalServer:
     """``models`` are its models' names by their paths; None: all of this machine's."""
@@ -168,23 +160,6 @@ def local_servers(settings: Settings) -> list[LocalServer]:
                 else:
                     file.unlink(missing_ok=True)
     return found
-
-
-def models_of(server: LocalServer) -> list[ListedModel]:
-    """What ``server`` lists.
-
-    Raises:
-        LocalrtError: it does not answer: it is starting, suspended, or gone.
-    """
-    from localrt.remote.model import list_remote
-
-    end = time.monotonic() + _ANSWER_S
-
-    def look() -> None:
-        if time.monotonic() > end:
-            raise LocalrtError(f"{server.url} does not answer within {_ANSWER_S:g} s")
-
-    return list_remote(read_address(server.url, server.key), look=look)
 
 
 def _folder(settings: Settings) -> Path:
