@@ -108,8 +108,11 @@ class Lane:
             if not timed:
                 part(state)
                 return
-            with self._clock.task(self.resource, name):
+            started = self._clock.begin(self.resource)
+            try:
                 part(state)
+            finally:
+                self._clock.end(self.resource, name, started)
 
     def _last_use(self, memory: Any) -> Event | None:
         """Behind the kernels that read ``memory`` for the last time."""

@@ -31,8 +31,11 @@ class DiskSource:
 
     def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Event | None) -> None:
         """Read now: RAM is free at once, no GPU works on it."""
-        with self._clock.task("ssd", unit.name):
+        started = self._clock.begin("ssd")
+        try:
             self._files.read_into(unit.file, unit.offset + start, out)
+        finally:
+            self._clock.end("ssd", unit.name, started)
 
     def skip(self, unit: StoredUnit) -> None:
         """Nothing to do: a file gives what it is asked for."""
