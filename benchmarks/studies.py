@@ -14,20 +14,6 @@ from typing import Any
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from localrt.formatting import format_bytes, format_rate, format_seconds
 
-__all__ = [
-    "STUDIES",
-    "adapters_table",
-    "app_table",
-    "flash_next_table",
-    "hybrids_table",
-    "kv_table",
-    "remembering_table",
-    "speculation_short",
-    "speculation_table",
-    "ssd_table",
-    "types_table",
-]
-
 STUDIES = frozenset(
     {
         *("adapters", "app", "chat_start", "experts_ssd", "flash_next", "hybrids", "kv", "serve"),

@@ -13,8 +13,6 @@ from typing import ParamSpec, TypeVar
 from localrt.errors import OptionError
 from localrt.option_names import did_you_mean
 
-__all__ = ["known_arguments"]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 

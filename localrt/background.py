@@ -17,8 +17,6 @@ from localrt.progress import Progress
 if TYPE_CHECKING:
     from localrt.api import Model
 
-__all__ = ["Loading", "load_in_background"]
-
 Callback = Callable[["Loading"], None]
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NoReturn, Self
 
-__all__ = ["Closing"]
-
 
 class Closing(ABC):
     """Closed at the end of a ``with`` block, however it ends."""

@@ -17,15 +17,6 @@ from typing import BinaryIO
 
 from localrt.errors import StorageError
 
-__all__ = [
-    "atomic_write",
-    "keep_private",
-    "private_file",
-    "private_folder",
-    "write_bytes",
-    "write_text",
-]
-
 _MODE = 0o666  # what ``open`` gives, less the umask
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077  # the rights of group and others

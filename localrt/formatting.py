@@ -7,18 +7,6 @@ from collections.abc import Sequence
 
 from localrt.errors import OptionError
 
-__all__ = [
-    "format_bytes",
-    "format_count",
-    "format_rate",
-    "format_seconds",
-    "one_line",
-    "parse_duration",
-    "parse_size",
-    "printable",
-    "table",
-]
-
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 _TERMINAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

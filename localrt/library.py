@@ -18,8 +18,6 @@ from localrt.planning.chooser import chooser
 from localrt.progress import ProgressCallback, note_to
 from localrt.settings import Settings
 
-__all__ = ["list_models", "list_variants", "pull", "remove_model", "search_models", "uses"]
-
 
 def list_models() -> list[LocalModel]:
     """Every model that ``load`` finds without the network, by name."""

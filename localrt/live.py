@@ -26,8 +26,6 @@ from localrt.errors import LocalrtError
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["AsyncAnswer", "LiveModel"]
-
 T = TypeVar("T")
 
 _READ = (

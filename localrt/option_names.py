@@ -15,17 +15,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterable
 
-__all__ = [
-    "Spelling",
-    "did_you_mean",
-    "flag_value",
-    "meant_by",
-    "on_command_line",
-    "option",
-    "python_option",
-    "spelled",
-]
-
 # An option's name, and its value or None, as one kind of reader writes them.
 Spelling = Callable[[str, object], str]
 

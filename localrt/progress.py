@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["NOTE", "Progress", "ProgressCallback", "note_to"]
-
 NOTE = "note"
 """The stage of a line to be said before work goes on: what is downloaded or written, and why."""
 

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["ENDPOINT_KEY", "KV_DISK", "SERVE_KEY", "Settings"]
-
 ENDPOINT_KEY, SERVE_KEY = "OPENAI_API_KEY", "LOCALRT_API_KEY"  # for help texts too
 KV_DISK = "LOCALRT_KV_DISK"
 

@@ -14,8 +14,6 @@ from typing import Any
 from localrt.errors import StorageError
 from localrt.files import keep_private, write_text
 
-__all__ = ["TomlFile"]
-
 
 class TomlFile:
     """``path`` need not exist; with None, what is changed is forgotten with the app."""

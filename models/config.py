@@ -16,34 +16,6 @@ from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec, RecurrentSpec
 from localrt.quant.ops.streams import StreamSpec
 
-__all__ = [
-    "CHOICE_BIAS",
-    "EMBEDDING",
-    "EXPERT_DOWN",
-    "EXPERT_GATE_UP",
-    "EXPERT_SCALE",
-    "HEAD",
-    "LATENT_DOWN",
-    "LATENT_UP",
-    "LAYER_EMBEDDING",
-    "NGRAM_TABLE",
-    "ROUTER",
-    "ROUTER_NORM",
-    "SHARED_DOWN",
-    "SHARED_GATE",
-    "SHARED_GATE_UP",
-    "Connections",
-    "DecoderConfig",
-    "LayerInputs",
-    "LayerNames",
-    "MixtureSpec",
-    "Multipliers",
-    "NgramLayer",
-    "RecurrentNames",
-    "expert_matrices",
-    "memory_places",
-]
-
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # Checkpoints present it with a row for each layer of each token: (vocabulary * layers, width)

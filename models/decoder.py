@@ -67,15 +67,6 @@ from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec
 from localrt.quant.ops.protocol import Batch, KVCache, LayerSpec, Ops, RecurrentSpec, Vector
 from localrt.quant.ops.streams import ConnectionWeights
 
-__all__ = [
-    "Decoder",
-    "load_attention",
-    "load_mlp",
-    "load_norm",
-    "load_resident",
-    "load_resident_mlp",
-]
-
 _ATTENTION, _MLP = "attn_hyper_connection.", "mlp_hyper_connection."
 _MIXER = "model.hyper_connection_mixer."
 

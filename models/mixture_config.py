@@ -13,8 +13,6 @@ from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Scoring
 
-__all__ = ["SCORING", "expert_count_key", "read_mixture", "sparse_layers", "with_mixture"]
-
 SCORING: Mapping[str, Scoring] = {
     "softmax": "softmax",
     "sigmoid": "sigmoid",

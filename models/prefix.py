@@ -8,8 +8,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Tokens", "common_prefix"]
-
 Tokens: TypeAlias = npt.NDArray[np.int64]
 """Of a sequence that is compared again and again: a list is converted each time."""
 

@@ -17,15 +17,6 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
-__all__ = [
-    "ARCHITECTURES",
-    "find_architecture",
-    "load_decoder",
-    "read_config",
-    "require_readable",
-]
-
-
 # Of each module, the published names: GGUF's general.architecture, config.json's architectures[0]
 _PUBLISHED = {
     "llama": "llama LlamaForCausalLM mistral MistralForCausalLM",

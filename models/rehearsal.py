@@ -29,8 +29,6 @@ from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 from localrt.quant.ops.protocol import Array, Batch, Ops
 
-__all__ = ["RehearsedOps", "Share", "rehearse"]
-
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 

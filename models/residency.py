@@ -210,5 +210,4 @@ class Resident(Residency):
         return PassState(self.ops, self.ops.begin(batch), wanted=wanted, batch=batch)
 
     def head(self, state: PassState) -> Sequence[Part]:
-        """See ``Residency``."""
         return self._head if len(state.wanted) else ()

@@ -34,8 +34,6 @@ from localrt.models.layers.moe import ResidentExperts, load_expert
 from localrt.models.weights import Transform, WeightLoader, is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 
-__all__ = ["TABLES", "Unit", "list_units", "packed_nbytes"]
-
 TABLES = ("embedding", "inputs", "ngrams")
 """Units of which passes take single rows."""
 
@@ -122,7 +120,6 @@ class _TensorNames(WeightLoader):
         self._names: list[str] = []
 
     def matrix(self, shape: tuple[int, int], *names: str) -> None:
-        """See ``WeightLoader``."""
         self._names += [_info(self._tensors, name).name for name in names]
 
     def vector(
@@ -133,16 +130,13 @@ class _TensorNames(WeightLoader):
         scale: float = 1.0,
         transform: Transform | None = None,
     ) -> None:
-        """See ``WeightLoader``."""
         self._names += [_info(self._tensors, name).name for name in names]
 
     def scalar(self, name: str) -> float:
-        """See ``WeightLoader``."""
         self.vector(1, name)
         return 1.0
 
-    def constants(self, name: str, values: npt.NDArray[np.float32]) -> None:
-        """See ``WeightLoader``."""
+    def constants(self, name: str, values: npt.NDArray[np.float32]) -> None: ...
 
     def take(self) -> tuple[str, ...]:
         """The names since the last call, once each: layers side by side share a norm."""

@@ -11,8 +11,6 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-__all__ = ["INDEX_NAME", "WEIGHTS_NAME", "index_shards", "weight_files"]
-
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 

@@ -18,8 +18,6 @@ from localrt.models.checkpoints.base import TensorSource, WeightBlock
 from localrt.quant.formats import unpack
 from localrt.quant.ops.protocol import Ops, Vector, Weight
 
-__all__ = ["Transform", "VectorKey", "WeightLoader", "is_ignored", "missing_tensor"]
-
 Transform = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 """Of a vector's values as published to those that are computed with; equal ones do the same."""
 

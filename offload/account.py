@@ -21,51 +21,6 @@ from localrt.option_names import option
 from localrt.quant.ops.attention import LATENT_SCRATCH_NBYTES
 from localrt.quant.ops.protocol import Ops
 
-__all__ = [
-    "CUDA_CONTEXT_NBYTES",
-    "FIRST_CONTEXT",
-    "GROWTH_NBYTES",
-    "KERNEL_SCRATCH_NBYTES",
-    "LOADING_NBYTES",
-    "LONG_PREFILL_ROWS",
-    "MARGIN_NBYTES",
-    "MEASURING_NBYTES",
-    "PACKED_ROWS",
-    "PREFILL_ROWS",
-    "SERVER_NBYTES",
-    "SMALLEST_CONTEXT",
-    "SOLVER_NBYTES",
-    "SPARE_VRAM_NBYTES",
-    "TORCH_GROWTH_NBYTES",
-    "UNKNOWN_MODEL_NBYTES",
-    "Account",
-    "Budgets",
-    "MemoryPart",
-    "Tier",
-    "activation_nbytes",
-    "card_rows_choices",
-    "card_scratch_nbytes",
-    "check_fits",
-    "constraint_nbytes",
-    "draft_growth_nbytes",
-    "draft_nbytes",
-    "fitting_rows",
-    "growing_ring_nbytes",
-    "kv_buffer_nbytes",
-    "kv_tail_nbytes",
-    "logits_nbytes",
-    "longest_context",
-    "pass_logits_nbytes",
-    "placed_account",
-    "process_nbytes",
-    "resident_account",
-    "ring_for_all_nbytes",
-    "shorter_contexts",
-    "unstreamable_card_nbytes",
-    "unstreamable_nbytes",
-    "weight_nbytes",
-]
-
 PACKED_ROWS = 64
 """The most rows that products with packed weights take at once."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-__all__ = ["LEAST_CARD_ROWS", "KvPlace", "PlacedUnit", "Placement", "UnitKind", "Where"]
-
 LEAST_CARD_ROWS = 65
 """Rows from which on a pass may have another placement: more than decoding and verifying have, so
 that what was measured never changes which processor computes an answer.

@@ -22,8 +22,6 @@ from localrt.offload.account import (
 from localrt.offload.shapes import ModelShape, PassSizes
 from localrt.quant.ops.protocol import Ops
 
-__all__ = ["RamForecast", "placed_forecast", "resident_forecast"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RamForecast:

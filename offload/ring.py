@@ -22,8 +22,6 @@ import numpy.typing as npt
 from localrt.offload.device.gpu import Event
 from localrt.quant.ops.arrays import aligned_buffer
 
-__all__ = ["PAGE", "Chunk", "Lease", "Ring", "chunks", "place"]
-
 PAGE = 4096
 Bytes = npt.NDArray[np.uint8]
 

@@ -30,18 +30,6 @@ from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateLayout
 
-__all__ = [
-    "KV_FORMATS",
-    "Experts",
-    "KvFormat",
-    "KvShape",
-    "ModelShape",
-    "PassSizes",
-    "aligned",
-    "format_of_most_bytes",
-    "shape_from_checkpoint",
-]
-
 KvFormat = Literal["bf16", "int8", "int4"]
 KV_FORMATS: tuple[KvFormat, ...] = ("bf16", "int8", "int4")
 

@@ -16,8 +16,6 @@ from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import REFRESH, TOLERANCE, Tuner
 from localrt.speculative.worth import Retry, nodes_worth
 
-__all__ = ["BatchTuner"]
-
 _ASSUMED = 96  # passes that are taken to come: what may be lost at the start
 _CREDIT = 8  # passes: what was gained long ago is no reason to lose now
 

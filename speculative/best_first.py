@@ -19,8 +19,6 @@ import numpy.typing as npt
 
 from localrt.speculative.tree import ROOT, TokenTree
 
-__all__ = ["CHILDREN", "DECAY", "Children", "Expand", "Growth", "likeliest"]
-
 DECAY = math.log(0.95)
 CHILDREN = 32
 _ROUND = 128  # nodes expanded at once

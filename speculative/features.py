@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FeatureRows"]
-
 Rows = npt.NDArray[np.float32]
 
 

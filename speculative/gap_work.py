@@ -17,8 +17,6 @@ from types import TracebackType
 from localrt.errors import CancelledError
 from localrt.speculative.source import Check, Outcome
 
-__all__ = ["GapWork", "Work"]
-
 # Called in the thread with the check and the outcome of ``DraftSource.ahead``.
 Work = Callable[[Check, Outcome], None]
 

@@ -14,8 +14,6 @@ import numpy as np
 from localrt.speculative.tree import ROOT, TokenTree, merge
 from localrt.speculative.worth import Calibration
 
-__all__ = ["MixedTree"]
-
 _LEAST = 1e-9  # a chance whose logarithm is still a score
 
 

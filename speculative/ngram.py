@@ -20,8 +20,6 @@ import numpy as np
 from localrt.speculative.source import Check, DraftSource
 from localrt.speculative.tree import ROOT, TokenTree, merge
 
-__all__ = ["ORDERS", "Archive", "NgramSource", "common_length", "places"]
-
 # Lengths of the contexts, longest first.
 ORDERS = (8, 5, 3, 2, 1)
 # How far a first continuation is to be believed before anything was learned, by order.
@@ -166,13 +164,11 @@ class NgramSource(DraftSource):
         self._tokens = array("i")
 
     def begin(self, history: Sequence[int]) -> None:
-        """See ``DraftSource``."""
         del self._tokens[common_length(self._tokens.tolist(), history) :]
 
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
-        """See ``DraftSource``."""
         self._tokens.extend(history[len(self._tokens) :])
         tree = continuations(self._tokens, history, budget, depth, self.name)
         if self._archive is None:

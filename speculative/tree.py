@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ROOT", "TokenTree", "merge"]
-
 Ints = npt.NDArray[np.int64]
 
 # The parent of the first guesses: the last known token, which is no node of the tree.

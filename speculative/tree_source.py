@@ -28,8 +28,6 @@ from localrt.speculative.source import (
 )
 from localrt.speculative.tree import ROOT, TokenTree
 
-__all__ = ["TreeSource"]
-
 _PREFILL_ROWS = 512
 # Nodes of a round of drafting ahead: a decoder's pass over a few costs about what one does.
 _AHEAD_NODES = 4
@@ -78,7 +76,6 @@ class TreeSource(DraftSource):
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
-        """See ``DraftSource``."""
         if self._report is not None:
             self._judge(history, self._report)
         depth = min(depth, self._cache.capacity - len(history))
@@ -97,18 +94,15 @@ class TreeSource(DraftSource):
                 self._cache.trim(len(self._known) - self._start)
 
     def missing(self, history: Sequence[int]) -> int:
-        """See ``DraftSource``."""
         if self._nodes_of(history) is not None:
             return 0
         return len(history) - common_length(self._known, history)
 
     def catch_up(self, history: Sequence[int], *, check: Check | None = None) -> None:
-        """See ``DraftSource``."""
         if len(history) < self._cache.capacity:
             self._follow(history, check)
 
     def ready(self, history: Sequence[int]) -> int:
-        """See ``DraftSource``."""
         nodes = self._nodes_of(history)
         if nodes is None:
             return 0

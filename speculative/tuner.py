@@ -28,8 +28,6 @@ from localrt.speculative.worth import (
     nodes_worth,
 )
 
-__all__ = ["REFRESH", "TOLERANCE", "Run", "Tuner"]
-
 # The share of plain decoding's time that attempts may lose in a generation.
 TOLERANCE = 0.015
 # An answer is taken to be as long as this where the limit is longer: what may be lost at its start.

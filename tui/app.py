@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     LoadByName = Callable[[str, ProgressCallback], ChatModel]
 
-__all__ = ["ChatApp", "run_chat", "spare_collector"]
-
 _GOODBYE_SECONDS = 2.0  # that a thread gets to end when the app does
 
 

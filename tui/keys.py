@@ -17,8 +17,6 @@ from typing import Any
 from textual.binding import Binding
 from textual.keys import Keys
 
-__all__ = ["KEYS", "OTHER_KEYS", "Key", "bindings", "chosen_keys", "read_key", "rebound"]
-
 
 @dataclass(frozen=True, slots=True)
 class Key:

@@ -18,8 +18,6 @@ from localrt.tui.themes import FAINT
 if TYPE_CHECKING:
     from localrt.progress import Progress
 
-__all__ = ["LoadingLine", "loading_line"]
-
 _STAGES = {
     "download": "Downloading",
     "measure": "Measuring the card",

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Mention", "begun", "mentions", "written"]
-
 _CODE = re.compile(r"```.*?(?:```|\Z)|(`+)(?!`).*?(?<!`)\1(?!`)", re.DOTALL)
 _NAME = r"""[^\s"'`@(){}\[\]<>]"""
 _MENTION = re.compile(rf"""(?<![^\s(\[{{])@(?:"([^"\n]+)"|({_NAME}+)(?=[\s)\]}}>]|\Z))""")

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from localrt import ChatModel, ConversationInfo, Turn
     from localrt.progress import ProgressCallback
 
-__all__ = ["PlainChat", "run_plain"]
-
 _OTHERS_SECONDS = 0.2  # between two looks at what another window writes
 
 

@@ -40,8 +40,6 @@ from localrt.errors import LocalrtError, OptionError, StorageError
 from localrt.toml_file import TomlFile
 from localrt.tui.text import one_line
 
-__all__ = ["Preferences", "PreferencesFile", "Preset", "PresetsFile", "config_folder"]
-
 # models: of hub/aliases.py; mcp: of localrt/tools.
 _NAMES = ("generation", "keys", "mcp", "models", "panel", "system", "theme")
 _FILE = "config.toml"

@@ -14,17 +14,6 @@ from localrt.errors import LocalrtError
 from localrt.formatting import format_count
 from localrt.tui.commands import in_app
 
-__all__ = [
-    "clean",
-    "explained",
-    "guess_texts",
-    "human_count",
-    "human_when",
-    "one_line",
-    "pasted",
-    "short_name",
-]
-
 _KEPT = "\n\t"
 _CONTROL = {
     code: "\N{REPLACEMENT CHARACTER}"

@@ -14,8 +14,6 @@ from textual.color import Color
 from textual.filter import LineFilter
 from textual.theme import Theme
 
-__all__ = ["FAINT", "WithoutColor", "offered", "register"]
-
 FAINT = "$foreground 60%"  # what is worth less attention
 
 DARK = Theme(

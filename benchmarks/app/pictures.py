@@ -28,8 +28,6 @@ from localrt.tui.chat.composer import Composer
 from localrt.tui.chat.footer import Footer, Phase
 from localrt.tui.chat.view import ConversationView
 
-__all__ = ["main"]
-
 SIZE = (112, 38)
 QUESTION = """\
 Make it sort in descending order. Change nothing else:

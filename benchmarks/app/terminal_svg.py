@@ -18,8 +18,6 @@ from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 from textual.strip import Strip
 
-__all__ = ["Frame", "svg"]
-
 _WIDTH, _HEIGHT, _SIZE = 8.4, 17.0, 14  # of a cell, and of the letters in it
 _TOP, _MARGIN = 34.0, 8.0
 _FONTS = "ui-monospace,'Cascadia Mono','SF Mono',Menlo,Consolas,'DejaVu Sans Mono',monospace"

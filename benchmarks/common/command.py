@@ -10,8 +10,6 @@ from pathlib import Path
 from localrt.hub import resolve
 from localrt.settings import Settings
 
-__all__ = ["RESULTS", "ROOT", "cited_command", "find_model", "listed", "make_parser"]
-
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"
 

@@ -7,8 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["own_data_folder"]
-
 _VARIABLE = "XDG_DATA_HOME"
 
 

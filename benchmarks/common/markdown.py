@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["machine_of", "markdown_table", "versions_of"]
-
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; cells are Markdown."""

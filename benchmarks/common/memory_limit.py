@@ -20,8 +20,6 @@ from localrt.errors import LocalrtError
 from localrt.formatting import format_bytes
 from localrt.settings import Settings
 
-__all__ = ["LimitedChild", "MemoryLimit", "drop_from_cache", "run_limited"]
-
 _V1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
 _V2 = ("memory.max", "memory.swap.max")
 _DROP_ALL = Path("/proc/sys/vm/drop_caches")

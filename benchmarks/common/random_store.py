@@ -35,8 +35,6 @@ from localrt.offload.reading.files import StoreFiles
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TILE_ROWS, tile
 
-__all__ = ["RandomStore", "write_store"]
-
 _ON_DISK = "units.bin"
 _WEIGHTS = "weights.safetensors"
 _POOL_NBYTES = 32 << 20

@@ -18,8 +18,6 @@ from localrt.quant.formats.codebook import CODEBOOKS, join_fields, split_fields
 from localrt.quant.formats.published import PUBLISHED
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 
-__all__ = ["RandomCheckpoint", "RandomPackedCheckpoint", "random_packed"]
-
 Shapes = dict[str, tuple[int, ...]]
 # Mean square of a code under each kind of format, for scales that keep a matrix's rows near 1.
 _SPREAD = {

@@ -12,8 +12,6 @@ import localrt
 from localrt.files import write_text
 from localrt.machine import hardware
 
-__all__ = ["Record", "load", "pending", "save", "save_row", "setting"]
-
 Record = dict[str, Any]
 
 

@@ -15,8 +15,6 @@ from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import load_parts
 
-__all__ = ["against_llamacpp", "open_sessions"]
-
 
 @contextmanager
 def open_sessions(

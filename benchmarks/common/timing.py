@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["by_turns", "median_ratio"]
-
 _PAUSE = 0.03  # seconds: another's threads spin for a while
 
 

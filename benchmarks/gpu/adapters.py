@@ -35,8 +35,6 @@ from localrt.quant.ops.cuda.products import linear
 from localrt.quant.ops.protocol import Batch, KVCache
 from localrt.quant.ops.torch.ops import TorchOps
 
-__all__ = ["check_adapters"]
-
 RANK = 16
 FORMAT = "int4-g32"
 CHATS = 8

@@ -22,8 +22,6 @@ from benchmarks.gpu.timing import (
 from localrt.quant.ops.cuda.kernels.attention import attend
 from localrt.quant.ops.cuda.kernels.latent import attend_latent_rows
 
-__all__ = ["check_attention", "check_mixture_attention"]
-
 BOUND = 0.02
 ROPE, LATENT = 64, 512  # DeepSeek's
 Attend = Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]

@@ -12,9 +12,6 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch
 
-__all__ = ["ARCHITECTURES", "QWEN_1_5B", "SMALLEST", "TINY", "largest_error", "logits",
-           "random_ids", "random_model"]  # fmt: skip
-
 TINY: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 256,

@@ -22,8 +22,6 @@ from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
 from localrt.quant.ops.torch.experts import run_each
 
-__all__ = ["check_grouped"]
-
 BOUND = 0.02  # rows are multiplied in 8 bits, twice
 DISTINCT = 3  # experts with weights of their own; the others are copies
 ROUTINGS = 16

@@ -27,8 +27,6 @@ import torch
 from benchmarks.common.random_store import write_store
 from benchmarks.gpu.timing import Result, guarded
 
-__all__ = ["check_loaded"]
-
 FORMAT = "int4-g32"
 SLOW_LINK = 12e9  # PCIe 4.0 with eight lanes, or 3.0 with sixteen
 CAP = 8_000_000_000

@@ -20,8 +20,6 @@ from benchmarks.gpu.configs import random_ids
 from localrt.api import Model
 from localrt.engine.types import Chunk
 
-__all__ = ["main"]
-
 _THROTTLE_SAMPLE = 64 << 20
 _LOGIT_ROWS = 72
 _COUNTED = 8  # tokens, after as many that are not

@@ -24,8 +24,6 @@ from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.torch.recurrent import mix_rows as textbook
 
-__all__ = ["check_recurrent"]
-
 BOUND = 0.01
 TREE = 16
 PROMPT = 512

@@ -7,8 +7,6 @@ from typing import Any
 
 from benchmarks.common.markdown import markdown_table
 
-__all__ = ["gpu_tables"]
-
 Record = Mapping[str, Any]
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)

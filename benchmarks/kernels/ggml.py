@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from localrt.quant.formats.ggml import GGML_FORMATS
 
-__all__ = ["GgmlProduct", "NotRepackedError", "find_ggml"]
-
 TYPES = {
     format_.name: number for number, format_ in GGML_FORMATS.items() if number not in (1, 30, 39)
 }

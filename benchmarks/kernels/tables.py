@@ -8,8 +8,6 @@ from typing import Any
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from localrt.formatting import format_rate
 
-__all__ = ["kernels_table", "passes_table"]
-
 _ROWS = (1, 8, 16, 64, 512)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-__all__ = ["CELLS", "TESTED", "Cell"]
-
 _PROCESS = 70_000_000  # what a budget has beside its share of the weights
 
 

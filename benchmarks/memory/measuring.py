@@ -20,8 +20,6 @@ from typing import Any
 
 from benchmarks.memory.cells import Cell
 
-__all__ = ["measure", "problems"]
-
 _ROOT = Path(__file__).resolve().parents[2]
 _EVERY_S = 0.02
 _LEAST = re.compile(r"at least (\d+) MB of RAM")

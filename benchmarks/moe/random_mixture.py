@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from benchmarks.common.random_weights import random_packed
 from localrt.quant.formats import FORMATS
 
-__all__ = ["SHAPES", "VOCABULARY", "MixtureShape", "write_mixture"]
-
 VOCABULARY = 1024
 _KINDS = {"q4_k": Kind.Q4_K, "q8_0": Kind.Q8_0, "mxfp4": Kind.MXFP4}
 

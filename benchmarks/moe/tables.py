@@ -7,8 +7,6 @@ from typing import Any
 
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 
-__all__ = ["experts_table"]
-
 Record = Mapping[str, Any]
 
 

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from localrt.errors import LocalrtError
 
-__all__ = ["PEERS", "main", "make_peer", "peer_python"]
-
 PEERS: Mapping[str, tuple[str, ...]] = {"airllm": ("airllm==4.0.0",)}
 """What to install for a peer, exactly; its other needs are those of the ``bench`` extra."""
 

@@ -26,8 +26,6 @@ from localrt.formatting import format_bytes
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, StoreCheckpoint, open_checkpoint
 from localrt.quant.formats import PackedTensor, unpack
 
-__all__ = ["hf_folder", "hf_folder_path", "write_hf_folder"]
-
 # GGUF's architecture to the class and model_type of Hugging Face transformers.
 _CLASSES: Mapping[str, tuple[str, str]] = {
     "llama": ("LlamaForCausalLM", "llama"),

@@ -25,8 +25,6 @@ from localrt.bench.transformers_engine import (
 )
 from localrt.errors import LocalrtError, MissingExtraError
 
-__all__ = ["load_accelerate", "load_airllm", "main"]
-
 
 def main() -> None:
     """Hold an engine for one parent."""

@@ -8,8 +8,6 @@ from typing import Any
 from benchmarks.common.markdown import markdown_table, versions_of
 from localrt.formatting import format_rate
 
-__all__ = ["published_table"]
-
 
 def published_table(record: Mapping[str, Any]) -> str:
     """Model and file, machine and engine as far as they were named, published and planned speed."""

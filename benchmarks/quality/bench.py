@@ -32,8 +32,6 @@ from localrt.quant.methods import default_method
 from localrt.quantizing.mix import MIX_METHOD
 from localrt.quantizing.quantize import Recipe, quantize_model
 
-__all__ = ["Bench", "Job", "Row", "jobs"]
-
 Row = dict[str, Any]
 
 _MOST_CALIBRATED_BITS = 5.1  # above, rounding to nearest loses next to nothing

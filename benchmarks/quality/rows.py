@@ -28,15 +28,6 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.ops.torch.ops import TorchOps
 
-__all__ = [
-    "Measure",
-    "Reference",
-    "bits_per_weight",
-    "float_scores",
-    "kernel_scores",
-    "make_reference",
-]
-
 Pieces = Callable[[Sequence[int], int], Iterator[Logits]]
 Scores = list[dict[str, Any]]
 

@@ -13,8 +13,6 @@ from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from localrt.formatting import format_rate
 from localrt.quant.methods import METHODS
 
-__all__ = ["full_tables", "short_table"]
-
 Record = dict[str, Any]
 Row = dict[str, Any]
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from localrt.errors import OptionError
 
-__all__ = ["Corpus", "interleaved", "prose", "python_source"]
-
 _PIECE = 8000  # characters of one source file: many files, so that no single style decides
 _ENOUGH = 600_000  # characters of code on either side
 

@@ -19,8 +19,6 @@ from localrt.models.checkpoints.adapters.file import read_adapter
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.quant.ops.adapters import Mix
 
-__all__ = ["Adapters"]
-
 AdapterChoice = str | Mapping[str, float] | None
 
 

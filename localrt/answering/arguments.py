@@ -11,17 +11,6 @@ from localrt.engine.types import ToolCall
 from localrt.errors import OptionError
 from localrt.option_names import option
 
-__all__ = [
-    "check_call",
-    "check_flag",
-    "check_list",
-    "check_messages",
-    "check_model",
-    "check_path",
-    "check_text",
-    "check_tools",
-]
-
 _TOOLS = "functions in OpenAI's form, each a mapping with a name"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 

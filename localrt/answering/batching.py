@@ -21,8 +21,6 @@ from localrt.engine.types import Chunk, Message
 from localrt.errors import LocalrtError, OptionError, TokenizerError
 from localrt.progress import ProgressCallback
 
-__all__ = ["Errors", "Prompts", "gathered", "stream_batch"]
-
 Errors = Literal["raise", "return"]
 Prompts: TypeAlias = Sequence[str | Sequence[Message]]
 # What gives one prompt's ids: its text or messages, or the ids themselves.

@@ -16,8 +16,6 @@ from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.option_names import option
 
-__all__ = ["Budgets"]
-
 
 class Budgets:
     """Of ``engine``: ``ram`` and ``gpu_memory`` in bytes as the user gave them, None: not."""

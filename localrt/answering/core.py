@@ -44,8 +44,6 @@ from localrt.settings import Settings
 if TYPE_CHECKING:
     from localrt.planning.outlook import Outlook
 
-__all__ = ["Core", "open_core"]
-
 _SHORT = 16  # characters of a blob's name
 _PATIENCE_S = 2.0  # for an answer that nobody reads any more
 
@@ -198,7 +196,6 @@ class Core:
         progress: ProgressCallback | None = None,
         cancel: threading.Event | None = None,
     ) -> None:
-        """See ``Model.add_adapter``."""
         path = resolve_adapter(
             adapter,
             settings=settings or Settings.from_environment(),
@@ -232,7 +229,6 @@ class Core:
     # -- what it is doing, and its life ----------------------------------------------------------
 
     def advise(self) -> Outlook:
-        """See ``Model.advise``."""
         # Brings the planner, a megabyte that a model in memory does without.
         from localrt.planning.outlook import outlook
 
@@ -249,7 +245,6 @@ class Core:
             self.budgets.set_gpu_memory(gpu_memory)
 
     def leave_ram(self, nbytes: int) -> int:
-        """See ``Model.leave_ram``."""
         memory = self.engine.residency.memory
         if not memory.streams:
             return 0
@@ -337,12 +332,10 @@ class KvChatCache:
             parking.keeper.waits(self, tool)
 
     def park(self, to: Tier) -> int:
-        """See ``ChatSession.park``."""
         with self._lock:
             return self._park(to)
 
     def try_park(self, to: Tier) -> bool:
-        """See ``Parkable``."""
         if not self._lock.acquire(blocking=False):
             return False
         try:

@@ -16,8 +16,6 @@ from localrt.engine.protocol import Check, Engine
 from localrt.errors import CancelledError, ContextOverflowError, OptionError
 from localrt.option_names import option
 
-__all__ = ["POOLINGS", "Pooling", "Rows", "embed", "pooled_states"]
-
 Rows: TypeAlias = npt.NDArray[np.float32]
 Pooling = Literal["mean", "last"]
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")

@@ -18,8 +18,6 @@ from localrt.formatting import parse_size
 from localrt.loading.parts import LoadedModel
 from localrt.settings import KV_DISK, Settings
 
-__all__ = ["Parking", "prompt_cache"]
-
 
 def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
     """Where KV caches of this model's conversations wait."""

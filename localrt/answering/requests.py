@@ -48,8 +48,6 @@ from localrt.text.template_syntax import TemplateSyntax
 from localrt.text.thinking import CLOSE
 from localrt.text.tools import functions_to_call
 
-__all__ = ["RequestBuilder", "whole_ids"]
-
 # Without max_tokens, a trimmed conversation keeps this share of the context free for the answer.
 _ANSWER_SHARE = 4
 # Tokens beyond the context until a prompt is given up: up to here its length can be told exactly.

@@ -15,8 +15,6 @@ from pathlib import Path
 from localrt.engine.protocol import EngineInfo
 from localrt.engine.types import Metrics
 
-__all__ = ["Flow", "LaneUse", "MemoryUse", "ModelInfo", "PassTrace", "Status"]
-
 _NAMES = {"ssd": "The disk", "link": "The link to the card", "cpu": "The CPU", "gpu": "The card"}
 _BUSY = 0.6  # a resource that is busy for less of the time does not set the pace
 

@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from localrt.engine.types import Chunk, TokenLogprob
 
-__all__ = ["in_thread", "joined"]
-
 _Item = TypeVar("_Item")
 
 

@@ -22,8 +22,6 @@ from localrt.text.template_syntax import TemplateSyntax
 from localrt.text.thinking import thoughts_apart
 from localrt.text.thinking_syntax import find_syntax
 
-__all__ = ["ThinkingControl"]
-
 _TAIL = 32  # tokens at the end of a prompt that may open the thinking
 
 

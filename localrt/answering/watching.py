@@ -19,8 +19,6 @@ from localrt.errors import LocalrtError
 from localrt.models.residency import Task
 from localrt.offload.memory.process import current_rss, ram_budget
 
-__all__ = ["Watch", "last_pass"]
-
 _Session = TypeVar("_Session", bound=EngineSession)
 
 _BUDGET_S = 2.0  # for which a budget that the system sets is good
@@ -74,7 +72,6 @@ class Watch:
                 chunks.close()
 
     def status(self, *, lanes: bool | None = None) -> Status:
-        """See ``Model.status``."""
         engine = self._engine
         with self._lock:
             sessions = list(self._sessions)

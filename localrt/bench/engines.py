@@ -18,15 +18,6 @@ from localrt.errors import MissingExtraError, OptionError
 if TYPE_CHECKING:
     from localrt.answering.core import Core
 
-__all__ = [
-    "ENGINES",
-    "LLAMACPP_SETTINGS",
-    "BenchEngine",
-    "Launch",
-    "llamacpp_core",
-    "load_engine",
-]
-
 ENGINES = ("native", "llamacpp", "transformers")
 
 _TRACED_TASKS = 200_000

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from localrt.api import Model
     from localrt.offload.planner.plan import Change
 
-__all__ = ["GpuUse", "forecast", "gpu_for", "gpu_use", "use_line", "wants_forecast", "what_helps"]
-
 _TOKENS = 16
 _NAMES = {"gpu": "GPU", "link": "link to the GPU", "cpu": "CPU", "ssd": "disk"}
 _BUSY = 0.6  # a part that is busy for less of the time does not set the pace

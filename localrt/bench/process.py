@@ -26,16 +26,6 @@ from localrt.closing import Closing
 from localrt.errors import LocalrtError
 from localrt.option_names import on_command_line
 
-__all__ = [
-    "ChildError",
-    "ChildProcess",
-    "Requests",
-    "child_command",
-    "disk_bytes_read",
-    "main",
-    "serve",
-]
-
 
 class ChildError(LocalrtError):
     """A child refused or failed. ``kind`` is the error's class there, or ``"died"``."""

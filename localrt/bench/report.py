@@ -15,8 +15,6 @@ from localrt.files import write_text
 from localrt.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.machine.hardware import Machine
 
-__all__ = ["to_chrome", "to_json", "to_table", "write_trace"]
-
 _BASELINE = "llamacpp"
 _PROCESS_ID = 1  # in a trace
 _OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")

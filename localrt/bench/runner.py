@@ -33,8 +33,6 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory.state import memory_state
 
-__all__ = ["model_files", "run_bench"]
-
 # Several settings of an engine are measured, and its best counts.
 _SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "llamacpp": LLAMACPP_SETTINGS,

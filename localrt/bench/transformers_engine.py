@@ -21,8 +21,6 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory.process import peak_rss
 
-__all__ = ["HuggingFaceEngine", "first_line", "load_transformers", "loading", "set_up_torch"]
-
 _FAILURES = (ValueError, KeyError, OSError, RuntimeError, TypeError, NotImplementedError)
 
 

@@ -14,9 +14,6 @@ from typing import Any
 from localrt.errors import OptionError
 from localrt.option_names import option
 
-__all__ = ["LONG_ANSWER", "BenchOptions", "Outcome", "Result", "Skipped", "Workload",
-           "make_long_prompt", "make_prompts"]  # fmt: skip
-
 LONG_ANSWER = 2
 """Tokens after a long prompt: only the first is timed."""
 

@@ -14,8 +14,6 @@ from localrt.hub.known_models import find_known
 from localrt.hub.names import read_aliases, remove_alias, shown_path, write_alias
 from localrt.settings import Settings
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt alias", "the names that there are"),
     ("localrt alias fast llama3.2:1b", "from now on, `localrt run fast` runs it"),

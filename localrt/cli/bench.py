@@ -40,8 +40,6 @@ from localrt.progress import note_to
 from localrt.settings import Settings
 from localrt.version import __version__
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),
     ("localrt bench model.gguf --ram 700MB", "streamed within 700 MB"),

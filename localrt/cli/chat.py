@@ -33,8 +33,6 @@ from localrt.engine.options import read_options
 from localrt.errors import OptionError
 from localrt.progress import ProgressCallback
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt chat", "SmolLM2, a small model"),
     ("localrt chat org/name-GGUF:Q4_K_M", "a model of the hub, downloaded once"),

@@ -12,8 +12,6 @@ import shtab
 from localrt.cli import build_parser
 from localrt.cli.help import Examples
 
-__all__ = ["EXAMPLES", "SHELLS", "add_arguments", "run"]
-
 EXAMPLES: Examples = (("source <(localrt completion bash)", "for this shell only"),)
 
 SHELLS = ("bash", "zsh", "fish")

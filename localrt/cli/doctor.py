@@ -29,8 +29,6 @@ from localrt.quant.ops.native.abi import best_isa
 from localrt.settings import Settings
 from localrt.version import __version__
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt doctor", ""),
     ("localrt doctor --quick", "without measuring"),

@@ -21,8 +21,6 @@ from localrt.evaluate import Evaluation, evaluate
 from localrt.formatting import format_rate
 from localrt.quantizing.calibration import read_file
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt eval model.gguf --text book.txt", "perplexity"),
     ("localrt eval small.gguf --text book.txt --against full.gguf", "how far they differ"),

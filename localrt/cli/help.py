@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 
 from localrt.option_names import meant_by
 
-__all__ = ["Examples", "HelpfulParser", "advanced"]
-
 Examples = Sequence[tuple[str, str]]
 
 _ADVANCED = "advanced"

@@ -11,8 +11,6 @@ from localrt.formatting import format_bytes, table
 from localrt.hub import DEMO_NAME, LocalModel, list_models
 from localrt.settings import Settings
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt list", "names, sizes, and where they are"),
     ("localrt list qwen", "those with this in their names"),

@@ -24,17 +24,6 @@ from localrt.planning.chooser import chooser
 from localrt.progress import ProgressCallback, note_to
 from localrt.settings import Settings
 
-__all__ = [
-    "choose_model",
-    "connect_endpoint",
-    "endpoint_models",
-    "load",
-    "load_chat_model",
-    "load_model",
-    "model_title",
-    "resolve_model",
-]
-
 
 def load(name: str, options: dict[str, Any]) -> localrt.Model:
     """``localrt.load`` with a line of progress."""

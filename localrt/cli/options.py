@@ -17,30 +17,6 @@ from localrt.hub import DEMO_NAME
 from localrt.settings import ENDPOINT_KEY
 from localrt.text.gbnf import gbnf_to_lark
 
-__all__ = [
-    "BARE_MODEL_HELP",
-    "DEVICE_HELP",
-    "FORMAT_HELP",
-    "GPU_MEMORY_HELP",
-    "HUB_FLAGS",
-    "KV_HELP",
-    "RAM_HELP",
-    "Flag",
-    "adapters_by_name",
-    "add_constraint_arguments",
-    "add_endpoint_arguments",
-    "add_flags",
-    "add_hub_arguments",
-    "add_load_arguments",
-    "add_model_argument",
-    "add_sampling_arguments",
-    "constraint_options",
-    "flag_values",
-    "load_options",
-    "number",
-    "sampling_options",
-]
-
 # Name, type, what stands for the value in help texts, and the help text. The type is what converts
 # the text, ``bool`` for a switch, ``list`` for a text that may be repeated, or a tuple of choices.
 Flag: TypeAlias = tuple[str, Any, str | None, str]

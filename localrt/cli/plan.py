@@ -39,8 +39,6 @@ from localrt.planning.plan import plan, with_texts
 from localrt.planning.what_runs import what_runs
 from localrt.settings import Settings
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt plan", "what this PC runs well"),
     ("localrt plan qwen3:8b", "is it fast enough here, what to type, and what would help"),

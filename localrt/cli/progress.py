@@ -11,8 +11,6 @@ from localrt.formatting import format_bytes, format_count, format_seconds
 from localrt.option_names import on_command_line, spelled
 from localrt.progress import NOTE, Progress
 
-__all__ = ["ProgressLine", "StatusLine", "describe"]
-
 _VERBS = {
     "download": "downloading",
     "verify": "checking",

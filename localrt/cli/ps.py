@@ -13,8 +13,6 @@ from localrt.remote.answer import ListedModel
 from localrt.remote.servers import local_servers
 from localrt.settings import Settings
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (("localrt ps", "what is loaded, its memory, and until when"),)
 
 

@@ -9,8 +9,6 @@ from localrt.cli.help import Examples
 from localrt.cli.progress import ProgressLine
 from localrt.library import pull
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt pull llama3.2:3b", "a short name: the file that suits this machine"),
     ("localrt pull org/name", "a folder of safetensors"),

@@ -37,8 +37,6 @@ from localrt.quantizing.quantize import (
 )
 from localrt.settings import Settings
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt quantize org/name --format int4-g32", "4 bits and a scale for 32 weights"),
     ("localrt quantize org/name --bits 3.5", "each matrix in the format that loses least"),

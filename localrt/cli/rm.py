@@ -12,8 +12,6 @@ from localrt.hub import remove_model
 from localrt.hub.removing import Removal, plan_removal
 from localrt.settings import Settings
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt rm llama3.2:3b", "says what goes, asks, then deletes"),
     ("localrt rm org/name-GGUF:Q4_K_M", "one of the files of a repository"),

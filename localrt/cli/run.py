@@ -36,8 +36,6 @@ from localrt.hub import DEMO_NAME
 from localrt.hub.listing import may_be_a_name
 from localrt.settings import Settings
 
-__all__ = ["EXAMPLES", "add_arguments", "answer", "prompt_of", "run"]
-
 EXAMPLES: Examples = (
     ('localrt run smollm2 "Name three rivers"', "one answer"),
     ('localrt run -c "And three more"', "go on with the last run"),

@@ -28,8 +28,6 @@ from localrt.errors import OptionError
 from localrt.formatting import format_rate, format_seconds
 from localrt.option_names import did_you_mean, on_command_line
 
-__all__ = ["BatchPrompt", "parse_prompts", "read_stdin", "run_batch"]
-
 _KEYS = ("prompt", "messages", "id")
 
 

@@ -46,8 +46,6 @@ if TYPE_CHECKING:  # the extra may be missing
     from localrt.serve.models import Models
     from localrt.serve.pool import ModelPool
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt serve", "all models of this machine, at http://127.0.0.1:8080/v1"),
     ("localrt serve model.gguf", "one model"),

@@ -23,8 +23,6 @@ from localrt.planning.chooser import chooser
 from localrt.progress import note_to
 from localrt.settings import Settings
 
-__all__ = ["EXAMPLES", "add_arguments", "run"]
-
 EXAMPLES: Examples = (
     ("localrt show llama3.2:3b", "size, context, template, parameters, licence"),
     ("localrt show model.gguf --json", "the same for programs"),

@@ -13,8 +13,6 @@ from typing import Any
 from localrt.files import write_text
 from localrt.settings import Settings
 
-__all__ = ["known_acceptance", "known_drafts", "remember_acceptance"]
-
 _FILE = "acceptance.json"
 _BLEND = 0.5  # of a new measurement
 _MOST = 200  # pairs

@@ -24,8 +24,6 @@ from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DEPTH, TreeSize
 from localrt.speculative.tuner import Tuner
 
-__all__ = ["PLUS_NGRAM", "Drafts", "LoadDraft", "family_draft"]
-
 # Loads the model of that name; its notes are for the user.
 LoadDraft = Callable[[str], LoadedModel]
 

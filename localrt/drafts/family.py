@@ -25,8 +25,6 @@ from localrt.models.registry import ARCHITECTURES
 if TYPE_CHECKING:
     from localrt.settings import Settings
 
-__all__ = ["MOST_SHARE", "FamilyDraft", "find_family_draft"]
-
 MOST_SHARE = 0.5
 """A draft has at most this share of its target's bytes: a larger one seldom pays."""
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _HELD_TOKENS = 4096  # of a conversation whose context was not asked for
 
-__all__ = ["is_draft_model", "load_draft", "load_with_draft"]
-
 
 def is_draft_model(draft: str) -> bool:
     """Whether a ``draft`` option, a string that is not empty, names a model."""

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from localrt.engine.protocol import EngineSession
     from localrt.models.tokenizers import Tokenizer
 
-__all__ = ["CacheRoom", "EngineDrafter", "ModelDraft", "vocabulary_problem"]
-
 _ROUND_NODES = 128
 _ROUND_LOGITS = 16 << 20
 _MORE_TOKENS = 2  # that a text may have in a draft's vocabulary
@@ -91,7 +89,6 @@ class EngineDrafter(Drafter):
         self.prepares = True
 
     def cache(self, capacity: int) -> KVCache:
-        """See ``Drafter``."""
         cache = self._engine.cache(capacity)
         if self._room is not None:
             self._room.add(cache)
@@ -100,7 +97,6 @@ class EngineDrafter(Drafter):
     def compute(
         self, cache: KVCache, rows: Rows, *, check: Check | None
     ) -> npt.NDArray[np.float32]:
-        """See ``Drafter``."""
         count = len(rows.tokens)
         if self._room is not None:
             self._room.check(cache, count)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from localrt.offload.shapes import ModelShape
     from localrt.settings import Settings
 
-__all__ = ["DraftPlace", "place_draft"]
-
 # Of a conversation's tokens, as many as a draft on a card sees where no context was asked for, and
 # the nodes of a tree behind them.
 _CONTEXT, _NODES = 2048, 128

@@ -20,8 +20,6 @@ from localrt.speculative.tree import ROOT, TokenTree
 if TYPE_CHECKING:
     from localrt.models.tokenizers import Tokenizer
 
-__all__ = ["TranslatedSource"]
-
 _BEFORE = "\n"  # some tokenizers put a space before what begins a text
 
 
@@ -40,7 +38,6 @@ class TranslatedSource(DraftSource):
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
-        """See ``DraftSource``."""
         if not self._follow(history):
             return TokenTree.empty()
         tree = self._source.propose(self._told, budget, depth, check=check)

@@ -31,8 +31,6 @@ from localrt.errors import LocalrtError
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory.process import peak_rss
 
-__all__ = ["Answer", "Meter", "StopMatcher"]
-
 _CLOSE = "</think>"  # ends a thought in what a parser shows
 
 

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from localrt.engine.sampling import Logits, Sampling
 from localrt.models.tokenizers.base import Tokenizer
 
-__all__ = ["Breakers", "Dry", "grown", "repeat_lengths"]
-
 Ids: TypeAlias = npt.NDArray[np.int32]
 
 _LONGEST_TAIL = 20  # tokens of a breaker behind the one that it begins in

@@ -17,8 +17,6 @@ from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.progress import Progress
 
-__all__ = ["generate"]
-
 
 def generate(
     session: EngineSession, tokenizer: Tokenizer | None, request: Request

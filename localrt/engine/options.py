@@ -15,8 +15,6 @@ from localrt.engine.stopping import LineLimit
 from localrt.errors import OptionError
 from localrt.option_names import did_you_mean, option
 
-__all__ = ["OPTION_NAMES", "Effort", "Options", "Overflow", "read_options"]
-
 Overflow = Literal["error", "drop_oldest"]
 Effort = Literal["low", "medium", "high"]
 

@@ -29,18 +29,6 @@ if TYPE_CHECKING:
     from localrt.quant.ops.states import SavedState
     from localrt.speculative.tree import TokenTree
 
-__all__ = [
-    "Check",
-    "Engine",
-    "EngineInfo",
-    "EngineSession",
-    "Forecast",
-    "Forecaster",
-    "Logits",
-    "Rates",
-    "check_ids",
-]
-
 Logits = npt.NDArray[np.float32]
 
 # Called between layers (or blocks of tokens) of a pass; raises CancelledError to abandon it.

@@ -23,15 +23,6 @@ from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.quant.ops.adapters import Mix
 
-__all__ = [
-    "AnswerParser",
-    "Constraint",
-    "MakeConstraint",
-    "MakeParser",
-    "Request",
-    "Restore",
-]
-
 
 class Constraint(Protocol):
     """Which tokens may come next in an answer, and whether it may end. Not thread-safe.

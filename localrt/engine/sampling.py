@@ -19,20 +19,6 @@ import numpy.typing as npt
 from localrt.errors import OptionError
 from localrt.option_names import option
 
-__all__ = [
-    "Distribution",
-    "Sampling",
-    "adjust_logits",
-    "check_integer",
-    "check_number",
-    "constrained",
-    "distribution",
-    "draw",
-    "ends_middle",
-    "log_probabilities",
-    "sampling_defaults",
-]
-
 Logits = npt.NDArray[np.float32]
 
 # No two different logits lie so near each other; divided by less, they overflow.

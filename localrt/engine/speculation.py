@@ -31,8 +31,6 @@ from localrt.speculative.source import (
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Run, Tuner
 
-__all__ = ["Guesser", "Guessing", "MakeSource", "Speculation", "Stepper", "TreePass"]
-
 # The share of plain decoding that looking for guesses may take where there are none, and the most
 # steps to leave it out.
 _LOOKING, _LONGEST_REST = 0.005, 24

@@ -11,15 +11,6 @@ from typing import Any, Literal, NotRequired, Required, TypedDict
 
 from localrt.errors import LocalrtError
 
-__all__ = [
-    "Chunk",
-    "FinishReason",
-    "Message",
-    "Metrics",
-    "TokenLogprob",
-    "ToolCall",
-]
-
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls", "error"]
 
 

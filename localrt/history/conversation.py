@@ -19,8 +19,6 @@ from localrt.errors import OptionError, StorageError
 from localrt.history.database import Database, insert
 from localrt.history.writer import AnswerWriter, is_alive, own_name, settle
 
-__all__ = ["Conversation", "Turn", "title_of"]
-
 _ROLES = ("user", "assistant", "tool")
 _TITLE_LENGTH = 60
 

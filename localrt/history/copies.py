@@ -17,8 +17,6 @@ from localrt.history.database import MEMORY_FIRST, insert
 from localrt.history.history import History
 from localrt.history.writer import own_name, settle
 
-__all__ = ["copy_to_memory", "end_answer", "merge"]
-
 _TURN = ("role", "content", "state", "info", "created")
 _FACTS = ("title", "model", "system", "options", "updated")
 

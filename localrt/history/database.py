@@ -20,8 +20,6 @@ from typing import Any
 from localrt.errors import StorageError
 from localrt.files import keep_private, private_file, private_folder
 
-__all__ = ["MEMORY_FIRST", "Database", "insert"]
-
 MEMORY_FIRST = 1 << 40  # turns of a database in memory count from here: no file's have such numbers
 
 _VERSION = 1

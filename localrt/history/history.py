@@ -18,8 +18,6 @@ from localrt.history.conversation import Conversation
 from localrt.history.database import Database, insert
 from localrt.settings import Settings
 
-__all__ = ["ConversationInfo", "History"]
-
 _FILE = "history.db"
 _MEMORY = ":memory:"
 _LIST = """

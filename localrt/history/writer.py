@@ -21,8 +21,6 @@ import psutil
 from localrt.errors import CancelledError, OptionError, StorageError
 from localrt.history.database import Database, insert
 
-__all__ = ["AnswerWriter", "is_alive", "own_name", "settle"]
-
 _ENDS = ("done", "cancelled", "failed")
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"')\]]*\s|\n")
 _SAVE_SECONDS = 2.0  # a table or a list of numbers has no sentences

@@ -22,8 +22,6 @@ from localrt.hub.files import choose_variant, gguf_variants, has_safetensors, va
 from localrt.hub.names import HubRef
 from localrt.models.weight_files import index_shards
 
-__all__ = ["CachedModel", "CachedRepo", "find_cached"]
-
 _PREFIX = "models--"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")

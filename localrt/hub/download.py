@@ -50,19 +50,6 @@ from localrt.hub.cache import CachedRepo
 from localrt.progress import Progress, ProgressCallback
 from localrt.settings import Settings
 
-__all__ = [
-    "HTTP_ERROR",
-    "Meter",
-    "RemoteFile",
-    "RemoteRepo",
-    "check_cancelled",
-    "check_space",
-    "download",
-    "hub_errors",
-    "list_repo",
-    "storage_error",
-]
-
 # The root of the HTTP client's errors; which client it is depends on huggingface_hub.
 HTTP_ERROR: type[Exception] = next(
     base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"

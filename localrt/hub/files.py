@@ -13,18 +13,6 @@ from dataclasses import dataclass
 from localrt.errors import ModelNotFoundError
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
-__all__ = [
-    "ADAPTER_FILES",
-    "DEFAULT_LABEL",
-    "GgufVariant",
-    "choose_variant",
-    "gguf_variants",
-    "has_safetensors",
-    "quantization_label",
-    "safetensors_model_files",
-    "variant_name",
-]
-
 DEFAULT_LABEL = "Q4_K_M"
 
 _LABEL = re.compile(

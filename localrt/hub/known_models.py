@@ -18,8 +18,6 @@ from typing import Any
 
 from localrt.hub.names import close_to
 
-__all__ = ["KNOWN_MODELS", "KnownModel", "close_names", "find_known", "known_repo", "repo_thinks"]
-
 _CONFIGS = Path(__file__).with_name("known_configs.json")
 _FIRST = "latest"  # a tag for the first of a family
 _THINKING = frozenset(

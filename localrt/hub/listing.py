@@ -40,19 +40,6 @@ from localrt.hub.own_stores import (
 )
 from localrt.settings import Settings
 
-__all__ = [
-    "LocalModel",
-    "client_names",
-    "expand_name",
-    "list_models",
-    "may_be_a_name",
-    "models_named",
-    "models_of_repo",
-    "own_store",
-    "place_of",
-    "variants_here",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:

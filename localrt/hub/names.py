@@ -29,26 +29,6 @@ from localrt.settings import Settings
 if TYPE_CHECKING:
     from localrt.toml_file import TomlFile
 
-__all__ = [
-    "DEMO_HUB",
-    "DEMO_NAME",
-    "DEMO_PACKAGE",
-    "HubRef",
-    "client_name",
-    "close_files",
-    "close_to",
-    "demo_cache_file",
-    "demo_in_package",
-    "expand_alias",
-    "is_revision",
-    "looks_like_path",
-    "parse_hub_ref",
-    "read_aliases",
-    "remove_alias",
-    "shown_path",
-    "write_alias",
-]
-
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _HUB_REF = re.compile(
     rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[^:@\s]+))?(?::(?P<variant>[^:@\s]+))?"

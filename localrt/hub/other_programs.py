@@ -20,20 +20,6 @@ from localrt.hub.names import client_name
 from localrt.models.weight_files import index_shards
 from localrt.settings import Settings
 
-__all__ = [
-    "Extras",
-    "FolderModel",
-    "OllamaModel",
-    "OtherModel",
-    "Program",
-    "find_ollama_model",
-    "find_other_model",
-    "llama_cpp_models",
-    "lm_studio_models",
-    "ollama_models",
-    "other_models",
-]
-
 # Ollama's name of an option, and ours.
 _OPTIONS = {
     "temperature": "temperature",

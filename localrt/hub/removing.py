@@ -29,8 +29,6 @@ from localrt.hub.names import DEMO_HUB, DEMO_NAME, HubRef, close_to, demo_cache_
 from localrt.hub.own_stores import forget_use
 from localrt.settings import Settings
 
-__all__ = ["Removal", "plan_removal", "remove_model"]
-
 
 @dataclass(frozen=True, slots=True)
 class Removal:

@@ -53,8 +53,6 @@ from localrt.settings import Settings
 if TYPE_CHECKING:
     from localrt.hub.download import RemoteRepo
 
-__all__ = ["Chooser", "Offer", "ResolvedModel", "offer_of", "resolve", "resolve_adapter"]
-
 
 @dataclass(frozen=True, slots=True)
 class Offer:

@@ -15,8 +15,6 @@ from localrt.hub.files import gguf_variants, safetensors_model_files, variant_na
 from localrt.hub.names import HubRef
 from localrt.settings import Settings
 
-__all__ = ["FoundModel", "Variant", "list_variants", "search_models"]
-
 _TIMEOUT_S = 10.0
 _KINDS = ("gguf", "safetensors")
 

@@ -21,8 +21,6 @@ from localrt.offload.planner import (
 from localrt.offload.planner.search import fits
 from localrt.offload.shapes import KvFormat
 
-__all__ = ["ContextChoice", "choose_context", "first_plan"]
-
 
 @dataclass(frozen=True, slots=True)
 class ContextChoice:

@@ -22,8 +22,6 @@ from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.templates.chat_template import load_template
 from localrt.models.templates.go_template import to_jinja
 
-__all__ = ["ModelDescription", "describe_model"]
-
 _THINKING = ("enable_thinking", "reasoning_effort", "<think>", "<|channel|>", "thinking")
 
 

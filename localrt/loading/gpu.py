@@ -20,8 +20,6 @@ from localrt.quant.ops.native.kv import parse_kv_format
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Ops
 
-__all__ = ["OpenGpu", "open_gpu"]
-
 # Reads and writes of a copy within the card's memory reach about what reading alone does.
 _ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic, of any card since 2018
 

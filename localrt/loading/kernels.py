@@ -22,8 +22,6 @@ from localrt.offload.placement import Placement
 from localrt.progress import Progress, ProgressCallback
 from localrt.quant.ops.protocol import Ops
 
-__all__ = ["compiled_meanwhile", "share_of_card"]
-
 _MOST_THREADS = 4  # each takes a core, and 30 MB of RAM
 _LOOK_S = 0.1
 

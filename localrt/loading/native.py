@@ -32,8 +32,6 @@ from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.protocol import Ops
 from localrt.settings import Settings
 
-__all__ = ["load_native", "memory_left"]
-
 # A shorter context than this is not worth having everything in memory: rather stream some weights.
 _USEFUL_CONTEXT = 4096
 

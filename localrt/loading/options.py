@@ -13,8 +13,6 @@ from localrt.offload.account import longest_context
 from localrt.option_names import option
 from localrt.progress import Progress, ProgressCallback
 
-__all__ = ["LoadOptions", "byte_counter", "pick_context"]
-
 ENGINES = ("auto", "native", "llamacpp")
 FORMATS = (None, "bf16", "f32")
 _MOST_THREADS = 1024

@@ -39,8 +39,6 @@ from localrt.option_names import option
 from localrt.progress import ProgressCallback
 from localrt.settings import Settings
 
-__all__ = ["LoadedModel", "load_parts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:

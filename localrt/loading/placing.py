@@ -62,8 +62,6 @@ from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, Ops
 from localrt.settings import Settings
 
-__all__ = ["load_placed"]
-
 # Less than this is too little to tell a disk's speed by.
 _LOAD_SAMPLE = 64 << 20
 _UNPINNED_SHARE = 0.5  # of the link's rate, from RAM that could not be pinned

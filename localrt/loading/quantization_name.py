@@ -11,8 +11,6 @@ from localrt.hub.files import quantization_label
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 
-__all__ = ["most_used_format", "quantization_name"]
-
 # ``general.file_type`` of the GGUF specification; numbers that are left out are no longer written.
 _FILE_TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1"}
 _FILE_TYPES |= {10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M"}

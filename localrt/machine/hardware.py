@@ -22,17 +22,6 @@ from typing import Any
 
 from localrt.offload.memory.state import MemoryState, memory_state
 
-__all__ = [
-    "Cpu",
-    "DiskSpeed",
-    "Gpu",
-    "Machine",
-    "gpus",
-    "measure_disk_read",
-    "measure_memory_read",
-    "probe",
-]
-
 # The kernels' name for each feature, and how Linux and macOS spell it.
 _FEATURES = {
     "avx2": ("avx2",),

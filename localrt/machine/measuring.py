@@ -23,8 +23,6 @@ from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.settings import Settings
 from localrt.version import __version__
 
-__all__ = ["fingerprint", "machine_profile", "main"]
-
 _TIMEOUT_S = 120.0
 _LEAST_WORKING_SET = 8 << 20
 _DISKS = "disks.json"

@@ -11,8 +11,6 @@ from localrt.formatting import format_bytes
 from localrt.hub.resolving import Chooser, Offer
 from localrt.settings import Settings
 
-__all__ = ["chooser"]
-
 
 def chooser(
     settings: Settings,

@@ -12,8 +12,6 @@ from dataclasses import replace
 from localrt.offload.planner.plan import Plan
 from localrt.option_names import on_command_line
 
-__all__ = ["typed", "with_commands"]
-
 FILE = "file"
 """The option of a change that takes another of a repository's files."""
 

@@ -9,8 +9,6 @@ from localrt.offload.planner.estimate import estimate
 from localrt.offload.planner.plan import Plan, PlannedContext
 from localrt.offload.planner.verdict import READING_TOK_S
 
-__all__ = ["largest_contexts"]
-
 _AS_FAST = 0.9  # of the plan's speed, where that is below reading speed
 
 

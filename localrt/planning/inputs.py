@@ -36,20 +36,6 @@ from localrt.quant.ops.cuda.rates import known_rates
 from localrt.quant.ops.native.abi import best_isa
 from localrt.settings import Settings
 
-__all__ = [
-    "Hardware",
-    "budgets_of",
-    "card_here",
-    "hypothetical",
-    "known_hardware",
-    "left_out",
-    "machine_of",
-    "measured_here",
-    "planned_machine",
-    "unmeasured_machine",
-    "with_card",
-]
-
 _LEAST_SAMPLE = 64 << 20
 # Of a card's free memory, what is left to the desktop.
 _VRAM_SHARE = 0.92

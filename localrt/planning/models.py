@@ -32,8 +32,6 @@ from localrt.option_names import option
 from localrt.quant.formats import FORMATS
 from localrt.settings import Settings
 
-__all__ = ["find_model", "has_weights", "known_model_of", "shape_of"]
-
 _CONFIG = "config.json"
 _CONFIGS = "configs"  # below the cache folder
 _WEIGHTS = (".safetensors", ".gguf")

@@ -30,8 +30,6 @@ from localrt.planning.inputs import (
 from localrt.planning.models import find_model, shape_of
 from localrt.settings import Settings
 
-__all__ = ["Preview", "machine_on_device", "preview", "preview_size"]
-
 _CTX = 4096
 
 

@@ -22,8 +22,6 @@ from localrt.planning.inputs import Hardware, known_hardware
 from localrt.planning.recommending import sized
 from localrt.settings import Settings
 
-__all__ = ["PUBLISHED", "Published", "forecast", "published_of"]
-
 _CTX = 4096
 
 

@@ -30,8 +30,6 @@ from localrt.planning.inputs import budgets_of
 from localrt.planning.preview import machine_on_device, preview_size
 from localrt.settings import Settings
 
-__all__ = ["Recommendation", "other_files", "recommend", "recommend_on", "sized", "usual_offer"]
-
 _CTX = 4096
 # What weights of so many bits lose: a share of perplexity, as measured on models of 0.1 to 1.5 B
 # (docs/quality.md). Larger ones lose less, in about these proportions.

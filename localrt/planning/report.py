@@ -18,8 +18,6 @@ from localrt.offload.planner.verdict import PROMPT_TOKENS, READING_TOK_S, UNITS,
 from localrt.planning.commands import typed
 from localrt.planning.published import Published
 
-__all__ = ["details", "report"]
-
 _WIDTH = 100
 _MOST_GAINS = 5
 _MOST_PUBLISHED = 2  # all are among the details

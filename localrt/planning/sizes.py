@@ -23,8 +23,6 @@ from localrt.quant.formats import FORMATS
 from localrt.quantizing.mix import MIX_FORMATS, LossTable, known_losses
 from localrt.settings import Settings
 
-__all__ = ["other_sizes"]
-
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5
 _STEP = 0.1

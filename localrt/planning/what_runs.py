@@ -19,8 +19,6 @@ from localrt.planning.inputs import Hardware, hypothetical, known_hardware, left
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
 from localrt.settings import Settings
 
-__all__ = ["Runnable", "WhatRuns", "what_runs"]
-
 _ORDER: dict[Level, int] = {"good": 0, "usable": 1, "slow": 2}
 _WORDS: dict[Level, str] = {"good": "good", "usable": "usable", "slow": "too slow"}
 

@@ -43,8 +43,6 @@ from localrt.quant.methods import (
 )
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
 
-__all__ = ["ROUTERS", "LayerQuantizer", "common_names", "folded_rotation"]
-
 Floats = npt.NDArray[np.float32]
 
 ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")

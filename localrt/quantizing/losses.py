@@ -29,8 +29,6 @@ from localrt.quantizing.calibration import Calibration, HiddenStates
 from localrt.quantizing.layer import LayerQuantizer, common_names
 from localrt.quantizing.mix import MIX_FORMATS, GroupLoss, LossTable, known_losses
 
-__all__ = ["TRIAL_FORMAT", "divergence", "measure_losses", "model_losses"]
-
 Floats = npt.NDArray[np.float32]
 
 TRIAL_FORMAT = "q3_k"
@@ -156,7 +154,6 @@ class _Overlay:
         self.read = base.read
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
-        """See ``TensorSource``."""
         if name in self._blocks:
             return iter(self._blocks[name])
         return self._base.blocks(name, max_bytes)

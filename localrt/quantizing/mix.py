@@ -18,8 +18,6 @@ from localrt.errors import LocalrtError, OptionError
 from localrt.files import write_text
 from localrt.quant.formats import FORMATS
 
-__all__ = ["MIX_FORMATS", "MIX_METHOD", "GroupLoss", "LossTable", "known_losses", "table_path"]
-
 MIX_FORMATS = ("q2_k", "q3_k", "iq4_nl", "int6-g32")
 """What a mix is made of, from few bits to many."""
 

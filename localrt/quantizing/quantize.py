@@ -41,15 +41,6 @@ from localrt.quantizing.layer import ROUTERS, LayerQuantizer, common_names, fold
 from localrt.quantizing.losses import TRIAL_FORMAT, divergence, model_losses
 from localrt.quantizing.mix import MIX_FORMATS, MIX_METHOD, LossTable
 
-__all__ = [
-    "CALIBRATION_TOKENS",
-    "HEAD_BITS",
-    "QuantizeReport",
-    "Recipe",
-    "method_of",
-    "quantize_model",
-]
-
 CALIBRATION_TOKENS = 16_384
 
 HEAD_BITS = 8.5

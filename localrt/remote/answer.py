@@ -19,8 +19,6 @@ from localrt.formatting import one_line
 from localrt.remote.servers import Address
 from localrt.text.thinking import CLOSE, OPEN
 
-__all__ = ["ListedModel", "Reader", "events", "listed_models", "refusal"]
-
 _SHORTEST_S = 0.05  # what comes within less came as one: no rate can be told
 _LONGEST_EVENT = 16 << 20
 _NO_PROTOCOL = "does not speak OpenAI's protocol: is the address right? It often ends in /v1"

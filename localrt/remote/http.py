@@ -22,8 +22,6 @@ from localrt.errors import LocalrtError
 from localrt.formatting import one_line
 from localrt.remote.servers import Address
 
-__all__ = ["Exchange"]
-
 _CONNECT_S = 10.0
 _IDLE_S = 600.0  # a long prompt on a streamed model takes minutes
 _LOOK_S = 0.05

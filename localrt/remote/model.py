@@ -27,8 +27,6 @@ from localrt.remote.http import Exchange
 from localrt.remote.servers import Address, LocalServer, read_address
 from localrt.text.thinking import split_thinking
 
-__all__ = ["RemoteModel", "connect", "list_remote", "models_of"]
-
 _LOCAL_ANSWER_S = 10.0  # of a server of this machine
 _LONGEST_LIST = 8 << 20
 _LONGEST_REFUSAL = 64 << 10

@@ -21,8 +21,6 @@ from localrt.files import private_folder, write_text
 from localrt.formatting import one_line
 from localrt.settings import Settings
 
-__all__ = ["Address", "LocalServer", "announced", "local_servers", "read_address"]
-
 _PORTS = {"http": 80, "https": 443}
 _CALLS = ("/chat/completions", "/completions", "/models")
 

@@ -31,8 +31,6 @@ from localrt.serve.service import service_of
 from localrt.text.thinking_syntax import find_syntax
 from localrt.version import __version__
 
-__all__ = ["ROUTES", "ModelFacts", "facts_of", "known_facts"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:

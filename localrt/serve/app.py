@@ -40,8 +40,6 @@ from localrt.serve.responses import routes as responses
 from localrt.serve.service import Service, read_request, service_of
 from localrt.serve.texts import embedded
 
-__all__ = ["create_app"]
-
 _WORKERS = 4
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -30,17 +30,6 @@ from localrt.serve.options import ServeOptions
 from localrt.serve.responses import schemas as responses
 from localrt.serve.schema_parts import Schema
 
-__all__ = [
-    "REQUESTS",
-    "BodyRoom",
-    "Unpacker",
-    "check_fields",
-    "encodings",
-    "parse_json",
-    "prepare_checks",
-    "read_fields",
-]
-
 _ZLIB = 15 + 32  # a window of 32 KiB, in gzip's or zlib's wrapping
 _ZSTD_WINDOW = 23  # 8 MiB, the most that every decoder has to take
 

@@ -24,17 +24,6 @@ from localrt.serve.errors import invalid
 from localrt.serve.functions import Known, chosen, offered
 from localrt.serve.schemas import EFFORTS, THINKING_LIMITS
 
-__all__ = [
-    "ANY_SEED",
-    "SEEDS",
-    "Generation",
-    "chat_call",
-    "completion_call",
-    "effort",
-    "prompts_of",
-    "stops",
-]
-
 SEEDS = 1 << 64
 ANY_SEED = -1  # of llama.cpp, LM Studio and Ollama: another every time
 _NO_LIMIT = -1  # of theirs, for tokens

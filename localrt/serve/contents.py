@@ -15,19 +15,6 @@ from typing import Any
 from localrt.text.content import kind_in_words
 from localrt.text.thinking import THOUGHT_FIELDS
 
-__all__ = [
-    "Fields",
-    "Message",
-    "Note",
-    "flat_name",
-    "made_call",
-    "messages_of",
-    "text_of",
-    "thought",
-    "unnoted",
-    "without_billing",
-]
-
 Fields = Mapping[str, Any]
 Message = dict[str, Any]
 Note = Callable[[str, str], None]

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 from localrt.serve.contents import Fields, Note, flat_name
 from localrt.serve.errors import invalid
 
-__all__ = ["Known", "Offered", "chosen", "offered", "text_argument"]
-
 _SCHEMAS = ("parameters", "input_schema", "inputSchema")
 _OF_TOOLS = ("name", "description", "strict", "format", *_SCHEMAS)
 _COMBINED = ("properties", "$ref", "allOf", "anyOf", "oneOf")

@@ -46,8 +46,6 @@ from localrt.serve.replies import EVENT_STREAM, Reply, TokenBytes
 from localrt.serve.service import ModelRequest
 from localrt.text.thinking import split_thinking
 
-__all__ = ["FOLLOWED", "LOOSENED", "answer", "echo_of", "follows", "prompt_tokens", "until_gone"]
-
 T = TypeVar("T")
 
 _SILENT_S = 15.0  # that a stream may be
@@ -173,7 +171,6 @@ class _Work(AsyncExitStack):
         self._answers: list[AsyncAnswer] = []
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See ``Tokenizer``."""
         assert self._served is not None, "its model has written the token"
         spelled: bytes = self._served.model.tokenizer.token_bytes(token_id)
         return spelled

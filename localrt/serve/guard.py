@@ -24,8 +24,6 @@ from localrt.serve.errors import ApiError, failure
 from localrt.serve.options import ServeOptions, is_loopback
 from localrt.serve.service import Service
 
-__all__ = ["Guard", "LogLine", "Paths"]
-
 _PREFIX = "v1"
 
 

@@ -22,8 +22,6 @@ from localrt.offload.account import SERVER_NBYTES
 from localrt.serve.errors import ApiError
 from localrt.serve.options import ServeOptions
 
-__all__ = ["Gauge", "Models", "Offered", "OneModel", "ServedModel", "meant", "not_here"]
-
 Gauge = tuple[str, str, float]
 """A metric's name, its help text, and its value."""
 
@@ -189,7 +187,6 @@ class OneModel(Models):
         return self._served
 
     def offered(self) -> Sequence[Offered]:
-        """See ``Models``."""
         served, ctx = self.served, self._model.info.ctx
         return [
             Offered(
@@ -217,19 +214,15 @@ class OneModel(Models):
 
     @asynccontextmanager
     async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
-        """See ``Models``."""
         yield self.served
 
     def at_work(self) -> Sequence[ServedModel]:
-        """See ``Models``."""
         return [] if self._served is None else [self._served]
 
     def open(self) -> None:
-        """See ``Models``."""
         self._served = ServedModel(self._model, self.name, self._options)
 
     def close(self) -> None:
-        """See ``Models``."""
         served, self._served = self._served, None
         if served is not None:
             served.close()

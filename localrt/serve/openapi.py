@@ -11,8 +11,6 @@ from localrt.serve.ollama import schemas as ollama
 from localrt.serve.responses import schemas as responses
 from localrt.version import __version__
 
-__all__ = ["describe"]
-
 _EVENTS = "text/event-stream"
 _NO_SCHEMAS = ("EFFORTS", "THINKING_LIMITS")
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from localrt.errors import OptionError
 from localrt.option_names import option
 
-__all__ = ["ServeOptions", "is_loopback"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:

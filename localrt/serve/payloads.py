@@ -21,8 +21,6 @@ from localrt.text.thinking import ThoughtStream, parted
 from localrt.text.tools import as_message_calls
 from localrt.version import __version__
 
-__all__ = ["ChatShape", "Completion", "Shape", "TextShape", "token_payloads", "usage"]
-
 _DONE = b"data: [DONE]\n\n"
 # JSON knows no infinity; a token that cannot come has about this log-probability.
 _LEAST_LOGPROB = -9999.0

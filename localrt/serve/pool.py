@@ -28,8 +28,6 @@ from localrt.serve.errors import ApiError, without_folders
 from localrt.serve.models import Models, Offered, ServedModel, meant, not_here
 from localrt.serve.options import ServeOptions
 
-__all__ = ["LocalFile", "ModelPool"]
-
 _ANY = "*"  # an alias of the model that answers to names of none
 _BESIDE_WEIGHTS = 128 << 20  # of a model: its tokenizer, a conversation, a pass
 _LIST_AGE_S = 1.0
@@ -111,17 +109,14 @@ class ModelPool(Models):
         return [self._describe(file) for file in self._ordered()]
 
     def find(self, name: str | None, *, exact: bool = False) -> Offered:
-        """See ``Models``."""
         return self._describe(self._file(name, exact=exact))
 
     def at_work(self) -> Sequence[ServedModel]:
-        """See ``Models``."""
         slots = list(self._slots.values())
         # Looked at once: the thread that moves memory may take one away meanwhile.
         return [served for slot in slots if (served := slot.served) is not None]
 
     def keep(self, name: str, seconds: float) -> None:
-        """See ``Models``."""
         self._slot(name).keep_s = seconds
 
     def _ordered(self) -> list[LocalFile]:

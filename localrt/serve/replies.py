@@ -11,8 +11,6 @@ from typing import Any, Protocol, TypeAlias
 from localrt.engine.types import Chunk
 from localrt.serve.errors import ApiError, to_json
 
-__all__ = ["EVENT_STREAM", "Payload", "Reply", "TokenBytes", "event"]
-
 Payload: TypeAlias = dict[str, Any]
 
 EVENT_STREAM = "text/event-stream"

@@ -4,29 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = [
-    "ARGUMENTS",
-    "CONTENT",
-    "COUNT",
-    "FILLED",
-    "FLAG",
-    "IDS",
-    "MOST_ID",
-    "STOPS",
-    "STRING",
-    "TEXT",
-    "TOOLS",
-    "TOOL_CHOICE",
-    "Schema",
-    "integer",
-    "list_of",
-    "nullable",
-    "number",
-    "object_of",
-    "where",
-    "whole",
-]
-
 Schema = dict[str, Any]
 
 # No more than any tokenizer needs a number for.

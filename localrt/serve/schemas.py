@@ -28,26 +28,6 @@ from localrt.serve.schema_parts import (
     whole,
 )
 
-__all__ = [
-    "CHAT",
-    "CHAT_RESPONSE",
-    "COMPLETION",
-    "COMPLETION_RESPONSE",
-    "DETOKENIZE",
-    "DETOKENIZED",
-    "EFFORTS",
-    "EMBEDDINGS",
-    "EMBEDDINGS_RESPONSE",
-    "ERROR",
-    "MODEL",
-    "MODELS",
-    "RERANK",
-    "RERANKED",
-    "THINKING_LIMITS",
-    "TOKENIZE",
-    "TOKENIZED",
-]
-
 _MOST_PROMPTS = 16384
 _PROMPTS = (
     "a text, a list of texts, token ids, or a list of lists of token ids "

@@ -29,8 +29,6 @@ from localrt.serve.guard import LogLine
 from localrt.serve.models import Models
 from localrt.serve.options import ServeOptions
 
-__all__ = ["Server", "StrictHttp", "open_socket", "serve"]
-
 # -- strict HTTP -----------------------------------------------------------------------------------
 
 

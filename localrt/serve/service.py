@@ -25,8 +25,6 @@ from localrt.serve.models import Models, Offered, ServedModel
 from localrt.serve.options import ServeOptions
 from localrt.serve.responses.store import ResponseStore
 
-__all__ = ["Metrics", "ModelRequest", "Service", "read_request", "render", "service_of"]
-
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 Labels = tuple[tuple[str, str], ...]
@@ -238,7 +236,6 @@ class ModelRequest:
         return self.fields.get("model") or self.model.name
 
     def using(self) -> AbstractAsyncContextManager[ServedModel]:
-        """See ``Service.using``."""
         return self.service.using(self.model.name)
 
 

@@ -23,8 +23,6 @@ from localrt.serve.generating import until_gone
 from localrt.serve.models import Offered
 from localrt.serve.service import ModelRequest, read_request, service_of
 
-__all__ = ["ROUTES", "Embedded", "embedded", "scores_of"]
-
 
 class Embedded(NamedTuple):
     """``vectors`` (texts, width) as little-endian float32, of ``tokens`` read, by ``model``."""

@@ -14,18 +14,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-__all__ = [
-    "ABSENT",
-    "DECODER",
-    "Accepted",
-    "Types",
-    "accepted",
-    "kind_of",
-    "literal",
-    "parameters_of",
-    "resolved",
-]
-
 ABSENT = object()
 """Of an argument that was named and not given."""
 

@@ -21,8 +21,6 @@ from localrt.text.call_notation import (
     TaggedArguments,
 )
 
-__all__ = ["Terminal", "call_grammar"]
-
 Terminal = Callable[[str], str]
 """Text as the terminals that stand for it: some of its marks are control tokens."""
 

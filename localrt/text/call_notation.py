@@ -23,22 +23,6 @@ from localrt.text.call_syntax import (
     json_values,
 )
 
-__all__ = [
-    "ID",
-    "NUMBERED",
-    "Arguments",
-    "Framed",
-    "JsonArguments",
-    "JsonCalls",
-    "KeywordArguments",
-    "Mid",
-    "Notation",
-    "QuotedArguments",
-    "Spelling",
-    "TaggedArguments",
-    "pattern",
-]
-
 ID = "zidzid"
 """Stands for a call's id in a literal."""
 
@@ -79,13 +63,11 @@ class JsonCalls:
     trail: str = ""
 
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
-        """See ``Notation``."""
         values = json_values(text.strip().removeprefix(self.lead).removesuffix(self.trail))
         items = (value if isinstance(value, list) else [value] for value in values or ())
         return all_calls(self._call(item) for group in items for item in group)
 
     def is_open(self, text: str) -> bool:
-        """See ``Notation``."""
         inside = text.strip().removeprefix(self.lead).lstrip()
         return inside[:1] in ("{", "[") and ends_in_string(inside)
 
@@ -114,8 +96,7 @@ class Arguments(Protocol):
             ValueError: there are none of this kind.
         """
 
-    def is_open(self, text: str) -> bool:
-        """See ``Notation``."""
+    def is_open(self, text: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +120,12 @@ class Framed:
     end: str = ""
 
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
-        """See ``Notation``."""
         try:
             return list(self._calls(f"{self.mark}{text}{self.end}", tools)) or None
         except (ValueError, RecursionError, IndexError):
             return None
 
     def is_open(self, text: str) -> bool:
-        """See ``Notation``."""
         return self.arguments.is_open(self.mark + text)
 
     def _calls(self, text: str, tools: Signatures) -> Iterator[Call]:
@@ -180,7 +159,6 @@ class JsonArguments:
     """One JSON object."""
 
     def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
-        """See ``Arguments``."""
         while at < len(text) and text[at].isspace():
             at += 1
         value, end = DECODER.raw_decode(text, at)
@@ -191,7 +169,6 @@ class JsonArguments:
         return value, end
 
     def is_open(self, text: str) -> bool:
-        """See ``Arguments``."""
         return ends_in_string(text)
 
 
@@ -242,7 +219,6 @@ class TaggedArguments:
     gap: str = ""  # between pairs
 
     def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
-        """See ``Arguments``."""
         found: dict[str, Any] = {}
         opening = re.compile(rf"\s*{pattern(self.opening.strip())}")
         while (head := opening.match(text, at)) is not None:
@@ -254,7 +230,6 @@ class TaggedArguments:
         return {key: value for key, value in found.items() if value is not ABSENT}, at
 
     def is_open(self, text: str) -> bool:
-        """See ``Arguments``."""
         last = text.rfind(self.opening.strip())
         return last >= 0 and not any(mid.after.strip() in text[last:] for mid in self.mids)
 
@@ -318,7 +293,6 @@ class KeywordArguments:
         return found, at
 
     def is_open(self, text: str) -> bool:
-        """See ``Arguments``."""
         return not text.rstrip().endswith(("]", ")"))
 
     def _value(self, text: str) -> Any:
@@ -367,14 +341,12 @@ class QuotedArguments:
     quote: str
 
     def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
-        """See ``Arguments``."""
         value, at = self._value(text, at)
         if not isinstance(value, dict):
             raise ValueError("no object")
         return value, at
 
     def is_open(self, text: str) -> bool:
-        """See ``Arguments``."""
         return text.count(self.quote) % 2 == 1
 
     def _value(self, text: str, at: int) -> tuple[Any, int]:

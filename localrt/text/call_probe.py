@@ -49,8 +49,6 @@ from localrt.text.probing import (
     Written,
 )
 
-__all__ = ["probe_calls"]
-
 _KEY, _NEXT_KEY = "zqa", "zqb"
 _VALUE, _NEXT_VALUE = "zvc", "zvd"
 _NUMBER = 730_151

@@ -16,23 +16,6 @@ from typing import Any, TypeAlias
 
 from localrt.text.argument_types import ABSENT, DECODER, Accepted, Types, accepted, parameters_of
 
-__all__ = [
-    "Call",
-    "Parser",
-    "Signatures",
-    "all_calls",
-    "call_of",
-    "ends_in_string",
-    "json_values",
-    "parse_deepseek",
-    "parse_json",
-    "parse_mistral",
-    "parse_python",
-    "parse_python_or_json",
-    "parse_tagged",
-    "signatures",
-]
-
 Signatures: TypeAlias = Mapping[str, Types]
 """What each parameter of a function may be, by the function's name."""
 

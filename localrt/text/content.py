@@ -7,8 +7,6 @@ from typing import Any
 
 from localrt.errors import OptionError
 
-__all__ = ["check_text_only", "kind_in_words"]
-
 _OTHERS = {
     "image": "a picture",
     "screenshot": "a picture",

@@ -15,8 +15,6 @@ from typing import TypeAlias
 from localrt.errors import OptionError
 from localrt.option_names import option
 
-__all__ = ["gbnf_to_lark"]
-
 _MOST = 1 << 30  # repetitions that are multiplied
 _COPIED = 40  # characters of a terminal that stands wherever its rule did
 
@@ -98,7 +96,6 @@ class _Rules:
         self._uses: dict[str, Symbol] = {}
 
     def lines(self, first: str) -> list[str]:
-        """See ``rules_to_lark``."""
         start = self._text(Symbol(first, is_rule=True))
         every = {name: self._use(name).what for name in self._rules}
         kept = [name for name, what in every.items() if what == self._names[name]]

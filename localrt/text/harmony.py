@@ -19,8 +19,6 @@ from localrt.text.call_syntax import call_of
 from localrt.text.thinking import CLOSE, OPEN, THOUGHT_FIELDS, overlap
 from localrt.text.tools import make_call
 
-__all__ = ["HARMONY_ANSWER", "HARMONY_CALL", "HarmonyParser", "is_harmony", "with_thoughts_joined"]
-
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _TO = "to="  # a header may begin with the recipient: the prompt ends with the role
 _MARKERS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")

@@ -17,8 +17,6 @@ from typing import Any, TypeAlias
 from localrt.text.known_syntaxes import HERMES_CALL
 from localrt.text.thinking import THOUGHT_FIELDS
 
-__all__ = ["RULES", "Can", "Situation", "calls_of", "fitted", "rules_first", "text_of"]
-
 RULES = ("system", "developer")
 """The roles of messages that say how to answer."""
 

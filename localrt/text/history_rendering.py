@@ -23,8 +23,6 @@ from localrt.text.probing import FIRST, SECOND, TOOLS
 from localrt.text.thinking import split_thinking
 from localrt.text.tools import for_template
 
-__all__ = ["HistoryRenderer"]
-
 _Message: TypeAlias = Mapping[str, Any]
 _ID = "call_zq_zq_zq_{}"
 

@@ -14,8 +14,6 @@ from localrt.errors import OptionError
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.option_names import option
 
-__all__ = ["Infill"]
-
 # Before, behind, and where the middle begins.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5 and 3 Coder, CodeGemma

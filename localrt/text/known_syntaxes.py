@@ -34,8 +34,6 @@ from localrt.text.call_syntax import (
 )
 from localrt.text.parser import CallSyntax
 
-__all__ = ["HERMES_CALL", "TURN_ENDS", "known_syntax", "known_with"]
-
 TURN_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>", "<|calls|>")
 """Control tokens after which a tool has to be called: of gpt-oss, Llama and Solar."""
 
@@ -47,11 +45,9 @@ class Known:
     parser: Parser
 
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
-        """See ``Notation``."""
         return self.parser(text, tools)
 
     def is_open(self, text: str) -> bool:
-        """See ``Notation``."""
         return text.lstrip()[:1] in ("{", "[") and ends_in_string(text)
 
 

@@ -20,8 +20,6 @@ from localrt.models.templates.chat_template import MessageTemplate
 from localrt.text.argument_types import accepted, parameters_of
 from localrt.text.known_syntaxes import HERMES_CALL
 
-__all__ = ["NO_TOOLS", "Offer", "Offers"]
-
 _Tool: TypeAlias = Mapping[str, Any]
 
 _KEPT = 16

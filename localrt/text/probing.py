@@ -10,18 +10,6 @@ from typing import Any
 
 from localrt.errors import TemplateError
 
-__all__ = [
-    "FIRST",
-    "IDS",
-    "SECOND",
-    "TEXT",
-    "TOOLS",
-    "Asked",
-    "Render",
-    "UnreadableError",
-    "Written",
-]
-
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, and whether the beginning of an answer is added; it may raise TemplateError."""
 

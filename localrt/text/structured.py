@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from localrt.models.tokenizers import Tokenizer
 
-__all__ = ["SPACES", "Grammars"]
-
 _MOST = 200  # keywords of a schema that are tried one by one
 _SECONDS = 1.0  # for trying them
 _NESTED = ("properties", "$defs", "definitions", "patternProperties")

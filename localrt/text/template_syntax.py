@@ -26,8 +26,6 @@ from localrt.text.parser import (
 from localrt.text.probing import FIRST, TEXT, UnreadableError, Written
 from localrt.text.thinking import CLOSE, OPEN
 
-__all__ = ["TemplateSyntax"]
-
 _THOUGHT = "Zthought zq¶"
 _FIELDS = ("reasoning_content", "reasoning", "thinking", "thought")
 _LONGEST = 64  # characters of a mark

@@ -19,20 +19,6 @@ from typing import Any, NamedTuple
 
 from localrt.errors import OptionError
 
-__all__ = [
-    "CLOSE",
-    "OPEN",
-    "OPENINGS",
-    "THOUGHT_FIELDS",
-    "Piece",
-    "Thinking",
-    "ThoughtStream",
-    "overlap",
-    "parted",
-    "split_thinking",
-    "thoughts_apart",
-]
-
 
 class Piece(NamedTuple):
     """What a piece of an answer adds to its thinking, and to its text."""

@@ -19,8 +19,6 @@ from localrt.text.harmony import is_harmony
 from localrt.text.parser import USUAL_FRAME, AnswerFrame
 from localrt.text.thinking import CLOSE, OPEN, THOUGHT_FIELDS
 
-__all__ = ["ThinkingSyntax", "ThinkingTags", "find_syntax"]
-
 _ASK = [{"role": "user", "content": "zq ask"}]
 _THOUGHT, _SAID = "Zthought zq", "Zsaid zq"
 _ANSWER = {"role": "assistant", "content": _SAID}

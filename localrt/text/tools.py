@@ -13,8 +13,6 @@ from localrt.option_names import option
 from localrt.text.argument_types import DECODER
 from localrt.text.call_syntax import Call
 
-__all__ = ["arguments_of", "as_message_calls", "for_template", "functions_to_call", "make_call"]
-
 
 def make_call(call: Call, names: Mapping[str, str]) -> ToolCall:
     """``call`` with an id: its own, or a new one of nine characters, as Mistral's models want.

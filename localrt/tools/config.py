@@ -32,8 +32,6 @@ from localrt.errors import OptionError, StorageError
 from localrt.formatting import one_line
 from localrt.toml_file import TomlFile
 
-__all__ = ["ServerConfig", "read_servers"]
-
 _FILE = "config.toml"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")

@@ -28,8 +28,6 @@ from localrt.tools.config import ServerConfig
 from localrt.tools.types import ServerStatus, Tool, ToolResult
 from localrt.version import __version__
 
-__all__ = ["Connection"]
-
 _MOST_PAGES = 100  # of tools
 _LAST_WORDS = 4096  # bytes of a server's stderr that may say why it ended
 _CONNECT_SECONDS = 10.0

@@ -22,8 +22,6 @@ from localrt.tools.types import ServerStatus, Tool, ToolResult
 if TYPE_CHECKING:
     from localrt.tools.connection import Connection
 
-__all__ = ["ToolServers"]
-
 _CLOSE_SECONDS = 8.0  # servers get two to end by themselves, then they are killed
 _LOOK_SECONDS = 0.02
 

@@ -22,8 +22,6 @@ from localrt.tools.config import read_servers
 from localrt.tools.servers import ToolServers
 from localrt.tools.types import ServerStatus, Tool, ToolResult
 
-__all__ = ["REFUSED", "ROUNDS", "STOPPED", "PendingCall", "Toolbox", "model_names"]
-
 ROUNDS = 20  # of calls for one message; then the model has to answer without
 REFUSED = ToolResult("The user did not allow this call.", "refused")
 STOPPED = ToolResult("The user stopped this call.", "stopped")

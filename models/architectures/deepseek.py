@@ -17,8 +17,6 @@ from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import MlpSpec
 
-__all__ = ["read_config", "read_mixtures"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """The keys of both configs, and of GGUF's ``deepseek2``, which is both."""

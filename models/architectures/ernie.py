@@ -13,8 +13,6 @@ from localrt.models.config import CHOICE_BIAS, DecoderConfig
 from localrt.models.mixture_config import expert_count_key, read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys, and the mixture's; GGUF has other words for some."""

@@ -13,8 +13,6 @@ from localrt.models.architectures.olmo2 import RESULT_NORMS
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys; windows where ``layer_types`` or ``sliding_window_pattern`` says."""

@@ -13,8 +13,6 @@ from localrt.models.architectures.mamba import mamba_names, read_mamba
 from localrt.models.config import DecoderConfig, LayerNames, Multipliers
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 _NAMES = LayerNames(
     mlp_norm="pre_ff_layernorm",
     gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),

@@ -15,8 +15,6 @@ from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import AttentionSpec, MlpSpec, Rope
 
-__all__ = ["read_attention", "read_config", "sandwich_config"]
-
 _NAMES = LayerNames(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",

@@ -12,8 +12,6 @@ from localrt.models.config import DecoderConfig
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Gemma 3's ``text_config`` keys."""

@@ -17,8 +17,6 @@ from localrt.models.raw_config import RawConfig, positive_number
 from localrt.quant.ops.protocol import AttentionSpec
 from localrt.quant.ops.streams import StreamSpec
 
-__all__ = ["read_config"]
-
 _LAYERS, _SHARED = 35, 15
 _SPARSE_LAYERS, _SPARSITY = 10, 0.95  # of a config that leaves them out
 

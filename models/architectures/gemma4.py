@@ -20,8 +20,6 @@ from localrt.quant.ops.protocol import AttentionSpec
 
 _SOFTCAP = 30.0
 
-__all__ = ["read_config", "read_layer_inputs", "read_sources"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Gemma 4's ``text_config`` keys."""

@@ -14,8 +14,6 @@ from localrt.models.config import DecoderConfig
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys and those of DeepSeek's mixtures; ``use_qk_norm`` in the largest."""

@@ -16,8 +16,6 @@ from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import AttentionSpec
 
-__all__ = ["read_config"]
-
 _ALPHA = 1.702  # of the gate's sigmoid: what ``swiglu_oai`` computes
 
 

@@ -10,8 +10,6 @@ from localrt.models.architectures.mamba import mamba_names, read_mamba
 from localrt.models.config import SHARED_DOWN, SHARED_GATE_UP, DecoderConfig, LayerNames
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 _KINDS = {"linear_attention": False, "mamba": False, "full_attention": True, "attention": True}
 
 

@@ -9,8 +9,6 @@ from localrt.models.config import DecoderConfig
 from localrt.models.mixture_config import read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config", "with_experts"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Granite's keys; ``intermediate_size`` is an expert's."""

@@ -13,8 +13,6 @@ from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import AttentionSpec
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Granite's keys, ``layer_types`` and ``layer_rope_theta``."""

@@ -14,8 +14,6 @@ from localrt.models.layers.rope import read_rope, scaling_number
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import Rope
 
-__all__ = ["read_config"]
-
 _NAMES = LayerNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
 
 

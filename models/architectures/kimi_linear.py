@@ -14,8 +14,6 @@ from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import LatentSpec, Rope
 from localrt.quant.ops.protocol import RecurrentSpec
 
-__all__ = ["read_config"]
-
 _KINDS = {"linear_attention": False, "full_attention": True}
 _KEYS = {
     "moe_renormalize": "norm_topk_prob",

@@ -10,8 +10,6 @@ from localrt.models.mixture_config import read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import RecurrentSpec
 
-__all__ = ["NAMES", "convolution_names", "read_config", "short_convolution"]
-
 _PUBLISHED = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
 """Liquid AI's own names of two keys, which count where both are there."""
 

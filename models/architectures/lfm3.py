@@ -17,8 +17,6 @@ from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.protocol import LayerSpec
 
-__all__ = ["read_config"]
-
 _KINDS = {name: name for name in ("conv", "full_attention", "sliding_attention")}
 _FOUR = ("conv", "conv", "full_attention", "conv")
 _ROPE: Mapping[str, Mapping[str, Any]] = {

@@ -7,8 +7,6 @@ from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import Activation, AttentionSpec, MlpSpec
 
-__all__ = ["ACTIVATIONS", "read_config"]
-
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

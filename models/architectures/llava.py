@@ -8,8 +8,6 @@ from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 _TEXT_MODELS = {name: name for name in ("llama", "mistral", "llava")}  # the last: not said
 
 

@@ -7,8 +7,6 @@ from localrt.models.config import RecurrentNames
 from localrt.models.raw_config import RawConfig, positive_number
 from localrt.quant.ops.protocol import RecurrentSpec
 
-__all__ = ["mamba_names", "read_mamba"]
-
 
 def read_mamba(raw: RawConfig, *, eps: float, inner: int) -> RecurrentSpec:
     """A layer by ``mamba_*``; ``inner`` is its width. Results are normed by groups of heads."""

@@ -10,8 +10,6 @@ from localrt.models.layers.rope import scaling_number
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import AttentionTemperature
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys; Llama 4's ``llama_4_scaling_beta`` among those of the rotary embedding.

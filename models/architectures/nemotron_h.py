@@ -11,8 +11,6 @@ from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec
 
-__all__ = ["read_config"]
-
 _KEYS = {
     "conv_kernel": "mamba_d_conv",
     "layer_norm_epsilon": "rms_norm_eps",

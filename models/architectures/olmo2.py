@@ -12,8 +12,6 @@ from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["RESULT_NORMS", "read_config"]
-
 RESULT_NORMS = LayerNames(
     attention_norm="",
     attention_post_norm="post_attention_layernorm",

@@ -14,8 +14,6 @@ from localrt.models.config import DecoderConfig, LayerNames, RecurrentNames
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import RecurrentSpec
 
-__all__ = ["read_config"]
-
 _KINDS = {"linear_attention": False, "full_attention": True}
 _RESULT_EPS = 1e-5  # of the norm behind the state, whatever the config says of others
 _PREFIX = "linear_attn."

@@ -10,8 +10,6 @@ from localrt.models.config import DecoderConfig
 from localrt.models.mixture_config import read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys; ``intermediate_size`` is an expert's."""

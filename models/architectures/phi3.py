@@ -9,8 +9,6 @@ from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 _NAMES = LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 

@@ -9,8 +9,6 @@ from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import AttentionSpec
 
-__all__ = ["read_config", "windowed_layers"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys; q, k and v always have a bias."""

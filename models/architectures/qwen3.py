@@ -9,8 +9,6 @@ from localrt.models.architectures.qwen2 import windowed_layers
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys; ``head_dim`` is the config's own, not hidden size over heads."""

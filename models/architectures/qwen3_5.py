@@ -14,8 +14,6 @@ from localrt.models.mixture_config import read_mixture, sparse_layers, with_mixt
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import RecurrentSpec
 
-__all__ = ["read_config"]
-
 _IN_GROUPS = "qwen3next"  # whose files keep the value heads of a key head together
 _KINDS = {"linear_attention": False, "full_attention": True, "indexed_attention": True}
 

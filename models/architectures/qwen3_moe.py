@@ -9,8 +9,6 @@ from localrt.models.config import DecoderConfig
 from localrt.models.mixture_config import read_mixture, sparse_layers, with_mixture
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Qwen3's keys and those of the mixture. A window, where it is switched on, is every layer's.

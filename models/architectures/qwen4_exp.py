@@ -16,8 +16,6 @@ from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import IndexSpec
 from localrt.quant.ops.protocol import RecurrentSpec
 
-__all__ = ["read_config"]
-
 _GATES = {"silu": "silu", "sigmoid": "sigmoid"}
 
 

@@ -8,8 +8,6 @@ from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys; the weights tell which biases there are."""

@@ -9,8 +9,6 @@ from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 
-__all__ = ["read_config"]
-
 
 def read_config(raw: RawConfig) -> DecoderConfig:
     """Llama's keys, ``no_rope_layers`` (0 marks a layer without) or ``no_rope_layer_interval``."""

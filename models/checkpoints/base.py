@@ -194,7 +194,6 @@ class StoredTensor(RowSource):
 
     @property
     def scale(self) -> float:
-        """See ``RowSource``."""
         return self.factor
 
     def _read(self, start: int, stop: int) -> Bytes:

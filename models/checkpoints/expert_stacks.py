@@ -18,8 +18,6 @@ from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, Tens
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.quant.formats import PackedTensor
 
-__all__ = ["Stack", "StackedRows", "check_stack", "split_ranges", "split_rows", "split_stack"]
-
 _MATRIX = ".weight"
 
 
@@ -117,7 +115,6 @@ class StackedRows(RowSource):
 
     @property
     def scale(self) -> float:
-        """See ``RowSource``."""
         return self.flat.scale
 
     def _read(self, start: int, stop: int) -> Bytes:
@@ -161,7 +158,6 @@ class _SomeRows(RowSource):
 
     @property
     def scale(self) -> float:
-        """See ``RowSource``."""
         return self.whole.scale
 
     def _read(self, start: int, stop: int) -> Bytes:

@@ -130,7 +130,6 @@ class _PartsOfGroups(RowSource):
 
     @property
     def scale(self) -> float:
-        """See ``RowSource``."""
         return self.whole.scale
 
     def _read(self, start: int, stop: int) -> Bytes:
@@ -223,7 +222,6 @@ class _ShorterRows(RowSource):
 
     @property
     def scale(self) -> float:
-        """See ``RowSource``."""
         return self.whole.scale
 
     @property
@@ -353,7 +351,6 @@ class _ValueRows(_OfHeads):
 
     @property
     def scale(self) -> float:
-        """See ``RowSource``."""
         return self.both.scale
 
     def _read(self, start: int, stop: int) -> Bytes:
@@ -459,7 +456,6 @@ class _Parts(RowSource):
 
     @property
     def scale(self) -> float:
-        """See ``RowSource``."""
         return self.factor
 
     def _read(self, start: int, stop: int) -> Bytes:

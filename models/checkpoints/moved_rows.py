@@ -62,7 +62,6 @@ class _RotaryRows(RowSource):
 
     @property
     def scale(self) -> float:
-        """See ``RowSource``."""
         return self.stored.scale
 
     @property
@@ -102,12 +101,10 @@ class _Regrouped(RowSource):
 
     @property
     def scale(self) -> float:
-        """See ``RowSource``."""
         return self.source.scale
 
     @property
     def rows_together(self) -> int:
-        """See ``RowSource``."""
         return self.source.rows_together
 
     def _read(self, start: int, stop: int) -> Bytes:

@@ -13,8 +13,6 @@ from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, PARTIAL_NAME
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
-__all__ = ["open_checkpoint"]
-
 _PICKLES = frozenset({".bin", ".ckpt", ".pkl", ".pt", ".pth"})
 
 

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["PackedStrings"]
-
 _U64 = struct.Struct("<Q")
 _AT_ONCE = 1 << 14  # strings; keeps what numpy puts aside small
 

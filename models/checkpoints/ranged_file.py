@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError
 
-__all__ = ["RangedFile", "describe_start"]
-
 _MOST_PER_CALL = 1 << 30  # systems refuse, or silently shorten, single reads of 2 GiB and more
 
 

@@ -11,15 +11,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = [
-    "TEXT_KEYS",
-    "decoder_tensor",
-    "gguf_block",
-    "is_beside_decoder",
-    "is_multimodal",
-    "prediction_blocks",
-]
-
 _PREFIXES = (
     # of a multimodal model's decoder, and what they are without the towers; the first that fits
     ("model.language_model.", "model."),

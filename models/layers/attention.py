@@ -67,7 +67,6 @@ class LatentAttention:
         )
 
     def __call__(self, state: PassState) -> Array:
-        """See ``Layer``."""
         ops, step = state.ops, state.step
         q = ops.norm_latent_append(state.x, self.weights, self.spec, step, self.layer)
         return ops.latent_output(q, self.weights, self.spec, step, self.layer)
@@ -110,12 +109,10 @@ class IndexedAttention:
         )
 
     def __call__(self, state: PassState) -> Array:
-        """See ``Layer``."""
         ops, step, own = state.ops, state.step, self.attention
         chosen = ops.choose_tokens(state.x, self.weights, self.spec, step, self.layer)
         q = ops.norm_qkv_rope_append(state.x, own.weights, own.spec, step, own.layer)
         return ops.attention_output(q, own.weights, own.spec, step, own.layer, chosen)
 
     def matrices(self) -> dict[str, Weight]:
-        """See ``Layer``."""
         return self.attention.matrices()

@@ -16,14 +16,6 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Array, Weight
 from localrt.quant.ops.streams import InputGateSpec, InputGateWeights, InputProjection
 
-__all__ = [
-    "InputGate",
-    "InputRows",
-    "ProjectInputs",
-    "input_scale",
-    "load_input_projection",
-]
-
 _PROJECTION = "model.per_layer_model_projection.weight"
 _PROJECTION_NORM = "model.per_layer_projection_norm.weight"
 _GATE = "per_layer_input_gate"
@@ -80,7 +72,6 @@ class InputGate:
         )
 
     def __call__(self, state: PassState) -> Array:
-        """See ``Layer``."""
         return self.of(state, state.x)
 
     def of(self, state: PassState, x: Array) -> Array:
@@ -88,7 +79,6 @@ class InputGate:
         return state.ops.gate_inputs(x, state.inputs, self.weights, self.spec)
 
     def matrices(self) -> dict[str, Weight]:
-        """See ``Layer``."""
         return {_GATE: self.weights.gate, _OUT: self.weights.out}
 
 

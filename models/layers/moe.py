@@ -41,16 +41,6 @@ _EXPERT_NORM = "pre_feedforward_layernorm_2"
 _DENSE_POST_NORM = "post_feedforward_layernorm_1"
 _EXPERT_POST_NORM = "post_feedforward_layernorm_2"
 
-__all__ = [
-    "Experts",
-    "ResidentExperts",
-    "Routed",
-    "RoutingWatch",
-    "SparseMlp",
-    "Turn",
-    "load_expert",
-]
-
 RoutingWatch = Callable[[int, Routing], None]
 """Told of every choice of experts, with the layer's number among the sparse ones."""
 
@@ -136,7 +126,6 @@ class SparseMlp:
             self.shared_gate = weights.matrix((1, hidden), f"{prefix}{SHARED_GATE}.weight")
 
     def __call__(self, state: PassState) -> Array:
-        """See ``Layer``."""
         ops, routed = state.ops, self._route(state)
         turn = self.experts.begin(routed, state)
         try:

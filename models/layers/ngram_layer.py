@@ -20,8 +20,6 @@ from localrt.quant.ops.protocol import Batch, Span, Weight
 from localrt.quant.ops.states import tree_parents
 from localrt.quant.ops.streams import NgramWeights
 
-__all__ = ["AddNgrams", "NgramRows", "rows_of_pass"]
-
 
 def rows_of_pass(hashed: NgramHash, batch: Batch, place: int) -> Ids:
     """The table's rows (R, H) for each token of ``batch``.

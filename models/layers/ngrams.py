@@ -15,8 +15,6 @@ from math import isqrt
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ids", "NgramHash", "NgramSpec", "ngrams_of"]
-
 Ids = npt.NDArray[np.int64]
 
 _MASK = (1 << 64) - 1

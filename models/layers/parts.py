@@ -30,21 +30,6 @@ from localrt.quant.ops.protocol import (
     Weight,
 )
 
-__all__ = [
-    "Attention",
-    "Chain",
-    "Check",
-    "Embedding",
-    "GatedMlp",
-    "Head",
-    "Layer",
-    "Logits",
-    "Part",
-    "PassState",
-    "Residual",
-    "SideBySide",
-]
-
 Logits = npt.NDArray[np.float32]
 
 Check: TypeAlias = Callable[[], None]
@@ -106,7 +91,6 @@ class Residual:
         state.x = state.ops.add(state.x, self.layer(state), self.scale, self.total)
 
     def matrices(self) -> dict[str, Weight]:
-        """See ``Layer``."""
         return self.layer.matrices()
 
 
@@ -207,13 +191,11 @@ class Attention:
         )
 
     def __call__(self, state: PassState) -> Array:
-        """See ``Layer``."""
         ops, step = state.ops, state.step
         q = ops.norm_qkv_rope_append(state.x, self.weights, self.spec, step, self.layer)
         return ops.attention_output(q, self.weights, self.spec, step, self.layer)
 
     def matrices(self) -> dict[str, Weight]:
-        """See ``Layer``."""
         return {self._first: self.weights.qkv, self._out: self.weights.out}
 
 
@@ -246,11 +228,9 @@ class GatedMlp:
         )
 
     def __call__(self, state: PassState) -> Array:
-        """See ``Layer``."""
         return state.ops.norm_gated_mlp(state.x, self.weights, self.spec)
 
     def matrices(self) -> dict[str, Weight]:
-        """See ``Layer``."""
         names = self._names
         return {names.gate_up[0]: self.weights.gate_up, names.down: self.weights.down}
 

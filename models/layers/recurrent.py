@@ -14,8 +14,6 @@ from localrt.models.weights import TapsFirst, WeightLoader
 from localrt.quant.ops.protocol import Array, Vector, Weight
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 
-__all__ = ["Recurrent", "recurrent_groups"]
-
 
 def recurrent_groups(names: RecurrentNames) -> tuple[tuple[str, ...], ...]:
     """The matrices, those together that share their input."""
@@ -99,11 +97,9 @@ class Recurrent:
         )
 
     def __call__(self, state: PassState) -> Array:
-        """See ``Layer``."""
         return state.ops.norm_recurrent(state.x, self.weights, self.spec, state.step, self.layer)
 
     def matrices(self) -> dict[str, Weight]:
-        """See ``Layer``."""
         groups = recurrent_groups(self._names)
         own = (self.weights.mix, self.weights.out, self.weights.gate_up, self.weights.decay_up)
         whole = (weight for weight in own if weight is not None)

@@ -19,8 +19,6 @@ from localrt.errors import CheckpointError, UnsupportedModelError
 from localrt.models.raw_config import RawConfig, positive_number
 from localrt.quant.ops.protocol import Rope
 
-__all__ = ["read_rope", "scaling_number", "yarn_mscale"]
-
 Frequencies = npt.NDArray[np.float64]
 
 

@@ -162,7 +162,6 @@ class Connected:
         state.streams = state.ops.share_out(state.streams, self.layer(state), shares)
 
     def matrices(self) -> dict[str, Weight]:
-        """See ``Layer``."""
         return self.layer.matrices()
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from localrt.models.tokenizers.vocabulary import TokenMatcher
 
-__all__ = ["ControlMask", "Segment"]
-
 Segment = tuple[str, bool]
 """Text, and whether control tokens written in it count."""
 

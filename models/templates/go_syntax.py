@@ -15,21 +15,6 @@ from typing import TypeAlias
 
 from localrt.errors import TemplateError
 
-__all__ = [
-    "Call",
-    "Field",
-    "If",
-    "Literal",
-    "Node",
-    "Range",
-    "Set",
-    "Show",
-    "Step",
-    "Text",
-    "With",
-    "parse",
-]
-
 _ACTION = re.compile(
     r"""\{\{(?P<left>-(?=\s))?\s*(?:
         (?P<comment>/\*.*?\*/\s*)

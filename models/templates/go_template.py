@@ -27,8 +27,6 @@ from localrt.models.templates.go_syntax import (
     parse,
 )
 
-__all__ = ["to_jinja"]
-
 # What Ollama calls a part of a message, a call or a tool, and OpenAI's form.
 _KEYS = {
     "ToolCalls": "tool_calls",

@@ -24,8 +24,6 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["answer"]
-
 _SECONDS = 1.0  # of the processor, for a request without its size
 _SECONDS_PER_BYTE = 2e-6
 _NBYTES = 128 << 20  # of memory, likewise

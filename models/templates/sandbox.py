@@ -22,8 +22,6 @@ from typing import Any
 
 from localrt.errors import TemplateError
 
-__all__ = ["SandboxedTemplate", "renderer_nbytes"]
-
 _MAX_SOURCE = 250_000  # characters
 _PATIENCE_S = 5.0  # where the process cannot bound its own time
 _PATIENCE_PER_BYTE_S = 1e-5

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from tokenizers.normalizers import Normalizer
     from tokenizers.pre_tokenizers import PreTokenizer
 
-__all__ = ["BYTE_TO_CHAR", "ByteLevelTokenizer", "piece_bytes"]
-
 _PRINTABLE = frozenset([*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)])
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 
@@ -97,7 +95,6 @@ class ByteLevelTokenizer(VocabularyTokenizer):
         self._cached = lru_cache(_CACHED_WORDS)(self._merge)
 
     def least_tokens(self, text: str) -> int:
-        """See ``Tokenizer``."""
         if len(text) < _LONG_TEXT:
             return 0
         size = len(text.encode("utf-8", "surrogatepass").translate(None, self._left_out))

@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import sys
 
-__all__ = ["return_free_memory"]
-
 
 def return_free_memory() -> None:
     """Ask the C library for it, which takes milliseconds; without such a call nothing happens."""

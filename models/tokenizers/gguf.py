@@ -35,8 +35,6 @@ from localrt.models.tokenizers.spm import (
 from localrt.models.tokenizers.vocabulary import PieceTable, Vocabulary
 from localrt.option_names import option
 
-__all__ = ["gguf_tokenizer"]
-
 _PREFIX = "tokenizer.ggml."
 _KNOWN_MODELS = ("gpt2", "llama", "gemma4")
 

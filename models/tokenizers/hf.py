@@ -24,8 +24,6 @@ from localrt.models.tokenizers.vocabulary import Pieces, Vocabulary, VocabularyT
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-__all__ = ["HuggingFaceTokenizer", "hf_tokenizer", "read_json", "token_name"]
-
 _BEGINNING = 1 << 14  # characters
 _KNOWN_DECODERS = "ByteLevel, Metaspace, Replace with ByteFallback"
 
@@ -53,7 +51,6 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         self._longest = pieces.longest if isinstance(pieces, BackendPieces) else 0
 
     def least_tokens(self, text: str) -> int:
-        """See ``Tokenizer``."""
         return -(-len(text) // self._longest) if self._longest else 0
 
     def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:

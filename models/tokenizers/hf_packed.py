@@ -24,8 +24,6 @@ from localrt.models.tokenizers.vocabulary import PieceTable, Vocabulary
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-__all__ = ["read_packed"]
-
 _LARGEST_ID = 1 << 22
 _EXTRAS = (
     "dropout",

@@ -24,8 +24,6 @@ from localrt.models.tokenizers.vocabulary import (
     chunks,
 )
 
-__all__ = ["Join", "MergeTable", "join_neighbours"]
-
 _BLOCK = 2048  # symbols; joining puts some 400 bytes aside for each
 _OPEN = 4  # of what a block became: its end, which the symbols behind it may change
 _NONE = 1 << 32  # a rank behind all others

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tokenizers.normalizers import Normalizer
     from tokenizers.pre_tokenizers import PreTokenizer
 
-__all__ = ["KNOWN_PRE_TYPES", "PreType", "family_pre", "pre_type"]
-
 
 @dataclass(frozen=True, slots=True)
 class PreType:

@@ -26,8 +26,6 @@ from localrt.models.tokenizers.vocabulary import (
     VocabularyTokenizer,
 )
 
-__all__ = ["SentencePieceTokenizer", "join_by_merges", "join_by_scores"]
-
 SPACE = "▁"
 _CACHED_CHARS = 48
 _CACHED_CHUNKS = 1 << 15
@@ -99,7 +97,6 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         self._cached = lru_cache(_CACHED_CHUNKS)(self._merge)
 
     def least_tokens(self, text: str) -> int:
-        """See ``Tokenizer``."""
         leaves_out = self._vocabulary.unknown is None and len(self._byte_ids) < 256
         if self._swallow_space or leaves_out or len(text) < _SHORT_TEXT:
             return 0

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 from localrt.models.residency import Resource, Task
 
-__all__ = ["Clock"]
-
 _MOST_TASKS = 200_000  # a long run has millions
 
 

@@ -15,8 +15,6 @@ from localrt.quant.ops.cuda.cuda_memory import CudaCopies
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
-__all__ = ["CudaGpu"]
-
 
 class CudaGpu(Gpu):
     """``capacity`` bounds what is allocated here, below the GPU's own memory."""

@@ -21,8 +21,6 @@ from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
-__all__ = ["SLABS", "Bytes", "Event", "Gpu", "Slab", "share_slabs"]
-
 Bytes = npt.NDArray[np.uint8]
 
 SLABS = 64

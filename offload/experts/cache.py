@@ -25,8 +25,6 @@ from localrt.offload.experts.policy import Learned
 from localrt.offload.reading.demand_reader import Load
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 
-__all__ = ["Demand", "ExpertCache", "Key", "Slot", "slots_within"]
-
 Key = tuple[int, int]
 """(layer, expert)."""
 

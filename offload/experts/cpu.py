@@ -15,8 +15,6 @@ from localrt.offload.device.clock import Clock
 from localrt.offload.experts.memory import ExpertMemory
 from localrt.quant.ops.protocol import Array, Ops
 
-__all__ = ["CpuExperts"]
-
 
 class CpuExperts:
     """Runs sparse layers on the CPU. See ``Experts``.

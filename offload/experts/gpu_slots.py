@@ -14,8 +14,6 @@ from localrt.offload.device.gpu import SLABS, Event, Gpu, Slab
 from localrt.offload.experts.cache import ExpertCache, Key
 from localrt.quant.ops.experts import ExpertWeights
 
-__all__ = ["GpuSlots", "SlotMemory"]
-
 
 class GpuSlots:
     """``cache`` says which of ``units`` are in its slots, which ``memory`` gives.

@@ -35,8 +35,6 @@ from localrt.offload.experts.scheduler import (
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 
-__all__ = ["HybridExperts", "Scheduler"]
-
 _HELD_SHARE = 4  # of the RAM's slots, what copies ahead may keep from being given away
 
 Scheduler = Callable[..., Assignment]

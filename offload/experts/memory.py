@@ -27,8 +27,6 @@ from localrt.offload.reading.reader import Source
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 from localrt.quant.ops.protocol import Ops
 
-__all__ = ["ExpertMemory", "Mixture", "open_experts", "open_gpu_slots", "size_classes"]
-
 _LEAST_SLOTS = 4  # of a pool, for each expert of a row
 _NEAR = 1.02  # sizes that are one class
 _LEAST_WASTE = 0.03  # of the memory, for which pools are worth it

@@ -21,8 +21,6 @@ from localrt.offload.experts.cache import ExpertCache, Key
 from localrt.offload.reading.demand_reader import DemandReader, Load
 from localrt.quant.ops.experts import ExpertWeights, Routing
 
-__all__ = ["Bytes", "Demanded", "ExpertPool"]
-
 Bytes = npt.NDArray[np.uint8]
 
 

@@ -17,16 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "NOW",
-    "Assignment",
-    "ExpertCosts",
-    "LayerWork",
-    "Ready",
-    "schedule",
-    "split_misses",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCosts:

@@ -30,8 +30,6 @@ from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks
 from localrt.quant.ops.states import SavedState, reachable
 
-__all__ = ["BlockFile"]
-
 _VERSION = 2
 _PIECE, _CHECKED = 16 << 20, 4 << 20  # bytes written, and read and checked, at once
 _READERS = 2  # states at once: fresh memory costs more than reading

@@ -31,8 +31,6 @@ from localrt.quant.ops.native.kv import (
 )
 from localrt.quant.ops.protocol import AttentionSpec
 
-__all__ = ["SsdKVCache", "block_stride"]
-
 
 def block_stride(spec: AttentionSpec, kv_format: KVFormat) -> int:
     """Bytes from one block of a layer to the next, in its buffer and in the file: whole pages."""

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from localrt.errors import StorageError
 
-__all__ = ["PAGE", "KvFile"]
-
 Bytes = npt.NDArray[np.uint8]
 
 PAGE = 4096  # offsets, sizes and addresses are multiples, as direct I/O wants

@@ -15,8 +15,6 @@ from localrt.offload.kv.file import PAGE, Bytes
 from localrt.offload.kv.tasks import IoTask
 from localrt.quant.ops.native.kv import map_zeros
 
-__all__ = ["Slot", "SlotPool"]
-
 
 class Slot:
     """One buffer. It holds blocks [``first``, ``stop``) of ``layer`` of the cache ``owner``."""

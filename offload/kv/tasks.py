@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 from localrt.errors import StorageError
 
-__all__ = ["IoTask", "IoThread"]
-
 IoTask: TypeAlias = "Future[None]"
 
 

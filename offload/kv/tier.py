@@ -20,8 +20,6 @@ from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.native.kv import BLOCK, KVFormat, NativeKVCache, token_nbytes
 from localrt.quant.ops.protocol import AttentionSpec
 
-__all__ = ["KvTier"]
-
 
 class KvTier:
     """Caches of at most ``capacity`` tokens, whose layers on the SSD are in files in ``folder``.

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from localrt.offload.memory.state import memory_state
 
-__all__ = ["MemoryPressure"]
-
 _INTERVAL_S = 0.5
 # Below this the system begins to swap, and to drop the pages of programs at work.
 _LEAST_FREE = 256 << 20

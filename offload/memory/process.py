@@ -12,8 +12,6 @@ from pathlib import Path
 from localrt.models.templates.sandbox import renderer_nbytes
 from localrt.offload.memory.state import MemoryState, memory_state
 
-__all__ = ["current_rss", "peak_rss", "ram_budget"]
-
 # Left to the desktop where nobody said how much to use.
 _DESKTOP_SHARE = 0.1
 _MOST_DESKTOP_BYTES = 2 << 30

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MemoryState", "memory_state"]
-
 # cgroup v1 writes "no limit" as the largest page-aligned 64-bit number.
 _UNLIMITED = 1 << 60
 

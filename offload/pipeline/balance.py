@@ -22,8 +22,6 @@ from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 from localrt.offload.ring import Ring
 
-__all__ = ["Balance", "Rings", "choose_slabs", "choose_units", "host_ring"]
-
 _OTHERS = "other programs need the memory"
 _RELIEF_SHARE = 16  # of what weights take of a GPU, that is given back when it is full
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
@@ -122,12 +120,10 @@ class Balance(WeightMemory):
 
     @property
     def spare(self) -> int:
-        """See ``WeightMemory``."""
         return max(0, self._room(self._caches.nbytes))
 
     @property
     def reclaimable(self) -> int:
-        """See ``WeightMemory``."""
         experts = 0 if self._experts is None else self._experts.reclaimable
         if self._ram_ring == 0:
             return experts
@@ -153,7 +149,6 @@ class Balance(WeightMemory):
         self._choose_kept(self._caches.nbytes)
 
     def take(self, nbytes: int) -> None:
-        """See ``WeightMemory``."""
         budget = max(0, self._budget - nbytes)
         missing = self.ram_nbytes + self._ring_growth + self._caches.nbytes > budget
         self._try_budget(budget)
@@ -223,7 +218,6 @@ class Balance(WeightMemory):
 
     @property
     def gpu(self) -> tuple[int, int] | None:
-        """See ``WeightMemory``."""
         return None if self._gpu is None else (self._gpu.used, self._gpu.capacity)
 
     # -- giving back -----------------------------------------------------------------------------
@@ -249,7 +243,6 @@ class Balance(WeightMemory):
         return freed
 
     def shrink_gpu(self, nbytes: int, words: str) -> int:
-        """See ``WeightMemory``."""
         slabs = sum(stage.unit.nbytes for slab in self._slabs() for stage in slab)
         experts = 0 if self._gpu_experts is None else self._gpu_experts.reclaimable
         if slabs + experts < nbytes:

@@ -17,8 +17,6 @@ from localrt.quant.ops.kv import BlockCache, Bytes, ReadBlocks, held_blocks, rea
 from localrt.quant.ops.protocol import Batch, KVCache, LayerSpec, Ops
 from localrt.quant.ops.states import SavedState, StateLayout
 
-__all__ = ["Caches", "SplitCache", "split_batch"]
-
 
 class SplitCache:
     """See ``KVCache``. ``memories`` are each layer's; ``on_gpu`` names those whose cache is the
@@ -78,7 +76,6 @@ class SplitCache:
 
     @property
     def mix(self) -> Mix:
-        """See ``KVCache``."""
         return next(iter(self._parts.values())).mix
 
     @mix.setter
@@ -120,7 +117,6 @@ class SplitCache:
         return np.concatenate([p.take_blocks(first, count) for p in self._block_parts()], axis=1)
 
     def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
-        """See ``BlockCache``."""
         for start, blocks in read_pieces(first, count, self.block_bytes, read):
             at = 0
             for part in self._block_parts():
@@ -143,7 +139,6 @@ class SplitCache:
         ]
 
     def restore(self, length: int, states: Sequence[SavedState]) -> int:
-        """See ``BlockCache``."""
         parts = self._block_parts()
         for part in parts:
             own = [self._share(state, part) for state in states]

@@ -27,8 +27,6 @@ from localrt.quant.formats import PackedTensor
 from localrt.quant.ops.arrays import copy_to_host
 from localrt.quant.ops.protocol import Array, Batch, Ops, Pass, Vector
 
-__all__ = ["Bytes", "Lane", "Step", "StreamedState"]
-
 Bytes = npt.NDArray[np.uint8]
 
 

@@ -38,8 +38,6 @@ from localrt.offload.ring import Ring
 from localrt.offload.shapes import PassSizes
 from localrt.quant.ops.arrays import aligned_buffer
 
-__all__ = ["open_pipeline"]
-
 # Two copies on their way at once: the link does not rest while the next is asked for.
 _COPIERS = 2
 _COPY_BLOCK = 8 << 20

@@ -26,8 +26,6 @@ from localrt.offload.pipeline.stage import PassingParts, Stage
 from localrt.offload.placement import Where
 from localrt.quant.ops.protocol import Array, Pass
 
-__all__ = ["JoinedHead", "Segment", "Segments"]
-
 
 class Segment:
     """Consecutive parts on ``lane``, by name, whose weights stay where they are."""

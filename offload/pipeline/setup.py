@@ -22,8 +22,6 @@ from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.quant.ops.protocol import Ops
 
-__all__ = ["Opening", "Setup"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:

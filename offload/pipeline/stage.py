@@ -20,8 +20,6 @@ from localrt.offload.placement import Where
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Vector
 
-__all__ = ["CrossingStage", "PassingParts", "Stage"]
-
 _KEPT_PLACES = 32
 
 
@@ -134,7 +132,6 @@ class Stage:
 
     @property
     def passing(self) -> Sequence[StoredUnit]:
-        """See ``Step``."""
         return (self.unit,) if self.part is None else ()
 
     def part_of(self, memories: Sequence[Any]) -> Part:
@@ -180,7 +177,6 @@ class CrossingStage(Stage):
         self._on_gpu = Stage(unit, where.crossed, gpu, load)  # has no memory but the ring
 
     def place(self, *, crossing: bool) -> Where:
-        """See ``Stage``."""
         return self.where.crossed if crossing else self.where
 
     def host_buffer(self, nbytes: int) -> Any:
@@ -192,18 +188,15 @@ class CrossingStage(Stage):
         self._on_gpu.lane.remember_vectors(self.unit, data)
 
     def move(self, where: Where) -> int:
-        """See ``Stage``."""
         memory = self.memory
         freed = super().move(where)
         return freed if memory is None else self._gpu.free_host(memory)
 
     def free(self) -> None:
-        """See ``Stage``."""
         super().free()
         self._on_gpu.free()
 
     def __call__(self, state: StreamedState) -> None:
-        """See ``Stage``."""
         if state.rows >= self._rows:
             self._on_gpu(state)
         else:

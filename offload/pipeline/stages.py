@@ -21,8 +21,6 @@ from localrt.offload.placement import Where
 from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.quant.ops.arrays import aligned_buffer
 
-__all__ = ["load_resident", "make_stages", "read_units"]
-
 
 def make_stages(
     opening: Opening,

@@ -36,8 +36,6 @@ from localrt.offload.pipeline.tables import NgramTable, RowTable
 from localrt.offload.placement import Placement, Where
 from localrt.quant.ops.protocol import Batch, KVCache, Ops
 
-__all__ = ["Pipeline", "Streamed"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
@@ -103,7 +101,6 @@ class Streamed(Residency):
 
     @property
     def implementations(self) -> tuple[Ops, ...]:
-        """See ``Residency``."""
         return tuple({id(lane.ops): lane.ops for lane in self._lanes}.values())
 
     # -- a pass ----------------------------------------------------------------------------------
@@ -111,7 +108,6 @@ class Streamed(Residency):
     def begin(
         self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None
     ) -> StreamedState:
-        """See ``Residency``."""
         pipe = self.pipeline
         pipe.before_pass()
         if any(lane.failed for lane in self._lanes):
@@ -127,13 +123,11 @@ class Streamed(Residency):
         return StreamedState(batch, wanted, pipe.cpu, check)
 
     def head(self, state: PassState) -> Sequence[Part]:
-        """See ``Residency``."""
         assert isinstance(state, StreamedState), "begin makes it"
         pipe = self.pipeline
         return pipe.joined_head.parts(pipe.head) if len(state.wanted) else ()
 
     def end(self, state: PassState, batch: Batch) -> None:
-        """See ``Residency``."""
         self._passes += 1
         if len(batch.tokens) == 1 and len(state.wanted):
             self._decode_passes += 1
@@ -148,7 +142,6 @@ class Streamed(Residency):
             lane.rewind()
 
     def relieve(self) -> bool:
-        """See ``Residency``."""
         return self.memory.relieve()
 
     def _skip_head(self) -> None:
@@ -178,13 +171,11 @@ class Streamed(Residency):
     # -- what passes report ----------------------------------------------------------------------
 
     def tasks(self, keep: int | None = None) -> list[Task]:
-        """See ``Residency``."""
         if keep is not None:
             self.pipeline.clock.keep(keep)
         return self.pipeline.clock.tasks()
 
     def counts(self) -> PipelineCounts:
-        """See ``Residency``."""
         pipe, stages = self.pipeline, self.sparse.values()
         gpu = None if pipe.gpu is None else pipe.gpu.gpu
         return PipelineCounts(
@@ -208,7 +199,6 @@ class Streamed(Residency):
         return read + (0 if pipe.kv_tier is None else pipe.kv_tier.read_bytes)
 
     def close(self) -> None:
-        """See ``Residency``."""
         self.pipeline.close()
 
 

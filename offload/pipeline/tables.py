@@ -26,8 +26,6 @@ from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, padded_rows
 from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
 from localrt.quant.ops.streams import rows_of_tokens
 
-__all__ = ["KEPT_BYTES", "NgramTable", "RowTable"]
-
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 

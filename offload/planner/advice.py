@@ -15,8 +15,6 @@ from localrt.offload.planner.search import predicted_rate
 from localrt.offload.shapes import ModelShape, aligned
 from localrt.quant.formats import FORMATS
 
-__all__ = ["helpful_changes", "in_bits", "in_format", "layer_bits"]
-
 # Below this a change is not worth a line.
 _LEAST_GAIN = 1.05
 _MOST_LINES = 5

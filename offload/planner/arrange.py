@@ -12,8 +12,6 @@ from typing import Literal
 from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.planner.problem import Counts, UnitClass
 
-__all__ = ["Pattern", "arrange"]
-
 Pattern = Literal["spread", "block"]
 """Units of the CPU between those of the GPU, or all of them first."""
 

@@ -26,8 +26,6 @@ from localrt.offload.planner.problem import (
 from localrt.offload.planner.simulate import Simulation, simulate
 from localrt.offload.planner.solve import SolverError, solve_exactly
 
-__all__ = ["Candidate", "Rooms", "best_candidate", "can_place", "quick_solutions"]
-
 _PAGE = 4096
 _MOST_SLOTS = 6
 _FINALISTS = 3

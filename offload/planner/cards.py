@@ -20,17 +20,6 @@ from localrt.formatting import parse_size
 from localrt.offload.planner.machine import GpuProfile, KernelRate
 from localrt.quant.ops.cuda.rates import ROWS, CardRates
 
-__all__ = [
-    "CARDS",
-    "DEFAULT_CARD",
-    "Card",
-    "find_card",
-    "measured_profile",
-    "other_gpu",
-    "parse_bandwidth",
-    "parse_card",
-]
-
 _VIRTUAL = re.compile(r"virtual:(?P<size>[^@]+)@(?P<link>[^,]+),(?P<memory>[^,]+),(?P<flops>[^,]+)")
 _FLOPS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([GTP])(?:FLOPS?|OPS?)", re.IGNORECASE)
 _SCALE = {"G": 1e9, "T": 1e12, "P": 1e15}

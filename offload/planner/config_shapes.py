@@ -29,8 +29,6 @@ from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 from localrt.quant.formats import F8_E4M3, F32, FORMATS, Format
 from localrt.quant.methods.quantize import fitting_format
 
-__all__ = ["check_shapes", "shape_from_config"]
-
 _DEFAULT_FORMAT = "int4-g32"
 
 # Of ``model_type`` to the name of an architecture's class, both without underscores.
@@ -171,7 +169,6 @@ class _Asked(WeightLoader):
         return self._found
 
     def matrix(self, shape: tuple[int, int], *names: str) -> Any:
-        """See ``WeightLoader``."""
         rows, columns = shape
         wanted = self._formats[0 if ".experts." in names[0] else 1]
         if names[0] == NGRAM_TABLE:  # as published; it is read by row, whatever it takes
@@ -182,12 +179,10 @@ class _Asked(WeightLoader):
             rows = 0
 
     def scalar(self, name: str) -> float:
-        """See ``WeightLoader``."""
         self.vector(1, name)
         return 1.0
 
-    def constants(self, name: str, values: npt.NDArray[np.float32]) -> Any:
-        """See ``WeightLoader``."""
+    def constants(self, name: str, values: npt.NDArray[np.float32]) -> Any: ...
 
     def vector(
         self,
@@ -197,7 +192,6 @@ class _Asked(WeightLoader):
         scale: float = 1.0,
         transform: Transform | None = None,
     ) -> Any:
-        """See ``WeightLoader``."""
         for name in names:
             self._found[name] = TensorInfo(name, (size,), F32, 0)
             size = 0
@@ -211,7 +205,6 @@ class _Checked(_Asked):
         self._found = {}
 
     def matrix(self, shape: tuple[int, int], *names: str) -> Any:
-        """See ``WeightLoader``."""
         self.check(shape, *names)
 
     def vector(
@@ -222,7 +215,6 @@ class _Checked(_Asked):
         scale: float = 1.0,
         transform: Transform | None = None,
     ) -> Any:
-        """See ``WeightLoader``."""
         self.check((size,), *names)
 
 

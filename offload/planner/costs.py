@@ -18,9 +18,6 @@ from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.shapes import KvFormat, ModelShape
 
-__all__ = ["Costs", "expert_costs", "layer_seconds"]
-
-
 # What the seconds of a unit depend on: format, macs, bytes, kind, layer of attention, rows, on_gpu.
 _Key: TypeAlias = tuple[str, int, int, UnitKind, int | None, int, bool]
 

@@ -13,8 +13,6 @@ from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.shapes import ModelShape
 
-__all__ = ["DraftCosts"]
-
 _TOKEN_BYTES = 8
 _LOGIT_BYTES = 4
 # Choosing the likeliest of a row of logits, on the CPU: seconds for each entry of the vocabulary.

@@ -22,8 +22,6 @@ from localrt.offload.planner.search import prepare
 from localrt.offload.planner.verdict import Expected
 from localrt.offload.shapes import Experts, ModelShape
 
-__all__ = ["estimate", "outline", "whole_nbytes"]
-
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _USED = ("num_experts_per_tok", "top_k_experts")
 

@@ -18,8 +18,6 @@ from localrt.offload.planner.simulate import Resource
 from localrt.offload.planner.verdict import PROMPT_TOKENS, UNITS, speed
 from localrt.offload.shapes import ModelShape
 
-__all__ = ["explain", "figures", "hypothetical_line", "one_line"]
-
 _PLACES = {
     Where.VRAM: "in GPU memory, computed there",
     Where.LINK: "in RAM, copied to the GPU for each token",

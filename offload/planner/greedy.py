@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from localrt.offload.placement import Where
 from localrt.offload.planner.problem import Counts, Problem, UnitClass, compute_seconds, is_feasible
 
-__all__ = ["closest_subset", "solve_greedily"]
-
 # A subset's sum is exact to one step a unit: small beside the smallest, and not too many in all.
 _STEPS_OF_A_UNIT = 256
 _MOST_STEPS = 1 << 22

@@ -10,8 +10,6 @@ import json
 import sys
 from typing import Any
 
-__all__ = ["main", "solve_one"]
-
 
 def main() -> None:
     """Solve what stdin holds."""

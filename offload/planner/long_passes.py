@@ -14,8 +14,6 @@ from dataclasses import replace
 from localrt.offload.placement import LEAST_CARD_ROWS, PlacedUnit, Placement, Where
 from localrt.offload.planner.costs import Costs
 
-__all__ = ["costs_of_rows", "with_long_passes"]
-
 _ROWS = (LEAST_CARD_ROWS, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from localrt.quant.formats import FORMATS
 
-__all__ = ["GpuProfile", "KernelRate", "MachineProfile", "typical_machine"]
-
 _TYPICAL_CORES = 8
 
 

@@ -17,8 +17,6 @@ from localrt.offload.planner.plan import Plan, PlanRequest
 from localrt.offload.planner.search import find_plan, fits
 from localrt.option_names import option
 
-__all__ = ["least_ram", "make_plan"]
-
 _MEGABYTE = 1_000_000
 _MOST_OPTIONS = 3
 

@@ -26,15 +26,6 @@ from localrt.quant.ops.native.abi import find_library, layout_of
 from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch
 
-__all__ = [
-    "DEFAULT_FORMATS",
-    "WORKING_SET",
-    "is_busy",
-    "known_machine",
-    "measure_kernel",
-    "measure_machine",
-]
-
 DEFAULT_FORMATS = ("int4-g32", "q4_k", "q6_k", "q8_0")
 WORKING_SET = 96 << 20
 """Bytes beyond any cache, so that weights come from memory."""

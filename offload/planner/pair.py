@@ -24,18 +24,6 @@ from localrt.offload.planner.search import find_plan
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.shapes import ModelShape
 
-__all__ = [
-    "PRIOR_ACCEPTANCE",
-    "AcceptanceSource",
-    "PairCandidate",
-    "PairPlan",
-    "PairRequest",
-    "Way",
-    "guessed_tree",
-    "plan_pair",
-]
-
-
 PRIOR_ACCEPTANCE = 0.7
 """Of a draft that nothing was measured of: what the tuner assumes as well."""
 

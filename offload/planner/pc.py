@@ -17,8 +17,6 @@ from localrt.formatting import parse_size
 from localrt.offload.planner.cards import Card, other_gpu, parse_bandwidth, parse_card
 from localrt.offload.planner.machine import MachineProfile, typical_machine
 
-__all__ = ["PRESETS", "Pc", "parse_memory_speed", "parse_pc"]
-
 PRESETS: Mapping[str, str] = MappingProxyType(
     {
         "office-laptop": "16GB DDR4-3200, 4 cores, NVMe",

@@ -15,8 +15,6 @@ from localrt.offload.planner.explain import explain, one_line
 from localrt.offload.planner.plan import Plan
 from localrt.offload.planner.simulate import RESOURCES, Resource, SimulatedTask
 
-__all__ = ["to_html", "to_svg"]
-
 _WIDTH, _LEFT, _RIGHT = 1200, 96, 24
 _TOP, _ROW, _GAP = 92, 44, 14
 _SHORTEST = 0.6  # pixels

@@ -16,18 +16,6 @@ from localrt.offload.planner.simulate import Resource, Simulation
 from localrt.offload.planner.verdict import PROMPT_TOKENS, Expected, Verdict, judge
 from localrt.offload.shapes import KvFormat, ModelShape
 
-__all__ = [
-    "Change",
-    "Plan",
-    "PlanRequest",
-    "PlannedContext",
-    "PlannedPlace",
-    "PlannedSize",
-    "Prediction",
-    "expected_of",
-    "in_words",
-]
-
 PlannedPlace = Literal["streamed", "memory", "card"]
 
 # A conversation in its first minutes: what most tokens see.

@@ -16,8 +16,6 @@ from typing import Literal
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
 from localrt.offload.planner.costs import Costs, expert_costs, layer_seconds
 
-__all__ = ["Counts", "Problem", "UnitClass", "bound", "classes_of", "is_feasible"]
-
 AttentionPlace = Literal["card", "card first", "anywhere", "host"]
 
 Counts = Sequence[Mapping[Where, int]]

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from localrt.offload.ring import Chunk, chunks, place
 
-__all__ = ["RingModel", "Slot"]
-
 
 @dataclass(slots=True)
 class Slot:

@@ -21,8 +21,6 @@ from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
 from localrt.offload.planner.simulate import RESOURCES, simulate
 from localrt.offload.planner.verdict import PROMPT_TOKENS
 
-__all__ = ["EVEN_EXPERTS", "find_plan", "fits", "predicted_rate", "prepare"]
-
 EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the text reads less"
 """Said of every mixture."""
 

@@ -20,8 +20,6 @@ from localrt.offload.placement import PlacedUnit, Placement, UnitKind, Where
 from localrt.offload.planner.costs import Costs, expert_costs
 from localrt.offload.planner.ring_model import RingModel, Slot
 
-__all__ = ["RESOURCES", "Resource", "SimulatedTask", "Simulation", "simulate"]
-
 Resource = Literal["ssd", "link", "cpu", "gpu"]
 RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
 TaskKind = UnitKind | Literal["pass", "crossing", "kv"]

@@ -21,8 +21,6 @@ from localrt.offload.planner.problem import (
     is_feasible,
 )
 
-__all__ = ["SolverError", "child_command", "solve_exactly"]
-
 _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from localrt.offload.planner.highs_child import main; main()"

@@ -11,19 +11,6 @@ from typing import Literal
 
 from localrt.formatting import format_bytes, format_rate, format_seconds
 
-__all__ = [
-    "PROMPT_TOKENS",
-    "READING_TOK_S",
-    "THINKING_TOK_S",
-    "UNITS",
-    "USABLE_TOK_S",
-    "Expected",
-    "Level",
-    "Verdict",
-    "judge",
-    "speed",
-]
-
 READING_TOK_S = 7.0
 """About as fast as people read."""
 

@@ -16,8 +16,6 @@ from localrt.models.residency import Check
 from localrt.offload.reading import reader
 from localrt.offload.ring import chunks
 
-__all__ = ["DemandReader", "Load"]
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Load(reader.Load):

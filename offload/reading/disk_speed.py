@@ -21,8 +21,6 @@ from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.arrays import aligned_buffer
 
-__all__ = ["DiskProfile", "measure_disk"]
-
 _MB = 1 << 20
 _CANDIDATES = (
     ReadMode(direct=True, threads=1, block=4 * _MB),

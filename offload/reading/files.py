@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from localrt.errors import CheckpointError
 
-__all__ = ["ReadMode", "StoreFiles"]
-
 Bytes = npt.NDArray[np.uint8]
 
 

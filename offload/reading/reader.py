@@ -22,18 +22,6 @@ from localrt.models.residency import Check
 from localrt.offload.device.gpu import Event
 from localrt.offload.ring import Chunk
 
-__all__ = [
-    "POLL_S",
-    "Job",
-    "Load",
-    "Reader",
-    "Source",
-    "Waiter",
-    "require_answer",
-    "wait_for_all",
-    "waiting",
-]
-
 POLL_S = 0.05
 """Seconds until a waiting pass notices that it was cancelled."""
 

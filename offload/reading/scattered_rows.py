@@ -23,8 +23,6 @@ from localrt.offload.reading.reader import wait_for_all
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.arrays import aligned_buffer
 
-__all__ = ["RowRange", "RowsAhead", "ScatteredRows"]
-
 Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 

@@ -17,8 +17,6 @@ from localrt.offload.device.gpu import Event, Gpu
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.unit_reader import UnitReader
 
-__all__ = ["DiskSource", "LinkSource"]
-
 Bytes = npt.NDArray[np.uint8]
 
 

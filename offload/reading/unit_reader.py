@@ -19,8 +19,6 @@ from localrt.offload.device.gpu import Event
 from localrt.offload.reading import reader
 from localrt.offload.ring import Lease, Ring
 
-__all__ = ["UnitReader"]
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Load(reader.Load):

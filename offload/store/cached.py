@@ -24,8 +24,6 @@ from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.store.pack import Tiler, fingerprint, pack_store
 from localrt.offload.store.writer import ProgressFunction
 
-__all__ = ["cached_store", "discard_store", "store_folder"]
-
 _POLL_S = 0.1
 
 

@@ -18,8 +18,6 @@ from localrt.models.config import EMBEDDING
 from localrt.models.units import Unit
 from localrt.quant.formats import F32
 
-__all__ = ["FilePlan", "UnitPlan", "plan_files"]
-
 _TENSOR_ALIGNMENT = 64  # within a unit: a cache line, and the widest vector
 
 

@@ -20,8 +20,6 @@ from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.store.cached import discard_store
 from localrt.offload.store.pack import fast_tiler, stored_pieces
 
-__all__ = ["mend_unit"]
-
 Bytes = npt.NDArray[np.uint8]
 
 

@@ -15,8 +15,6 @@ from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
 
-__all__ = ["text_files"]
-
 _TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -35,8 +35,6 @@ from localrt.models.checkpoints.store.manifest import (
 from localrt.offload.store.layout import FilePlan, UnitPlan
 from localrt.quant.formats.tiled import TiledTensor
 
-__all__ = ["Pieces", "ProgressFunction", "StoreWriter", "partial_folder"]
-
 Pieces: TypeAlias = Callable[[str], Iterable[WeightBlock]]
 """The consecutive pieces of a tensor, by its name."""
 

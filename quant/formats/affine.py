@@ -35,8 +35,6 @@ from localrt.quant.formats.packed import (
     to_half,
 )
 
-__all__ = ["AFFINE", "AffineCodec"]
-
 _BITS = (4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
 _PAIR_SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]

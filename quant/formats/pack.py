@@ -14,8 +14,6 @@ from localrt.quant.formats.catalog import CODECS
 from localrt.quant.formats.ggml import BF16, F16, F32
 from localrt.quant.formats.packed import Bytes, Codec, Floats, Format, PackedTensor
 
-__all__ = ["assemble", "codec_of", "pack", "require_finite", "require_whole_groups"]
-
 _PIECE = 1 << 16  # weights packed at a time
 
 

@@ -27,16 +27,6 @@ from localrt.quant.formats.packed import (
     split_nibbles,
 )
 
-__all__ = [
-    "GROUPS",
-    "NF4_F32",
-    "PUBLISHED",
-    "BrainCodec",
-    "E4m3Codec",
-    "Nf4FloatCodec",
-    "ZeroPointCodec",
-]
-
 GROUPS = (128, 64, 32)
 """Columns that share a scale, the largest first."""
 

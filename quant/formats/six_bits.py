@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SIX_BIT_FIELDS", "eight_in_words", "eight_of_words", "join_six_bits", "six_bit_scales"]
-
 # uint8 throughout; numpy's stubs lose that in shifts.
 Codes = npt.NDArray[Any]
 

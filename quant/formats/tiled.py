@@ -40,17 +40,6 @@ from localrt.quant.formats.packed import Format, GroupCodec, PackedTensor
 from localrt.quant.formats.published import PUBLISHED, BrainCodec, ZeroPointCodec
 from localrt.quant.formats.six_bits import SIX_BIT_FIELDS
 
-__all__ = [
-    "TILE_ROWS",
-    "TiledTensor",
-    "padded_rows",
-    "tile",
-    "tile_span",
-    "tile_tensor",
-    "untile",
-    "whole_tiles",
-]
-
 TILE_ROWS = 16
 
 # uint8 throughout; numpy's stubs lose that in shifts.

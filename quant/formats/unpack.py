@@ -22,8 +22,6 @@ from localrt.quant.formats.ggml import IQ4_LEVELS
 from localrt.quant.formats.packed import PackedTensor, unpack_blocks_of
 from localrt.quant.formats.six_bits import six_bit_scales
 
-__all__ = ["unpack"]
-
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 

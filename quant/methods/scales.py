@@ -153,8 +153,9 @@ def _stacked(*parts: Floats) -> Floats:
 class ScaleSearch(Protocol):
     """``best_scales``, or what finds the same sooner."""
 
-    def __call__(self, codec: Codec, groups: Floats, importance: Floats | None = None) -> Floats:
-        """See ``best_scales``."""
+    def __call__(
+        self, codec: Codec, groups: Floats, importance: Floats | None = None
+    ) -> Floats: ...
 
 
 _NORM = np.float32(2.4)

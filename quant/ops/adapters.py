@@ -17,17 +17,6 @@ import numpy.typing as npt
 
 from localrt.errors import OptionError
 
-__all__ = [
-    "Adapter",
-    "AdapterTable",
-    "LowRank",
-    "Mix",
-    "adapted_rows",
-    "head_deltas",
-    "joined",
-    "joined_factors",
-]
-
 Floats = npt.NDArray[np.float32]
 
 _MIXES = 8  # of several adapters, kept for the next pass

@@ -13,8 +13,6 @@ from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.protocol import LayerSpec, Ops, RecurrentSpec
 
-__all__ = ["kernels_take_heads", "make_ops", "missing_on_cards", "why_not_our_kernels"]
-
 _WIDEST = 512  # of a head, latents or rotary numbers: MAX_HEAD in quant/csrc/kv.h
 
 

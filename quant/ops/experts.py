@@ -18,17 +18,6 @@ import numpy.typing as npt
 
 from localrt.quant.ops.arrays import Vector, Weight
 
-__all__ = [
-    "ExpertActivation",
-    "ExpertSpec",
-    "ExpertTable",
-    "ExpertWeights",
-    "RouterSpec",
-    "RouterWeights",
-    "Routing",
-    "Scoring",
-]
-
 ExpertActivation = Literal["silu", "gelu_tanh", "swiglu_oai", "relu2"]
 Scoring = Literal["softmax", "sigmoid", "softmax-chosen"]
 

@@ -12,8 +12,6 @@ from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import SavedState, StateCache, StatePass
 
-__all__ = ["HybridCache", "begin_states", "split_layers", "states_of"]
-
 Kv = TypeVar("Kv", bound=GrowingCache)  # an implementation's
 
 
@@ -42,7 +40,6 @@ class HybridCache(Generic[Kv]):
 
     @property
     def kv_layout(self) -> str:
-        """See ``BlockCache``."""
         layout = self._blocks.kv_layout
         return f"{layout} and {self.states.layout.name}" if layout else ""
 
@@ -52,19 +49,15 @@ class HybridCache(Generic[Kv]):
         return self._blocks.block_bytes
 
     def take_blocks(self, first: int, count: int) -> Bytes:
-        """See ``BlockCache``."""
         return self._blocks.take_blocks(first, count)
 
     def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
-        """See ``BlockCache``."""
         self._blocks.fill_blocks(first, count, read)
 
     def saved_states(self) -> list[SavedState]:
-        """See ``BlockCache``."""
         return self.states.saved()
 
     def restore(self, length: int, states: Sequence[SavedState]) -> int:
-        """See ``BlockCache``."""
         length = self.states.restore(states, length)
         return self._blocks.restore(length, ())
 

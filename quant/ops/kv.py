@@ -25,19 +25,6 @@ from localrt.quant.ops.adapters import Mix
 if TYPE_CHECKING:
     from localrt.quant.ops.states import SavedState
 
-__all__ = [
-    "BLOCK_TOKENS",
-    "BlockCache",
-    "Bytes",
-    "FillBlocks",
-    "GrowingCache",
-    "KVCache",
-    "ReadBlocks",
-    "grown_capacity",
-    "held_blocks",
-    "read_pieces",
-]
-
 Bytes = npt.NDArray[np.uint8]
 
 ReadBlocks: TypeAlias = "Callable[[int, Bytes], int]"

@@ -26,8 +26,6 @@ from typing import Literal
 
 from localrt.quant.ops.arrays import Vector, Weight
 
-__all__ = ["RecurrentKind", "RecurrentSpec", "RecurrentWeights"]
-
 RecurrentKind = Literal["delta", "ssm", "conv", "ngram"]
 
 _MOST_SIZE, _MOST_TAPS = 256, 8  # what the compiled kernels have room for

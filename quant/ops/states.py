@@ -28,17 +28,6 @@ import numpy.typing as npt
 from localrt.quant.ops.arrays import put_from_host, to_host
 from localrt.quant.ops.recurrent import RecurrentSpec
 
-__all__ = [
-    "SHORT_ROWS",
-    "SavedState",
-    "StateCache",
-    "StateLayout",
-    "StatePass",
-    "StateSet",
-    "reachable",
-    "tree_parents",
-]
-
 SHORT_ROWS = 4
 """A pass of so many rows leaves states as they are; so many of a longer one's last rows wait."""
 

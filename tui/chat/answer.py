@@ -16,8 +16,6 @@ from localrt.tui.chat.markdown import MarkdownLines, code_blocks
 from localrt.tui.chat.styles import Styles
 from localrt.tui.text import clean
 
-__all__ = ["Answer"]
-
 _TAIL = 3  # lines of thinking that are shown while it goes on
 
 

@@ -33,8 +33,6 @@ from localrt.tui.text import explained, one_line
 if TYPE_CHECKING:
     from localrt import AnswerWriter, ChatSession, Turn
 
-__all__ = ["FRAME_SECONDS", "NOT_ANSWERED", "MessageQueue", "RedrawLimit"]
-
 NOT_ANSWERED = "Not answered: Ctrl+R (or /retry) answers it"
 FRAME_SECONDS = 0.05  # between two looks at a thread
 _SHARE = 0.01  # of the processor, for drawing: decoding waits for that and as much again

@@ -21,8 +21,6 @@ from localrt.tui.commands import in_app
 from localrt.tui.conversation.attachments import Fold
 from localrt.tui.text import clean
 
-__all__ = ["GUTTER", "Block", "Kind", "Notice", "UserTurn", "estimated", "wrapped"]
-
 GUTTER = 3  # columns on the left that belong to no text, a margin among them
 
 Kind = Literal["info", "error", "mark"]

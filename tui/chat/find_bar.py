@@ -15,8 +15,6 @@ from textual.widgets import Input, Static
 
 from localrt.tui.chat.view import ConversationView
 
-__all__ = ["FindBar"]
-
 _KEYS = "Enter next · Up previous · Esc closes"
 
 

@@ -18,8 +18,6 @@ from localrt.tui.chat.layout import BlockColumn
 from localrt.tui.chat.markdown_rules import pieces
 from localrt.tui.chat.styles import Styles
 
-__all__ = ["Finder", "Place"]
-
 _MARKS = re.compile(r"[*`]+|(?<!\w)_+|_+(?!\w)")  # of Markdown, which are not shown
 _Spans = tuple[tuple[int, int, int], ...]  # row, first character, end; one for each line of a match
 

@@ -19,8 +19,6 @@ from localrt.tui.conversation.background import SERVERS, AnswerUpdate
 from localrt.tui.text import guess_texts, human_count
 from localrt.tui.themes import FAINT
 
-__all__ = ["Footer", "Phase", "Status", "footer_line"]
-
 _GAP = " · "
 
 

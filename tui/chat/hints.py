@@ -8,8 +8,6 @@ from textual.widgets import Static
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.blocks import Block, UserTurn
 
-__all__ = ["HintLine", "turn_hint", "turn_menu", "waiting_hint"]
-
 _CONFIRM_SECONDS = 2.0  # in which a second Ctrl+C quits
 _FLASH_SECONDS = 3.0
 

@@ -20,8 +20,6 @@ from textual.strip import Strip
 from localrt.tui.chat.blocks import GUTTER, Block
 from localrt.tui.chat.styles import Styles
 
-__all__ = ["BlockColumn", "LinePainter", "TextPlace"]
-
 # Laid out and out of sight, for scrolling back and forth. A line is a dozen objects, which the
 # garbage collector styles at again and again.
 _KEPT_LINES = 500

@@ -29,8 +29,6 @@ from textual.strip import Strip
 
 from localrt.tui.chat.markdown_rules import markdown_parser, without_marks
 
-__all__ = ["MarkdownLines", "MarkdownStyles", "code_blocks"]
-
 _SLICE = 20  # lines of an open code block, or items of an open list, that are closed at once
 
 

@@ -13,8 +13,6 @@ from textual.widget import Widget
 from localrt.tui.commands import Suggestion, suggestions
 from localrt.tui.themes import FAINT
 
-__all__ = ["CommandMenu"]
-
 _MOST = 8  # rows
 
 

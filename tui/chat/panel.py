@@ -23,8 +23,6 @@ from localrt.tui.chat.panel_lines import PanelData, side_lines, strip_lines
 if TYPE_CHECKING:
     from localrt import ChatModel, Flow, Outlook, Status
 
-__all__ = ["LivePanel"]
-
 _SECONDS = 0.5  # between two looks: one costs some milliseconds of a core
 _SIDE = 90  # columns of a terminal that has room for the panel beside the conversation
 _SIDE_ROWS = 16

@@ -20,8 +20,6 @@ from localrt.tui.themes import FAINT
 if TYPE_CHECKING:
     from localrt import Change, Flow, LaneUse, MemoryUse, Outlook, PassTrace, Status
 
-__all__ = ["PanelData", "lane_text", "memory_text", "side_lines", "sparkline", "strip_lines"]
-
 _BARS = "▁▂▃▄▅▆▇█"
 _MOST_CHANGES = 3
 _HEADING = "$text-primary bold"

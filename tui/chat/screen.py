@@ -42,8 +42,6 @@ from localrt.tui.screens.conversations import NEW, ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, AskCall, Choose, Confirm, ask
 from localrt.tui.text import one_line
 
-__all__ = ["ChatScreen"]
-
 _STARTING_SECONDS = 0.3  # in which keys may still come that were meant for the composer
 _TOOLS_SECONDS = 1.0  # between two looks at MCP servers
 _OTHERS_SECONDS = 0.5  # between two looks at what other windows write

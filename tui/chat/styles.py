@@ -16,8 +16,6 @@ from localrt.tui.chat.markdown import MarkdownStyles
 if TYPE_CHECKING:
     from textual.widget import Widget
 
-__all__ = ["COMPONENTS", "Styles", "styles_of"]
-
 _PLAIN = ("notice", "error", "mark", "thinking", "attachment", "bar", "waiting-bar", "marked-bar")
 _MARKDOWN = ("heading", "code", "quote", "link", "muted")
 _FULL = ("user", "waiting", "found", "found-now")  # with their background

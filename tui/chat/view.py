@@ -25,8 +25,6 @@ from localrt.tui.chat.finding import Finder, Place
 from localrt.tui.chat.layout import BlockColumn, LinePainter, TextPlace
 from localrt.tui.chat.styles import COMPONENTS, Styles, styles_of
 
-__all__ = ["ConversationView"]
-
 _WIDEST = 110  # columns of text
 _BAR_STEPS = 2  # of the scroll bar in a line
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from localrt import AnswerWriter, ChatModel, ChatSession, Metrics, ToolCall
     from localrt.progress import ProgressCallback
 
-__all__ = ["SERVERS", "AnswerUpdate", "Generation", "Task", "loading"]
-
 SERVERS = "servers"  # the stage of progress in which MCP servers start
 
 _Result = TypeVar("_Result")

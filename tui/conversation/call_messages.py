@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from localrt import Message
 
-__all__ = ["infos_of", "with_answers", "with_results"]
-
 _CUT = "The app ended before this call did."
 _NO_ANSWER = "(No answer.)"
 

@@ -22,8 +22,6 @@ from localrt.tui.text import short_name
 if TYPE_CHECKING:
     from localrt import Turn
 
-__all__ = ["Exporter", "as_json", "as_markdown"]
-
 
 class Exporter:
     """``/export``: asks before it replaces a file that it did not write."""

@@ -17,8 +17,6 @@ from localrt.tui.conversation.call_messages import with_answers, with_results
 if TYPE_CHECKING:
     from localrt import AnswerWriter, Conversation, History, Message, Turn
 
-__all__ = ["OpenConversation", "answer_note", "unanswered"]
-
 _Result = TypeVar("_Result")
 _FACTS = ("id", "title", "model", "system", "options")
 _NOTES = {

@@ -21,8 +21,6 @@ from localrt.tui.text import human_count, short_name
 if TYPE_CHECKING:
     from localrt import ChatModel, ChatSession
 
-__all__ = ["Session", "library_defaults"]
-
 _NONE = ("none", "default")
 
 

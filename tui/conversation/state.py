@@ -21,8 +21,6 @@ from localrt.tui.conversation.session import Session
 if TYPE_CHECKING:
     from localrt import ChatModel, Conversation, ConversationInfo
 
-__all__ = ["ChatState", "Defaults"]
-
 
 @dataclass(frozen=True, slots=True)
 class Defaults:

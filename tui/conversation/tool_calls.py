@@ -20,17 +20,6 @@ from localrt.tui.conversation.open_conversation import OpenConversation
 if TYPE_CHECKING:
     from localrt import ChatSession, Chunk, ToolCall, Turn
 
-__all__ = [
-    "NO_TOOLS",
-    "ROUNDS_OVER",
-    "CallTurn",
-    "Decision",
-    "KeptCall",
-    "begin_calls",
-    "lacks_tools",
-    "stream_answer",
-]
-
 Decision = Literal["once", "always", "refuse"]
 
 NO_TOOLS = "This model cannot be given tools: it answers without those of the MCP servers"

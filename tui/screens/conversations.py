@@ -19,8 +19,6 @@ from localrt.tui.themes import FAINT
 if TYPE_CHECKING:
     from localrt import ConversationInfo
 
-__all__ = ["NEW", "ConversationsScreen"]
-
 NEW = "new"  # the answer for a new conversation; ids are longer
 _PAUSE = 0.15  # seconds without a key before a search begins
 _KEYS = "Enter open · F2 rename · Ctrl+D delete · Ctrl+N new · Esc back"

@@ -18,8 +18,6 @@ from localrt.tui.commands import COMMANDS
 from localrt.tui.keys import KEYS, OTHER_KEYS, Key
 from localrt.tui.screens.dialogs import HEADING, Dialog, hanging
 
-__all__ = ["HelpScreen", "help_page"]
-
 _WIDTH = 18  # of what is typed, the space behind it included
 _NARROW = 60  # columns; below that what it does stands on lines of its own
 

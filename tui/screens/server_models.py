@@ -13,8 +13,6 @@ from localrt.tui.screens.dialogs import SearchDialog
 from localrt.tui.text import clean, one_line
 from localrt.tui.themes import FAINT
 
-__all__ = ["ServerModelsScreen"]
-
 _Row = tuple[str, str]
 
 

@@ -36,8 +36,6 @@ from localrt.tui.screens.dialogs import (
 from localrt.tui.text import clean, one_line
 from localrt.tui.themes import FAINT, offered
 
-__all__ = ["PickTheme", "SettingsScreen"]
-
 _NAME_WIDTH = 22
 _VALUE_WIDTH = 36
 

@@ -26,8 +26,6 @@ from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.option_names import option
 from localrt.progress import Progress, ProgressCallback
 
-__all__ = ["generate_batch", "kv_room"]
-
 # The rest is for activations, and for what else the machine does meanwhile.
 _KV_SHARE = 0.8
 

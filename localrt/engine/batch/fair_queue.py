@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
-__all__ = ["FairQueue"]
-
 T = TypeVar("T")
 
 

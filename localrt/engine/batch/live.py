@@ -55,7 +55,6 @@ class LiveAnswer(Iterator[Chunk]):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """See ``Request``."""
         return self._request.left_out
 
     # -- reading ---------------------------------------------------------------------------------

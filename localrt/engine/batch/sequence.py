@@ -18,8 +18,6 @@ from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
 
-__all__ = ["BatchSequence", "Chunks", "Owner", "failed"]
-
 Owner = TypeVar("Owner")
 # What a pass has brought a sequence.
 Chunks: TypeAlias = Sequence[Chunk]

@@ -18,8 +18,6 @@ from localrt.errors import MemoryBudgetError
 from localrt.speculative.batch_tuner import BatchTuner
 from localrt.speculative.tree import TokenTree
 
-__all__ = ["BatchSpeculation", "Prompt", "Running"]
-
 Running: TypeAlias = tuple[BatchSequence[Owner], EngineSession]
 Prompt: TypeAlias = tuple[BatchSequence[Owner], EngineSession, Sequence[int]]
 

@@ -113,7 +113,6 @@ class LlamaCppEngine(Engine):
         self.info = model.info
 
     def session(self, capacity: int) -> LlamaCppSession:
-        """See ``Engine``."""
         self._model.check_open()
         if capacity < 1:
             raise OptionError(f"a session needs room for at least one token, not {capacity}")
@@ -142,7 +141,6 @@ class LlamaCppEngine(Engine):
         return LlamaCppTokenizer(self._model)
 
     def kv_nbytes(self, length: int) -> int:
-        """See ``Engine``."""
         return length * self._model.kv_bytes_per_token
 
     @property

@@ -18,8 +18,6 @@ from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel
 from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.errors import LocalrtError
 
-__all__ = ["LlamaCppSession"]
-
 _GROWTH = 1024  # a context grows in multiples of this many tokens
 _ABORTED = 2
 # Rows whose logits are kept at once where all are wanted: 39 MB at a vocabulary of 151,936.
@@ -115,7 +113,6 @@ class LlamaCppSession(EngineSession):
             yield np.ctypeslib.as_array(kept, shape=(len(chunk), vocab)).copy()
 
     def trim(self, length: int) -> int:
-        """See ``EngineSession``."""
         if not 0 <= length <= len(self._tokens):
             raise ValueError(f"cannot trim {len(self._tokens)} tokens to {length}")
         if length == len(self._tokens):

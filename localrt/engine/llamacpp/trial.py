@@ -22,8 +22,6 @@ from localrt.errors import MissingExtraError
 from localrt.files import write_text
 from localrt.machine.measuring import fingerprint
 
-__all__ = ["check_build", "main", "trial_command"]
-
 _FILE = "llamacpp.json"
 _TIMEOUT_S = 60.0
 # What a wrong instruction, or one on a wrong address, ends in. An abort is a check of llama.cpp's

@@ -43,8 +43,6 @@ from localrt.speculative.tree import TokenTree
 if TYPE_CHECKING:
     from localrt.offload.planner import Plan
 
-__all__ = ["NativeEngine"]
-
 # Rows whose logits are made at once where all are wanted: 39 MB at a vocabulary of 151,936.
 _LOGIT_ROWS = 64
 _BESIDE = "adapters lie beside the weights"
@@ -107,7 +105,6 @@ class NativeEngine(Engine):
             self._decoder = self._forward = self._forecaster = None
 
     def forecast(self) -> Forecast | None:
-        """See ``Engine``."""
         counts = self.counts()
         if self._forecaster is None or counts is None:
             return None
@@ -185,7 +182,6 @@ class NativeEngine(Engine):
     # -- adapters --------------------------------------------------------------------------------
 
     def add_adapter(self, adapter: Adapter[LowRank]) -> int:
-        """See ``Engine``."""
         packed, ram, card = [], 0, 0
         for ops, table in self._adapting():
             with ops.scope():
@@ -207,14 +203,12 @@ class NativeEngine(Engine):
         return ram + card
 
     def remove_adapter(self, key: str) -> None:
-        """See ``Engine``."""
         with self._turn:
             for _, table in self._adapting():
                 table.remove(key)
         self.take_ram(-self._adapters_in_ram.pop(key, 0))
 
     def uses_adapter(self, key: str) -> bool:
-        """See ``Engine``."""
         return any(cache.length and key in dict(cache.mix) for cache in list(self._caches))
 
     def _adapting(self) -> list[tuple[Ops, AdapterTable[Any]]]:
@@ -264,27 +258,22 @@ class NativeEngine(Engine):
     # -- many sequences in one pass (``localrt.engine.batch``) -------------------------------------
 
     def kv_nbytes(self, length: int) -> int:
-        """See ``Engine``."""
         decoder = self._loaded()
         return decoder.ops.kv_nbytes(decoder.config.memory, length)
 
     def free_memory(self) -> int | None:
-        """See ``Engine``."""
         return self._loaded().ops.free_memory()
 
     def idle_sessions(self, capacity: int) -> int:
-        """See ``Engine``."""
         if self.info.streamed:
             return 1
         most = super().idle_sessions(capacity)
         return 1 + self._ram.idle_caches(self.kv_nbytes(capacity), most - 1)
 
     def ram_forecast(self) -> int | None:
-        """See ``Engine``."""
         return self._ram.forecast()
 
     def set_ram_budget(self, nbytes: int) -> None:
-        """See ``Engine``."""
         with self._turn:
             self._loaded()
             if self.plan is None:  # what it holds stays: its next passes have other limits
@@ -302,7 +291,6 @@ class NativeEngine(Engine):
                 ) from error
 
     def take_ram(self, nbytes: int) -> None:
-        """See ``Engine``."""
         with self._turn:
             self._loaded()
             if self.residency.memory.streams:
@@ -311,7 +299,6 @@ class NativeEngine(Engine):
             self._ram.take(nbytes)
 
     def set_vram_budget(self, nbytes: int) -> None:
-        """See ``Engine``."""
         with self._turn:
             self._loaded()
             less = self._vram - nbytes
@@ -332,7 +319,6 @@ class NativeEngine(Engine):
         wanted: Sequence[int],
         check: Check | None = None,
     ) -> Logits:
-        """See ``Engine``."""
         return self._extend((), parts, wanted, check)
 
     def extend_trees(
@@ -343,7 +329,6 @@ class NativeEngine(Engine):
         wanted: Sequence[int] = (),
         check: Check | None = None,
     ) -> list[Logits]:
-        """See ``Engine``."""
         logits = self._extend(parts, beside, wanted, check)
         ends = list(accumulate((1 + len(tree) for _, _, tree in parts), initial=0))
         trees = [logits[start:end] for start, end in pairwise(ends)]

@@ -18,8 +18,6 @@ from localrt.quant.ops.states import SavedState
 from localrt.speculative.features import FeatureRows
 from localrt.speculative.tree import TokenTree
 
-__all__ = ["NativeSession"]
-
 
 class NativeSession(EngineSession):
     """See ``EngineSession``.
@@ -61,7 +59,6 @@ class NativeSession(EngineSession):
         return () if self._cache is None else self._cache.mix
 
     def use(self, mix: Mix) -> None:
-        """See ``EngineSession``."""
         if mix != self.cache.mix:
             self.trim(0)
             self._features = None
@@ -69,7 +66,6 @@ class NativeSession(EngineSession):
 
     @property
     def tree_rows(self) -> int | None:
-        """See ``EngineSession``."""
         return self._ram.logit_rows
 
     @property
@@ -103,12 +99,10 @@ class NativeSession(EngineSession):
         return last
 
     def extend_tree(self, token: int, tree: TokenTree, *, check: Check | None = None) -> Logits:
-        """See ``EngineSession``."""
         (logits,) = self._engine.extend_trees([(self, token, tree)], check=check)
         return logits
 
     def keep(self, rows: Sequence[int]) -> None:
-        """See ``EngineSession``."""
         self.cache.select(len(self._tokens), rows)
         if self._features is not None:
             self._features.keep(rows)
@@ -147,15 +141,12 @@ class NativeSession(EngineSession):
             self._features.open(len(rows))[:] = features
 
     def counts(self) -> PipelineCounts | None:
-        """See ``EngineSession``."""
         return self._engine.counts()
 
     def forecast(self) -> Forecast | None:
-        """See ``EngineSession``."""
         return self._engine.forecast()
 
     def trim(self, length: int) -> int:
-        """See ``EngineSession``."""
         if self._cache is not None:
             length = self._cache.trim(length)
         if self._features is not None:
@@ -165,13 +156,11 @@ class NativeSession(EngineSession):
 
     @property
     def blocks(self) -> BlockCache | None:
-        """See ``EngineSession``."""
         cache: object = self._cache
         return cache if isinstance(cache, BlockCache) and cache.kv_layout else None
 
     @property
     def kv_layout(self) -> str:
-        """See ``EngineSession``."""
         blocks = self.blocks
         if blocks is None:
             return ""
@@ -184,7 +173,6 @@ class NativeSession(EngineSession):
         read: Callable[[FillBlocks], int],
         states: Sequence[SavedState] = (),
     ) -> int:
-        """See ``EngineSession``."""
         blocks = self.blocks
         if blocks is None:
             return 0
@@ -196,7 +184,6 @@ class NativeSession(EngineSession):
         return held
 
     def copy_prefix(self, other: EngineSession, length: int) -> int:
-        """See ``EngineSession``."""
         source = other.blocks
         if source is None or self.blocks is None or other.kv_layout != self.kv_layout:
             return 0

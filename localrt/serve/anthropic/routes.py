@@ -31,8 +31,6 @@ from localrt.serve.service import Service, read_request, service_of
 from localrt.text.thinking import ThoughtStream, parted
 from localrt.text.tools import arguments_of
 
-__all__ = ["ROUTES", "MessageReply", "messages_call", "model", "models"]
-
 _SAME_NAMES = ("max_tokens", "temperature", "top_p")
 
 

@@ -24,9 +24,6 @@ from localrt.serve.schema_parts import (
     whole,
 )
 
-__all__ = ["ANTHROPIC_ERROR", "COUNTED_TOKENS", "COUNT_TOKENS", "MESSAGE", "MESSAGES"]
-
-
 _TOOL_CHOICE: Schema = {
     **nullable(object_of("type", type=STRING, name=STRING, disable_parallel_tool_use=FLAG)),
     **where("type", "tool", {"required": ["name"]}),

@@ -21,8 +21,6 @@ from localrt.serve.payloads import ChatShape, Completion
 from localrt.serve.replies import EVENT_STREAM, Payload, Reply, TokenBytes, event
 from localrt.serve.service import read_request
 
-__all__ = ["ROUTES", "InfillReply", "fim_call", "infill_call"]
-
 Fields = Mapping[str, Any]
 
 _FILE = "tmp"  # llama.cpp's name for one without

@@ -17,8 +17,6 @@ from localrt.serve.schema_parts import (
 )
 from localrt.serve.schemas import COMPLETION
 
-__all__ = ["FIM", "INFILL", "INFILL_RESPONSE"]
-
 _OTHERS = ("prompt", "suffix", "logprobs", "echo", "best_of")
 _SAMPLING: dict[str, Schema] = {
     name: schema for name, schema in COMPLETION["properties"].items() if name not in _OTHERS

@@ -30,17 +30,6 @@ from localrt.serve.replies import Payload, TokenBytes
 from localrt.text.thinking import ThoughtStream
 from localrt.text.tools import arguments_of
 
-__all__ = [
-    "LINES",
-    "OllamaReply",
-    "chat_call",
-    "generate_call",
-    "keep_alive_s",
-    "line",
-    "now",
-    "ready",
-]
-
 _SAME_NAMES = (
     *("temperature", "top_p", "min_p", "typical_p"),
     *("presence_penalty", "frequency_penalty"),

@@ -31,8 +31,6 @@ from localrt.serve.service import Service, service_of
 from localrt.settings import Settings
 from localrt.version import __version__
 
-__all__ = ["ROUTES"]
-
 _PROTOCOL = "0.12.0"  # Ollama's: clients refuse older ones
 _FOR_EVER = timedelta(days=36500)
 

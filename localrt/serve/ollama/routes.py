@@ -19,8 +19,6 @@ from localrt.serve.replies import Reply, TokenBytes
 from localrt.serve.service import ModelRequest, read_request
 from localrt.serve.texts import embedded
 
-__all__ = ["ROUTES"]
-
 
 async def chat(request: Request) -> Response:
     """POST /api/chat"""

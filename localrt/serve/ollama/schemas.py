@@ -25,25 +25,6 @@ from localrt.serve.schema_parts import (
     whole,
 )
 
-__all__ = [
-    "OLLAMA_CHAT",
-    "OLLAMA_CHAT_RESPONSE",
-    "OLLAMA_EMBED",
-    "OLLAMA_EMBEDDING",
-    "OLLAMA_EMBEDDINGS",
-    "OLLAMA_EMBED_RESPONSE",
-    "OLLAMA_ERROR",
-    "OLLAMA_GENERATE",
-    "OLLAMA_GENERATE_RESPONSE",
-    "OLLAMA_PS",
-    "OLLAMA_PULL",
-    "OLLAMA_SHOW",
-    "OLLAMA_SHOWN",
-    "OLLAMA_STATUS",
-    "OLLAMA_TAGS",
-    "OLLAMA_VERSION",
-]
-
 _OPTIONS = nullable(
     object_of(
         temperature=number(0, 100),

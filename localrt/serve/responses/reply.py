@@ -19,8 +19,6 @@ from localrt.serve.replies import EVENT_STREAM, Payload, TokenBytes, event
 from localrt.text.thinking import ThoughtStream
 from localrt.text.tools import arguments_of
 
-__all__ = ["ResponseReply"]
-
 # What clients send, and find again in the response.
 _SHOWN: Mapping[str, Any] = {
     "instructions": None,

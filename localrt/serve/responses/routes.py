@@ -23,8 +23,6 @@ from localrt.serve.responses.store import ResponseStore, Stored
 from localrt.serve.service import read_request, service_of
 from localrt.text.thinking import THOUGHT_FIELDS
 
-__all__ = ["ROUTES", "Item", "conversation", "items_of", "responses_call"]
-
 Item = dict[str, Any]
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}  # of ids

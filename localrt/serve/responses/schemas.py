@@ -23,15 +23,6 @@ from localrt.serve.schema_parts import (
     whole,
 )
 
-__all__ = [
-    "INPUT_TOKENS",
-    "INPUT_TOKENS_COUNT",
-    "ITEMS",
-    "RESPONSE",
-    "RESPONSES",
-    "RESPONSE_DELETED",
-]
-
 _FORMAT: Schema = {
     **nullable(
         object_of(

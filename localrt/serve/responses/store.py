@@ -10,8 +10,6 @@ from typing import Any
 
 from localrt.serve.errors import to_json
 
-__all__ = ["ResponseStore", "Stored"]
-
 _MOST = 1000
 _MOST_BYTES = 64 << 20
 _SECONDS = 3600.0

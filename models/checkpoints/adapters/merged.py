@@ -19,8 +19,6 @@ from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.methods.rotation import restored_rows
 from localrt.quant.ops.adapters import Adapter, LowRank
 
-__all__ = ["MergedCheckpoint"]
-
 
 class MergedCheckpoint:
     """Follows the ``Checkpoint`` protocol; ``base`` stays the caller's to close."""
@@ -49,39 +47,32 @@ class MergedCheckpoint:
 
     @property
     def path(self) -> Path:
-        """See ``Checkpoint``."""
         return self._base.path
 
     @property
     def architecture(self) -> str:
-        """See ``Checkpoint``."""
         return self._base.architecture
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """See ``Checkpoint``."""
         return self._base.notes
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """See ``Checkpoint``."""
         return self._base.generation_config
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """See ``Checkpoint``."""
         return self._base.metadata
 
     def close(self) -> None:
         """Nothing of its own."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """See ``Checkpoint``."""
         block = self._base.read(self._source.get(name, name), start, stop)
         return self._merged(name, block, start) if name in self._changes else block
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
-        """See ``Checkpoint``."""
         at = 0
         for block in self._base.blocks(self._source.get(name, name), max_bytes):
             yield self._merged(name, block, at) if name in self._changes else block

@@ -22,8 +22,6 @@ from localrt.models.checkpoints.safetensors.names import plain_tensors
 from localrt.models.checkpoints.text_model import decoder_tensor
 from localrt.quant.formats import F32
 
-__all__ = ["Place", "is_beside_text", "places", "text_module", "why_only_merged"]
-
 Numbers = npt.NDArray[np.intp]
 
 # Modules of towers for images and sounds, as transformers calls them.

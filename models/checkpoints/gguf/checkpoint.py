@@ -24,8 +24,6 @@ from localrt.models.checkpoints.text_model import (
 )
 from localrt.quant.formats import F32
 
-__all__ = ["GgufCheckpoint"]
-
 _ONE_ROW = ".shared_expert_gate.weight"
 """A matrix of one row that llama.cpp's converter stores as a vector."""
 _OWN_SCALE = ("gemma4", ".ffn_down_exps.scale")

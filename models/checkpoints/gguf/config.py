@@ -26,8 +26,6 @@ from localrt.models.checkpoints.gguf.names import (
 )
 from localrt.quant.formats import unpack
 
-__all__ = ["count_layers", "generation_config", "model_config"]
-
 _MOST_LAYERS = 1 << 16
 _LONGEST_ROPE = 1 << 16
 _STANDS_STILL = 1e9  # a rotary divisor that leaves nothing of a frequency

@@ -19,8 +19,6 @@ from localrt.models.checkpoints.gguf.metadata import GgufCursor, GgufMetadata, r
 from localrt.models.checkpoints.ranged_file import RangedFile, describe_start
 from localrt.quant.formats import GGML_FORMATS, GGML_UNREAD, Format
 
-__all__ = ["GgufFile", "is_gguf", "open_gguf_parts", "split_part"]
-
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
 _MAGIC = b"GGUF"
 

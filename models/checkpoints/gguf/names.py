@@ -11,22 +11,6 @@ from collections.abc import Mapping
 
 from localrt.models.checkpoints.expert_stacks import Stack
 
-__all__ = [
-    "CONFIG_KEYS",
-    "CONNECTION_KEYS",
-    "DEEPSEEK_KEYS",
-    "GEMMA",
-    "INTERLEAVED_ROTARY",
-    "QWEN_DELTA",
-    "RECURRENT_KEYS",
-    "ROPE_SCALING_KEYS",
-    "SAMPLING_KEYS",
-    "SCORING",
-    "TOKEN_KEYS",
-    "expert_stack",
-    "hf_tensor_name",
-]
-
 INTERLEAVED_ROTARY = frozenset(
     {
         "ernie4_5",

@@ -18,20 +18,6 @@ from localrt.models.checkpoints.base import StoredTensor, TensorInfo
 from localrt.models.checkpoints.ranged_file import RangedFile, describe_start
 from localrt.quant.formats import BF16, F8_E4M3, F16, F32, Format
 
-__all__ = [
-    "E5M2",
-    "EXPONENTS",
-    "INT8",
-    "INT32",
-    "INT64",
-    "RAW_BYTES",
-    "UINT32",
-    "is_raw",
-    "read_header",
-    "read_json",
-    "unread_type_error",
-]
-
 RAW_BYTES = Format("u8", 1, 1)
 INT8 = Format("i8", 1, 1)
 INT32 = Format("i32", 1, 4)

@@ -26,8 +26,6 @@ from localrt.models.checkpoints.schemes.rows import (
 )
 from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
 
-__all__ = ["Awq"]
-
 _WORDS, _ZEROS, _SCALES = ".qweight", ".qzeros", ".scales"
 _EACH = 8  # rows in a word
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of them is
@@ -63,17 +61,14 @@ class Awq:
 
     @property
     def typical(self) -> str:
-        """See ``Scheme``."""
         group = group_of(self.group)
         return f"int4-g{group}{'z' if self.zero_points else ''}" if group else "f32"
 
     @property
     def endings(self) -> Mapping[str, str]:
-        """See ``Scheme``."""
         return _ENDINGS
 
     def source(self, parts: Parts) -> RowSource | None:
-        """See ``Scheme``."""
         words, scales = parts.need(_WORDS), parts.need(_SCALES)
         zeros = parts.need(_ZEROS) if self.zero_points else None
         require_shape(words, INT32, None, None)

@@ -24,8 +24,6 @@ from localrt.quant.formats import F32, Nf4FloatCodec, unpack
 from localrt.quant.formats.fp4 import NF4_LEVELS
 from localrt.quant.formats.published import NF4_F32
 
-__all__ = ["BitsAndBytes"]
-
 _WEIGHT, _ABSMAX, _LEVELS = ".weight", ".weight.absmax", ".weight.quant_map"
 _STATE = ".weight.quant_state.bitsandbytes__nf4"
 _NESTED, _NESTED_LEVELS = ".weight.nested_absmax", ".weight.nested_quant_map"
@@ -58,16 +56,13 @@ class BitsAndBytes:
 
     @property
     def typical(self) -> str:
-        """See ``Scheme``."""
         return NF4_F32.name
 
     @property
     def endings(self) -> Mapping[str, str]:
-        """See ``Scheme``."""
         return _ENDINGS
 
     def source(self, parts: Parts) -> RowSource | None:
-        """See ``Scheme``."""
         weight = parts.need(_WEIGHT)
         if len(parts.tensors) == 1 and weight.info.format != RAW_BYTES:
             return None

@@ -43,8 +43,6 @@ from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wro
 from localrt.quant.formats import BF16, F8_E4M3, MXFP4, NVFP4
 from localrt.quant.formats.published import GROUPS
 
-__all__ = ["CompressedTensors"]
-
 _FORMATS = (
     "dense",
     "float-quantized",
@@ -111,11 +109,9 @@ class CompressedTensors:
 
     @property
     def endings(self) -> Mapping[str, str]:
-        """See ``Scheme``."""
         return _ENDINGS
 
     def source(self, parts: Parts) -> RowSource | None:
-        """See ``Scheme``."""
         packed, weight = parts.find(_PACKED), parts.find(_WEIGHT)
         if packed is not None and packed.info.format == RAW_BYTES:
             scales = parts.need(_SCALE)

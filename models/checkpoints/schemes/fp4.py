@@ -17,8 +17,6 @@ from localrt.models.checkpoints.schemes.rows import FLOATS, numbers, weight_info
 from localrt.models.checkpoints.schemes.weights import require_shape, wrong
 from localrt.quant.formats import F8_E4M3, MXFP4, NVFP4, Format
 
-__all__ = ["mxfp4_rows", "nvfp4_rows", "regrouped_nibbles"]
-
 
 def nvfp4_rows(
     name: str,

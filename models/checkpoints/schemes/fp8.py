@@ -113,17 +113,14 @@ class Fp8:
 
     @property
     def typical(self) -> str:
-        """See ``Scheme``."""
         group = group_of(self.block[1]) if self.block else GROUPS[0]
         return E4m3Codec(group).format.name if group else "f32"
 
     @property
     def endings(self) -> Mapping[str, str]:
-        """See ``Scheme``."""
         return _ENDINGS
 
     def source(self, parts: Parts) -> RowSource | None:
-        """See ``Scheme``."""
         kind = _WEIGHT if parts.name.endswith(_WEIGHT) else _STACK
         scales = next((parts.find(kind + end) for end in _SCALES if parts.find(kind + end)), None)
         codes = parts.need(kind)

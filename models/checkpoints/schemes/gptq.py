@@ -30,8 +30,6 @@ from localrt.models.checkpoints.schemes.rows import (
 )
 from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
 
-__all__ = ["Gptq"]
-
 _WORDS, _ZEROS, _SCALES, _ORDER = ".qweight", ".qzeros", ".scales", ".g_idx"
 _LACKING: Mapping[int, int] = MappingProxyType({4: 0x11111111, 8: 0x01010101})
 _NOTHING: Mapping[int, int] = MappingProxyType({4: 0, 8: 0})
@@ -72,17 +70,14 @@ class Gptq:
 
     @property
     def typical(self) -> str:
-        """See ``Scheme``."""
         group = group_of(self.group)
         return f"int{self.bits}-g{group}{'' if self.symmetric else 'z'}" if group else "f32"
 
     @property
     def endings(self) -> Mapping[str, str]:
-        """See ``Scheme``."""
         return _ENDINGS
 
     def source(self, parts: Parts) -> RowSource | None:
-        """See ``Scheme``."""
         words, scales, zeros = (parts.need(part) for part in (_WORDS, _SCALES, _ZEROS))
         require_shape(words, INT32, None, None)
         count, rows = words.info.shape

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 from localrt.errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["Keys", "weights_alone"]
-
 T = TypeVar("T")
 _PAIR = re.compile(r"(\d{1,9})x(\d{1,9})")
 

@@ -22,8 +22,6 @@ from localrt.models.checkpoints.schemes.modelopt import ModelOpt
 from localrt.models.checkpoints.schemes.weights import Scheme
 from localrt.quant.formats import F32
 
-__all__ = ["published_notes", "read_scheme"]
-
 _KEY, _MLX_KEY = "quantization_config", "quantization"
 _MODELOPT_FILE = "hf_quant_config.json"
 

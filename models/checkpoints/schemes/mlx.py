@@ -83,7 +83,6 @@ class Mlx:
 
     @property
     def typical(self) -> str:
-        """See ``Scheme``."""
         if self.usual.mode != "affine":
             return "e4m3-g32" if self.usual.mode == "mxfp8" else self.usual.mode
         group = group_of(self.usual.group)
@@ -91,11 +90,9 @@ class Mlx:
 
     @property
     def endings(self) -> Mapping[str, str]:
-        """See ``Scheme``."""
         return _ENDINGS
 
     def source(self, parts: Parts) -> RowSource | None:
-        """See ``Scheme``."""
         weight = parts.find(_WEIGHT)
         if len(parts.tensors) == 1 and weight is not None and weight.info.format != UINT32:
             return None

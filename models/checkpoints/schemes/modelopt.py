@@ -18,8 +18,6 @@ from localrt.models.checkpoints.schemes.keys import Keys, weights_alone
 from localrt.models.checkpoints.schemes.weights import Parts, wrong
 from localrt.quant.formats import F8_E4M3, NVFP4
 
-__all__ = ["ModelOpt"]
-
 _WEIGHT, _SCALE, _FACTOR = ".weight", ".weight_scale", ".weight_scale_2"
 _ACTIVATION_BITS = {"NVFP4": 4, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "W4A8_NVFP4_FP8": 8}
 _ALONE = ("NVFP4_AWQ", "W4A16_NVFP4", "FP8_PB_WO")  # weights are all that is quantized
@@ -57,11 +55,9 @@ class ModelOpt:
 
     @property
     def endings(self) -> Mapping[str, str]:
-        """See ``Scheme``."""
         return _ENDINGS
 
     def source(self, parts: Parts) -> RowSource | None:
-        """See ``Scheme``."""
         weight = parts.need(_WEIGHT)
         if weight.info.format == RAW_BYTES:
             scale, factor = parts.need(_SCALE), parts.need(_FACTOR)

@@ -54,7 +54,6 @@ class Decoded:
     format: Format = F32
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """See ``GroupCodec``."""
         return self.codec.decode(codes, scales)
 
     def join(self, codes: Bytes, scales: Floats) -> Bytes:

@@ -16,8 +16,6 @@ from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.expert_stacks import StackedRows
 from localrt.quant.formats import Format
 
-__all__ = ["Parts", "Scheme", "published_tensors", "require_shape", "wrong"]
-
 UNUSED = (
     # what is known of activations and caches: weights alone are read here
     ".input_scale",

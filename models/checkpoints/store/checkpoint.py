@@ -29,8 +29,6 @@ from localrt.models.checkpoints.store.memory import UnitMemory, Verifier
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, untile
 
-__all__ = ["GGUF_TEXT_NAME", "StoreCheckpoint"]
-
 GGUF_TEXT_NAME = "metadata.gguf"
 """Key-value pairs of the GGUF file that was packed, with its tokenizer and chat template."""
 

@@ -23,20 +23,6 @@ from localrt.models.checkpoints.safetensors.header import read_json
 from localrt.quant.formats import F32, FORMATS, Exactness, Format
 from localrt.quant.formats.tiled import padded_rows, tile_span
 
-__all__ = [
-    "LAYOUT",
-    "MANIFEST_NAME",
-    "PARTIAL_NAME",
-    "STORE_VERSION",
-    "UNIT_ALIGNMENT",
-    "Manifest",
-    "Quantization",
-    "Source",
-    "StoredUnit",
-    "UnitTensor",
-    "read_manifest",
-]
-
 MANIFEST_NAME = "manifest.json"
 PARTIAL_NAME = "manifest.partial.json"
 """The manifest of a store that is still being written: it lists the files that are finished."""

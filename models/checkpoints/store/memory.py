@@ -20,8 +20,6 @@ from localrt.models.checkpoints.store.manifest import StoredUnit, UnitTensor
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 
-__all__ = ["Mend", "UnitMemory", "Verifier"]
-
 Bytes = npt.NDArray[np.uint8]
 Mend: TypeAlias = Callable[[StoredUnit, Bytes], None]
 

@@ -26,8 +26,6 @@ from localrt.quant.ops.cuda.kernels.low_rank import Change, add_low_rank
 from localrt.quant.ops.cuda.kernels.products import MOST_ROWS, Records
 from localrt.quant.ops.protocol import Batch
 
-__all__ = ["CudaAdapters", "CudaLowRank"]
-
 _KEPT = 4  # kinds of passes whose changes stay on the device
 
 
@@ -175,7 +173,6 @@ class _Table(AdapterTable[CudaLowRank]):
         self._owner = owner
 
     def remove(self, key: str) -> None:
-        """See ``AdapterTable``."""
         super().remove(key)
         self._owner.forget()
 

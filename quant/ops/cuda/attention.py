@@ -17,8 +17,6 @@ from localrt.quant.ops.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.torch.kv import kv_of
 
-__all__ = ["AttentionSteps", "Rotations", "ranges"]
-
 
 class Rotations:
     """The rotary tables of a device's passes."""

@@ -14,8 +14,6 @@ from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.states import StateLayout
 from localrt.quant.ops.torch.kv import sequence_cache
 
-__all__ = ["cache_nbytes", "new_cache"]
-
 
 def cache_nbytes(layers: Sequence[LayerSpec], length: int, kv_format: CardKvFormat) -> int:
     """Bytes of keys, values and states once grown to ``length`` tokens."""

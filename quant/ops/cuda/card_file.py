@@ -15,8 +15,6 @@ from typing import Any
 
 from localrt.files import write_text
 
-__all__ = ["CardFile", "kept_of"]
-
 _NAME = "cards.json"
 
 

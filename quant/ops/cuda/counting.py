@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CardUse", "count_card_use", "use_of"]
-
 _LAUNCHES = ("LaunchKernel", "GraphLaunch")
 _WAITS = frozenset({
     *("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"),

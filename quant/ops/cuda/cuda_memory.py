@@ -24,8 +24,6 @@ from localrt.quant.ops.cuda.routing import CudaRouting
 from localrt.quant.ops.cuda.stream import Stream
 from localrt.quant.ops.experts import Routing
 
-__all__ = ["CudaCopies"]
-
 Bytes = npt.NDArray[np.uint8]
 
 _PAGE = 4096

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from localrt.errors import MemoryBudgetError
 
-__all__ = ["FullCard", "multiplies_bf16", "upload"]
-
 
 class FullCard(AbstractContextManager[None]):
     """Says in our words that a card has no memory left.

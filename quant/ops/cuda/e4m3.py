@@ -8,8 +8,6 @@ from torch import Tensor
 from localrt.quant.formats.published import E4m3Codec
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
 
-__all__ = ["is_e4m3_groups", "unpack_e4m3"]
-
 
 def is_e4m3_groups(block: TiledTensor) -> bool:
     """Whether a matrix is E4M3 codes in groups."""

@@ -19,8 +19,6 @@ from localrt.quant.ops.cuda.weight import CudaWeight
 from localrt.quant.ops.experts import ExpertWeights
 from localrt.quant.ops.torch.experts import TorchExpertTable
 
-__all__ = ["CudaExpertTable", "ExpertKind"]
-
 _ALIGNED = 16  # bytes: what the kernels' widest loads need
 
 
@@ -49,7 +47,6 @@ class CudaExpertTable(TorchExpertTable):
 
     @property
     def hostless(self) -> bool:  # type: ignore[override]
-        """See ``ExpertTable``."""
         return bool((self.kind_of >= 0).all())
 
     def put(self, expert: int, weights: ExpertWeights) -> None:

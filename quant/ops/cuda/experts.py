@@ -31,8 +31,6 @@ from localrt.quant.ops.cuda.routing import CudaRouting, on_card
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.torch.experts import route, run_each
 
-__all__ = ["route_rows", "run_kind", "run_kinds"]
-
 
 def route_rows(
     normed: Tensor,

@@ -29,8 +29,6 @@ from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Span
 from localrt.quant.ops.torch.kv import kv_of
 
-__all__ = ["GraphedForward", "RecordedOps", "Recordings", "record"]
-
 _RECORDED = 8  # shapes of passes at once
 _NOTED = 64
 _WAITING = 8  # rows that wait for a state, rounded up: few shapes
@@ -49,8 +47,7 @@ class RecordedOps(Protocol):
     def scope(self) -> AbstractContextManager[None]:
         """Held around a pass."""
 
-    def begin(self, batch: Batch) -> CudaPass:
-        """See ``Ops``."""
+    def begin(self, batch: Batch) -> CudaPass: ...
 
     def begin_plain(self) -> None:
         """A recorded pass begins: it has no adapters."""
@@ -93,13 +90,11 @@ class Recordings:
         self._passes = 0
 
     def begin(self, batch: Batch, wanted: Sequence[int]) -> CudaPass:
-        """See ``Recorder``."""
         with self._ops.scope():
             static = self.of(batch, wanted)
             return self._ops.begin(batch) if static is None else static.fill(batch)
 
     def takes(self, step: CudaPass | None) -> bool:
-        """See ``Recorder``."""
         return isinstance(step, StaticStep)
 
     def run(
@@ -109,7 +104,6 @@ class Recordings:
         key: object,
         body: Callable[[CudaPass, Stream], Stream],
     ) -> Logits | None:
-        """See ``Recorder``."""
         assert isinstance(step, StaticStep), "it takes the pass"
         static, before = step.static, x.settle()
         values = static.values(before)
@@ -123,7 +117,6 @@ class Recordings:
         return None if logits is None else np.array(logits.cpu().numpy())
 
     def forget(self) -> None:
-        """See ``Recorder``."""
         self._seen.clear()
 
     def of(self, batch: Batch, rows: Sequence[int] | None) -> StaticPass | None:
@@ -200,7 +193,6 @@ class GraphedForward:
         rows: Sequence[int] | None = None,
         check: Callable[[], None] | None = None,
     ) -> Logits:
-        """See ``Decoder.forward``."""
         with self._ops.scope():
             static = self._recordings.of(batch, rows)
         if static is None:

@@ -16,8 +16,6 @@ from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.torch.attention import attend_latents, visible_keys
 from localrt.quant.ops.torch.kv import kv_of
 
-__all__ = ["LatentSteps"]
-
 
 class LatentSteps:
     """A part of ``CudaOps``."""

@@ -35,8 +35,6 @@ from localrt.quant.ops.cuda.weight import CudaWeight
 from localrt.quant.ops.native.abi import find_library
 from localrt.quant.ops.native.ops import NativeOps
 
-__all__ = ["Size", "card_rates", "measure_card"]
-
 _FORMATS = ("int4-g32", "q4_k")
 _RUNS = 5
 _THREADS = 4  # that compile

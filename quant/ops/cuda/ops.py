@@ -57,8 +57,6 @@ from localrt.quant.ops.protocol import (
 )
 from localrt.quant.ops.torch.experts import gated
 
-__all__ = ["CudaOps"]
-
 
 class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     """See the ``Ops`` protocol. On ``device="cpu"`` it needs ``launch.emulate``, for tests."""
@@ -82,7 +80,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
 
     @property
     def adapters(self) -> AdapterTable[CudaLowRank]:
-        """See ``Ops``."""
         return self._adapters.table
 
     def scope(self) -> AbstractContextManager[None]:
@@ -140,7 +137,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return shape[0] * shape[1] * 2
 
     def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
-        """See ``caches.py``."""
         return cache_nbytes(layers, length, self.kv_format)
 
     def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
@@ -198,7 +194,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return Stream(values)
 
     def begin_adapters(self, batch: Batch) -> None:
-        """See ``Ops``."""
         self._adapters.begin(batch)
 
     def adapt_tokens(self, x: Stream, step: CudaPass, scale: float) -> Stream:
@@ -246,7 +241,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         slots: Tensor,
         experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """See ``run_kinds``."""
         assert isinstance(table, CudaExpertTable), "tables belong to one implementation"
 
         def apart(expert: int, rows: Tensor) -> Tensor:

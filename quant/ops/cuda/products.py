@@ -28,8 +28,6 @@ from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import MlpSpec
 from localrt.quant.ops.torch.experts import gated
 
-__all__ = ["gate_up", "linear", "multiply_heads", "normed_for", "reads_records"]
-
 # Weights unpacked at once for a long pass: large enough for cuBLAS, small beside a model.
 _UNPACKED = 32 << 20
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from localrt.quant.ops.cuda.card_file import kept_of
 
-__all__ = ["FINE_RATES", "RATES", "ROWS", "CardRates", "known_rates"]
-
 RATES, FINE_RATES = "rates", "rates of 15 bits"
 """The parts of a card's file that have them, for rows in 8 bits and in 15."""
 

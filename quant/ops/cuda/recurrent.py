@@ -16,8 +16,6 @@ from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.torch.recurrent import widen
 
-__all__ = ["RecurrentSteps", "mix_and_project"]
-
 
 class RecurrentSteps:
     """A part of ``CudaOps``."""

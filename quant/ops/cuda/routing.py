@@ -15,8 +15,6 @@ from torch import Tensor
 from localrt.quant.ops.cuda.device import upload
 from localrt.quant.ops.experts import Routing
 
-__all__ = ["CudaRouting", "on_card"]
-
 
 class CudaRouting(Routing):
     """See ``Routing``; ``results`` are those of ``kernels.routing.choose``.
@@ -44,41 +42,34 @@ class CudaRouting(Routing):
 
     @property
     def away(self) -> bool:
-        """See ``Routing``."""
         return self._away
 
     @property
     def rows(self) -> int:
-        """See ``Routing``."""
         return self._shape[0]
 
     @property
     def used(self) -> int:
-        """See ``Routing``."""
         return self._shape[2]
 
     @property
     def experts(self) -> npt.NDArray[np.int32]:
-        """See ``Routing``."""
         rows, ranked, _ = self._shape
         return self._read()[: rows * ranked].reshape(rows, ranked)
 
     @property
     def scores(self) -> npt.NDArray[np.float32]:
-        """See ``Routing``."""
         rows, ranked, _ = self._shape
         plane = rows * ranked
         return self._read()[plane : 2 * plane].view(np.float32).reshape(rows, ranked)
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
-        """See ``Routing``."""
         rows, ranked, used = self._shape
         return self._read()[2 * rows * ranked :].view(np.float32).reshape(rows, used)
 
     @property
     def chosen(self) -> npt.NDArray[np.int32]:
-        """See ``Routing``."""
         return self.experts[:, : self.used]
 
     def _read(self) -> npt.NDArray[np.int32]:

@@ -17,8 +17,6 @@ from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.states import StatePass
 
-__all__ = ["SequenceTable"]
-
 _FOLD = 7  # its place in a record
 
 

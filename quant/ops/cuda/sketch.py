@@ -28,8 +28,6 @@ from localrt.quant.ops.cuda.stream import Stream
 from localrt.quant.ops.cuda.weight import CudaWeight, is_packed
 from localrt.quant.ops.experts import ExpertSpec, ExpertTable, RouterSpec, RouterWeights, Routing
 
-__all__ = ["SketchOps"]
-
 _LONGEST = 2048  # rows of a prompt's pass
 
 
@@ -47,7 +45,6 @@ class SketchOps(CudaOps):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """See ``CudaOps``."""
         with super().scope(), noting(self.programs):
             yield
 

@@ -21,8 +21,6 @@ from localrt.quant.ops.cuda.kernels.steps import norm, norm_records
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span
 
-__all__ = ["CudaPass", "Logits", "Numbers", "Recording", "Stream"]
-
 Logits = npt.NDArray[np.float32]
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-__all__ = ["StreamSteps"]
-
 
 def _missing(self: object, *args: Any) -> NoReturn:
     """See ``Ops``."""

@@ -32,8 +32,6 @@ from localrt.quant.ops.cuda.e4m3 import is_e4m3_groups, unpack_e4m3
 from localrt.quant.ops.cuda.kernels.formats import TYPES
 from localrt.quant.ops.cuda.kernels.products import TiledMatrix
 
-__all__ = ["CudaWeight", "Tile", "build_weight", "is_packed"]
-
 Tile = Callable[[PackedTensor], TiledTensor]
 
 

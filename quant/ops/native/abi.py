@@ -29,39 +29,6 @@ from localrt.errors import MissingExtraError
 if TYPE_CHECKING:
     from localrt.quant.formats.packed import Format
 
-__all__ = [
-    "ACTIVATIONS",
-    "FAMILIES",
-    "RECURRENT_KINDS",
-    "SCORINGS",
-    "SOURCES",
-    "AdapterArgs",
-    "AttentionArgs",
-    "ConnectionArgs",
-    "ExpertArgs",
-    "ExpertParts",
-    "HeadArgs",
-    "IndexArgs",
-    "InputArgs",
-    "LatentArgs",
-    "LowRankArgs",
-    "LowRankPack",
-    "Matrix",
-    "MlpArgs",
-    "NgramArgs",
-    "RecurrentArgs",
-    "RouteArgs",
-    "SearchArgs",
-    "SpanArgs",
-    "Stack",
-    "StateSpanArgs",
-    "StreamArgs",
-    "best_isa",
-    "find_library",
-    "layout_of",
-    "load_library",
-]
-
 _ABI_VERSION = 22
 
 

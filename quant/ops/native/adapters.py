@@ -28,8 +28,6 @@ from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.native.abi import AdapterArgs, LowRankArgs, LowRankPack
 from localrt.quant.ops.protocol import Batch
 
-__all__ = ["NativeAdapters", "PackedLowRank", "Sites"]
-
 Bytes = npt.NDArray[np.uint8]
 
 _COLUMNS = 64  # of A that share a scale: LOW_COLUMNS in quant/csrc/abi.h

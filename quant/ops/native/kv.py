@@ -214,7 +214,6 @@ class NativeKVCache(GrowingCache):
 
     @property
     def kv_layout(self) -> str:
-        """See ``BlockCache``."""
         shapes = "+".join(
             f"{len(list(alike))}x{groups}x{width}"
             for (groups, width), alike in groupby(self._shapes)

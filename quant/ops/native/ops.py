@@ -124,7 +124,6 @@ class NativeOps(StreamSteps):
 
     @property
     def adapters(self) -> AdapterTable[PackedLowRank]:
-        """See ``Ops``."""
         return self._adapters.table
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -220,7 +219,6 @@ class NativeOps(StreamSteps):
         return out
 
     def begin_adapters(self, batch: Batch) -> None:
-        """See ``Ops``."""
         self._adapters.begin(batch)
 
     def adapt_tokens(self, x: Floats, step: NativePass, scale: float) -> Floats:
@@ -505,7 +503,6 @@ class NativeOps(StreamSteps):
         return out
 
     def search_scales(self, args: SearchArgs) -> None:
-        """See ``NativeSearch``."""
         self._api.lrt_search_scales(self._handle, args)
 
     def multiply(self, rounds: int) -> float:

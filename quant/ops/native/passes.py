@@ -37,16 +37,6 @@ from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
 
-__all__ = [
-    "NativePass",
-    "Turns",
-    "attention_args",
-    "index_args",
-    "latent_args",
-    "native_cache",
-    "recurrent_args",
-]
-
 Floats = npt.NDArray[np.float32]
 
 _CACHE_FORMATS = (*KV_FORMATS, *LATENT_FORMATS.values())  # as the kernels number them

@@ -17,8 +17,6 @@ from localrt.quant.methods.scales import ScaleSearch, best_scales, column_weight
 from localrt.quant.ops.native.abi import FAMILIES, SearchArgs
 from localrt.quant.ops.native.ops import NativeOps
 
-__all__ = ["NativeSearch", "fast_search"]
-
 
 class NativeSearch:
     """Searches on the threads of ``ops``."""
@@ -27,7 +25,6 @@ class NativeSearch:
         self._ops = ops
 
     def __call__(self, codec: Codec, groups: Floats, importance: Floats | None = None) -> Floats:
-        """See ``best_scales``."""
         bits, minimum, width = 4, False, 1
         weights: Floats | None = None
         family = FAMILIES.get(codec.format.name)

@@ -30,8 +30,6 @@ from localrt.quant.ops.streams import (
     StreamWeights,
 )
 
-__all__ = ["StreamSteps"]
-
 Floats = npt.NDArray[np.float32]
 
 

@@ -23,8 +23,6 @@ from localrt.quant.formats.tiled import TiledTensor, untile
 from localrt.quant.ops.torch.ops import TorchOps
 from localrt.quant.ops.torch.streams import rows_of_tokens
 
-__all__ = ["BnbOps", "BnbWeight"]
-
 
 @dataclass(frozen=True, slots=True)
 class BnbWeight:

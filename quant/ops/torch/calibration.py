@@ -15,8 +15,6 @@ from torch import Tensor
 from localrt.quant.methods.gptq import HessianSum
 from localrt.quant.ops.torch.ops import TorchOps
 
-__all__ = ["CalibrationOps", "calibration_format"]
-
 
 def calibration_format() -> str:
     """What passes over calibration text are computed in on this machine's processor.

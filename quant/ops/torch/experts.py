@@ -22,8 +22,6 @@ from localrt.quant.ops.experts import (
 )
 from localrt.quant.ops.protocol import MlpSpec
 
-__all__ = ["TorchExpertTable", "combined", "cut_gates", "gated", "route", "run_each", "slots_of"]
-
 _GATE_SIGMOID = 1.702  # ``swiglu_oai``
 _LEAST_SUM = 1e-20  # scores that all vanish are not divided by nothing
 

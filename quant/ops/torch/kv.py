@@ -19,8 +19,6 @@ from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache
 
-__all__ = ["TorchKVCache", "kv_of", "sequence_cache"]
-
 _ROUND = 64  # divides a step of growth
 
 
@@ -46,7 +44,6 @@ class TorchKVCache(GrowingCache):
 
     @property
     def kv_layout(self) -> str:
-        """See ``BlockCache``."""
         alike = groupby((k.shape[0], k.shape[2], v.shape[2]) for k, v in self._layers())
         shapes = "+".join(f"{len(list(group))}x{g}x{e}x{d}" for (g, e, d), group in alike)
         return f"torch 1 {self._dtype} {shapes}".replace("torch.", "")
@@ -73,7 +70,6 @@ class TorchKVCache(GrowingCache):
 
     @torch.inference_mode()
     def fill_blocks(self, first: int, count: int, read: ReadBlocks) -> None:
-        """See ``BlockCache``."""
         for start, blocks in read_pieces(first, count, self.block_bytes, read):
             self._put(start, blocks)
 

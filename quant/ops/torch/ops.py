@@ -71,8 +71,6 @@ from localrt.quant.ops.torch.kv import kv_of, sequence_cache
 from localrt.quant.ops.torch.recurrent import mix_rows, widen
 from localrt.quant.ops.torch.streams import StreamSteps, rows_of_tokens
 
-__all__ = ["STARTS", "TorchOps"]
-
 STARTS = "localrt_starts"  # of a weight: an attribute that torch lets a tensor have
 
 
@@ -190,7 +188,6 @@ class TorchOps(StreamSteps):
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 
     def begin_adapters(self, batch: Batch) -> None:
-        """See ``Ops``."""
         self._adapted = [] if self.adapters is None else adapted_rows(self.adapters, batch.mixes)
 
     def adapt_tokens(self, x: Tensor, step: _Pass, scale: float) -> Tensor:

@@ -17,8 +17,6 @@ from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
 
-__all__ = ["convolve_rows", "mix_rows", "widen"]
-
 _KEY_EPS = 1e-6  # of the length that keys and queries are divided by
 
 

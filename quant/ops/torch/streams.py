@@ -26,8 +26,6 @@ from localrt.quant.ops.streams import (
 )
 from localrt.quant.ops.torch.recurrent import convolve_rows
 
-__all__ = ["StreamSteps", "rows_of_tokens"]
-
 _LEAST_SQUARE = 1e-5  # of what is brought to another's magnitude
 
 

@@ -20,18 +20,6 @@ from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.kernels.runs import RUN, row_nbytes, rows_together
 from localrt.quant.ops.cuda.kernels.steps import rotate_blocks
 
-__all__ = [
-    "Attention",
-    "attend",
-    "attention_program",
-    "fits_records",
-    "join_program",
-    "partial_results",
-    "rope_append",
-    "rope_program",
-    "takes_heads",
-]
-
 _THREADS = 128
 _TILE = 16  # query rows of a warp
 

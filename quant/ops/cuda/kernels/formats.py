@@ -23,8 +23,6 @@ from localrt.quant.formats.published import (
     ZeroPointCodec,
 )
 
-__all__ = ["HEAVY", "TYPES", "format_macros", "steps_at_once"]
-
 
 def _affine(codec: AffineCodec) -> str:
     if codec.minimum:

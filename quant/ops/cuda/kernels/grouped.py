@@ -24,19 +24,6 @@ from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import GATES, OUT, Records, chains_of
 from localrt.quant.ops.cuda.kernels.programs import Program
 
-__all__ = [
-    "ADDRESSES",
-    "MOST_EXPERTS",
-    "Plan",
-    "Side",
-    "grouped_down",
-    "grouped_gate_up",
-    "grouped_program",
-    "plan_slots",
-    "rows_at_once",
-    "write_entries",
-]
-
 ADDRESSES = 8
 """Of an expert: tiles of gate, up and down; their factors; biases of gate and up, and of down.
 

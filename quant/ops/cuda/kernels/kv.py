@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["FORMATS", "CardKvFormat", "numbers", "row_nbytes", "turned_block"]
-
 CardKvFormat = Literal["bf16", "int8", "int4"]
 FORMATS: tuple[CardKvFormat, ...] = ("bf16", "int8", "int4")
 

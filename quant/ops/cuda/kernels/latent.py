@@ -19,14 +19,6 @@ from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import OUT
 from localrt.quant.ops.cuda.kernels.programs import Program
 
-__all__ = [
-    "append_program",
-    "attend_latent_rows",
-    "latent_append",
-    "latent_programs",
-    "takes_latents",
-]
-
 _RUN = 128  # keys of a block: part of what a result's bits depend on
 _THREADS = 128
 _TILE = 16  # query rows of a block

@@ -22,17 +22,6 @@ from localrt.quant.ops.cuda.kernels.programs import OLDEST, Program, machine_cod
 from localrt.settings import Settings
 from localrt.version import __version__
 
-__all__ = [
-    "Grid",
-    "Launcher",
-    "card_file",
-    "emulate",
-    "is_noting",
-    "launch",
-    "noting",
-    "prepare",
-]
-
 Grid = tuple[int, int, int]
 
 

@@ -14,8 +14,6 @@ from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import OUT, Records
 from localrt.quant.ops.cuda.kernels.programs import Program
 
-__all__ = ["Change", "add_low_rank", "low_rank_programs"]
-
 _THREADS = 256
 
 

@@ -18,20 +18,6 @@ from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.kernels.variants import Case, Cut, groups_of, variants
 
-__all__ = [
-    "GATES",
-    "MOST_ROWS",
-    "OUT",
-    "Records",
-    "TiledMatrix",
-    "chains_of",
-    "dense_product",
-    "empty_records",
-    "linear_program",
-    "product",
-    "quantize",
-]
-
 MOST_ROWS = 64
 """For more rows it is quicker to unpack the weights once."""
 

@@ -18,17 +18,6 @@ from typing import Any
 from localrt.errors import LocalrtError, MissingExtraError
 from localrt.files import write_bytes
 
-__all__ = [
-    "NO_COMPILER",
-    "OLDEST",
-    "Compiled",
-    "Program",
-    "compile_program",
-    "has_compiler",
-    "machine_code",
-    "toolchain",
-]
-
 OLDEST = 75
 """The first generation of cards with products of 8-bit integers: Turing."""
 

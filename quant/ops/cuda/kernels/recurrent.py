@@ -18,8 +18,6 @@ from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.cuda.kernels.steps import norm_gate
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 
-__all__ = ["SEQUENCE_NUMBERS", "Sequences", "fits_records", "mix_rows", "recurrent_programs"]
-
 SEQUENCE_NUMBERS = 13
 """Of a sequence's record: ``Sequence`` in quant/cuda/recurrent.cuh."""
 

@@ -18,8 +18,6 @@ from localrt.quant.ops.cuda.kernels.products import OUT
 from localrt.quant.ops.cuda.kernels.programs import Program
 from localrt.quant.ops.experts import RouterSpec
 
-__all__ = ["choose", "combined", "put_rows", "router_logits"]
-
 _THREADS = 256
 _MOST_PLACES = 960
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax-chosen": 2}

@@ -15,8 +15,6 @@ from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import OUT, TiledMatrix
 from localrt.quant.ops.cuda.kernels.programs import Program
 
-__all__ = ["unpack_rows"]
-
 _WARPS = 8
 
 

@@ -6,8 +6,6 @@ afterwards. This module imports nothing heavy: what is allocated can be counted 
 
 from __future__ import annotations
 
-__all__ = ["RUN", "row_nbytes", "rows_together", "scratch_nbytes"]
-
 RUN = 256
 """Keys of a run: RUN in quant/cuda/attention.cuh."""
 

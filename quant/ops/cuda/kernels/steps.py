@@ -11,8 +11,6 @@ from localrt.quant.ops.cuda.kernels.launch import launch
 from localrt.quant.ops.cuda.kernels.products import GATES, OUT, Records, empty_records
 from localrt.quant.ops.cuda.kernels.programs import Program
 
-__all__ = ["gate", "norm", "norm_gate", "norm_records", "rotate_blocks"]
-
 _THREADS = 256
 # Widest block of the Hadamard rotation: a block of threads holds it.
 _MOST_HADAMARD = 256

@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CudaStopwatch", "Stopwatch"]
-
 _RUNS = 5
 _WRITES = 4
 _WAKING_S = 0.2
@@ -41,7 +39,6 @@ class CudaStopwatch:
         self._awake = False
 
     def ready(self) -> bool:
-        """See ``Stopwatch``."""
         return not torch.cuda.is_current_stream_capturing()
 
     def seconds(self, launch: Callable[[], object]) -> float:

@@ -22,18 +22,6 @@ from localrt.quant.ops.cuda.card_file import CardFile
 from localrt.quant.ops.cuda.kernels.launch import card_file, is_noting
 from localrt.quant.ops.cuda.kernels.timing import CudaStopwatch, Stopwatch
 
-__all__ = [
-    "CUTS",
-    "Case",
-    "Choice",
-    "Cut",
-    "Variants",
-    "best_cut",
-    "candidates",
-    "groups_of",
-    "variants",
-]
-
 CUTS = "cuts"
 """The part of a card's file that has the chosen variants."""
 
