@@ -54,9 +54,9 @@ setup(
     cmdclass={"build_ext": BuildInParallel},
     ext_modules=[
         Extension(
-            "localrt.quant.ops.native._native",
-            sources=[f"quant/csrc/{name}.cpp" for name in SOURCES],
-            depends=sorted(str(header) for header in Path("quant/csrc").glob("*.h")),
+            "localrt.quant.cpu._native",
+            sources=[f"quant/cpu/csrc/{name}.cpp" for name in SOURCES],
+            depends=sorted(str(header) for header in Path("quant/cpu/csrc").glob("*.h")),
             extra_compile_args=flags,
             extra_link_args=[] if sys.platform == "win32" else ["-pthread"],
             language="c++",

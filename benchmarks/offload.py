@@ -25,10 +25,10 @@ from benchmarks.peers.hf_folder import hf_folder
 from localrt.bench.process import child_command
 from localrt.bench.report import to_json, to_table
 from localrt.bench.workload import BenchOptions, Workload
-from localrt.errors import LocalrtError
-from localrt.formatting import format_bytes, format_rate
+from localrt.common.errors import LocalrtError
+from localrt.common.formatting import format_bytes, format_rate
+from localrt.common.settings import Settings
 from localrt.machine import hardware
-from localrt.settings import Settings
 
 PACKAGES = ("llama-cpp-python", "torch", "transformers", "accelerate", "numpy")
 MB = 1_000_000

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
-from localrt.formatting import format_bytes, format_rate, format_seconds
+from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 STUDIES = frozenset(
     {

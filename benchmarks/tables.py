@@ -38,7 +38,7 @@ from benchmarks.studies import (
     ssd_table,
     types_table,
 )
-from localrt.formatting import format_bytes, format_rate, format_seconds
+from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

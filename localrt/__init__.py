@@ -28,21 +28,34 @@ from pathlib import Path as _Path
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING, Any
 
-from localrt.version import __version__
+from localrt.common.version import __version__
 
 if TYPE_CHECKING:
-    from localrt.answering.status import Flow as Flow
-    from localrt.answering.status import LaneUse as LaneUse
-    from localrt.answering.status import MemoryUse as MemoryUse
-    from localrt.answering.status import ModelInfo as ModelInfo
-    from localrt.answering.status import PassTrace as PassTrace
-    from localrt.answering.status import Status as Status
     from localrt.api import Model as Model
     from localrt.api import load as load
     from localrt.background import Loading as Loading
     from localrt.background import load_in_background as load_in_background
     from localrt.chat import ChatModel as ChatModel
     from localrt.chat import ChatSession as ChatSession
+    from localrt.chat_format.thinking import Thinking as Thinking
+    from localrt.chat_format.thinking import split_thinking as split_thinking
+    from localrt.common.errors import CancelledError as CancelledError
+    from localrt.common.errors import CheckpointError as CheckpointError
+    from localrt.common.errors import ContextOverflowError as ContextOverflowError
+    from localrt.common.errors import GatedModelError as GatedModelError
+    from localrt.common.errors import HubError as HubError
+    from localrt.common.errors import LocalrtError as LocalrtError
+    from localrt.common.errors import MemoryBudgetError as MemoryBudgetError
+    from localrt.common.errors import MissingExtraError as MissingExtraError
+    from localrt.common.errors import ModelNotFoundError as ModelNotFoundError
+    from localrt.common.errors import OfflineError as OfflineError
+    from localrt.common.errors import OptionError as OptionError
+    from localrt.common.errors import StorageError as StorageError
+    from localrt.common.errors import TemplateError as TemplateError
+    from localrt.common.errors import TokenizerError as TokenizerError
+    from localrt.common.errors import UnsupportedModelError as UnsupportedModelError
+    from localrt.common.progress import Progress as Progress
+    from localrt.common.settings import Settings as Settings
     from localrt.engine.batch.live import LiveAnswer as LiveAnswer
     from localrt.engine.options import Options as Options
     from localrt.engine.sampling import Sampling as Sampling
@@ -51,21 +64,6 @@ if TYPE_CHECKING:
     from localrt.engine.types import Metrics as Metrics
     from localrt.engine.types import TokenLogprob as TokenLogprob
     from localrt.engine.types import ToolCall as ToolCall
-    from localrt.errors import CancelledError as CancelledError
-    from localrt.errors import CheckpointError as CheckpointError
-    from localrt.errors import ContextOverflowError as ContextOverflowError
-    from localrt.errors import GatedModelError as GatedModelError
-    from localrt.errors import HubError as HubError
-    from localrt.errors import LocalrtError as LocalrtError
-    from localrt.errors import MemoryBudgetError as MemoryBudgetError
-    from localrt.errors import MissingExtraError as MissingExtraError
-    from localrt.errors import ModelNotFoundError as ModelNotFoundError
-    from localrt.errors import OfflineError as OfflineError
-    from localrt.errors import OptionError as OptionError
-    from localrt.errors import StorageError as StorageError
-    from localrt.errors import TemplateError as TemplateError
-    from localrt.errors import TokenizerError as TokenizerError
-    from localrt.errors import UnsupportedModelError as UnsupportedModelError
     from localrt.history import AnswerWriter as AnswerWriter
     from localrt.history import Conversation as Conversation
     from localrt.history import ConversationInfo as ConversationInfo
@@ -81,7 +79,6 @@ if TYPE_CHECKING:
     from localrt.library import remove_model as remove_model
     from localrt.library import search_models as search_models
     from localrt.library import uses as uses
-    from localrt.live import LiveModel as LiveModel
     from localrt.offload.planner.plan import Change as Change
     from localrt.offload.planner.plan import Plan as Plan
     from localrt.offload.planner.plan import PlannedContext as PlannedContext
@@ -92,13 +89,16 @@ if TYPE_CHECKING:
     from localrt.planning.preview import Preview as Preview
     from localrt.planning.preview import preview as preview
     from localrt.planning.preview import preview_size as preview_size
-    from localrt.progress import Progress as Progress
-    from localrt.settings import Settings as Settings
-    from localrt.text.thinking import Thinking as Thinking
-    from localrt.text.thinking import split_thinking as split_thinking
+    from localrt.service.live import LiveModel as LiveModel
+    from localrt.service.status import Flow as Flow
+    from localrt.service.status import LaneUse as LaneUse
+    from localrt.service.status import MemoryUse as MemoryUse
+    from localrt.service.status import ModelInfo as ModelInfo
+    from localrt.service.status import PassTrace as PassTrace
+    from localrt.service.status import Status as Status
 
 _NAMES = {
-    "localrt.answering.status": "Flow LaneUse MemoryUse ModelInfo PassTrace Status",
+    "localrt.service.status": "Flow LaneUse MemoryUse ModelInfo PassTrace Status",
     "localrt.api": "Model load",
     "localrt.background": "Loading load_in_background",
     "localrt.chat": "ChatModel ChatSession",
@@ -106,7 +106,7 @@ _NAMES = {
     "localrt.engine.options": "Options",
     "localrt.engine.sampling": "Sampling",
     "localrt.engine.types": "Chunk Message Metrics TokenLogprob ToolCall",
-    "localrt.errors": (
+    "localrt.common.errors": (
         "CancelledError CheckpointError ContextOverflowError GatedModelError HubError"
         " LocalrtError MemoryBudgetError MissingExtraError ModelNotFoundError OfflineError"
         " OptionError StorageError TemplateError TokenizerError UnsupportedModelError"
@@ -115,15 +115,15 @@ _NAMES = {
     "localrt.hub": "LocalModel ResolvedModel",
     "localrt.hub.searching": "FoundModel Variant",
     "localrt.library": "list_models list_variants pull remove_model search_models uses",
-    "localrt.live": "LiveModel",
+    "localrt.service.live": "LiveModel",
     "localrt.offload.planner.plan": "Change Plan PlannedContext PlannedSize",
     "localrt.offload.planner.verdict": "Verdict",
     "localrt.planning.outlook": "Outlook",
     "localrt.planning.plan": "plan",
     "localrt.planning.preview": "Preview preview preview_size",
-    "localrt.progress": "Progress",
-    "localrt.settings": "Settings",
-    "localrt.text.thinking": "Thinking split_thinking",
+    "localrt.common.progress": "Progress",
+    "localrt.common.settings": "Settings",
+    "localrt.chat_format.thinking": "Thinking split_thinking",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -1,7 +1,7 @@
 """The library's front: ``load`` a model, then ``stream``, ``generate`` or ``chat``.
 
 Thread-safe and cancellable; no prints, no signal handlers, no global state. Everything below works
-the same on every engine; what does the work is ``localrt.answering.core``.
+the same on every engine; what does the work is ``localrt.service.core``.
 """
 
 from __future__ import annotations
@@ -11,33 +11,38 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.answering.arguments import (
+from localrt.chat import ChatSession
+from localrt.common.closing import Closing
+from localrt.common.errors import ContextOverflowError, LocalrtError, OptionError, known_arguments
+from localrt.common.formatting import format_bytes, parse_size
+from localrt.common.option_names import option
+from localrt.common.progress import ProgressCallback
+from localrt.engine.batch.live import LiveLimits
+from localrt.engine.options import read_options
+from localrt.engine.protocol import Logits, check_ids
+from localrt.engine.types import Chunk, Message
+from localrt.loading.options import LoadOptions
+from localrt.models.tokenizers.base import Tokenizer
+from localrt.service.arguments import (
     check_call,
     check_flag,
     check_model,
     check_path,
     check_text,
+    in_thread,
+    joined,
 )
-from localrt.answering.batching import Errors, Prompts, gathered, stream_batch
-from localrt.answering.core import Core, open_core
-from localrt.answering.embedding import embed
-from localrt.answering.requests import whole_ids
-from localrt.answering.status import ModelInfo, Status
-from localrt.answering.streams import in_thread, joined
-from localrt.argument_names import known_arguments
-from localrt.chat import ChatSession
-from localrt.closing import Closing
-from localrt.engine.batch.live import LiveLimits
-from localrt.engine.options import read_options
-from localrt.engine.protocol import Logits, check_ids
-from localrt.engine.types import Chunk, Message
-from localrt.errors import ContextOverflowError, LocalrtError, OptionError
-from localrt.formatting import format_bytes, parse_size
-from localrt.live import LiveModel
-from localrt.loading.options import LoadOptions
-from localrt.models.tokenizers.base import Tokenizer
-from localrt.option_names import option
-from localrt.progress import ProgressCallback
+from localrt.service.batching import (
+    Errors,
+    Prompts,
+    gathered,
+    stream_batch,
+)
+from localrt.service.core import Core, open_core
+from localrt.service.embedding import embed
+from localrt.service.live import LiveModel
+from localrt.service.requests import whole_ids
+from localrt.service.status import ModelInfo, Status
 
 if TYPE_CHECKING:  # it brings the planner
     from localrt.planning.outlook import Outlook

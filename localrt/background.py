@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.errors import CancelledError, OptionError
-from localrt.progress import Progress
+from localrt.common.errors import CancelledError, OptionError
+from localrt.common.progress import Progress
 
 if TYPE_CHECKING:
     from localrt.api import Model

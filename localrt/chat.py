@@ -12,16 +12,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from localrt.answering.arguments import check_path, check_text, check_tools
-from localrt.answering.status import ModelInfo, Status
-from localrt.answering.streams import in_thread, joined
-from localrt.closing import Closing
+from localrt.chat_format.messages import as_message_calls
+from localrt.common.closing import Closing
+from localrt.common.errors import LocalrtError, OptionError, StorageError
+from localrt.common.files import write_text
+from localrt.common.progress import ProgressCallback
 from localrt.engine.saved_caches import Tier
 from localrt.engine.types import Chunk, Message, ToolCall
-from localrt.errors import LocalrtError, OptionError, StorageError
-from localrt.files import write_text
-from localrt.progress import ProgressCallback
-from localrt.text.tools import as_message_calls
+from localrt.service.arguments import check_path, check_text, check_tools, in_thread, joined
+from localrt.service.status import ModelInfo, Status
 
 if TYPE_CHECKING:  # it brings the planner
     from localrt.planning.outlook import Outlook

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.api import Model
-from localrt.errors import OptionError
-from localrt.option_names import option
-from localrt.progress import Progress, ProgressCallback
+from localrt.common.errors import OptionError
+from localrt.common.option_names import option
+from localrt.common.progress import Progress, ProgressCallback
 
 Floats = npt.NDArray[np.float32]
 

@@ -9,14 +9,14 @@ import threading
 from dataclasses import replace
 
 from localrt import hub
-from localrt.answering.arguments import check_call, check_text
+from localrt.common.progress import ProgressCallback, note_to
+from localrt.common.settings import Settings
 from localrt.hub import HubRef, LocalModel, ResolvedModel, searching
 from localrt.hub.own_stores import last_used
 from localrt.hub.resolving import offer_of
 from localrt.hub.searching import FoundModel, Variant
 from localrt.planning.chooser import chooser
-from localrt.progress import ProgressCallback, note_to
-from localrt.settings import Settings
+from localrt.service.arguments import check_call, check_text
 
 
 def list_models() -> list[LocalModel]:

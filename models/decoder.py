@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from localrt.errors import MemoryBudgetError
+from localrt.common.errors import MemoryBudgetError
 from localrt.models.config import (
     EMBEDDING,
     HEAD,

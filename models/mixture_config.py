@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Scoring

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 
-from localrt.errors import UnsupportedModelError
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder, load_resident

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorSource, WeightBlock
 from localrt.quant.formats import unpack
 from localrt.quant.ops.protocol import Ops, Vector, Weight

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from localrt.errors import MemoryBudgetError, OptionError
-from localrt.formatting import format_bytes
+from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import KvFormat, ModelShape, PassSizes
-from localrt.option_names import option
 from localrt.quant.ops.attention import LATENT_SCRATCH_NBYTES
 from localrt.quant.ops.protocol import Ops
 

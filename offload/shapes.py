@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT
@@ -20,12 +20,12 @@ from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.registry import read_config
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
+from localrt.quant.choose import missing_on_cards
+from localrt.quant.cpu.kv import BLOCK, LATENT_FORMATS, block_nbytes
+from localrt.quant.cuda.kernels.runs import scratch_nbytes
 from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.attention import IndexSpec, LatentSpec
-from localrt.quant.ops.choose import missing_on_cards
-from localrt.quant.ops.cuda.kernels.runs import scratch_nbytes
 from localrt.quant.ops.kv import grown_capacity
-from localrt.quant.ops.native.kv import BLOCK, LATENT_FORMATS, block_nbytes
 from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateLayout

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 
-from localrt.errors import CancelledError
+from localrt.common.errors import CancelledError
 from localrt.speculative.source import Check, Outcome
 
 # Called in the thread with the check and the outcome of ``DraftSource.ahead``.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.tree import TokenTree
 

@@ -14,7 +14,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CancelledError
+from localrt.common.errors import CancelledError
 from localrt.speculative.best_first import Children, Expand, Growth, likeliest
 from localrt.speculative.ngram import common_length
 from localrt.speculative.source import (

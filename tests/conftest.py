@@ -29,7 +29,7 @@ import hypothesis
 import pytest
 
 import localrt
-from localrt.quant.ops.native import ops as native_ops
+from localrt.quant.cpu import ops as native_ops
 
 # Processes beside each other share the cores: one for each, where a test asks for none.
 if "PYTEST_XDIST_WORKER" in os.environ:

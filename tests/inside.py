@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import localrt
-from localrt.answering.core import Core
+from localrt.service.core import Core
 
 __all__ = ["core_of", "engine_of"]
 

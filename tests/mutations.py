@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 
 MISSING = object()
 NUMBERS: list[Any] = [0, -1, 1, 3, 1 << 20, 1 << 31, 1 << 62, 10**400]

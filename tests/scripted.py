@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 import localrt
-from localrt.answering.requests import RequestBuilder
+from localrt.chat_format.templates.chat_template import ChatTemplate, MessageTemplate
 from localrt.engine.loop import generate
 from localrt.engine.protocol import EngineSession
 from localrt.engine.types import Chunk
-from localrt.models.templates.chat_template import ChatTemplate, MessageTemplate
+from localrt.service.requests import RequestBuilder
 from tests.inside import core_of
 
 __all__ = ["answer_to", "chunks_of", "with_template"]

@@ -19,7 +19,7 @@ def exists(name: str) -> bool:
     places = (
         ROOT,
         *(ROOT / room for room in _ROOMS),
-        ROOT / "quant/csrc",
+        ROOT / "quant/cpu/csrc",
         ROOT / "offload/planner",
     )
     return any((place / name).exists() for place in places)

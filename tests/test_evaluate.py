@@ -15,9 +15,9 @@ import pytest
 
 import localrt
 from localrt.cli import main
-from localrt.errors import OptionError, TokenizerError
+from localrt.common.errors import OptionError, TokenizerError
 from localrt.evaluate import evaluate
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
 from tests.real_models import real_model

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from localrt.errors import StorageError
-from localrt.files import (
+from localrt.common.errors import StorageError
+from localrt.common.files import (
     atomic_write,
     keep_private,
     private_file,
@@ -24,7 +24,7 @@ from localrt.files import (
 _DIES = """
 import os, sys
 from pathlib import Path
-from localrt.files import atomic_write
+from localrt.common.files import atomic_write
 with atomic_write(Path(sys.argv[1])) as stream:
     stream.write(b"new" * 100000)
     stream.flush()

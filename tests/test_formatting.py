@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from localrt.cli import main
-from localrt.formatting import printable
+from localrt.common.formatting import printable
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pickle
 
-from localrt.errors import LocalrtError, MemoryBudgetError, OptionError, StorageError
-from localrt.option_names import on_command_line, option, spelled
+from localrt.common.errors import (
+    LocalrtError,
+    MemoryBudgetError,
+    OptionError,
+    StorageError,
+)
+from localrt.common.option_names import on_command_line, option, spelled
 from localrt.tui.commands import in_app
 
 

@@ -82,9 +82,7 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
                 inside = path.relative_to(ROOT)
                 expected.add(str(inside if room == "localrt" else Path("localrt") / inside))
     inside_wheel = {name for name in names if name.startswith("localrt/")}
-    kernels = {
-        name for name in inside_wheel if name.startswith("localrt/quant/ops/native/_native.")
-    }
+    kernels = {name for name in inside_wheel if name.startswith("localrt/quant/cpu/_native.")}
     assert inside_wheel - kernels == expected
     assert len(kernels) == 1
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -107,13 +105,13 @@ from pathlib import Path
 from contextlib import closing
 import numpy as np
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.templates.chat_template import PlainTemplate, encode_chat, load_template
+from localrt.chat_format.templates.chat_template import PlainTemplate, encode_chat, load_template
 from localrt.models.registry import read_config
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.formats import unpack
 from localrt.engine.sampling import Sampling, distribution, draw
 from localrt.models.prefix import common_prefix
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
 import localrt.engine.native.engine, localrt.engine.pool, localrt.offload.memory.state
 import localrt.chat, localrt.api
 

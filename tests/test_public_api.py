@@ -112,10 +112,10 @@ def test_errors_have_one_root() -> None:
         value = getattr(localrt, name)
         if inspect.isclass(value) and issubclass(value, Exception):
             assert issubclass(value, localrt.LocalrtError)
-            assert name in importlib.import_module("localrt.errors").__all__
+            assert name in importlib.import_module("localrt.common.errors").__all__
 
 
-@pytest.mark.parametrize("module", ["localrt.text.thinking"])
+@pytest.mark.parametrize("module", ["localrt.chat_format.thinking"])
 def test_examples_in_docstrings(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted
@@ -133,7 +133,10 @@ def test_the_reference_can_be_made(tmp_path: Path) -> None:
     page = (tmp_path / "localrt.html").read_text(encoding="utf-8")
     assert "A conversation" in page  # the guide
     assert all(f'id="{name}"' in page for name in localrt.__all__ if name != "__version__")
-    assert {file.name for file in (tmp_path / "localrt").iterdir()} == {"errors.html"}
+    others = {
+        file.relative_to(tmp_path / "localrt").as_posix() for file in tmp_path.rglob("*/*.html")
+    }
+    assert others == {"common/errors.html"}
 
 
 if __name__ == "__main__":

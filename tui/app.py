@@ -22,9 +22,9 @@ from textual.screen import Screen
 from textual.timer import Timer
 
 from localrt import History
-from localrt.errors import CancelledError, LocalrtError
-from localrt.tools.servers import ToolServers
-from localrt.tools.toolbox import Toolbox
+from localrt.common.errors import CancelledError, LocalrtError
+from localrt.mcp.servers import ToolServers
+from localrt.mcp.toolbox import Toolbox
 from localrt.tui.chat.answering import FRAME_SECONDS
 from localrt.tui.chat.footer import Phase
 from localrt.tui.chat.panel import LivePanel
@@ -40,7 +40,7 @@ from localrt.tui.themes import WithoutColor, offered, register
 
 if TYPE_CHECKING:
     from localrt import ChatModel
-    from localrt.progress import ProgressCallback
+    from localrt.common.progress import ProgressCallback
 
     LoadByName = Callable[[str, ProgressCallback], ChatModel]
 

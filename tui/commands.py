@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from localrt.option_names import flag_value, on_command_line
+from localrt.common.option_names import flag_value, on_command_line
 from localrt.tui.mentions import begun, written
 
 OPTIONS = {

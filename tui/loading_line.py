@@ -11,12 +11,12 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from localrt.formatting import format_bytes
+from localrt.common.formatting import format_bytes
 from localrt.tui.text import clean, human_count
 from localrt.tui.themes import FAINT
 
 if TYPE_CHECKING:
-    from localrt.progress import Progress
+    from localrt.common.progress import Progress
 
 _STAGES = {
     "download": "Downloading",

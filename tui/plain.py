@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from localrt import History, split_thinking
-from localrt.errors import CancelledError, LocalrtError, OptionError
-from localrt.option_names import spelled
-from localrt.progress import NOTE, Progress
-from localrt.tools.servers import ToolServers
-from localrt.tools.toolbox import Toolbox
+from localrt.common.errors import CancelledError, LocalrtError, OptionError
+from localrt.common.option_names import spelled
+from localrt.common.progress import NOTE, Progress
+from localrt.mcp.servers import ToolServers
+from localrt.mcp.toolbox import Toolbox
 from localrt.tui.commands import Command, in_app, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
@@ -32,7 +32,7 @@ from localrt.tui.text import clean, human_when, one_line, short_name
 
 if TYPE_CHECKING:
     from localrt import ChatModel, ConversationInfo, Turn
-    from localrt.progress import ProgressCallback
+    from localrt.common.progress import ProgressCallback
 
 _OTHERS_SECONDS = 0.2  # between two looks at what another window writes
 

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from localrt import split_thinking
-from localrt.formatting import format_seconds
-from localrt.tools.toolbox import ROUNDS, Toolbox
+from localrt.common.formatting import format_seconds
+from localrt.mcp.toolbox import ROUNDS, Toolbox
 from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
 from localrt.tui.conversation.tool_calls import (
     NO_TOOLS,

@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 
 import localrt
-from localrt.errors import LocalrtError, OptionError, StorageError
-from localrt.toml_file import TomlFile
+from localrt.common.errors import LocalrtError, OptionError, StorageError
+from localrt.common.toml_file import TomlFile
 from localrt.tui.text import one_line
 
-# models: of hub/aliases.py; mcp: of localrt/tools.
+# models: of hub/aliases.py; mcp: of localrt/mcp.
 _NAMES = ("generation", "keys", "mcp", "models", "panel", "system", "theme")
 _FILE = "config.toml"
 _PRESETS_FILE = "presets.toml"

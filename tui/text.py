@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from datetime import datetime
 
-from localrt.errors import LocalrtError
-from localrt.formatting import format_count
+from localrt.common.errors import LocalrtError
+from localrt.common.formatting import format_count
 from localrt.tui.commands import in_app
 
 _KEPT = "\n\t"

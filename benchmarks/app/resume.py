@@ -21,7 +21,7 @@ import localrt
 from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.memory_limit import drop_from_cache
 from benchmarks.common.record import Record, load, save, setting
-from localrt.formatting import format_bytes
+from localrt.common.formatting import format_bytes
 
 TEXT = "the store keeps what was packed and brings it back in order "
 PREFILLS = 3  # they take long

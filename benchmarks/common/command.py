@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from localrt.common.settings import Settings
 from localrt.hub import resolve
-from localrt.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results"

@@ -16,9 +16,9 @@ from typing import Any
 from localrt.bench.process import ChildProcess, child_command
 from localrt.bench.runner import model_files, run_bench
 from localrt.bench.workload import BenchOptions, Outcome
-from localrt.errors import LocalrtError
-from localrt.formatting import format_bytes
-from localrt.settings import Settings
+from localrt.common.errors import LocalrtError
+from localrt.common.formatting import format_bytes
+from localrt.common.settings import Settings
 
 _V1 = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
 _V2 = ("memory.max", "memory.swap.max")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import localrt
-from localrt.files import write_text
+from localrt.common.files import write_text
 from localrt.machine import hardware
 
 Record = dict[str, Any]

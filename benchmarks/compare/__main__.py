@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.common.command import ROOT, cited_command, find_model, make_parser
 from benchmarks.common.record import Record, load, save_row, setting
-from localrt.formatting import table
+from localrt.common.formatting import table
 
 _CHILD = Path(__file__).with_name("child.py")
 _MEASURES = ("decode_tok_s", "prefill_tok_s", "first_token_s", "load_s", "peak_ram_mb")

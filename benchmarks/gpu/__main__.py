@@ -27,9 +27,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.timing import Result, one_by_one
-from localrt.files import write_text
-from localrt.quant.ops.cuda.kernels.launch import emulate
-from localrt.quant.ops.native.abi import find_library
+from localrt.common.files import write_text
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cuda.kernels.launch import emulate
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -27,13 +27,13 @@ from benchmarks.gpu.timing import (
 )
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cuda.kernels.products import MOST_ROWS, quantize
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import linear
 from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
-from localrt.quant.ops.cuda.kernels.products import MOST_ROWS, quantize
-from localrt.quant.ops.cuda.ops import CudaOps
-from localrt.quant.ops.cuda.products import linear
 from localrt.quant.ops.protocol import Batch, KVCache
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 
 RANK = 16
 FORMAT = "int4-g32"

@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.common.random_weights import random_packed
 from benchmarks.gpu.timing import Result, guarded
+from localrt.quant.cuda.experts import CudaExpertTable
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.cuda.expert_table import CudaExpertTable
-from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, Routing
-from localrt.quant.ops.torch.experts import run_each
+from localrt.quant.reference.experts import run_each
 
 BOUND = 0.02  # rows are multiplied in 8 bits, twice
 DISTINCT = 3  # experts with weights of their own; the others are copies

@@ -26,15 +26,14 @@ from benchmarks.gpu.timing import (
     guarded,
     launch_seconds,
 )
+from localrt.common.settings import Settings
+from localrt.quant.cuda.kernels import products
+from localrt.quant.cuda.kernels.products import TiledMatrix, linear_program, quantize, unpack_rows
+from localrt.quant.cuda.kernels.programs import machine_code
+from localrt.quant.cuda.kernels.variants import Case, Cut, best_cut
 from localrt.quant.formats import unpack
 from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.tiled import tile
-from localrt.quant.ops.cuda.kernels import products
-from localrt.quant.ops.cuda.kernels.products import TiledMatrix, linear_program, quantize
-from localrt.quant.ops.cuda.kernels.programs import machine_code
-from localrt.quant.ops.cuda.kernels.rows import unpack_rows
-from localrt.quant.ops.cuda.kernels.variants import Case, Cut, best_cut
-from localrt.settings import Settings
 
 FOUR_BIT = ("int4-g32", "int4-g128", "nf4", "mxfp4", "nvfp4", "q4_0", "q4_k")
 LOW_BIT = (

@@ -110,7 +110,7 @@ def counted(model: Model) -> dict[str, Any]:
     """Kernels, launches and waits of a token, and the GPU's idle share, once all is recorded."""
     if not model.info.device.startswith("cuda"):
         return {}
-    from localrt.quant.ops.cuda.counting import count_card_use
+    from localrt.quant.cuda.counting import count_card_use
 
     ids = random_ids({"vocab_size": model.info.vocab_size}, 4, seed=4)
     answer = model.stream(token_ids=ids, max_tokens=3 * _COUNTED, ignore_eos=True, temperature=0)
@@ -146,7 +146,7 @@ def throttle(link_bytes_s: float) -> None:
     """
     import torch
 
-    from localrt.quant.ops.cuda import cuda_memory, measuring
+    from localrt.quant.cuda import cuda_memory, measuring
 
     plain, card_rates = cuda_memory.CudaCopies, measuring.card_rates
 

@@ -28,9 +28,9 @@ from benchmarks.gpu.configs import (
 from benchmarks.gpu.timing import RUNS, Result, guarded, timed
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, Span
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 
 # Largest difference over largest magnitude. float32 differs by the order of sums alone (TF32 is
 # off); bf16 keeps 8 bits, through a few layers.

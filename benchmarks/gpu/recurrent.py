@@ -15,14 +15,14 @@ from benchmarks.gpu.timing import (
     Result,
     guarded,
 )
-from localrt.quant.ops.cuda.kernels.recurrent import mix_rows
-from localrt.quant.ops.cuda.ops import CudaOps
-from localrt.quant.ops.cuda.sequences import SequenceTable
+from localrt.quant.cuda.kernels.recurrent import mix_rows
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.recurrent import SequenceTable
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
-from localrt.quant.ops.torch.recurrent import mix_rows as textbook
+from localrt.quant.reference.recurrent import mix_rows as textbook
 
 BOUND = 0.01
 TREE = 16

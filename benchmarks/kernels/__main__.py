@@ -27,9 +27,9 @@ from benchmarks.common.timing import by_turns
 from benchmarks.kernels.ggml import TYPES, GgmlProduct, NotRepackedError, find_ggml
 from benchmarks.kernels.tables import kernels_table
 from localrt.machine import hardware
+from localrt.quant.cpu.abi import layout_of
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS
-from localrt.quant.ops.native.abi import layout_of
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
 
 KNOWN = [name for name, format in FORMATS.items() if layout_of(format) is not None]

@@ -80,8 +80,8 @@ def _json(model: Model, job: dict[str, Any]) -> None:
 
 def _serve(model: Model, job: dict[str, Any]) -> None:
     """Six requests, four at a time."""
-    from localrt.serve.options import ServeOptions
-    from localrt.serve.server import Server, create_app, open_socket
+    from localrt.server.options import ServeOptions
+    from localrt.server.running import Server, create_app, open_socket
 
     options = ServeOptions(port=0, drain_s=1.0)
     bound = open_socket(options)

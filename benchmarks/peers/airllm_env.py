@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 
 PEERS: Mapping[str, tuple[str, ...]] = {"airllm": ("airllm==4.0.0",)}
 """What to install for a peer, exactly; its other needs are those of the ``bench`` extra."""

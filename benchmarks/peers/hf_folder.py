@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import StorageError, UnsupportedModelError
-from localrt.formatting import format_bytes
+from localrt.common.errors import StorageError, UnsupportedModelError
+from localrt.common.formatting import format_bytes
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, StoreCheckpoint, open_checkpoint
 from localrt.quant.formats import PackedTensor, unpack
 

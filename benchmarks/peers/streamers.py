@@ -23,7 +23,7 @@ from localrt.bench.transformers_engine import (
     loading,
     set_up_torch,
 )
-from localrt.errors import LocalrtError, MissingExtraError
+from localrt.common.errors import LocalrtError, MissingExtraError
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from dataclasses import asdict
 from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.record import Record, save
 from benchmarks.published.tables import published_table
+from localrt.common.settings import Settings
+from localrt.common.version import __version__
 from localrt.planning.published import PUBLISHED, forecast
-from localrt.settings import Settings
-from localrt.version import __version__
 
 
 def rows() -> Iterator[Record]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common.markdown import markdown_table, versions_of
-from localrt.formatting import format_rate
+from localrt.common.formatting import format_rate
 
 
 def published_table(record: Mapping[str, Any]) -> str:

@@ -24,10 +24,10 @@ from benchmarks.common.record import Record, load, save, setting
 from benchmarks.quality.bench import Bench, Row, jobs
 from benchmarks.quality.rows import Measure
 from benchmarks.quality.texts import Corpus, prose, python_source
-from localrt.errors import LocalrtError, OptionError
+from localrt.common.errors import LocalrtError, OptionError
 from localrt.quant.formats import CODECS
 from localrt.quant.methods import METHODS
-from localrt.quantizing.quantize import CALIBRATION_TOKENS
+from localrt.quantize.quantize import CALIBRATION_TOKENS
 
 MODELS = ("smollm2", "qwen0.5b", "qwen1.5b")
 FORMATS = ("int4-g32", "int4-g64", "int4-g32m", "nf4", "mxfp4", "nvfp4", "int5-g32", "int6-g32")

@@ -26,11 +26,11 @@ from benchmarks.quality.rows import (
     make_reference,
 )
 from benchmarks.quality.texts import Corpus, interleaved
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 from localrt.quant.formats import CODECS
 from localrt.quant.methods import default_method
-from localrt.quantizing.mix import MIX_METHOD
-from localrt.quantizing.quantize import Recipe, quantize_model
+from localrt.quantize.mix import MIX_METHOD
+from localrt.quantize.quantize import Recipe, quantize_model
 
 Row = dict[str, Any]
 

@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 import localrt
 from benchmarks.quality.texts import Corpus
+from localrt.common.errors import MissingExtraError
 from localrt.engine.protocol import Logits
-from localrt.errors import MissingExtraError
 from localrt.evaluate import Tally, Windows, log_softmax, text_windows
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 
 Pieces = Callable[[Sequence[int], int], Iterator[Logits]]
 Scores = list[dict[str, Any]]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.common.markdown import machine_of, markdown_table, versions_of
-from localrt.formatting import format_rate
+from localrt.common.formatting import format_rate
 from localrt.quant.methods import METHODS
 
 Record = dict[str, Any]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 
 _PIECE = 8000  # characters of one source file: many files, so that no single style decides
 _ENOUGH = 600_000  # characters of code on either side

@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from localrt.common.errors import MissingExtraError, OptionError
 from localrt.engine.types import Metrics
-from localrt.errors import MissingExtraError, OptionError
 
 if TYPE_CHECKING:
-    from localrt.answering.core import Core
+    from localrt.service.core import Core
 
 ENGINES = ("native", "llamacpp", "transformers")
 
@@ -125,8 +125,8 @@ class _LocalrtEngine:
 
 
 def _load_native(launch: Launch) -> Core:
-    from localrt.answering.core import open_core
     from localrt.loading.options import LoadOptions
+    from localrt.service.core import open_core
 
     own = dict(launch.settings or {})
     options = LoadOptions(engine="native", ctx=launch.ctx, threads=launch.threads, **own)
@@ -135,11 +135,11 @@ def _load_native(launch: Launch) -> Core:
 
 def llamacpp_core(launch: Launch) -> Core:
     """Like ``localrt.load``, with llama.cpp's own settings, which that does not offer."""
-    from localrt.answering.core import Core
+    from localrt.chat_format.templates.chat_template import PlainTemplate
     from localrt.engine.llamacpp.engine import LlamaCppEngine
     from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
     from localrt.loading.parts import LoadedModel
-    from localrt.models.templates.chat_template import PlainTemplate
+    from localrt.service.core import Core
 
     path = Path(launch.path)
     model = LlamaCppModel.load(

@@ -13,9 +13,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from localrt.bench.workload import BenchOptions, Outcome, Result
+from localrt.common.errors import OptionError
+from localrt.common.formatting import format_bytes, format_rate
+from localrt.common.settings import Settings
 from localrt.engine.types import Metrics
-from localrt.errors import OptionError
-from localrt.formatting import format_bytes, format_rate
 from localrt.machine import hardware
 from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import PlanRequest, make_plan
@@ -24,7 +25,6 @@ from localrt.offload.planner.explain import explain
 from localrt.offload.shapes import parse_kv_format
 from localrt.planning.inputs import Hardware, budgets_of, machine_of, with_card
 from localrt.planning.models import shape_of
-from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.api import Model
@@ -77,7 +77,7 @@ def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
         busy = dict(model.status().since(before).busy)
         seen = None
         if model.info.device.startswith("cuda"):
-            from localrt.quant.ops.cuda.counting import count_card_use
+            from localrt.quant.cuda.counting import count_card_use
 
             seen = count_card_use(decode)
     finally:

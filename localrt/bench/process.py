@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 
 from localrt.bench.engines import BenchEngine, Launch, load_engine
-from localrt.closing import Closing
-from localrt.errors import LocalrtError
-from localrt.option_names import on_command_line
+from localrt.common.closing import Closing
+from localrt.common.errors import LocalrtError
+from localrt.common.option_names import on_command_line
 
 
 class ChildError(LocalrtError):

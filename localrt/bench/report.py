@@ -11,8 +11,13 @@ from typing import Any
 
 from localrt.bench.gpu import use_line
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
-from localrt.files import write_text
-from localrt.formatting import format_bytes, format_rate, format_seconds, table
+from localrt.common.files import write_text
+from localrt.common.formatting import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    table,
+)
 from localrt.machine.hardware import Machine
 
 _BASELINE = "llamacpp"

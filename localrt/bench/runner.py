@@ -27,8 +27,8 @@ from localrt.bench.workload import (
     make_long_prompt,
     make_prompts,
 )
-from localrt.errors import LocalrtError, OptionError
-from localrt.formatting import format_rate
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.formatting import format_rate
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory.state import memory_state

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import transformers
 
+from localrt.common.errors import LocalrtError, UnsupportedModelError
 from localrt.engine.types import Metrics
-from localrt.errors import LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.memory.process import peak_rss

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from localrt.errors import OptionError
-from localrt.option_names import option
+from localrt.common.errors import OptionError
+from localrt.common.option_names import option
 
 LONG_ANSWER = 2
 """Tokens after a long prompt: only the first is timed."""

@@ -16,10 +16,10 @@ from types import ModuleType
 from typing import Any
 
 from localrt.cli.help import Examples, HelpfulParser
-from localrt.errors import LocalrtError, OptionError
-from localrt.formatting import printable
-from localrt.option_names import on_command_line
-from localrt.version import __version__
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.formatting import printable
+from localrt.common.option_names import on_command_line
+from localrt.common.version import __version__
 
 __all__ = ["COMMANDS", "build_parser", "main"]
 

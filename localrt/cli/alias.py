@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 from localrt.cli.help import Examples
-from localrt.errors import ModelNotFoundError, OptionError
-from localrt.formatting import table
+from localrt.common.errors import ModelNotFoundError, OptionError
+from localrt.common.formatting import table
+from localrt.common.settings import Settings
 from localrt.hub import resolve
 from localrt.hub.known_models import find_known
 from localrt.hub.names import read_aliases, remove_alias, shown_path, write_alias
-from localrt.settings import Settings
 
 EXAMPLES: Examples = (
     ("localrt alias", "the names that there are"),

@@ -29,16 +29,16 @@ from localrt.cli.options import (
     add_model_argument,
 )
 from localrt.cli.progress import ProgressLine
-from localrt.errors import LocalrtError, OptionError
-from localrt.formatting import parse_size
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.formatting import parse_size
+from localrt.common.option_names import option
+from localrt.common.progress import note_to
+from localrt.common.settings import Settings
+from localrt.common.version import __version__
 from localrt.hub import resolve
 from localrt.machine import hardware
 from localrt.models.checkpoints import open_checkpoint
-from localrt.option_names import option
 from localrt.planning.chooser import chooser
-from localrt.progress import note_to
-from localrt.settings import Settings
-from localrt.version import __version__
 
 EXAMPLES: Examples = (
     ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),

@@ -29,9 +29,9 @@ from localrt.cli.options import (
     sampling_options,
 )
 from localrt.cli.run import answer, prompt_of
+from localrt.common.errors import OptionError
+from localrt.common.progress import ProgressCallback
 from localrt.engine.options import read_options
-from localrt.errors import OptionError
-from localrt.progress import ProgressCallback
 
 EXAMPLES: Examples = (
     ("localrt chat", "SmolLM2, a small model"),

@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from localrt.cli.help import Examples
-from localrt.errors import LocalrtError
-from localrt.formatting import format_bytes, table
+from localrt.common.errors import LocalrtError
+from localrt.common.formatting import format_bytes, table
+from localrt.common.settings import Settings
+from localrt.common.version import __version__
 from localrt.hub import DEMO_NAME, resolve
 from localrt.machine import hardware
 from localrt.machine.hardware import DiskSpeed
-from localrt.quant.ops.cuda.card_file import kept_of
-from localrt.quant.ops.cuda.kernels.programs import NO_COMPILER, has_compiler
-from localrt.quant.ops.cuda.rates import known_rates
-from localrt.quant.ops.native.abi import best_isa
-from localrt.settings import Settings
-from localrt.version import __version__
+from localrt.quant.cpu.abi import best_isa
+from localrt.quant.cuda.gpu_file import kept_of, known_rates
+from localrt.quant.cuda.kernels.programs import NO_COMPILER, has_compiler
 
 EXAMPLES: Examples = (
     ("localrt doctor", ""),

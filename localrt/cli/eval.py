@@ -17,9 +17,9 @@ from localrt.cli.options import (
     load_options,
 )
 from localrt.cli.progress import StatusLine
+from localrt.common.formatting import format_rate
 from localrt.evaluate import Evaluation, evaluate
-from localrt.formatting import format_rate
-from localrt.quantizing.calibration import read_file
+from localrt.quantize.calibration import read_file
 
 EXAMPLES: Examples = (
     ("localrt eval model.gguf --text book.txt", "perplexity"),

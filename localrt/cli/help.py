@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from localrt.option_names import meant_by
+from localrt.common.option_names import meant_by
 
 Examples = Sequence[tuple[str, str]]
 

@@ -7,9 +7,9 @@ import json
 from dataclasses import asdict
 
 from localrt.cli.help import Examples
-from localrt.formatting import format_bytes, table
+from localrt.common.formatting import format_bytes, table
+from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, LocalModel, list_models
-from localrt.settings import Settings
 
 EXAMPLES: Examples = (
     ("localrt list", "names, sizes, and where they are"),

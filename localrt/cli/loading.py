@@ -15,14 +15,14 @@ import localrt
 from localrt.chat import ChatModel
 from localrt.cli.options import load_options
 from localrt.cli.progress import ProgressLine
-from localrt.errors import LocalrtError, OptionError
-from localrt.formatting import printable
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.formatting import printable
+from localrt.common.option_names import on_command_line, spelled
+from localrt.common.progress import ProgressCallback, note_to
+from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, ResolvedModel, list_models, resolve
 from localrt.hub.listing import client_names
-from localrt.option_names import on_command_line, spelled
 from localrt.planning.chooser import chooser
-from localrt.progress import ProgressCallback, note_to
-from localrt.settings import Settings
 
 
 def load(name: str, options: dict[str, Any]) -> localrt.Model:
@@ -97,7 +97,7 @@ def choose_model(args: argparse.Namespace) -> None:
         if not args.no_server and _is_plain(args):
             _use_running_server(args)
         return
-    from localrt.remote.servers import read_address
+    from localrt.client.servers import read_address
 
     read_address(args.endpoint, _key(args))
     given = [name for name, value in load_options(args).items() if value not in (None, "auto")]
@@ -124,13 +124,13 @@ def _use_running_server(args: argparse.Namespace) -> None:
     A server that does not answer, or does not list it, is left alone: it may be gone, or may have
     been started with other folders.
     """
-    from localrt.remote.servers import local_servers
+    from localrt.client.servers import local_servers
 
     settings = Settings.from_environment()
     servers = local_servers(settings)
     if not servers:
         return
-    from localrt.remote.model import models_of  # the client takes its time to import
+    from localrt.client.model import models_of  # the client takes its time to import
 
     try:
         found = resolve(args.model, settings=settings, download=False)
@@ -162,7 +162,7 @@ def connect_endpoint(
     name: str | None = None,
 ) -> ChatModel:
     """The server's model that the arguments ask for, or the one of this name."""
-    from localrt.remote.model import connect
+    from localrt.client.model import connect
 
     name = name or args.model or None
     model = connect(args.endpoint, name, api_key=_key(args), progress=progress)
@@ -176,8 +176,8 @@ def endpoint_models(args: argparse.Namespace) -> list[tuple[str, str]]:
     Raises:
         LocalrtError: it cannot be reached, or lists none.
     """
-    from localrt.remote.model import list_remote
-    from localrt.remote.servers import read_address
+    from localrt.client.model import list_remote
+    from localrt.client.servers import read_address
 
     found = list_remote(read_address(args.endpoint, _key(args)))
     return [
@@ -193,7 +193,7 @@ def model_title(args: argparse.Namespace) -> str:
     """What to call the model until it says its own name."""
     if args.model:
         return str(args.model)
-    from localrt.remote.servers import read_address
+    from localrt.client.servers import read_address
 
     return read_address(args.endpoint).place
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from localrt.chat_format.gbnf import gbnf_to_lark
 from localrt.cli.help import advanced
+from localrt.common.errors import OptionError
+from localrt.common.settings import ENDPOINT_KEY
 from localrt.engine.options import read_options
-from localrt.errors import OptionError
 from localrt.hub import DEMO_NAME
-from localrt.settings import ENDPOINT_KEY
-from localrt.text.gbnf import gbnf_to_lark
 
 # Name, type, what stands for the value in help texts, and the help text. The type is what converts
 # the text, ``bool`` for a switch, ``list`` for a text that may be repeated, or a tuple of choices.

@@ -17,10 +17,12 @@ from typing import Any
 
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
+from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.files import write_text
+from localrt.common.option_names import on_command_line
+from localrt.common.settings import Settings
 from localrt.drafts.acceptance import known_acceptance, known_drafts
 from localrt.drafts.family import find_family_draft
-from localrt.errors import MemoryBudgetError, OptionError
-from localrt.files import write_text
 from localrt.offload.planner import ModelShape, Plan
 from localrt.offload.planner.pair import (
     PRIOR_ACCEPTANCE,
@@ -32,12 +34,10 @@ from localrt.offload.planner.pair import (
 from localrt.offload.planner.pc import PRESETS
 from localrt.offload.planner.picture import to_html, to_svg
 from localrt.offload.planner.plan import Change
-from localrt.option_names import on_command_line
 from localrt.planning.inputs import Hardware
 from localrt.planning.models import find_model, has_weights, shape_of
 from localrt.planning.plan import plan, with_texts
 from localrt.planning.what_runs import what_runs
-from localrt.settings import Settings
 
 EXAMPLES: Examples = (
     ("localrt plan", "what this PC runs well"),

@@ -6,10 +6,10 @@ import sys
 import time
 from typing import TextIO
 
-from localrt.closing import Closing
-from localrt.formatting import format_bytes, format_count, format_seconds
-from localrt.option_names import on_command_line, spelled
-from localrt.progress import NOTE, Progress
+from localrt.common.closing import Closing
+from localrt.common.formatting import format_bytes, format_count, format_seconds
+from localrt.common.option_names import on_command_line, spelled
+from localrt.common.progress import NOTE, Progress
 
 _VERBS = {
     "download": "downloading",

@@ -7,11 +7,11 @@ import json
 from dataclasses import asdict
 
 from localrt.cli.help import Examples
-from localrt.errors import LocalrtError
-from localrt.formatting import format_bytes, format_seconds, table
-from localrt.remote.answer import ListedModel
-from localrt.remote.servers import local_servers
-from localrt.settings import Settings
+from localrt.client.answer import ListedModel
+from localrt.client.servers import local_servers
+from localrt.common.errors import LocalrtError
+from localrt.common.formatting import format_bytes, format_seconds, table
+from localrt.common.settings import Settings
 
 EXAMPLES: Examples = (("localrt ps", "what is loaded, its memory, and until when"),)
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     found: list[tuple[str, ListedModel]] = []
     servers = local_servers(Settings.from_environment())
     for server in servers:
-        from localrt.remote.model import models_of  # the client takes its time to import
+        from localrt.client.model import models_of  # the client takes its time to import
 
         try:
             listed = models_of(server)

@@ -18,24 +18,24 @@ from localrt.cli.help import Examples
 from localrt.cli.loading import resolve_model
 from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments, number
 from localrt.cli.progress import ProgressLine
-from localrt.errors import OptionError, TokenizerError
-from localrt.formatting import format_bytes, format_seconds
+from localrt.common.errors import OptionError, TokenizerError
+from localrt.common.formatting import format_bytes, format_seconds
+from localrt.common.settings import Settings
 from localrt.hub import ResolvedModel, resolve_adapter
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.adapters.file import read_adapter
 from localrt.models.checkpoints.adapters.merged import MergedCheckpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.methods import default_method, quantized_format
-from localrt.quantizing.calibration import BUILTIN, builtin_text, read_text
-from localrt.quantizing.mix import MIX_METHOD
-from localrt.quantizing.quantize import (
+from localrt.quantize.calibration import BUILTIN, builtin_text, read_text
+from localrt.quantize.mix import MIX_METHOD
+from localrt.quantize.quantize import (
     CALIBRATION_TOKENS,
     QuantizeReport,
     Recipe,
     method_of,
     quantize_model,
 )
-from localrt.settings import Settings
 
 EXAMPLES: Examples = (
     ("localrt quantize org/name --format int4-g32", "4 bits and a scale for 32 weights"),

@@ -28,13 +28,19 @@ from localrt.cli.options import (
     sampling_options,
 )
 from localrt.cli.run_batch import read_stdin, run_batch
+from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
+from localrt.common.files import keep_private, private_folder, write_text
+from localrt.common.formatting import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    one_line,
+    printable,
+)
+from localrt.common.settings import Settings
 from localrt.engine.types import Chunk, Metrics
-from localrt.errors import LocalrtError, ModelNotFoundError, OptionError
-from localrt.files import keep_private, private_folder, write_text
-from localrt.formatting import format_bytes, format_rate, format_seconds, one_line, printable
 from localrt.hub import DEMO_NAME
 from localrt.hub.listing import may_be_a_name
-from localrt.settings import Settings
 
 EXAMPLES: Examples = (
     ('localrt run smollm2 "Name three rivers"', "one answer"),

@@ -30,21 +30,21 @@ from localrt.cli.options import (
     load_options,
     sampling_options,
 )
+from localrt.client.servers import LocalServer, announced
+from localrt.common.errors import OptionError
+from localrt.common.formatting import parse_duration, parse_size
+from localrt.common.option_names import on_command_line, option, spelled
+from localrt.common.progress import NOTE, Progress
+from localrt.common.settings import SERVE_KEY, Settings
 from localrt.engine.options import read_options
-from localrt.errors import OptionError
-from localrt.formatting import parse_duration, parse_size
 from localrt.hub import list_models
 from localrt.hub.listing import client_names
-from localrt.option_names import on_command_line, option, spelled
-from localrt.progress import NOTE, Progress
-from localrt.remote.servers import LocalServer, announced
-from localrt.serve.options import ServeOptions, is_loopback
-from localrt.settings import SERVE_KEY, Settings
+from localrt.server.options import ServeOptions, is_loopback
 
 if TYPE_CHECKING:  # the extra may be missing
-    from localrt.serve.guard import LogLine
-    from localrt.serve.models import Models
-    from localrt.serve.pool import ModelPool
+    from localrt.server.guard import LogLine
+    from localrt.server.models import Models
+    from localrt.server.pool import ModelPool
 
 EXAMPLES: Examples = (
     ("localrt serve", "all models of this machine, at http://127.0.0.1:8080/v1"),
@@ -109,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Listen, load, serve, and let answers finish."""
-    from localrt.serve.server import open_socket  # once the extra is known to be there
+    from localrt.server.running import open_socket  # once the extra is known to be there
 
     options = _options(args)
     defaults = sampling_options(args)
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         if args.model is None:
             _serve(args, options, bound, _pool(args, options, defaults), None)
             return 0
-        from localrt.serve.models import OneModel
+        from localrt.server.models import OneModel
 
         with load_model(args, reads_text=False) as model:
             _set_defaults(model, defaults)
@@ -143,7 +143,7 @@ def _serve(
     paths: dict[str, str] | None,
 ) -> None:
     """Serve ``models``; other commands find the server by its ``paths`` while it runs."""
-    from localrt.serve.server import serve
+    from localrt.server.running import serve
 
     with ExitStack() as stack:
 
@@ -165,7 +165,7 @@ def _serve(
 
 def _pool(args: argparse.Namespace, options: ServeOptions, defaults: dict[str, Any]) -> ModelPool:
     """All models of this machine."""
-    from localrt.serve.pool import LocalFile, ModelPool
+    from localrt.server.pool import LocalFile, ModelPool
 
     settings = Settings.from_environment()
     given = load_options(args) | {"offline": True}

@@ -10,8 +10,10 @@ from typing import Any
 
 from localrt.cli.help import Examples
 from localrt.cli.progress import ProgressLine
-from localrt.errors import ModelNotFoundError
-from localrt.formatting import format_bytes, format_count, one_line
+from localrt.common.errors import ModelNotFoundError
+from localrt.common.formatting import format_bytes, format_count, one_line
+from localrt.common.progress import note_to
+from localrt.common.settings import Settings
 from localrt.hub import HubRef, list_models, resolve
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel
 from localrt.hub.listing import expand_name
@@ -20,8 +22,6 @@ from localrt.hub.searching import Variant
 from localrt.library import list_variants
 from localrt.loading.describing import ModelDescription, describe_model
 from localrt.planning.chooser import chooser
-from localrt.progress import note_to
-from localrt.settings import Settings
 
 EXAMPLES: Examples = (
     ("localrt show llama3.2:3b", "size, context, template, parameters, licence"),

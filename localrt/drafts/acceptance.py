@@ -10,8 +10,8 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from localrt.files import write_text
-from localrt.settings import Settings
+from localrt.common.files import write_text
+from localrt.common.settings import Settings
 
 _FILE = "acceptance.json"
 _BLEND = 0.5  # of a new measurement

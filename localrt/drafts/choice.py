@@ -10,16 +10,16 @@ import threading
 from collections.abc import Callable
 from functools import cached_property
 
+from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.common.option_names import option
+from localrt.common.settings import Settings
 from localrt.drafts.family import find_family_draft
 from localrt.drafts.model import ModelDraft
 from localrt.drafts.placement import DraftPlace
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
-from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.loading.parts import LoadedModel
-from localrt.option_names import option
-from localrt.settings import Settings
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DEPTH, TreeSize
 from localrt.speculative.tuner import Tuner

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 from localrt.hub.files import gguf_variants
 from localrt.hub.listing import list_models
 from localrt.models.checkpoints.gguf.metadata import GgufCursor
@@ -23,7 +23,7 @@ from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
 from localrt.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from localrt.settings import Settings
+    from localrt.common.settings import Settings
 
 MOST_SHARE = 0.5
 """A draft has at most this share of its target's bytes: a larger one seldom pays."""

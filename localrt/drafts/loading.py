@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localrt.common.errors import MemoryBudgetError
 from localrt.drafts.choice import PLUS_NGRAM, Drafts
 from localrt.drafts.placement import DraftPlace, place_draft
-from localrt.errors import MemoryBudgetError
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 
 if TYPE_CHECKING:
-    from localrt.progress import ProgressCallback
-    from localrt.settings import Settings
+    from localrt.common.progress import ProgressCallback
+    from localrt.common.settings import Settings
 
 _HELD_TOKENS = 4096  # of a conversation whose context was not asked for
 
@@ -60,12 +60,12 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
     Raises:
         MemoryBudgetError: weights, cache and scratch exceed what is left.
     """
-    from localrt.formatting import format_bytes
+    from localrt.common.formatting import format_bytes
     from localrt.loading.native import memory_left
     from localrt.models.checkpoints import open_checkpoint
     from localrt.models.registry import read_config
     from localrt.offload.account import resident_account
-    from localrt.quant.ops.choose import make_ops
+    from localrt.quant.choose import make_ops
 
     with closing(open_checkpoint(path)) as checkpoint:
         config = read_config(checkpoint)

@@ -13,11 +13,11 @@ from weakref import WeakSet
 import numpy as np
 import numpy.typing as npt
 
+from localrt.common.errors import OptionError
+from localrt.common.formatting import format_bytes
 from localrt.drafts.placement import DraftPlace
 from localrt.drafts.translation import TranslatedSource
 from localrt.engine.native.engine import NativeEngine
-from localrt.errors import OptionError
-from localrt.formatting import format_bytes
 from localrt.loading.parts import LoadedModel
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.speculative.source import (

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from localrt.common.errors import UnsupportedModelError
 from localrt.drafts.acceptance import known_acceptance, remember_acceptance
-from localrt.errors import UnsupportedModelError
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import (
     CUDA_CONTEXT_NBYTES,
@@ -27,11 +27,11 @@ from localrt.offload.account import (
 )
 
 if TYPE_CHECKING:
+    from localrt.common.settings import Settings
     from localrt.loading.gpu import OpenGpu
     from localrt.models.checkpoints import Checkpoint
     from localrt.offload.planner.pair import PairPlan
     from localrt.offload.shapes import ModelShape
-    from localrt.settings import Settings
 
 # Of a conversation's tokens, as many as a draft on a card sees where no context was asked for, and
 # the nodes of a tree behind them.
@@ -89,8 +89,8 @@ def _open_card(target: Checkpoint, options: LoadOptions) -> OpenGpu | None:
     """The card of ``options``, if the target can be placed on it."""
     from localrt.loading.gpu import open_gpu
     from localrt.models.registry import read_config
-    from localrt.quant.ops.choose import make_ops
-    from localrt.quant.ops.native.abi import find_library
+    from localrt.quant.choose import make_ops
+    from localrt.quant.cpu.abi import find_library
 
     ops = make_ops(
         read_config(target).memory,

@@ -13,6 +13,7 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 
+from localrt.common.errors import LocalrtError
 from localrt.engine.dry import Dry
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import AnswerParser, Constraint, Request
@@ -27,7 +28,6 @@ from localrt.engine.sampling import (
 from localrt.engine.speculation import Guessing
 from localrt.engine.stopping import LineMatcher, Thinking
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob, ToolCall
-from localrt.errors import LocalrtError
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory.process import peak_rss
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from localrt.common.errors import CancelledError
+from localrt.common.progress import Progress
 from localrt.engine.answer import Answer, Meter
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, FinishReason
-from localrt.errors import CancelledError
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.progress import Progress
 
 
 def generate(

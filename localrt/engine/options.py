@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from localrt.common.errors import OptionError
+from localrt.common.option_names import did_you_mean, option
 from localrt.engine.sampling import Sampling, check_integer, check_number
 from localrt.engine.stopping import LineLimit
-from localrt.errors import OptionError
-from localrt.option_names import did_you_mean, option
 
 Overflow = Literal["error", "drop_oldest"]
 Effort = Literal["low", "medium", "high"]

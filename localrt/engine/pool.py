@@ -19,8 +19,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from localrt.common.errors import MemoryBudgetError
 from localrt.engine.protocol import Engine, EngineSession
-from localrt.errors import MemoryBudgetError
 from localrt.models.prefix import common_prefix
 from localrt.quant.ops.adapters import Mix
 

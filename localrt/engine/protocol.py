@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import ContextOverflowError, OptionError, UnsupportedModelError
+from localrt.common.errors import ContextOverflowError, OptionError, UnsupportedModelError
+from localrt.common.option_names import option
 from localrt.models.residency import PipelineCounts, Residency
-from localrt.option_names import option
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from localrt.common.errors import ContextOverflowError, OptionError
+from localrt.common.option_names import option
+from localrt.common.progress import ProgressCallback
 from localrt.engine.protocol import EngineSession, check_ids
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
 from localrt.engine.stopping import LineLimit, ThinkingLimit
 from localrt.engine.types import ToolCall
-from localrt.errors import ContextOverflowError, OptionError
-from localrt.option_names import option
-from localrt.progress import ProgressCallback
 from localrt.quant.ops.adapters import Mix
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import OptionError
-from localrt.option_names import option
+from localrt.common.errors import OptionError
+from localrt.common.option_names import option
 
 Logits = npt.NDArray[np.float32]
 

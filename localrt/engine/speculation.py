@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
+from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.engine.protocol import Check, EngineSession, Logits
-from localrt.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.speculative.gap_work import GapWork, Work
 from localrt.speculative.mixed import MixedTree
 from localrt.speculative.ngram import Archive

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls", "error"]
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from localrt.common.errors import OptionError, StorageError
 from localrt.engine.types import Message
-from localrt.errors import OptionError, StorageError
 from localrt.history.database import Database, insert
 from localrt.history.writer import AnswerWriter, is_alive, own_name, settle
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from localrt.errors import StorageError
+from localrt.common.errors import StorageError
 from localrt.history.conversation import Conversation, Turn
 from localrt.history.database import MEMORY_FIRST, insert
 from localrt.history.history import History

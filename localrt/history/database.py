@@ -17,8 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from localrt.errors import StorageError
-from localrt.files import keep_private, private_file, private_folder
+from localrt.common.errors import StorageError
+from localrt.common.files import keep_private, private_file, private_folder
 
 MEMORY_FIRST = 1 << 40  # turns of a database in memory count from here: no file's have such numbers
 

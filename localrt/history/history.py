@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from localrt.closing import Closing
-from localrt.errors import OptionError, StorageError
-from localrt.files import keep_private
+from localrt.common.closing import Closing
+from localrt.common.errors import OptionError, StorageError
+from localrt.common.files import keep_private
+from localrt.common.settings import Settings
 from localrt.history.conversation import Conversation
 from localrt.history.database import Database, insert
-from localrt.settings import Settings
 
 _FILE = "history.db"
 _MEMORY = ":memory:"

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from localrt.errors import CancelledError, OptionError, StorageError
+from localrt.common.errors import CancelledError, OptionError, StorageError
 from localrt.history.database import Database, insert
 
 _ENDS = ("done", "cancelled", "failed")

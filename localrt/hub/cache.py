@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from localrt.errors import ModelNotFoundError
-from localrt.files import write_text
+from localrt.common.errors import ModelNotFoundError
+from localrt.common.files import write_text
 from localrt.hub.files import choose_variant, gguf_variants, has_safetensors, variant_name
 from localrt.hub.names import HubRef
 from localrt.models.weight_files import index_shards

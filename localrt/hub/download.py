@@ -36,7 +36,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented,
     hf_raise_for_status,
 )
 
-from localrt.errors import (
+from localrt.common.errors import (
     CancelledError,
     GatedModelError,
     HubError,
@@ -45,10 +45,10 @@ from localrt.errors import (
     OfflineError,
     StorageError,
 )
-from localrt.formatting import format_bytes, one_line
+from localrt.common.formatting import format_bytes, one_line
+from localrt.common.progress import Progress, ProgressCallback
+from localrt.common.settings import Settings
 from localrt.hub.cache import CachedRepo
-from localrt.progress import Progress, ProgressCallback
-from localrt.settings import Settings
 
 # The root of the HTTP client's errors; which client it is depends on huggingface_hub.
 HTTP_ERROR: type[Exception] = next(

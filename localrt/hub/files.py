@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from localrt.errors import ModelNotFoundError
+from localrt.common.errors import ModelNotFoundError
 from localrt.models.weight_files import INDEX_NAME, WEIGHTS_NAME, weight_files
 
 DEFAULT_LABEL = "Q4_K_M"

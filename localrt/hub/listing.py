@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
+from localrt.common.settings import Settings
 from localrt.hub.cache import CachedRepo
 from localrt.hub.files import gguf_variants, quantization_label, variant_name
 from localrt.hub.known_models import find_known
@@ -38,7 +39,6 @@ from localrt.hub.own_stores import (
     own_stores,
     read_store,
 )
-from localrt.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.errors import ModelNotFoundError, OptionError
-from localrt.formatting import one_line
-from localrt.settings import Settings
+from localrt.common.errors import ModelNotFoundError, OptionError
+from localrt.common.formatting import one_line
+from localrt.common.settings import Settings
 
 if TYPE_CHECKING:
-    from localrt.toml_file import TomlFile
+    from localrt.common.toml_file import TomlFile
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 _HUB_REF = re.compile(
@@ -244,6 +244,6 @@ def _from_everywhere(model: str) -> str:
 
 
 def _file(settings: Settings) -> TomlFile:
-    from localrt.toml_file import TomlFile  # a parser that names of the hub do without
+    from localrt.common.toml_file import TomlFile  # a parser that names of the hub do without
 
     return TomlFile(settings.config_dir / _FILE)

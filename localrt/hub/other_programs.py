@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
+from localrt.common.settings import Settings
 from localrt.hub.files import GgufVariant, gguf_variants, has_safetensors, variant_name
 from localrt.hub.names import client_name
 from localrt.models.weight_files import index_shards
-from localrt.settings import Settings
 
 # Ollama's name of an option, and ours.
 _OPTIONS = {

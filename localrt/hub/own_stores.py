@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from localrt.files import private_folder
-from localrt.settings import Settings
+from localrt.common.files import private_folder
+from localrt.common.settings import Settings
 
 # As models/checkpoints/store/manifest.py has them: importing it would take numpy, and time.
 _MANIFEST, _PARTIAL = "manifest.json", "manifest.partial.json"

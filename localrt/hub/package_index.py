@@ -16,9 +16,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
 
-from localrt.errors import HubError, StorageError
-from localrt.files import atomic_write, private_folder
-from localrt.formatting import one_line
+from localrt.common.errors import HubError, StorageError
+from localrt.common.files import atomic_write, private_folder
+from localrt.common.formatting import one_line
+from localrt.common.progress import ProgressCallback
+from localrt.common.settings import Settings
 from localrt.hub.download import Meter, check_cancelled, check_space, storage_error
 from localrt.hub.names import (
     DEMO_BYTES,
@@ -29,8 +31,6 @@ from localrt.hub.names import (
     DEMO_SHA256,
     demo_cache_file,
 )
-from localrt.progress import ProgressCallback
-from localrt.settings import Settings
 
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 _RAW_PROGRESS_SINCE = (24, 1)

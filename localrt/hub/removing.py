@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from localrt.errors import ModelNotFoundError, OptionError, StorageError
-from localrt.formatting import format_bytes, one_line
+from localrt.common.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.common.formatting import format_bytes, one_line
+from localrt.common.settings import Settings
 from localrt.hub.cache import CachedRepo
 from localrt.hub.files import choose_variant, gguf_variants
 from localrt.hub.listing import (
@@ -27,7 +28,6 @@ from localrt.hub.listing import (
 )
 from localrt.hub.names import DEMO_HUB, DEMO_NAME, HubRef, close_to, demo_cache_file, parse_hub_ref
 from localrt.hub.own_stores import forget_use
-from localrt.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,16 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from localrt.errors import HubError, ModelNotFoundError, OfflineError, OptionError
-from localrt.formatting import one_line
+from localrt.common.errors import (
+    HubError,
+    ModelNotFoundError,
+    OfflineError,
+    OptionError,
+)
+from localrt.common.formatting import one_line
+from localrt.common.option_names import option
+from localrt.common.progress import ProgressCallback
+from localrt.common.settings import Settings
 from localrt.hub.cache import CachedModel, CachedRepo, find_cached
 from localrt.hub.files import (
     ADAPTER_FILES,
@@ -46,9 +54,6 @@ from localrt.hub.names import (
 from localrt.hub.other_programs import Extras, OtherModel
 from localrt.hub.own_stores import find_quantized
 from localrt.models.weight_files import INDEX_NAME, index_shards
-from localrt.option_names import option
-from localrt.progress import ProgressCallback
-from localrt.settings import Settings
 
 if TYPE_CHECKING:
     from localrt.hub.download import RemoteRepo

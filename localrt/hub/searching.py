@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from localrt.errors import HubError, OfflineError
-from localrt.formatting import one_line
+from localrt.common.errors import HubError, OfflineError
+from localrt.common.formatting import one_line
+from localrt.common.settings import Settings
 from localrt.hub.files import gguf_variants, safetensors_model_files, variant_name
 from localrt.hub.names import HubRef
-from localrt.settings import Settings
 
 _TIMEOUT_S = 10.0
 _KINDS = ("gguf", "safetensors")

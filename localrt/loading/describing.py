@@ -12,15 +12,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from localrt.chat_format.templates.chat_template import load_template
+from localrt.chat_format.templates.go_template import to_jinja
+from localrt.common.errors import LocalrtError, TemplateError
 from localrt.engine.sampling import sampling_defaults
-from localrt.errors import LocalrtError, TemplateError
 from localrt.hub import LocalModel, ResolvedModel
 from localrt.hub.other_programs import Extras
 from localrt.loading.quantization_name import quantization_name
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.templates.chat_template import load_template
-from localrt.models.templates.go_template import to_jinja
 
 _THINKING = ("enable_thinking", "reasoning_effort", "<think>", "<|channel|>", "thinking")
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
+from localrt.common.progress import Progress, ProgressCallback
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.clock import Clock
 from localrt.offload.device.gpu import Gpu
 from localrt.offload.planner.cards import measured_profile
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
-from localrt.progress import Progress, ProgressCallback
-from localrt.quant.ops.cuda.rates import CardRates
-from localrt.quant.ops.native.kv import parse_kv_format
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.kv import parse_kv_format
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda.gpu_file import CardRates
 from localrt.quant.ops.protocol import Ops
 
 # Reads and writes of a copy within the card's memory reach about what reading alone does.
@@ -84,7 +84,7 @@ def _cuda(
 ) -> OpenGpu:
     # These two import torch.
     from localrt.offload.device.cuda import CudaGpu
-    from localrt.quant.ops.cuda.cuda_memory import CudaCopies
+    from localrt.quant.cuda.cuda_memory import CudaCopies
 
     copies = CudaCopies(ops.device)
     rates = _rates(ops, host, formats, progress)
@@ -114,8 +114,8 @@ def _rates(
     ops: Ops, host: NativeOps, formats: Iterable[str], progress: ProgressCallback | None
 ) -> CardRates | None:
     """What was measured of the card, now or before; None if it cannot be."""
-    from localrt.quant.ops.cuda.measuring import card_rates
-    from localrt.quant.ops.cuda.ops import CudaOps
+    from localrt.quant.cuda.measuring import card_rates
+    from localrt.quant.cuda.ops import CudaOps
 
     def on_step(done: int, total: int) -> None:
         if progress is not None:

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
-from localrt.errors import CancelledError
+from localrt.common.errors import CancelledError
+from localrt.common.progress import Progress, ProgressCallback
 from localrt.models.checkpoints.base import TensorSource
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.rehearsal import Share, rehearse
 from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.placement import Placement
-from localrt.progress import Progress, ProgressCallback
 from localrt.quant.ops.protocol import Ops
 
 _MOST_THREADS = 4  # each takes a core, and 30 MB of RAM
@@ -46,8 +46,8 @@ def compiled_meanwhile(
     if ops.name != "cuda":
         yield
         return
-    from localrt.quant.ops.cuda.ops import CudaOps  # these two bring torch
-    from localrt.quant.ops.cuda.sketch import SketchOps
+    from localrt.quant.cuda.ops import CudaOps  # these two bring torch
+    from localrt.quant.cuda.sketch import SketchOps
 
     assert isinstance(ops, CudaOps), "no others have their name"
     sketch = SketchOps(ops)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from math import prod
 
+from localrt.common.progress import ProgressCallback
+from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import Engine, EngineInfo
 from localrt.loading.kernels import compiled_meanwhile
@@ -26,11 +28,9 @@ from localrt.offload.account import (
 from localrt.offload.memory.process import current_rss, ram_budget
 from localrt.offload.memory.state import memory_state
 from localrt.offload.ram_forecast import resident_forecast
-from localrt.progress import ProgressCallback
-from localrt.quant.ops.choose import make_ops, why_not_our_kernels
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.choose import make_ops, why_not_our_kernels
+from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.protocol import Ops
-from localrt.settings import Settings
 
 # A shorter context than this is not worth having everything in memory: rather stream some weights.
 _USEFUL_CONTEXT = 4096

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from localrt.errors import CancelledError, OptionError
+from localrt.common.errors import CancelledError, OptionError
+from localrt.common.option_names import option
+from localrt.common.progress import Progress, ProgressCallback
 from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES
 from localrt.offload.account import longest_context
-from localrt.option_names import option
-from localrt.progress import Progress, ProgressCallback
 
 ENGINES = ("auto", "native", "llamacpp")
 FORMATS = (None, "bf16", "f32")

@@ -13,31 +13,31 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from localrt.engine.protocol import Engine
-from localrt.engine.sampling import sampling_defaults
-from localrt.errors import (
+from localrt.chat_format.templates.chat_template import (
+    ChatTemplate,
+    MessageTemplate,
+    PlainTemplate,
+    load_template,
+)
+from localrt.common.errors import (
     MissingExtraError,
     OptionError,
     TemplateError,
     TokenizerError,
     UnsupportedModelError,
 )
+from localrt.common.option_names import option
+from localrt.common.progress import ProgressCallback
+from localrt.common.settings import Settings
+from localrt.engine.protocol import Engine
+from localrt.engine.sampling import sampling_defaults
 from localrt.loading.native import load_native
 from localrt.loading.options import LoadOptions
 from localrt.loading.quantization_name import quantization_name
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
 from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
-from localrt.models.templates.chat_template import (
-    ChatTemplate,
-    MessageTemplate,
-    PlainTemplate,
-    load_template,
-)
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
 from localrt.offload.store.pack import fingerprint
-from localrt.option_names import option
-from localrt.progress import ProgressCallback
-from localrt.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ def load_parts(
 
 def _translated(go_template: str, notes: list[str]) -> MessageTemplate | None:
     """The chat template that Ollama has of the model, where it can be used."""
-    from localrt.models.templates.go_template import to_jinja  # for those who have one
+    from localrt.chat_format.templates.go_template import to_jinja  # for those who have one
 
     try:
         return ChatTemplate(to_jinja(go_template), name="Ollama's chat template")

@@ -14,11 +14,14 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from localrt.common.errors import StorageError
+from localrt.common.files import private_folder
+from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
+from localrt.common.progress import Progress, ProgressCallback, note_to
+from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
-from localrt.errors import StorageError
-from localrt.files import private_folder
-from localrt.formatting import format_bytes
 from localrt.hub.names import shown_path
 from localrt.loading.choice import ContextChoice, choose_context, first_plan
 from localrt.loading.gpu import open_gpu
@@ -56,11 +59,8 @@ from localrt.offload.ram_forecast import placed_forecast
 from localrt.offload.shapes import KvFormat, parse_kv_format
 from localrt.offload.store.cached import cached_store, store_folder
 from localrt.offload.store.mending import mend_unit
-from localrt.option_names import option
-from localrt.progress import Progress, ProgressCallback, note_to
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, Ops
-from localrt.settings import Settings
 
 # Less than this is too little to tell a disk's speed by.
 _LOAD_SAMPLE = 64 << 20

@@ -14,14 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from localrt.files import write_text
+from localrt.common.files import write_text
+from localrt.common.settings import Settings
+from localrt.common.version import __version__
 from localrt.machine import hardware
 from localrt.offload.account import MEASURING_NBYTES
 from localrt.offload.planner.machine import MachineProfile, typical_machine
 from localrt.offload.planner.measure import WORKING_SET, is_busy, known_machine, measure_machine
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
-from localrt.settings import Settings
-from localrt.version import __version__
 
 _TIMEOUT_S = 120.0
 _LEAST_WORKING_SET = 8 << 20

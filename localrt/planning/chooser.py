@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from localrt.formatting import format_bytes
+from localrt.common.formatting import format_bytes
+from localrt.common.settings import Settings
 from localrt.hub.resolving import Chooser, Offer
-from localrt.settings import Settings
 
 
 def chooser(

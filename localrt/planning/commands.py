@@ -9,8 +9,8 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
+from localrt.common.option_names import on_command_line
 from localrt.offload.planner.plan import Plan
-from localrt.option_names import on_command_line
 
 FILE = "file"
 """The option of a change that takes another of a repository's files."""

@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localrt.errors import OptionError
-from localrt.files import private_folder
-from localrt.formatting import parse_size
+from localrt.common.errors import OptionError
+from localrt.common.files import private_folder
+from localrt.common.formatting import parse_size
+from localrt.common.option_names import option
+from localrt.common.settings import Settings
 from localrt.machine import hardware
 from localrt.machine.measuring import fingerprint, machine_profile
 from localrt.offload.memory.process import ram_budget
@@ -31,10 +33,8 @@ from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.measure import known_machine, measure_machine
 from localrt.offload.planner.pc import parse_memory_speed, parse_pc
 from localrt.offload.reading.disk_speed import DiskProfile
-from localrt.option_names import option
-from localrt.quant.ops.cuda.rates import known_rates
-from localrt.quant.ops.native.abi import best_isa
-from localrt.settings import Settings
+from localrt.quant.cpu.abi import best_isa
+from localrt.quant.cuda.gpu_file import known_rates
 
 _LEAST_SAMPLE = 64 << 20
 # Of a card's free memory, what is left to the desktop.

@@ -11,13 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from localrt.errors import (
+from localrt.common.errors import (
     CheckpointError,
     ModelNotFoundError,
     OptionError,
     UnsupportedModelError,
 )
-from localrt.files import write_text
+from localrt.common.files import write_text
+from localrt.common.option_names import option
+from localrt.common.settings import Settings
 from localrt.hub import resolve
 from localrt.hub.cache import CachedRepo
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel
@@ -28,9 +30,7 @@ from localrt.offload.planner import ModelShape
 from localrt.offload.planner.advice import in_format
 from localrt.offload.planner.config_shapes import shape_from_config
 from localrt.offload.shapes import shape_from_checkpoint
-from localrt.option_names import option
 from localrt.quant.formats import FORMATS
-from localrt.settings import Settings
 
 _CONFIG = "config.json"
 _CONFIGS = "configs"  # below the cache folder

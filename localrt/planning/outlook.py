@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
+from localrt.common.settings import Settings
 from localrt.loading.parts import LoadedModel
 from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import PlanRequest, make_plan
@@ -18,7 +19,6 @@ from localrt.offload.planner.measure import known_machine
 from localrt.offload.planner.plan import Change
 from localrt.planning.inputs import Hardware, budgets_of, card_here, with_card
 from localrt.planning.models import shape_of
-from localrt.settings import Settings
 
 __all__ = ["Change", "Outlook", "outlook"]
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from localrt.argument_names import known_arguments
-from localrt.errors import HubError, OptionError
+from localrt.common.errors import HubError, OptionError, known_arguments
+from localrt.common.option_names import option
+from localrt.common.settings import Settings
 from localrt.hub.known_models import repo_thinks
 from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
@@ -19,7 +20,6 @@ from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan
 from localrt.offload.planner.estimate import estimate
 from localrt.offload.planner.plan import Change
 from localrt.offload.planner.verdict import Expected
-from localrt.option_names import option
 from localrt.planning.commands import with_commands
 from localrt.planning.contexts import largest_contexts
 from localrt.planning.inputs import Hardware, hypothetical, planned_machine
@@ -34,7 +34,6 @@ from localrt.planning.recommending import (
 )
 from localrt.planning.report import details, report
 from localrt.planning.sizes import other_sizes
-from localrt.settings import Settings
 
 __all__ = ["Plan", "plan", "with_texts"]
 

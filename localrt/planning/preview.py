@@ -10,9 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localrt.argument_names import known_arguments
-from localrt.errors import MemoryBudgetError, OptionError, UnsupportedModelError
-from localrt.formatting import format_bytes, parse_size
+from localrt.common.errors import (
+    MemoryBudgetError,
+    OptionError,
+    UnsupportedModelError,
+    known_arguments,
+)
+from localrt.common.formatting import format_bytes, parse_size
+from localrt.common.settings import Settings
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import MachineProfile, Plan, make_plan
@@ -28,7 +33,6 @@ from localrt.planning.inputs import (
     with_card,
 )
 from localrt.planning.models import find_model, shape_of
-from localrt.settings import Settings
 
 _CTX = 4096
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from localrt.formatting import format_rate
+from localrt.common.formatting import format_rate
+from localrt.common.settings import Settings
 from localrt.hub.known_models import KnownModel, find_known
 from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan
 from localrt.offload.planner.cards import DEFAULT_CARD
@@ -20,7 +21,6 @@ from localrt.offload.planner.estimate import outline
 from localrt.offload.shapes import KvFormat
 from localrt.planning.inputs import Hardware, known_hardware
 from localrt.planning.recommending import sized
-from localrt.settings import Settings
 
 _CTX = 4096
 

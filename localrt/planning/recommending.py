@@ -14,8 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from localrt.errors import CheckpointError, UnsupportedModelError
-from localrt.formatting import format_bytes, parse_size
+from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.common.formatting import format_bytes, parse_size
+from localrt.common.settings import Settings
 from localrt.hub.files import DEFAULT_LABEL
 from localrt.hub.known_models import KnownModel, repo_thinks
 from localrt.hub.names import HubRef
@@ -28,7 +29,6 @@ from localrt.offload.planner.verdict import READING_TOK_S, Expected, speed
 from localrt.offload.shapes import aligned
 from localrt.planning.inputs import budgets_of
 from localrt.planning.preview import machine_on_device, preview_size
-from localrt.settings import Settings
 
 _CTX = 4096
 # What weights of so many bits lose: a share of perplexity, as measured on models of 0.1 to 1.5 B

@@ -9,7 +9,12 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from localrt.formatting import format_bytes, format_count, format_seconds, table
+from localrt.common.formatting import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    table,
+)
 from localrt.hub.names import looks_like_path
 from localrt.offload.planner.explain import explain, figures, hypothetical_line
 from localrt.offload.planner.plan import Plan, expected_of

@@ -12,7 +12,8 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
+from localrt.common.settings import Settings
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.planner import Plan, make_plan
@@ -20,8 +21,7 @@ from localrt.offload.planner.advice import in_bits, layer_bits
 from localrt.offload.planner.plan import PlannedPlace, PlannedSize
 from localrt.offload.store.pack import fingerprint
 from localrt.quant.formats import FORMATS
-from localrt.quantizing.mix import MIX_FORMATS, LossTable, known_losses
-from localrt.settings import Settings
+from localrt.quantize.mix import MIX_FORMATS, LossTable, known_losses
 
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5

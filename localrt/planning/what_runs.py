@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from localrt.formatting import format_bytes, format_seconds, table
+from localrt.common.formatting import format_bytes, format_seconds, table
+from localrt.common.settings import Settings
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel, repo_thinks
 from localrt.offload.planner import Budgets, MachineProfile
 from localrt.offload.planner.explain import figures
 from localrt.offload.planner.verdict import UNITS, Expected, Level, speed
 from localrt.planning.inputs import Hardware, hypothetical, known_hardware, left_out
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
-from localrt.settings import Settings
 
 _ORDER: dict[Level, int] = {"good": 0, "usable": 1, "slow": 2}
 _WORDS: dict[Level, str] = {"good": "good", "usable": "usable", "slow": "too slow"}

@@ -7,7 +7,7 @@ softmax's scale grows with YaRN's ``mscale_all_dim`` squared.
 
 from __future__ import annotations
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import CHOICE_BIAS, DecoderConfig, MixtureSpec
 from localrt.models.layers.rope import read_rope, scaling_number, yarn_mscale

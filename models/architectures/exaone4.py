@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localrt.errors import UnsupportedModelError
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.architectures.olmo2 import RESULT_NORMS
 from localrt.models.config import DecoderConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from localrt.errors import UnsupportedModelError
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import gemma2
 from localrt.models.config import DecoderConfig, LayerInputs, MixtureSpec
 from localrt.models.layers.rope import read_rope

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.config import RecurrentNames
 from localrt.models.raw_config import RawConfig, positive_number
 from localrt.quant.ops.protocol import RecurrentSpec

@@ -4,7 +4,7 @@ embedding, an MLP with a squared ReLU and no gate, or a mixture of such.
 
 from __future__ import annotations
 
-from localrt.errors import UnsupportedModelError
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures.mamba import mamba_names, read_mamba
 from localrt.models.config import DecoderConfig, LayerNames, MixtureSpec
 from localrt.models.raw_config import RawConfig

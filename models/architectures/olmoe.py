@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localrt.errors import UnsupportedModelError
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
 from localrt.models.mixture_config import read_mixture, with_mixture

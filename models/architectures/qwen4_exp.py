@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localrt.errors import UnsupportedModelError
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import qwen3_5
 from localrt.models.config import Connections, DecoderConfig, LayerNames, NgramLayer
 from localrt.models.layers.ngrams import NgramSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, TensorInfo
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.quant.formats import PackedTensor

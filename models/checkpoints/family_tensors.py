@@ -38,7 +38,7 @@ from typing import Any
 
 import numpy as np
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, TensorInfo
 from localrt.models.checkpoints.expert_stacks import StackedRows
 from localrt.quant.formats import (

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import Bytes, RowSource
 from localrt.quant.formats import GGML_UNREAD, NVFP4, TQ2_0, Format
 

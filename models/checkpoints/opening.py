@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint
 from localrt.models.checkpoints.gguf.file import split_part

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 
 _MOST_PER_CALL = 1 << 30  # systems refuse, or silently shorten, single reads of 2 GiB and more
 

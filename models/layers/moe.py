@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.config import (
     CHOICE_BIAS,
     EXPERT_SCALE,

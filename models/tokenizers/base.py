@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TypeAlias
 
-from localrt.errors import TokenizerError
+from localrt.common.errors import TokenizerError
 
 Watch: TypeAlias = Callable[[int], None]
 """Hears now and then how many tokens a text has become so far; raises to end that."""

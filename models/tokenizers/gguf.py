@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import TokenizerError, UnsupportedModelError
+from localrt.common.errors import TokenizerError, UnsupportedModelError
+from localrt.common.option_names import option
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import Tokenizer
@@ -33,7 +34,6 @@ from localrt.models.tokenizers.spm import (
     join_by_scores,
 )
 from localrt.models.tokenizers.vocabulary import PieceTable, Vocabulary
-from localrt.option_names import option
 
 _PREFIX = "tokenizer.ggml."
 _KNOWN_MODELS = ("gpt2", "llama", "gemma4")

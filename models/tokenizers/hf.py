@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from localrt.errors import TokenizerError, UnsupportedModelError
+from localrt.common.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers.base import Watch, package_errors
 from localrt.models.tokenizers.bpe import BYTE_TO_CHAR, piece_bytes
 from localrt.models.tokenizers.hf_packed import read_packed

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from localrt.errors import TokenizerError
+from localrt.common.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import Watch, ignore_count
 from localrt.models.tokenizers.vocabulary import (

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from localrt.errors import UnsupportedModelError
-from localrt.option_names import option
+from localrt.common.errors import UnsupportedModelError
+from localrt.common.option_names import option
 
 if TYPE_CHECKING:
     from tokenizers.normalizers import Normalizer

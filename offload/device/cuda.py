@@ -11,7 +11,7 @@ from typing import Any
 
 from localrt.offload.device.clock import Clock
 from localrt.offload.device.gpu import Bytes, Event, Gpu
-from localrt.quant.ops.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 

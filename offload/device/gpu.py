@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import MemoryBudgetError
-from localrt.formatting import format_bytes
+from localrt.common.errors import MemoryBudgetError
+from localrt.common.formatting import format_bytes
 from localrt.offload.device.clock import Clock
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.experts import Routing

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from localrt.errors import MemoryBudgetError
-from localrt.formatting import format_bytes
+from localrt.common.errors import MemoryBudgetError
+from localrt.common.formatting import format_bytes
 from localrt.offload.device.gpu import Event
 from localrt.offload.experts.policy import Learned
 from localrt.offload.reading.demand_reader import Load

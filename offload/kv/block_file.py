@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from localrt.errors import StorageError
-from localrt.files import private_file, private_folder, write_text
+from localrt.common.errors import StorageError
+from localrt.common.files import private_file, private_folder, write_text
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks

@@ -14,13 +14,12 @@ from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from localrt.errors import StorageError
+from localrt.common.errors import StorageError
 from localrt.offload.kv.file import PAGE, Bytes, KvFile
 from localrt.offload.kv.slots import Slot, SlotPool
 from localrt.offload.kv.tasks import IoTask, IoThread
 from localrt.offload.placement import KvPlace
-from localrt.quant.ops.kv import grown_capacity
-from localrt.quant.ops.native.kv import (
+from localrt.quant.cpu.kv import (
     BLOCK,
     KVFormat,
     NativeKVCache,
@@ -29,6 +28,7 @@ from localrt.quant.ops.native.kv import (
     map_zeros,
     move_rows,
 )
+from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.protocol import AttentionSpec
 
 

@@ -10,10 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from localrt.errors import MemoryBudgetError
+from localrt.common.errors import MemoryBudgetError
 from localrt.offload.kv.file import PAGE, Bytes
 from localrt.offload.kv.tasks import IoTask
-from localrt.quant.ops.native.kv import map_zeros
+from localrt.quant.cpu.kv import map_zeros
 
 
 class Slot:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
-from localrt.errors import StorageError
+from localrt.common.errors import StorageError
 
 IoTask: TypeAlias = "Future[None]"
 

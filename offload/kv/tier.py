@@ -11,13 +11,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from weakref import WeakSet
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 from localrt.offload.kv.cache import SsdKVCache, block_stride
 from localrt.offload.kv.slots import SlotPool
 from localrt.offload.kv.tasks import IoThread
 from localrt.offload.placement import KvPlace
+from localrt.quant.cpu.kv import (
+    BLOCK,
+    KVFormat,
+    NativeKVCache,
+    token_nbytes,
+)
 from localrt.quant.ops.kv import grown_capacity
-from localrt.quant.ops.native.kv import BLOCK, KVFormat, NativeKVCache, token_nbytes
 from localrt.quant.ops.protocol import AttentionSpec
 
 

@@ -9,7 +9,6 @@ import mmap
 import sys
 from pathlib import Path
 
-from localrt.models.templates.sandbox import renderer_nbytes
 from localrt.offload.memory.state import MemoryState, memory_state
 
 # Left to the desktop where nobody said how much to use.
@@ -19,25 +18,41 @@ _MOST_DESKTOP_BYTES = 2 << 30
 _LIMIT_MARGIN = 6 << 20
 
 
+HELPERS: set[int] = set()
+"""Ids of processes that work for this one alone: their memory counts as its own."""
+
+
+def helpers_nbytes() -> int:
+    """The memory of ``HELPERS`` that they share with nobody; 0 where the system does not say."""
+    nbytes = 0
+    for process in tuple(HELPERS):
+        try:
+            statm = Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()
+            nbytes += (int(statm[1]) - int(statm[2])) * mmap.PAGESIZE
+        except OSError:  # it has ended, or there is no /proc
+            continue
+    return nbytes
+
+
 def current_rss() -> int:
-    """Bytes of this process that are in RAM, and of the one that renders its chat templates."""
+    """Bytes of this process and its helpers that are in RAM."""
     if sys.platform == "linux":
         try:
             pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-            return int(pages) * mmap.PAGESIZE + renderer_nbytes()
+            return int(pages) * mmap.PAGESIZE + helpers_nbytes()
         except OSError:  # no /proc
             pass
     import psutil
 
-    return int(psutil.Process().memory_info().rss) + renderer_nbytes()
+    return int(psutil.Process().memory_info().rss) + helpers_nbytes()
 
 
 def peak_rss() -> int | None:
-    """Highest resident set of this process so far, in bytes, and what the one that renders its chat
-    templates takes; None where it is not known.
+    """Highest resident set of this process so far, in bytes, and what its helpers take now; None
+    where it is not known.
     """
     own = _own_peak()
-    return None if own is None else own + renderer_nbytes()
+    return None if own is None else own + helpers_nbytes()
 
 
 def _own_peak() -> int | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from localrt.errors import MemoryBudgetError
-from localrt.formatting import format_bytes
+from localrt.common.errors import MemoryBudgetError
+from localrt.common.formatting import format_bytes
 from localrt.models.residency import WeightMemory
 from localrt.offload.account import growing_ring_nbytes
 from localrt.offload.device.gpu import Gpu

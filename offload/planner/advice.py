@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from localrt.formatting import format_bytes
+from localrt.common.formatting import format_bytes
 from localrt.offload.planner.plan import Change, Plan, PlanRequest
 from localrt.offload.planner.search import predicted_rate
 from localrt.offload.shapes import ModelShape, aligned

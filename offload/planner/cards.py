@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from localrt.errors import OptionError
-from localrt.formatting import parse_size
+from localrt.common.errors import OptionError
+from localrt.common.formatting import parse_size
 from localrt.offload.planner.machine import GpuProfile, KernelRate
-from localrt.quant.ops.cuda.rates import ROWS, CardRates
+from localrt.quant.cuda.gpu_file import ROWS, CardRates
 
 _VIRTUAL = re.compile(r"virtual:(?P<size>[^@]+)@(?P<link>[^,]+),(?P<memory>[^,]+),(?P<flops>[^,]+)")
 _FLOPS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([GTP])(?:FLOPS?|OPS?)", re.IGNORECASE)

@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.schemes import read_scheme
 from localrt.models.checkpoints.text_model import TEXT_KEYS

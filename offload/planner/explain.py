@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import expm1
 
-from localrt.formatting import format_bytes, format_rate, format_seconds
+from localrt.common.formatting import format_bytes, format_rate, format_seconds
 from localrt.offload.account import Tier
 from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.planner.machine import MachineProfile

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from localrt.errors import MemoryBudgetError, OptionError
-from localrt.formatting import format_bytes
+from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
 from localrt.offload.account import SMALLEST_CONTEXT, activation_nbytes, shorter_contexts
 from localrt.offload.planner.advice import helpful_changes
 from localrt.offload.planner.plan import Plan, PlanRequest
 from localrt.offload.planner.search import find_plan, fits
-from localrt.option_names import option
 
 _MEGABYTE = 1_000_000
 _MOST_OPTIONS = 3

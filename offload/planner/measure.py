@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from localrt.files import write_text
+from localrt.common.files import write_text
 from localrt.offload.planner.machine import KernelRate, MachineProfile
 from localrt.offload.reading.disk_speed import DiskProfile
+from localrt.quant.cpu.abi import find_library, layout_of
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TiledTensor, tile_span
 from localrt.quant.ops.arrays import aligned_buffer
-from localrt.quant.ops.native.abi import find_library, layout_of
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch
 
 DEFAULT_FORMATS = ("int4-g32", "q4_k", "q6_k", "q8_0")

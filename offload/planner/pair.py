@@ -15,8 +15,8 @@ from functools import cache, lru_cache
 from math import comb
 from typing import Any, Literal
 
-from localrt.errors import OptionError
-from localrt.formatting import format_bytes, format_rate, table
+from localrt.common.errors import OptionError
+from localrt.common.formatting import format_bytes, format_rate, table
 from localrt.offload.account import draft_nbytes
 from localrt.offload.planner.draft_costs import DraftCosts
 from localrt.offload.planner.plan import Plan, PlanRequest

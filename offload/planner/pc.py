@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from localrt.errors import OptionError
-from localrt.formatting import parse_size
+from localrt.common.errors import OptionError
+from localrt.common.formatting import parse_size
 from localrt.offload.planner.cards import Card, other_gpu, parse_bandwidth, parse_card
 from localrt.offload.planner.machine import MachineProfile, typical_machine
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from localrt.errors import OptionError
-from localrt.formatting import format_bytes
+from localrt.common.errors import OptionError
+from localrt.common.formatting import format_bytes
 from localrt.offload.account import LONG_PREFILL_ROWS, PREFILL_ROWS, Account, Budgets
 from localrt.offload.placement import Placement, Where
 from localrt.offload.planner.costs import Costs

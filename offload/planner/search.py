@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from localrt.formatting import format_bytes
+from localrt.common.formatting import format_bytes
 from localrt.offload.account import (
     PREFILL_ROWS,
     activation_nbytes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from localrt.formatting import format_bytes, format_rate, format_seconds
+from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 READING_TOK_S = 7.0
 """About as fast as people read."""

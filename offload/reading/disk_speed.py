@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.arrays import aligned_buffer

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from localrt.errors import CheckpointError, LocalrtError
+from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.residency import Check
 from localrt.offload.device.gpu import Event

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.clock import Clock
 from localrt.offload.device.gpu import Event, Gpu

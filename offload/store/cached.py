@@ -15,8 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from localrt.errors import CancelledError, CheckpointError, StorageError, UnsupportedModelError
-from localrt.files import private_folder
+from localrt.common.errors import (
+    CancelledError,
+    CheckpointError,
+    StorageError,
+    UnsupportedModelError,
+)
+from localrt.common.files import private_folder
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError, LocalrtError
+from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit

@@ -1,7 +1,7 @@
 """Packs a model into a store as it was published: every tensor keeps its width and its values.
 
 Tile by tile, so that a model larger than memory can be packed. Quantizing on the way is
-``localrt/quantizing/quantize.py``'s work; it shares ``describe_source`` and the writer.
+``localrt/quantize/quantize.py``'s work; it shares ``describe_source`` and the writer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from localrt.models.units import Unit, list_units, packed_nbytes
 from localrt.offload.store.layout import plan_files
 from localrt.offload.store.text import text_files
 from localrt.offload.store.writer import ProgressFunction, StoreWriter
+from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.formats import F32, Exactness, Format, PackedTensor, unpack
 from localrt.quant.formats.tiled import TiledTensor, whole_tiles
-from localrt.quant.ops.native.ops import fast_tiler
 
 __all__ = [
     "Tiler",

@@ -18,10 +18,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
 
-from localrt.closing import Closing
-from localrt.errors import CancelledError, LocalrtError, OptionError, StorageError
-from localrt.files import atomic_write
-from localrt.formatting import format_bytes
+from localrt.common.closing import Closing
+from localrt.common.errors import (
+    CancelledError,
+    LocalrtError,
+    OptionError,
+    StorageError,
+)
+from localrt.common.files import atomic_write
+from localrt.common.formatting import format_bytes
 from localrt.models.checkpoints.base import WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError, OptionError
+from localrt.common.errors import CheckpointError, OptionError
 from localrt.quant.formats.catalog import CODECS
 from localrt.quant.formats.ggml import BF16, F16, F32
 from localrt.quant.formats.packed import Bytes, Codec, Floats, Format, PackedTensor

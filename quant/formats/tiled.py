@@ -20,7 +20,7 @@ columns. A span holds, for its 16 rows:
 
 Codes are unsigned (Q8_0's plus 128). What is made of a codebook's entries has spans of its own, in
 ``codebook.py``. A tile is as large as its rows were. f32, f16, bf16 and
-f8_e4m3 are tiles of single columns. ``quant/csrc`` converts the same way, only faster; it knows
+f8_e4m3 are tiles of single columns. ``quant/cpu/csrc`` converts the same way, only faster; it knows
 nothing that is not said here.
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 from localrt.quant.formats.packed import Bytes, Codec, Floats
 
 _BLOCK_ROWS = 2048

@@ -18,8 +18,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from localrt.errors import OptionError
-from localrt.option_names import option
+from localrt.common.errors import OptionError
+from localrt.common.option_names import option
 from localrt.quant.formats import (
     AFFINE,
     BF16,

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 
 Floats = npt.NDArray[np.float32]
 

@@ -14,10 +14,15 @@ import transformers
 
 import localrt
 from localrt.cli import main
-from localrt.errors import CheckpointError, MemoryBudgetError, ModelNotFoundError, OptionError
+from localrt.common.errors import (
+    CheckpointError,
+    MemoryBudgetError,
+    ModelNotFoundError,
+    OptionError,
+)
 from tests.inside import engine_of
 from tests.models.adapters import make_adapter, peft_logits
-from tests.serve.conftest import needs_kernels, serving
+from tests.server.conftest import needs_kernels, serving
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 PROMPT = "Tell me about rivers and the sea."

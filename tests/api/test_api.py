@@ -270,7 +270,7 @@ def test_bad_load_options(tiny_folder: Path, options: dict[str, object], message
 
 
 def test_loading_reports_progress_and_can_be_cancelled(tiny_folder: Path) -> None:
-    steps: list[localrt.progress.Progress] = []  # type: ignore[name-defined]
+    steps: list[localrt.common.progress.Progress] = []  # type: ignore[name-defined]
     localrt.load(tiny_folder, progress=steps.append).close()
     load = [step for step in steps if step.stage == "load"]
     assert [step.done for step in load] == sorted(step.done for step in load)

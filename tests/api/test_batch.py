@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import localrt
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
 from tests.loading.test_engine_choice import write_model
 from tests.models.tiny import save_tiny, tokens
 from tests.real_models import real_model
@@ -169,7 +169,7 @@ def test_a_model_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
 
 
 def test_memory_bounds_the_batch(tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.answering.budgets.kv_room", lambda engine, **budgets: 0)
+    monkeypatch.setattr("localrt.service.budgets.kv_room", lambda engine, **budgets: 0)
     assert len(tiny.generate_batch(["a", "b"], **GREEDY)) == 2  # one at a time
     with pytest.raises(localrt.MemoryBudgetError, match="batch_size=1"):
         tiny.generate_batch(["a", "b"], batch_size=2, **GREEDY)

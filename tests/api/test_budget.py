@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.errors import LocalrtError, MemoryBudgetError, OptionError
-from localrt.formatting import format_bytes, parse_size
+from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.common.formatting import format_bytes, parse_size
 from localrt.offload.account import Account, check_fits
 
 

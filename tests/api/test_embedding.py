@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.answering.embedding import POOLINGS, pooled_states
 from localrt.engine.native.engine import NativeEngine
+from localrt.service.embedding import POOLINGS, pooled_states
 from tests.conftest import write_tiny_model
 from tests.inside import engine_of
 from tests.models.tiny import save_tiny

@@ -9,7 +9,7 @@ import pytest
 
 import localrt
 from localrt.cli import main
-from localrt.errors import ContextOverflowError, OptionError
+from localrt.common.errors import ContextOverflowError, OptionError
 from tests.real_models import real_model
 
 MARKS = {"pre": 10, "suf": 11, "mid": 12}

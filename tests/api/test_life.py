@@ -108,7 +108,7 @@ async def test_loading_for_asyncio(tiny_folder: Path, gate: threading.Event) -> 
 def test_an_unloaded_model_says_so_and_its_chats_let_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localrt.answering.core._PATIENCE_S", 60.0)
+    monkeypatch.setattr("localrt.service.core._PATIENCE_S", 60.0)
     model = localrt.load(write_tiny_model(tmp_path))
     chat, other = model.chat(max_tokens=3), model.chat(max_tokens=400, ignore_eos=True)
     chat.send("hi")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
-from localrt.answering.budgets import Budgets
-from localrt.answering.status import LaneUse, MemoryUse, Status
-from localrt.answering.watching import last_pass
 from localrt.models.residency import Residency, Task
+from localrt.service.budgets import Budgets
+from localrt.service.status import LaneUse, MemoryUse, Status, last_pass
 from tests.engine.test_batch import ScriptedEngine
 from tests.inside import engine_of
 
@@ -199,7 +198,7 @@ def test_lanes_lie_within_the_pass(reads: list[tuple[float, float]]) -> None:
 
 def test_recording_follows_the_wish(tmp_path: Path) -> None:
     """The pipeline remembers tasks between a call with lanes=True and one with False."""
-    from localrt.answering.watching import Watch
+    from localrt.service.status import Watch
 
     asked: list[int | None] = []
 

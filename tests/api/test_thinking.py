@@ -11,8 +11,8 @@ import pytest
 
 import localrt
 from localrt.cli import main
+from localrt.common.errors import OptionError
 from localrt.engine.options import read_options
-from localrt.errors import OptionError
 from tests.conftest import CHATML, write_tiny_model
 from tests.inside import core_of
 

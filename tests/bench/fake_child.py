@@ -9,8 +9,8 @@ from typing import Any
 
 from localrt.bench import process
 from localrt.bench.engines import BenchEngine, Launch
+from localrt.common.errors import MissingExtraError, UnsupportedModelError
 from localrt.engine.types import Metrics
-from localrt.errors import MissingExtraError, UnsupportedModelError
 
 SPEED = {"native": 2.0, "llamacpp": 1.0, "transformers": 0.5}
 

@@ -13,12 +13,12 @@ from localrt.bench.gpu import GpuUse, forecast, gpu_for, use_line, wants_forecas
 from localrt.bench.report import to_json, to_table
 from localrt.bench.workload import BenchOptions, Workload
 from localrt.cli import main
-from localrt.errors import MemoryBudgetError, OptionError
+from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.settings import Settings
 from localrt.machine import hardware
 from localrt.machine.hardware import Gpu
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.plan import Change
-from localrt.settings import Settings
 from tests.benchmarks.test_hf_folder import tiny_gguf
 
 

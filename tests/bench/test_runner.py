@@ -14,8 +14,8 @@ from localrt.bench.process import ChildError, ChildProcess, disk_bytes_read
 from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Outcome, Workload
+from localrt.common.errors import OptionError
 from localrt.engine.types import Metrics
-from localrt.errors import OptionError
 from localrt.machine.hardware import probe
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from localrt.bench.report import to_chrome, write_trace
-from localrt.errors import StorageError
+from localrt.common.errors import StorageError
 
 EVENTS = [
     {"resource": "cpu", "name": "layer 0 attention", "start_s": 10.002, "end_s": 10.003},

@@ -1,7 +1,7 @@
 import pytest
 
 from localrt.bench.workload import Workload, make_prompts
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 
 
 def _bytes(text: str) -> list[int]:

@@ -11,12 +11,12 @@ import pytest
 
 from benchmarks.peers import hf_folder as module
 from benchmarks.peers.hf_folder import hf_folder, hf_folder_path
-from localrt.errors import StorageError, UnsupportedModelError
+from localrt.common.errors import StorageError, UnsupportedModelError
 from localrt.models.checkpoints import SafetensorsCheckpoint, open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.formats import unpack
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.checkpoints.make_gguf import in_pairs, write_gguf
 from tests.models.tiny import relative_error, save_tiny
 from tests.real_models import real_model

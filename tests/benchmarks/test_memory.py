@@ -17,7 +17,7 @@ import pytest
 from benchmarks.common.memory_limit import MemoryLimit
 from benchmarks.memory.cells import TESTED, Cell
 from benchmarks.memory.measuring import measure, problems
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 from tests.real_models import real_model
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.common.memory_limit import MemoryLimit, drop_from_cache
 from localrt.bench.runner import model_files
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 
 
 def _tree(root: Path, cgroup: str, *groups: str) -> Path:

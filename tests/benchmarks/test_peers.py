@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.peers import airllm_env as peers
 from benchmarks.peers.airllm_env import make_peer, peer_python
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 
 pytestmark = pytest.mark.skipif(find_spec("pip") is None, reason="needs pip")
 

@@ -15,7 +15,7 @@ from benchmarks.quality import rows as quality_rows
 from benchmarks.quality.bench import jobs
 from benchmarks.quality.tables import full_tables, short_table
 from benchmarks.quality.texts import interleaved, prose, python_source
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 
 WORDS = ["stone", "river", "light", "seven", "walks", "under", "great", "paper", "answer"]
 

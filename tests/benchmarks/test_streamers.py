@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.peers.airllm_env import peer_python
 from benchmarks.peers.hf_folder import hf_folder
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 from tests.benchmarks.test_hf_folder import TOKENS, tiny_gguf
 
 pytest.importorskip("accelerate", reason="needs the bench extra")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import GgufCheckpoint, SafetensorsCheckpoint
 from localrt.quant.formats import unpack
 from tests.checkpoints.make_gguf import Array, packed_rows, write_gguf

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from tests.checkpoints.make_gguf import (
     ARRAY,

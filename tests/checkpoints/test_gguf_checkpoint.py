@@ -7,7 +7,7 @@ from gguf.quants import dequantize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import GgufCheckpoint
 from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.quant.formats import unpack

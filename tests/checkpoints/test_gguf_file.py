@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.gguf.file import GgufFile, open_gguf_parts
 from localrt.quant.formats import GGML_FORMATS
 from tests.checkpoints.make_gguf import (

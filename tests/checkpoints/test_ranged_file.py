@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.ranged_file import RangedFile
 
 DATA = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)

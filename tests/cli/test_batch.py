@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from localrt.cli.run_batch import parse_prompts
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 from tests.cli.test_cli import assert_one_line, home, localrt
 
 __all__ = ["home"]  # a fixture

@@ -11,7 +11,7 @@ import pytest
 import localrt
 from localrt.cli import doctor
 from localrt.machine import hardware
-from localrt.quant.ops.cuda.card_file import CardFile
+from localrt.quant.cuda.gpu_file import CardFile
 from tests.planner.models import RATE
 
 ROOT = Path(__file__).parents[2]

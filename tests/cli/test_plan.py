@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from localrt.cli import main
-from localrt.errors import OfflineError
+from localrt.common.errors import OfflineError
 from localrt.hub.resolving import Offer
 from localrt.planning import models as plan_models
 from localrt.planning import plan as planning

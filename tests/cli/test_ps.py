@@ -8,12 +8,12 @@ from pathlib import Path
 from unittest import mock
 
 import localrt as library
-from localrt.remote.servers import LocalServer, announced
-from localrt.serve.options import ServeOptions
-from localrt.serve.pool import ModelPool
-from localrt.settings import Settings
+from localrt.client.servers import LocalServer, announced
+from localrt.common.settings import Settings
+from localrt.server.options import ServeOptions
+from localrt.server.pool import ModelPool
 from tests.cli.test_cli import FAST, home, localrt
-from tests.serve.conftest import serving
+from tests.server.conftest import serving
 
 __all__ = ["home"]  # a fixture
 

@@ -16,8 +16,8 @@ import pytest
 
 from localrt.cli import main
 from localrt.cli import quantize as quantize_command
-from localrt.errors import OptionError
-from localrt.quantizing.calibration import builtin_text, read_text
+from localrt.common.errors import OptionError
+from localrt.quantize.calibration import builtin_text, read_text
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 import localrt
 from localrt.drafts.model import vocabulary_problem
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
 from tests.conftest import write_tiny_model
 from tests.real_models import real_model
 

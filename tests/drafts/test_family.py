@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.common.settings import Settings
 from localrt.drafts.choice import family_draft
 from localrt.drafts.family import find_family_draft
-from localrt.quant.ops.native.abi import find_library
-from localrt.settings import Settings
+from localrt.quant.cpu.abi import find_library
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
 from tests.conftest import write_tiny_model
 from tests.inside import core_of

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.settings import Settings
 from localrt.drafts import placement
 from localrt.drafts.acceptance import known_acceptance, remember_acceptance
 from localrt.drafts.placement import DraftPlace
-from localrt.errors import MemoryBudgetError, OptionError
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES
 from localrt.offload.device.clock import Clock
 from localrt.offload.planner.cards import parse_card
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.ops import NativeOps
-from localrt.settings import Settings
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
 from tests.conftest import write_tiny_model
 from tests.drafts.conftest import Choose
 from tests.offload.gpu.fakes import FakeGpu

@@ -20,14 +20,14 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.loading import gpu, native
 from localrt.loading.options import LoadOptions
 from localrt.offload import account
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
 from tests.drafts.conftest import Choose
 
 pytest.importorskip("torch")
 
-from localrt.quant.ops import choose
-from localrt.quant.ops.cuda.kernels.launch import emulate
-from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant import choose
+from localrt.quant.cuda.kernels.launch import emulate
+from localrt.quant.cuda.ops import CudaOps
 from tests.inside import core_of
 from tests.ops.cuda.emulator import Emulator
 
@@ -141,7 +141,7 @@ def test_a_draft_that_fails_to_load_leaves_the_target_all(
 
     monkeypatch.setattr(draft_loading, "load_draft", full)
     loaded: list[Any] = []
-    from localrt.answering import core
+    from localrt.service import core
 
     def load(path: Path, options: Any, **more: Any) -> Any:
         loaded.append(options)

@@ -12,6 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.common.errors import (
+    ContextOverflowError,
+    LocalrtError,
+    MemoryBudgetError,
+    OptionError,
+)
+from localrt.common.progress import Progress
 from localrt.engine.batch.batch import (
     generate_batch,
     kv_room,
@@ -20,8 +27,6 @@ from localrt.engine.protocol import Engine, EngineInfo
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
-from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
-from localrt.progress import Progress
 from localrt.quant.ops.kv import grown_capacity
 from tests.engine.fake_session import VOCAB, ScriptedSession
 

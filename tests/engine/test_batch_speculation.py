@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localrt.common.errors import MemoryBudgetError
 from localrt.engine.batch.batch import generate_batch
 from localrt.engine.batch.live import Live, LiveLimits
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
-from localrt.errors import MemoryBudgetError
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DraftFailedError, DraftSource
 from localrt.speculative.tree import ROOT, TokenTree

@@ -22,7 +22,7 @@ from localrt.models.registry import read_config
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.store import pack_store
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
 from tests.models.tiny import tokens
 from tests.offload.placed import open_decoder
 from tests.store.synthetic import SyntheticCheckpoint
@@ -41,7 +41,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_engine(folder: Path, streamed: Sequence[str], budget: int) -> NativeEngine:
-    from localrt.quant.ops.native.ops import NativeOps
+    from localrt.quant.cpu.ops import NativeOps
 
     checkpoint: Any = open_checkpoint(folder)
     config = read_config(checkpoint, context=CTX)

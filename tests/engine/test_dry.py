@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.cli.options import add_sampling_arguments, sampling_options
+from localrt.common.errors import OptionError
 from localrt.engine.dry import Dry, grown, repeat_lengths
 from localrt.engine.options import read_options
 from localrt.engine.sampling import Sampling
-from localrt.errors import OptionError
 from tests.engine.fake_session import ByteTokenizer
 
 VOCAB = 256

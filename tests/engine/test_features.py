@@ -15,7 +15,7 @@ import transformers
 import localrt
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.session import NativeSession
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
 from localrt.speculative.tree import TokenTree
 from tests.inside import engine_of
 

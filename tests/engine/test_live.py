@@ -11,11 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.common.errors import (
+    ContextOverflowError,
+    LocalrtError,
+    MemoryBudgetError,
+    OptionError,
+)
 from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
-from localrt.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
 from tests.engine.fake_session import VOCAB, ScriptedSession
 from tests.engine.test_batch import CTX, KV, PASS_ROWS, ScriptedEngine, request
 from tests.waits import wait_for

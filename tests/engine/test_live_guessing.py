@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
 from tests.models.tiny import save_tiny, tokens
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.errors import (
+from localrt.common.errors import (
     CancelledError,
     CheckpointError,
     ContextOverflowError,
@@ -16,7 +16,7 @@ from localrt.errors import (
     OptionError,
     UnsupportedModelError,
 )
-from localrt.progress import Progress
+from localrt.common.progress import Progress
 from tests.real_models import find_real_model, real_model
 
 pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from localrt.common.errors import MissingExtraError
+from localrt.common.settings import Settings
 from localrt.engine.llamacpp import trial
 from localrt.engine.llamacpp.trial import check_build
-from localrt.errors import MissingExtraError
 from localrt.loading import parts
 from localrt.loading.options import LoadOptions
-from localrt.settings import Settings
 from tests.benchmarks.test_hf_folder import tiny_gguf
 
 posix = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")

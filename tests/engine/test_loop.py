@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from localrt.common.errors import ContextOverflowError, OptionError
+from localrt.common.progress import Progress
 from localrt.engine.loop import generate
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
-from localrt.errors import ContextOverflowError, OptionError
 from localrt.models.prefix import common_prefix
-from localrt.progress import Progress
 from tests.engine.fake_session import ByteTokenizer, ScriptedSession
 
 GREEDY = Sampling(temperature=0)

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.answering.parking import prompt_cache
+from localrt.common.errors import StorageError
+from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineSession
 from localrt.engine.saved_caches import PromptCache, model_key
-from localrt.errors import StorageError
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import load_parts
 from localrt.offload.kv.block_file import BlockFile
-from localrt.quant.ops.native.abi import find_library
-from localrt.settings import Settings
+from localrt.quant.cpu.abi import find_library
+from localrt.service.budgets import prompt_cache
 from tests.models.tiny import save_tiny, tokens
 
 KERNELS = find_library() is not None

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from localrt.common.errors import OptionError
 from localrt.engine.sampling import (
     Sampling,
     adjust_logits,
@@ -19,7 +20,6 @@ from localrt.engine.sampling import (
     log_probabilities,
     sampling_defaults,
 )
-from localrt.errors import OptionError
 
 NEUTRAL: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.engine.loop import generate
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo
@@ -19,11 +20,10 @@ from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
-from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DraftFailedError, DraftSource, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.engine.loop import generate
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
 from localrt.engine.speculation import Speculation
-from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import waiting
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
 from localrt.speculative.ngram import NgramSource
 from localrt.speculative.source import DraftFailedError, TreeSize
 from localrt.speculative.tree_source import TreeSource

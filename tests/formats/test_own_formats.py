@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from localrt.errors import CheckpointError, OptionError
+from localrt.common.errors import CheckpointError, OptionError
 from localrt.quant.formats import (
     BF16,
     CODECS,

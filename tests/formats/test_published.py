@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import CODECS, FORMATS, PUBLISHED, unpack
 from localrt.quant.formats.fp4 import E4M3, NF4_LEVELS
 from localrt.quant.formats.tiled import tile_tensor, untile
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.ops import NativeOps
 from tests.ops.packed import random_tensor
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.settings import Settings
+from localrt.common.settings import Settings
 from tests.hub.server import OLD_COMMIT, FakeHub, start
 
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB

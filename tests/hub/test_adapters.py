@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from localrt.errors import ModelNotFoundError, OfflineError
+from localrt.common.errors import ModelNotFoundError, OfflineError
+from localrt.common.settings import Settings
 from localrt.hub import resolve_adapter
-from localrt.settings import Settings
 from tests.hub.server import FakeHub
 
 FILES = {

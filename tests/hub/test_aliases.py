@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from localrt.cli import main
-from localrt.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.common.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.common.settings import Settings
 from localrt.hub import list_models, resolve
 from localrt.hub.names import expand_alias, read_aliases, remove_alias, write_alias
-from localrt.settings import Settings
 from tests.hub.server import FakeHub
 
 

@@ -14,10 +14,10 @@ from localrt.cli import pull as pull_command
 from localrt.cli import rm as rm_command
 from localrt.cli import show as show_command
 from localrt.cli.progress import ProgressLine, describe
-from localrt.errors import ModelNotFoundError, OfflineError
+from localrt.common.errors import ModelNotFoundError, OfflineError
+from localrt.common.progress import Progress
+from localrt.common.settings import Settings
 from localrt.library import list_variants
-from localrt.progress import Progress
-from localrt.settings import Settings
 from tests.hub.conftest import QUANTS
 from tests.hub.server import COMMIT, FakeHub
 

@@ -11,10 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from localrt.errors import CancelledError, HubError, ModelNotFoundError, OfflineError, OptionError
+from localrt.common.errors import (
+    CancelledError,
+    HubError,
+    ModelNotFoundError,
+    OfflineError,
+    OptionError,
+)
+from localrt.common.progress import Progress
+from localrt.common.settings import Settings
 from localrt.hub import list_models, names, package_index, remove_model, resolve
-from localrt.progress import Progress
-from localrt.settings import Settings
 from tests.hub.server import FakeHub
 
 MODEL = b"GGUF demo" * 5000

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from localrt.errors import (
+from localrt.common.errors import (
     CancelledError,
     GatedModelError,
     HubError,
@@ -22,9 +22,9 @@ from localrt.errors import (
     OfflineError,
     StorageError,
 )
+from localrt.common.progress import Progress
+from localrt.common.settings import Settings
 from localrt.hub import resolve
-from localrt.progress import Progress
-from localrt.settings import Settings
 from tests.hub.conftest import NEWER, QUANTS, TINY, WEIGHTS
 from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from localrt.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.common.errors import ModelNotFoundError, OptionError, StorageError
+from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
-from localrt.settings import Settings
 from tests.hub.conftest import QUANTS, TINY, WEIGHTS
 from tests.hub.server import OLD_COMMIT, FakeHub
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.errors import LocalrtError, ModelNotFoundError, OptionError
+from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
+from localrt.common.settings import Settings
 from localrt.hub import HubRef, resolve
 from localrt.hub.files import gguf_variants, quantization_label, safetensors_model_files
 from localrt.hub.names import client_name, parse_hub_ref
-from localrt.settings import Settings
 from tests.hub.conftest import settings_at
 
 

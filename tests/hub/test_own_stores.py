@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from localrt.errors import ModelNotFoundError, OptionError
+from localrt.common.errors import ModelNotFoundError, OptionError
+from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
 from localrt.hub.own_stores import note_use
 from localrt.hub.removing import plan_removal
-from localrt.settings import Settings
 
 
 @pytest.fixture(autouse=True)

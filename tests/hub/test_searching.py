@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from localrt.errors import HubError, ModelNotFoundError, OfflineError
+from localrt.common.errors import HubError, ModelNotFoundError, OfflineError
+from localrt.common.settings import Settings
 from localrt.hub.searching import list_variants, search_models
-from localrt.settings import Settings
 from tests.hub.server import FakeHub
 
 MODELS: list[dict[str, Any]] = [

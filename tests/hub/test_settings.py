@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.settings import Settings
+from localrt.common.settings import Settings
 
 
 def test_defaults_lie_in_the_home_folder() -> None:
@@ -71,7 +71,7 @@ def test_where_the_token_comes_from(tmp_path: Path) -> None:
 def test_the_commands_import_nothing_heavy() -> None:
     heavy = {"numpy", "torch", "huggingface_hub", "transformers", "requests", "httpx", "tqdm"}
     code = (
-        "import sys, localrt.cli.list, localrt.cli.pull, localrt.cli.rm, localrt.settings\n"
+        "import sys, localrt.cli.list, localrt.cli.pull, localrt.cli.rm, localrt.common.settings\n"
         f"print(sorted({heavy!r} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

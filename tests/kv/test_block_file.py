@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import StorageError
+from localrt.common.errors import StorageError
 from localrt.offload.kv.block_file import BlockFile
+from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, ReadBlocks
-from localrt.quant.ops.native.kv import NativeKVCache
 
 SIZE = 100  # bytes of a block
 
@@ -156,7 +156,7 @@ def test_a_cache_that_reads_by_copies_gets_what_is_before_the_damage(
     tmp_path: Path, damaged: int
 ) -> None:
     torch = pytest.importorskip("torch")
-    from localrt.quant.ops.torch.kv import TorchKVCache
+    from localrt.quant.reference.kv import TorchKVCache
 
     tokens = list(range(2 * BLOCK_TOKENS))
     cache = TorchKVCache([(2, 8, 8)], len(tokens), torch.float32, torch.device("cpu"))

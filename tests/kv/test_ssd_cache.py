@@ -16,16 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import MemoryBudgetError, OptionError, StorageError
+from localrt.common.errors import MemoryBudgetError, OptionError, StorageError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv import KvTier
 from localrt.offload.kv.file import PAGE, KvFile
 from localrt.offload.kv.tasks import IoThread
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.kv import KV_FORMATS, KVFormat
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.kv import KV_FORMATS, KVFormat
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import save_tiny, tokens
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
+from localrt.common.progress import Progress
 from localrt.loading.gpu import open_gpu
 from localrt.offload.planner.machine import typical_machine
-from localrt.progress import Progress
 from tests.planner.models import RATE
 
 torch = pytest.importorskip("torch")
 
 
 def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    from localrt.quant.ops.cuda import cuda_memory, measuring
-    from localrt.quant.ops.cuda.ops import CudaOps
+    from localrt.quant.cuda import cuda_memory, measuring
+    from localrt.quant.cuda.ops import CudaOps
 
     asked: list[set[str]] = []
 

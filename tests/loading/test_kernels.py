@@ -13,7 +13,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from localrt.errors import CancelledError, LocalrtError
+from localrt.common.errors import CancelledError, LocalrtError
+from localrt.common.progress import Progress
+from localrt.common.settings import Settings
 from localrt.loading import native
 from localrt.loading.kernels import compiled_meanwhile, share_of_card
 from localrt.loading.options import LoadOptions
@@ -23,15 +25,13 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.offload.device.clock import Clock
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.placement import Placement, Where
-from localrt.progress import Progress
+from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.kernels.launch import Grid, emulate
+from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.formats import CODECS, pack, unpack
-from localrt.quant.ops.cuda.cuda_memory import CudaCopies
-from localrt.quant.ops.cuda.kernels.launch import Grid, emulate
-from localrt.quant.ops.cuda.kernels.programs import Program
-from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.ops import TorchOps
-from localrt.settings import Settings
+from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import save_tiny
 from tests.offload.gpu.placed_on_gpu import place_on_gpu
 from tests.offload.placed import MODE, PLENTY, Model, needs_kernels, open_decoder

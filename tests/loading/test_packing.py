@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import localrt
-from localrt.progress import NOTE, Progress
+from localrt.common.progress import NOTE, Progress
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 import pytest
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 from localrt.quant.formats import BF16, CODECS
 from localrt.quant.methods import (
     METHODS,

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from localrt.errors import CheckpointError, LocalrtError, OptionError
+from localrt.common.errors import CheckpointError, LocalrtError, OptionError
 from localrt.quant.formats import AFFINE, CODECS, F16, MXFP4, NVFP4, Codec, pack, unpack
 from localrt.quant.methods import METHODS, HessianSum, quantize, restore, rotation, tensor_scale
 from localrt.quant.methods.gptq import gptq_codes

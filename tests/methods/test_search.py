@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
+from localrt.quant.cpu.scales import fast_search
 from localrt.quant.formats import CODECS, Codec
 from localrt.quant.formats.ggml import GGUF_CODECS
 from localrt.quant.methods.scales import ScaleSearch, best_scales
-from localrt.quant.ops.native.scales import fast_search
 from tests.methods.data import weight
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.adapters.file import read_adapter
 from tests.checkpoints.make_gguf import write_gguf

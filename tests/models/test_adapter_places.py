@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.adapters.file import read_adapter
 from localrt.models.checkpoints.adapters.merged import MergedCheckpoint
 from localrt.models.checkpoints.adapters.places import text_module, why_only_merged
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.adapters import Adapter, LowRank
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Ops
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.checkpoints.make_gguf import write_gguf
 from tests.models.adapters import make_adapter, peft_logits
 from tests.models.gguf_hybrid import write_hybrid

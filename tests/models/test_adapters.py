@@ -12,17 +12,17 @@ import peft
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from localrt.errors import CheckpointError, LocalrtError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.adapters.file import read_adapter
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store.pack import pack_store
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, KVCache, Ops
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.checkpoints.make_gguf import in_pairs, write_gguf
 from tests.models.adapters import make_adapter, peft_logits
 from tests.models.tiny import relative_error, save_tiny, tokens

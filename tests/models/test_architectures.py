@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.errors import CancelledError, CheckpointError, UnsupportedModelError
+from localrt.common.errors import CancelledError, CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import ARCHITECTURES, read_config

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import TemplateError
-from localrt.models.checkpoints import open_checkpoint
-from localrt.models.templates.chat_template import (
+from localrt.chat_format.templates.chat_template import (
     ChatTemplate,
     MessageTemplate,
     PlainTemplate,
     encode_chat,
     load_template,
 )
+from localrt.common.errors import TemplateError
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
 from tests.real_models import real_model
 

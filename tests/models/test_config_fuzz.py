@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.registry import ARCHITECTURES
 from localrt.offload.planner.config_shapes import shape_from_config
 from tests.models.tiny import load_ours, save_tiny

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
@@ -22,7 +22,7 @@ from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch, Rope, Span
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.models.gguf_deepseek import write_deepseek
 from tests.models.test_architectures import oracle
 from tests.models.tiny import CONFIGS, load_ours, relative_error, save_tiny, tokens

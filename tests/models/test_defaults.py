@@ -14,7 +14,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 from localrt.models.checkpoints.safetensors.folder import flatten_config
 from localrt.models.checkpoints.text_model import decoder_tensor, is_multimodal
 from localrt.models.config import DecoderConfig

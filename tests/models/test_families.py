@@ -13,7 +13,7 @@ import pytest
 from gguf import GGUFReader
 from transformers import Exaone4Config
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.shapes import shape_from_checkpoint
 from localrt.offload.store import pack_store

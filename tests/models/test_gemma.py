@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.errors import UnsupportedModelError
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.config import LAYER_EMBEDDING
 from localrt.models.registry import read_config
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.models.gguf_gemma import ARCHITECTURES, write_gemma
 from tests.models.test_architectures import oracle
 from tests.models.test_mixtures import edited, logits_of

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from localrt.errors import TemplateError
-from localrt.models.templates.chat_template import ChatTemplate
-from localrt.models.templates.go_template import to_jinja
+from localrt.chat_format.templates.chat_template import ChatTemplate
+from localrt.chat_format.templates.go_template import to_jinja
+from localrt.common.errors import TemplateError
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 HI = {"role": "user", "content": "Hi"}

@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.models.gguf_mixture import ARCHITECTURES, write_mixture
 from tests.models.tiny import MIXTURES, load_ours, relative_error, save_tiny, tokens
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from localrt.errors import CheckpointError, LocalrtError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Ops, Span
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
 from tests.offload.placed import needs_kernels

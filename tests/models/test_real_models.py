@@ -14,7 +14,7 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import relative_error
 from tests.real_models import real_model
 

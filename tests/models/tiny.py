@@ -33,7 +33,7 @@ from transformers import (
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny_deepseek import DEEPSEEK_CONFIGS
 from tests.models.tiny_families import FAMILIES, FAMILY_MIXTURES
 from tests.models.tiny_hybrid import hybrid_configs, hybrid_mixtures

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.errors import CancelledError
+from localrt.common.errors import CancelledError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
@@ -21,10 +21,10 @@ from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.ring import PAGE
 from localrt.offload.store import pack_store
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.kv import KVFormat
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.kv import KVFormat
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, KVCache
 from tests.store.synthetic import SyntheticCheckpoint
 

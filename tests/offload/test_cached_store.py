@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.errors import CancelledError, StorageError
+from localrt.common.errors import CancelledError, StorageError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.store.cached import cached_store, store_folder
 from localrt.quant.formats.tiled import tile_tensor

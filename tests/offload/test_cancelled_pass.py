@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.errors import CancelledError
+from localrt.common.errors import CancelledError
 from localrt.offload.reading.files import StoreFiles
 from tests.offload.placed import Model, extend, needs_kernels, pack_synthetic, passing, tokens
 from tests.waits import wait_for

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.ring import PAGE

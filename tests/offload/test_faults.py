@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from localrt.errors import CancelledError, CheckpointError
+from localrt.common.errors import CancelledError, CheckpointError
 from localrt.models.decoder import Decoder
 from localrt.offload.reading.files import ReadMode, StoreFiles
 from localrt.offload.reading.reader import POLL_S

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.arrays import aligned_buffer

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from localrt.common.settings import Settings
 from localrt.machine import measuring
 from localrt.machine.measuring import machine_profile
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.reading.disk_speed import DiskProfile
 from localrt.offload.reading.files import ReadMode
-from localrt.settings import Settings
 
 PROFILE = DiskProfile(ReadMode(direct=True, threads=3, block=1 << 20), 2e9, 1e-10)
 

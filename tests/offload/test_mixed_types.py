@@ -13,9 +13,9 @@ from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store.pack import pack_store
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Ops
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.checkpoints.make_gguf import Array, write_gguf
 from tests.models.tiny import relative_error
 from tests.offload.placed import Model, extend, needs_kernels, passing, tokens

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import CancelledError, MemoryBudgetError
+from localrt.common.errors import CancelledError, MemoryBudgetError
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
-from localrt.quant.ops.native.kv import KVFormat
+from localrt.quant.cpu.kv import KVFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.offload.placed import (
     Model,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.errors import CancelledError, CheckpointError, MemoryBudgetError
+from localrt.common.errors import CancelledError, CheckpointError, MemoryBudgetError
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.reading.files import StoreFiles

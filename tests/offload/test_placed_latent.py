@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.quant.ops.native.kv import KVFormat
+from localrt.quant.cpu.kv import KVFormat
 from tests.offload.placed import Model, extend, needs_kernels, pack_tiny, tokens
 
 pytestmark = needs_kernels

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.errors import CancelledError
+from localrt.common.errors import CancelledError
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.placement import Where
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.hybrid_cache import split_layers
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.placed_on_gpu import on_gpu

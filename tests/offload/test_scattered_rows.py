@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.scattered_rows import RowRange, ScatteredRows
 

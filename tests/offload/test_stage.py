@@ -17,8 +17,8 @@ from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.arrays import aligned_buffer
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.offload.placed import needs_kernels, pack_synthetic
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import CancelledError, CheckpointError
+from localrt.common.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.reading.reader import POLL_S
 from localrt.offload.reading.unit_reader import UnitReader

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.native.kv import KVFormat
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.kv import KVFormat
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.ops.test_native_matmul import ISAS
 

@@ -12,7 +12,7 @@ import torch
 from localrt.quant.formats import NF4, PackedTensor, pack, unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.bitsandbytes_ops import BnbOps, BnbWeight
+from localrt.quant.reference.bitsandbytes_ops import BnbOps, BnbWeight
 
 pytestmark = [
     pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"),

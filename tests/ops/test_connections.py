@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.streams import ConnectionWeights
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.ops.test_native_matmul import ISAS
 
 modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")

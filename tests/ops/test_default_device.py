@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from localrt.option_names import on_command_line, spelled
-from localrt.quant.ops import choose
+from localrt.common.option_names import on_command_line, spelled
+from localrt.quant import choose
 from localrt.quant.ops.attention import AttentionSpec
 
 torch = pytest.importorskip("torch")
@@ -16,7 +16,7 @@ NORMED = AttentionSpec(
 
 
 def test_what_no_kernel_for_cards_can_do_is_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("localrt.quant.ops.native.ops")
+    pytest.importorskip("localrt.quant.cpu.ops")
     monkeypatch.setattr(choose, "_default_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
     ops = choose.make_ops([PLAIN, NORMED])

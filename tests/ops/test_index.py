@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.attention import IndexSpec
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.ops import NativeOps
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.ops.indexed_layers import (
     EPS,
     HIDDEN,

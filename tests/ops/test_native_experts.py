@@ -8,12 +8,12 @@ from functools import cache, lru_cache
 import numpy as np
 import pytest
 
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertTable, ExpertWeights, Routing
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import CASES, ISAS, PACKED, computed, quantized

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.kv import KVFormat
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.kv import KVFormat
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.models.test_architectures import oracle
 from tests.models.tiny import MIXTURES, relative_error, tokens
 from tests.ops.packed import random_tensor

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import unpack
 from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.ops import NativeOps
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS
 

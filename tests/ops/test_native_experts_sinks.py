@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.kv import KV_FORMATS, KVFormat
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import unpack
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.kv import KV_FORMATS, KVFormat
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch, Span
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS

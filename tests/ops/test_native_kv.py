@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.kv import KV_FORMATS, KVFormat, block_nbytes
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.kv import KV_FORMATS, KVFormat, block_nbytes
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,

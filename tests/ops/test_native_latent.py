@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv import KvTier
-from localrt.quant.ops.choose import make_ops
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.kv import KVFormat, block_nbytes, move_rows
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.choose import make_ops
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.kv import KVFormat, block_nbytes, move_rows
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
-from localrt.quant.ops.torch.ops import TorchOps
-from localrt.quantizing.quantize import Recipe, quantize_model
+from localrt.quant.reference.ops import TorchOps
+from localrt.quantize.quantize import Recipe, quantize_model
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.test_native_matmul import ISAS
 

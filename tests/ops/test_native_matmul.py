@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
+from localrt.quant.cpu.abi import find_library, layout_of
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, GROUP_CODECS, Format, PackedTensor, unpack
 from localrt.quant.formats.fp4 import NF4_LEVELS
 from localrt.quant.formats.tiled import TILE_ROWS, tile, tile_tensor, untile
 from localrt.quant.methods.rotation import block_hadamard
-from localrt.quant.ops.native.abi import find_library, layout_of
-from localrt.quant.ops.native.ops import NativeOps
 from tests.ops.packed import random_tensor
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
 from tests.ops.packed import random_tensor
 
 pytestmark = [
@@ -93,7 +93,7 @@ def run_script(code: str) -> None:
         import os, resource, sys, time
         from pathlib import Path
         import numpy as np
-        from localrt.quant.ops.native.ops import NativeOps
+        from localrt.quant.cpu.ops import NativeOps
         from tests.ops.test_native_pool import rounds_with_pauses, threads, wait_until_asleep
     """
     script = textwrap.dedent(head) + textwrap.dedent(code)

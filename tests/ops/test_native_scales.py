@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cpu.scales import NativeSearch, fast_search
 from localrt.quant.formats import CODECS, Codec
 from localrt.quant.formats.ggml import GGUF_CODECS
 from localrt.quant.methods import best_scales, quantize
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.ops import NativeOps
-from localrt.quant.ops.native.scales import NativeSearch, fast_search
 from tests.ops.test_native_matmul import ISAS
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.quant.cpu.abi import best_isa, find_library
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops import states
 from localrt.quant.ops.hybrid_cache import HybridCache
-from localrt.quant.ops.native.abi import best_isa, find_library
-from localrt.quant.ops.native.ops import NativeOps
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.ops.recurrent_layers import SPECS, Layer, check_tree, random_rows, tree_mask
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")

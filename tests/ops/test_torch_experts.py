@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
-from localrt.quant.ops.torch.experts import route
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.experts import route
+from localrt.quant.reference.ops import TorchOps
 
 
 def spec(count: int = 8, used: int = 2, **options: Any) -> RouterSpec:

@@ -9,7 +9,7 @@ from localrt.offload.placement import PlacedUnit
 from localrt.offload.planner import Budgets, Plan, PlanRequest, make_plan, shape_from_config
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.offload.shapes import Experts, KvShape, ModelShape
-from localrt.quant.ops.cuda.rates import CardRates
+from localrt.quant.cuda.gpu_file import CardRates
 
 _GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss",

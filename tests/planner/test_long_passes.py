@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import MemoryBudgetError
+from localrt.common.errors import MemoryBudgetError
 from localrt.offload.placement import LEAST_CARD_ROWS, Placement, Where
 from localrt.offload.planner import Budgets, Plan
 from localrt.offload.planner.costs import Costs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 from localrt.offload.placement import PlacedUnit
 from localrt.offload.planner import measure
 from localrt.offload.planner.cards import (
@@ -114,7 +114,7 @@ class _Disk:
 def test_measuring_is_done_once_for_one_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("localrt.quant.ops.native.ops")
+    pytest.importorskip("localrt.quant.cpu.ops")
     calls: list[str] = []
     monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
@@ -185,7 +185,7 @@ def test_linux_says_without_a_package_whether_it_is_busy(
 def test_rates_of_a_busy_machine_are_marked_and_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("localrt.quant.ops.native.ops")
+    pytest.importorskip("localrt.quant.cpu.ops")
     monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
 
@@ -207,7 +207,7 @@ def test_rates_of_a_busy_machine_are_marked_and_measured_again(
 def test_a_models_own_files_tell_a_disks_speed_better_than_a_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("localrt.quant.ops.native.ops")
+    pytest.importorskip("localrt.quant.cpu.ops")
     monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
     monkeypatch.setattr(measure, "_BUDGET_S", 0.0)
     monkeypatch.setattr(measure, "is_busy", lambda: False)

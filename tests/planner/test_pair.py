@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
 from localrt.offload.account import Budgets
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.pair import AcceptanceSource, PairPlan, PairRequest, plan_pair

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
+from localrt.common.settings import Settings
 from localrt.offload.planner.cards import CARDS, parse_card
 from localrt.offload.planner.pc import PRESETS, Pc, parse_memory_speed, parse_pc
 from localrt.planning.inputs import Hardware
 from localrt.planning.what_runs import what_runs
-from localrt.settings import Settings
 
 
 def test_parts_in_any_order() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import MemoryBudgetError, OptionError
+from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.offload.placement import Where
 from localrt.offload.planner import (
     Budgets,

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import localrt
+from localrt.common.settings import Settings
 from localrt.offload.planner import Budgets, PlanRequest, make_plan
 from localrt.offload.planner.estimate import estimate
 from localrt.offload.planner.machine import KernelRate, MachineProfile
@@ -19,7 +20,6 @@ from localrt.offload.planner.verdict import speed
 from localrt.planning import preview as preview_module
 from localrt.planning.inputs import Hardware
 from localrt.planning.what_runs import what_runs
-from localrt.settings import Settings
 from tests.planner.models import machine, shape
 
 PCS = ("RTX 4060, 32GB", "16GB DDR4", "GTX 1650, 16GB")

@@ -13,8 +13,8 @@ from localrt.machine import hardware
 from localrt.offload.store.pack import fingerprint
 from localrt.planning import sizes
 from localrt.planning.inputs import Hardware, with_card
-from localrt.quant.ops.cuda.card_file import CardFile
-from localrt.quantizing.mix import GroupLoss, LossTable
+from localrt.quant.cuda.gpu_file import CardFile
+from localrt.quantize.mix import GroupLoss, LossTable
 from tests.cli.test_plan import config_folder
 from tests.planner.models import RATE, machine
 from tests.store.synthetic import SyntheticCheckpoint

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import localrt
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
+from localrt.common.settings import Settings
 from localrt.hub.own_stores import forget_use, last_used, note_use
 from localrt.offload.planner import measure
 from localrt.planning.preview import Preview, preview, preview_size
-from localrt.settings import Settings
 
 
 def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

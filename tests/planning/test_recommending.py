@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from localrt.common.settings import Settings
 from localrt.hub.known_models import find_known, repo_thinks
 from localrt.hub.resolving import Offer
 from localrt.offload.planner.verdict import READING_TOK_S, THINKING_TOK_S, judge, speed
 from localrt.planning import recommending
 from localrt.planning.inputs import Hardware, known_hardware
 from localrt.planning.recommending import recommend, recommend_on
-from localrt.settings import Settings
 
 BITS = {
     "Q2_K": 3.0,

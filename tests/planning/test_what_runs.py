@@ -7,10 +7,10 @@ import socket
 import pytest
 
 import localrt
+from localrt.common.settings import Settings
 from localrt.hub.known_models import KNOWN_MODELS
 from localrt.planning.inputs import Hardware
 from localrt.planning.what_runs import what_runs
-from localrt.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 

@@ -14,11 +14,11 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv import KvTier
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.kv import KV_FORMATS, NativeKVCache
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.kv import KV_FORMATS, NativeKVCache
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Ops
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import save_tiny, tokens
 
 CAPACITY = 1024
@@ -95,7 +95,7 @@ def _row(cache: Any, token: int) -> list[Any]:
     """All that a cache in RAM keeps of a token."""
     if not isinstance(cache, NativeKVCache):
         return [t[:, token].numpy().copy() for t in (*cache._k, *cache._v)]
-    from localrt.quant.ops.native.kv import _place, _planes
+    from localrt.quant.cpu.kv import _place, _planes
 
     found, at = [], 0
     memory = cache._memory.reshape(-1, cache._step)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from localrt.errors import CancelledError, LocalrtError
+from localrt.common.errors import CancelledError, LocalrtError
 from localrt.offload.reading.reader import Waiter, waiting
 from localrt.speculative.gap_work import GapWork
 

@@ -14,9 +14,9 @@ import pytest
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.ops.native.abi import find_library
-from localrt.quant.ops.native.kv import KV_FORMATS, KVFormat
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.kv import KV_FORMATS, KVFormat
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.tree import ROOT, TokenTree
 from tests.models.tiny import save_tiny, tokens

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import CancelledError
+from localrt.common.errors import CancelledError
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.best_first import DECAY, Children, Growth, likeliest
 from localrt.speculative.source import Drafter, DraftFailedError, Rows

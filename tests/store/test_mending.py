@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.store import mending, pack_store
 from localrt.offload.store.mending import mend_unit

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from localrt.chat_format.templates.chat_template import load_template
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
 from localrt.models.registry import load_decoder, read_config
-from localrt.models.templates.chat_template import load_template
 from localrt.models.tokenizers import load_tokenizer
 from localrt.offload.store import pack_store
 from localrt.offload.store.pack import tiled_pieces
@@ -26,7 +26,7 @@ from localrt.quant.formats import FORMATS, PackedTensor, unpack
 from localrt.quant.formats.tiled import TiledTensor, tile, tile_tensor, untile
 from localrt.quant.methods import restore
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import CONFIGS, save_tiny, tokens
 from tests.ops.packed import random_tensor
 from tests.real_models import real_model

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import CheckpointError, LocalrtError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, LocalrtError, UnsupportedModelError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor

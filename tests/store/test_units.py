@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import TensorInfo
 from localrt.models.registry import read_config
 from localrt.models.units import Unit, list_units, packed_nbytes

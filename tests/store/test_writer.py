@@ -16,7 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from localrt.errors import CancelledError, CheckpointError, OptionError, StorageError
+from localrt.common.errors import (
+    CancelledError,
+    CheckpointError,
+    OptionError,
+    StorageError,
+)
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.store import pack_store, partial_folder
 from localrt.offload.store.writer import StoreWriter

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.errors import TemplateError, TokenizerError
+from localrt.chat_format.templates.chat_template import load_template
+from localrt.common.errors import TemplateError, TokenizerError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.base import Checkpoint
-from localrt.models.templates.chat_template import load_template
 from localrt.models.tokenizers import Tokenizer, load_tokenizer
 from localrt.models.tokenizers.hf import hf_tokenizer
 from tests.checkpoints.make_gguf import write_gguf

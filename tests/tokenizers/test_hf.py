@@ -17,7 +17,7 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Backend
 
-from localrt.errors import TokenizerError, UnsupportedModelError
+from localrt.common.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers import bpe, hf, load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.tokenizers.hf_packed import read_packed

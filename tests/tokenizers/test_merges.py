@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
-from localrt.errors import TokenizerError
+from localrt.common.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers import merges
 from localrt.models.tokenizers.merges import MergeTable

@@ -18,7 +18,7 @@ from textual.css.parse import parse
 from textual.pilot import Pilot
 
 from localrt import History
-from localrt.tools.toolbox import Toolbox
+from localrt.mcp.toolbox import Toolbox
 from localrt.tui import ChatApp
 from localrt.tui.plain import PlainChat
 from tests.tui import screen

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from localrt import Outlook, Status
-from localrt.answering.status import ModelInfo
+from localrt.common.errors import StorageError
+from localrt.common.progress import Progress, ProgressCallback
 from localrt.engine.options import read_options
 from localrt.engine.types import Chunk, FinishReason, Metrics, ToolCall
-from localrt.errors import StorageError
-from localrt.progress import Progress, ProgressCallback
+from localrt.service.status import ModelInfo
 
 INFO = ModelInfo(
     name="tiny-model",

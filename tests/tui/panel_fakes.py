@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from localrt import Change, Outlook, Status
-from localrt.answering.status import LaneUse, MemoryUse, PassTrace
 from localrt.engine.types import Metrics
+from localrt.service.status import LaneUse, MemoryUse, PassTrace
 from localrt.tui.chat.panel_lines import PanelData
 from tests.tui.fakes import FakeModel
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from localrt.errors import ContextOverflowError, LocalrtError, ModelNotFoundError
-from localrt.progress import Progress
+from localrt.common.errors import ContextOverflowError, LocalrtError, ModelNotFoundError
+from localrt.common.progress import Progress
 from localrt.tui.chat.footer import Phase
 from localrt.tui.loading_line import LoadingLine
 from tests.tui import screen

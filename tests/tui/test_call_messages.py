@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from localrt.models.templates.chat_template import ChatTemplate
+from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.tui.conversation.call_messages import with_answers, with_results
 
 ASKED = {"role": "user", "content": "Go"}

@@ -16,7 +16,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from localrt import History
-from localrt.errors import StorageError
+from localrt.common.errors import StorageError
 from localrt.tui.screens.conversations import ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, Confirm
 from tests.tui import screen

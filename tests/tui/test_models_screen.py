@@ -16,8 +16,13 @@ from textual.widgets import Input, OptionList, Static
 
 import localrt
 from localrt import FoundModel, LocalModel, Preview, Variant
-from localrt.errors import CancelledError, LocalrtError, OfflineError, StorageError
-from localrt.progress import Progress, ProgressCallback
+from localrt.common.errors import (
+    CancelledError,
+    LocalrtError,
+    OfflineError,
+    StorageError,
+)
+from localrt.common.progress import Progress, ProgressCallback
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm
 from localrt.tui.screens.models import ModelsScreen

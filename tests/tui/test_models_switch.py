@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from textual.widgets import OptionList
 
-from localrt.errors import CancelledError, CheckpointError, StorageError
-from localrt.progress import Progress, ProgressCallback
+from localrt.common.errors import CancelledError, CheckpointError, StorageError
+from localrt.common.progress import Progress, ProgressCallback
 from localrt.tui import ChatApp
 from localrt.tui.chat.footer import Phase
 from localrt.tui.screens.dialogs import Confirm

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.app import App, ComposeResult
 
-from localrt.answering.status import LaneUse, MemoryUse
+from localrt.service.status import LaneUse, MemoryUse
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.panel_lines import (
     PanelData,

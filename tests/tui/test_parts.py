@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from localrt.errors import CancelledError
-from localrt.progress import Progress
+from localrt.common.errors import CancelledError
+from localrt.common.progress import Progress
 from localrt.tui.chat.answering import RedrawLimit
 from localrt.tui.chat.footer import Phase, Status, footer_line
 from localrt.tui.conversation.background import Generation, loading

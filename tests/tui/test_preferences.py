@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import OptionError, StorageError
-from localrt.toml_file import TomlFile
+from localrt.common.errors import OptionError, StorageError
+from localrt.common.toml_file import TomlFile
 from localrt.tui.keys import chosen_keys, read_key
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
 

@@ -12,8 +12,8 @@ import pytest
 import localrt
 from localrt import History, Settings
 from localrt.cli import main
-from localrt.progress import ProgressCallback
-from localrt.quant.ops.native.abi import find_library
+from localrt.common.progress import ProgressCallback
+from localrt.quant.cpu.abi import find_library
 from localrt.tui import ChatApp
 from localrt.tui.chat.composer import edited
 from localrt.tui.preferences import Preset

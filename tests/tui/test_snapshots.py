@@ -12,8 +12,8 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from localrt import History
-from localrt.errors import ModelNotFoundError
-from localrt.progress import Progress
+from localrt.common.errors import ModelNotFoundError
+from localrt.common.progress import Progress
 from localrt.tui import ChatApp
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.footer import Phase

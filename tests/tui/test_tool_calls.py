@@ -10,9 +10,9 @@ import pytest
 from textual.pilot import Pilot
 
 from localrt import History
-from localrt.errors import LocalrtError
-from localrt.text.tools import as_message_calls
-from localrt.tools.toolbox import ROUNDS
+from localrt.chat_format.messages import as_message_calls
+from localrt.common.errors import LocalrtError
+from localrt.mcp.toolbox import ROUNDS
 from localrt.tui import ChatApp
 from localrt.tui.chat.footer import Phase
 from localrt.tui.conversation.tool_calls import NO_TOOLS, ROUNDS_OVER

@@ -12,8 +12,8 @@ import pytest
 from textual.pilot import Pilot
 
 from localrt import Conversation, History
-from localrt.errors import StorageError
-from localrt.text.tools import as_message_calls
+from localrt.chat_format.messages import as_message_calls
+from localrt.common.errors import StorageError
 from localrt.tui import ChatApp
 from localrt.tui.conversation.open_conversation import OpenConversation
 from tests.tui import screen

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.events import Key, Paste
 
-from localrt.errors import LocalrtError, OptionError, StorageError
+from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.tui import ChatApp
 from localrt.tui.chat.blocks import UserTurn
 from localrt.tui.chat.composer import edited

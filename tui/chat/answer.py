@@ -10,7 +10,7 @@ from rich.text import Text
 from textual.strip import Strip
 
 from localrt import Thinking, split_thinking
-from localrt.formatting import format_seconds
+from localrt.common.formatting import format_seconds
 from localrt.tui.chat.blocks import Block, estimated, wrapped
 from localrt.tui.chat.markdown import MarkdownLines, code_blocks
 from localrt.tui.chat.styles import Styles

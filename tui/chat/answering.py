@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from localrt.tools.toolbox import ROUNDS, Toolbox
+from localrt.mcp.toolbox import ROUNDS, Toolbox
 from localrt.tui.chat.answer import Answer
 from localrt.tui.chat.blocks import Block, UserTurn
 from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, CallBlock, ended_call

@@ -14,7 +14,7 @@ from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
-from localrt.option_names import spelled
+from localrt.common.option_names import spelled
 from localrt.tui.chat.markdown_rules import breakable_text, without_marks
 from localrt.tui.chat.styles import Styles
 from localrt.tui.commands import in_app

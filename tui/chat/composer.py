@@ -26,8 +26,8 @@ from textual.message import Message
 from textual.widgets import TextArea
 from textual.widgets.text_area import Selection
 
-from localrt.errors import LocalrtError, OptionError
-from localrt.files import write_text
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.files import write_text
 from localrt.tui.chat.menu import CommandMenu
 from localrt.tui.commands import Suggestion, as_typed, completion, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft

@@ -14,7 +14,7 @@ from textual.content import Content
 from textual.reactive import reactive
 from textual.widget import Widget
 
-from localrt.formatting import format_rate
+from localrt.common.formatting import format_rate
 from localrt.tui.conversation.background import SERVERS, AnswerUpdate
 from localrt.tui.text import guess_texts, human_count
 from localrt.tui.themes import FAINT

@@ -17,7 +17,7 @@ from textual.message import Message
 from textual.timer import Timer
 from textual.widget import Widget
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 from localrt.tui.chat.panel_lines import PanelData, side_lines, strip_lines
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from textual.content import Content
 
-from localrt.formatting import format_bytes, format_rate, format_seconds
+from localrt.common.formatting import format_bytes, format_rate, format_seconds
 from localrt.tui.text import guess_texts
 from localrt.tui.themes import FAINT
 

@@ -18,8 +18,8 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import TextArea
 
-from localrt.errors import LocalrtError, OptionError
-from localrt.tools.toolbox import PendingCall, Toolbox
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.mcp.toolbox import PendingCall, Toolbox
 from localrt.tui.chat.answering import FRAME_SECONDS, NOT_ANSWERED, MessageQueue
 from localrt.tui.chat.blocks import Kind
 from localrt.tui.chat.composer import Composer, edited

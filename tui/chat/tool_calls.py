@@ -16,7 +16,7 @@ from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
-from localrt.tools.toolbox import PendingCall
+from localrt.mcp.toolbox import PendingCall
 from localrt.tui.chat.blocks import Block, estimated, wrapped
 from localrt.tui.chat.styles import Styles
 from localrt.tui.chat.view import ConversationView

@@ -22,8 +22,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from localrt.errors import LocalrtError, OptionError, StorageError
-from localrt.formatting import format_bytes
+from localrt.common.errors import LocalrtError, OptionError, StorageError
+from localrt.common.formatting import format_bytes
 from localrt.tui.mentions import Mention, mentions
 from localrt.tui.text import clean
 

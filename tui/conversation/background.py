@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from localrt.errors import CancelledError
-from localrt.progress import NOTE, Progress
-from localrt.tools.toolbox import Toolbox
+from localrt.common.errors import CancelledError
+from localrt.common.progress import NOTE, Progress
+from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.tool_calls import stream_answer
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, ChatModel, ChatSession, Metrics, ToolCall
-    from localrt.progress import ProgressCallback
+    from localrt.common.progress import ProgressCallback
 
 SERVERS = "servers"  # the stage of progress in which MCP servers start
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt import split_thinking
-from localrt.errors import OptionError, StorageError
-from localrt.files import write_text
+from localrt.common.errors import OptionError, StorageError
+from localrt.common.files import write_text
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.conversation.tool_calls import KeptCall
 from localrt.tui.text import short_name

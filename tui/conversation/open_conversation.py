@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from localrt.errors import StorageError
+from localrt.common.errors import StorageError
 from localrt.history.copies import copy_to_memory, end_answer, merge
 from localrt.tui.conversation.call_messages import with_answers, with_results
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import localrt
-from localrt.errors import LocalrtError, OptionError
+from localrt.common.errors import LocalrtError, OptionError
 from localrt.tui.commands import OPTIONS
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.preferences import Preset, PresetsFile

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt import History
-from localrt.errors import LocalrtError, OptionError, StorageError
+from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.tui.conversation.call_messages import infos_of
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.conversation.session import Session

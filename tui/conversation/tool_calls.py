@@ -12,9 +12,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from localrt.errors import LocalrtError
-from localrt.tools.toolbox import REFUSED, STOPPED, Toolbox
-from localrt.tools.types import ToolResult
+from localrt.common.errors import LocalrtError
+from localrt.mcp.toolbox import REFUSED, STOPPED, Toolbox
+from localrt.mcp.types import ToolResult
 from localrt.tui.conversation.open_conversation import OpenConversation
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Input
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 from localrt.tui.conversation.state import ChatState
 from localrt.tui.screens.dialogs import Ask, Confirm, SearchDialog, ask
 from localrt.tui.text import clean, human_when, one_line, short_name

@@ -28,8 +28,8 @@ from textual.widget import Widget
 from textual.widgets import Input, OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from localrt.errors import LocalrtError
-from localrt.tools.toolbox import PendingCall
+from localrt.common.errors import LocalrtError
+from localrt.mcp.toolbox import PendingCall
 from localrt.tui.conversation.tool_calls import Decision
 from localrt.tui.text import clean, one_line
 

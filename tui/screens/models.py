@@ -25,8 +25,8 @@ from textual.widgets import Input, OptionList, Static
 
 import localrt
 from localrt import FoundModel, LocalModel
-from localrt.errors import CancelledError, LocalrtError
-from localrt.formatting import format_bytes
+from localrt.common.errors import CancelledError, LocalrtError
+from localrt.common.formatting import format_bytes
 from localrt.tui.conversation.background import Task
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm, SearchDialog, ask

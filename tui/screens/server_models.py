@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from textual.content import Content
 from textual.widgets import Input
 
-from localrt.errors import LocalrtError
+from localrt.common.errors import LocalrtError
 from localrt.tui.screens.dialogs import SearchDialog
 from localrt.tui.text import clean, one_line
 from localrt.tui.themes import FAINT

@@ -18,7 +18,7 @@ from textual.events import Resize
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from localrt.errors import LocalrtError, OptionError
+from localrt.common.errors import LocalrtError, OptionError
 from localrt.tui.commands import OPTIONS
 from localrt.tui.conversation.session import Session, library_defaults
 from localrt.tui.conversation.state import ChatState, Defaults

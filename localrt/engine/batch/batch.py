@@ -13,18 +13,18 @@ from contextlib import closing
 
 import numpy as np
 
+from localrt.common.errors import CancelledError, MemoryBudgetError, OptionError
+from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
+from localrt.common.progress import Progress, ProgressCallback
 from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence
 from localrt.engine.protocol import Check, Engine
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
-from localrt.errors import CancelledError, MemoryBudgetError, OptionError
-from localrt.formatting import format_bytes
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory.process import current_rss, ram_budget
-from localrt.option_names import option
-from localrt.progress import Progress, ProgressCallback
 
 # The rest is for activations, and for what else the machine does meanwhile.
 _KV_SHARE = 0.8

@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
+from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
-from localrt.errors import CancelledError, LocalrtError, OptionError
 from localrt.models.residency import PipelineCounts
 from localrt.models.tokenizers.base import Tokenizer
 
@@ -55,6 +55,7 @@ class LiveAnswer(Iterator[Chunk]):
 
     @property
     def left_out(self) -> tuple[str, ...]:
+        """What of the answer's schema is not followed, as ``Request`` has it."""
         return self._request.left_out
 
     # -- reading ---------------------------------------------------------------------------------

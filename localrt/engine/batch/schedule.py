@@ -22,12 +22,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias
 
+from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.pool import IdleSessions
 from localrt.engine.protocol import Check, Engine, EngineSession
-from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity

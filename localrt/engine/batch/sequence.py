@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
+from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.engine.answer import Answer
 from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.engine.request import Request
 from localrt.engine.speculation import Guesser, Stepper
 from localrt.engine.types import Chunk, FinishReason, Metrics
-from localrt.errors import LocalrtError, MemoryBudgetError
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity

@@ -11,10 +11,10 @@ import time
 from collections.abc import Sequence
 from typing import Generic, TypeAlias
 
+from localrt.common.errors import MemoryBudgetError
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.protocol import Check, Engine, EngineSession
 from localrt.engine.speculation import Guesser, TreePass
-from localrt.errors import MemoryBudgetError
 from localrt.speculative.batch_tuner import BatchTuner
 from localrt.speculative.tree import TokenTree
 

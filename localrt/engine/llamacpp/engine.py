@@ -17,10 +17,10 @@ from functools import cached_property
 
 import numpy as np
 
+from localrt.common.errors import LocalrtError, OptionError, TokenizerError
 from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel
 from localrt.engine.llamacpp.session import LlamaCppSession
 from localrt.engine.protocol import Check, Engine, Logits
-from localrt.errors import LocalrtError, OptionError, TokenizerError
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.quant.ops.adapters import Mix
 

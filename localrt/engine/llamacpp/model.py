@@ -22,8 +22,7 @@ from typing import Any
 
 import psutil
 
-from localrt.engine.protocol import EngineInfo
-from localrt.errors import (
+from localrt.common.errors import (
     CheckpointError,
     LocalrtError,
     MemoryBudgetError,
@@ -31,10 +30,11 @@ from localrt.errors import (
     OptionError,
     UnsupportedModelError,
 )
+from localrt.common.option_names import option
+from localrt.common.progress import Progress, ProgressCallback
+from localrt.engine.protocol import EngineInfo
 from localrt.offload.account import Account, check_fits
 from localrt.offload.memory.state import memory_state
-from localrt.option_names import option
-from localrt.progress import Progress, ProgressCallback
 
 _ERROR_LEVEL = 4
 

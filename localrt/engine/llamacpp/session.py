@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from localrt.common.errors import LocalrtError
 from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel
 from localrt.engine.protocol import Check, EngineSession, Logits
-from localrt.errors import LocalrtError
 
 _GROWTH = 1024  # a context grows in multiples of this many tokens
 _ABORTED = 2

@@ -18,8 +18,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from localrt.errors import MissingExtraError
-from localrt.files import write_text
+from localrt.common.errors import MissingExtraError
+from localrt.common.files import write_text
 from localrt.machine.measuring import fingerprint
 
 _FILE = "llamacpp.json"

@@ -17,6 +17,9 @@ from weakref import WeakSet
 
 import numpy as np
 
+from localrt.common.errors import LocalrtError, MemoryBudgetError, UnsupportedModelError
+from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
 from localrt.engine.native.meters import RamMeter, RecentRates
 from localrt.engine.native.session import NativeSession
 from localrt.engine.protocol import (
@@ -28,13 +31,10 @@ from localrt.engine.protocol import (
     Forecaster,
     Logits,
 )
-from localrt.errors import LocalrtError, MemoryBudgetError, UnsupportedModelError
-from localrt.formatting import format_bytes
 from localrt.models.decoder import Decoder
 from localrt.models.residency import Residency
 from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.ram_forecast import RamForecast
-from localrt.option_names import option
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span

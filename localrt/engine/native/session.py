@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from localrt.common.errors import LocalrtError
 from localrt.engine.native.meters import RamMeter
 from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
-from localrt.errors import LocalrtError
 from localrt.models.residency import PipelineCounts
 from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.kv import BLOCK_TOKENS, BlockCache, Bytes, FillBlocks, ReadBlocks

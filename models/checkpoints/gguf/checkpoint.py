@@ -8,7 +8,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RowSource, SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.expert_stacks import split_ranges
 from localrt.models.checkpoints.family_tensors import delta_tensors, gemma_tensors, latent_tensors

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import StoredTensor, TensorInfo
 from localrt.models.checkpoints.gguf.metadata import GgufCursor, GgufMetadata, read_pairs
 from localrt.models.checkpoints.ranged_file import RangedFile, describe_start

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.checkpoints.ranged_file import RangedFile
 

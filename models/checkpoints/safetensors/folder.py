@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RowSource, SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.family_tensors import (
     delta_tensors,

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import StoredTensor, TensorInfo
 from localrt.models.checkpoints.ranged_file import RangedFile, describe_start
 from localrt.quant.formats import BF16, F8_E4M3, F16, F32, Format

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from localrt.errors import UnsupportedModelError
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import read_json
 from localrt.models.checkpoints.schemes.awq import Awq

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from localrt.errors import UnsupportedModelError
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import RAW_BYTES, UINT32
 from localrt.models.checkpoints.schemes.fp4 import mxfp4_rows, nvfp4_rows

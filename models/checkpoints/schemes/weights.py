@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.expert_stacks import StackedRows
 from localrt.quant.formats import Format

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.file import GgufFile
 from localrt.models.checkpoints.ranged_file import RangedFile

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from localrt.errors import CheckpointError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo, WeightBlock
 from localrt.models.checkpoints.store.manifest import StoredUnit, UnitTensor
 from localrt.quant.formats import PackedTensor

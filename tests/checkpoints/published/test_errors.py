@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 pytest.importorskip("compressed_tensors")
 
-from localrt.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import SafetensorsCheckpoint
 from localrt.quant.formats import unpack
 from tests.checkpoints.published.schemes import SCHEMES, Tensors

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("compressed_tensors")
 
 from localrt.cli import main
-from localrt.errors import UnsupportedModelError
+from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.store import pack_store
 from localrt.quant.formats import unpack

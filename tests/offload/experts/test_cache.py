@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import MemoryBudgetError
+from localrt.common.errors import MemoryBudgetError
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
 from tests.offload.experts.routing import LRU, Trace, replay, traces
 

@@ -12,9 +12,9 @@ from localrt.models.decoder import Decoder
 from localrt.offload.device.clock import Clock
 from localrt.offload.device.gpu import Bytes, Event
 from localrt.offload.placement import Where
+from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.arrays import Array
-from localrt.quant.ops.cuda.cuda_memory import CudaCopies
-from localrt.quant.ops.cuda.ops import CudaOps
 from tests.offload.gpu.fakes import LateGpu
 from tests.offload.gpu.placed_on_gpu import place_on_gpu
 from tests.offload.placed import MODE, PLENTY, Model, open_decoder

@@ -23,14 +23,14 @@ from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.pipeline.opening import open_pipeline
 from localrt.offload.pipeline.setup import Setup
 from localrt.offload.placement import Placement, Where
-from localrt.quant.ops.cuda import cuda_memory
-from localrt.quant.ops.cuda import ops as cuda_ops
-from localrt.quant.ops.cuda import routing as cuda_routing
-from localrt.quant.ops.cuda.cuda_memory import CudaCopies
-from localrt.quant.ops.cuda.kernels.launch import Grid, emulate
-from localrt.quant.ops.cuda.kernels.programs import Program
-from localrt.quant.ops.cuda.ops import CudaOps
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda import cuda_memory
+from localrt.quant.cuda import ops as cuda_ops
+from localrt.quant.cuda import routing as cuda_routing
+from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.kernels.launch import Grid, emulate
+from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.ops import CudaOps
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.fake_cuda import LateCudaGpu
 from tests.offload.gpu.placed_on_gpu import all_in_ram

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.errors import CancelledError, MemoryBudgetError
+from localrt.common.errors import CancelledError, MemoryBudgetError
 from localrt.models.decoder import Decoder
 from localrt.offload.device.clock import Clock
 from localrt.offload.device.cuda import CudaGpu
@@ -20,11 +20,11 @@ from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.pipeline.caches import SplitCache
 from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
-from localrt.quant.ops.cuda import cuda_memory
-from localrt.quant.ops.cuda.cuda_memory import CudaCopies
-from localrt.quant.ops.cuda.kernels.launch import emulate
-from localrt.quant.ops.cuda.kernels.products import TiledMatrix
-from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.cuda import cuda_memory
+from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.kernels.launch import emulate
+from localrt.quant.cuda.kernels.products import TiledMatrix
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import relative_error
 from tests.offload.experts.rates import Rate

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import MemoryBudgetError
+from localrt.common.errors import MemoryBudgetError
 from localrt.models.decoder import Decoder
 from localrt.offload.account import card_scratch_nbytes
 from localrt.offload.device.clock import Clock
@@ -22,7 +22,7 @@ from localrt.offload.pipeline import balance
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
 from localrt.offload.shapes import PassSizes, shape_from_checkpoint
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.ops import NativeOps
 from tests.models.tiny import tokens
 from tests.offload.gpu.fakes import FakeGpu, LateGpu
 from tests.offload.gpu.placed_on_gpu import (

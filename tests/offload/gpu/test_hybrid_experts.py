@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import CancelledError
+from localrt.common.errors import CancelledError
 from localrt.models.decoder import Decoder
 from localrt.offload.experts.gpu_slots import GpuSlots
 from localrt.offload.experts.hybrid import HybridExperts

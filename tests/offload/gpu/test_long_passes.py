@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import CancelledError
+from localrt.common.errors import CancelledError
 from localrt.models.decoder import Decoder
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import LEAST_CARD_ROWS, Placement, Where

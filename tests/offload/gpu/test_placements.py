@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import CancelledError, CheckpointError
+from localrt.common.errors import CancelledError, CheckpointError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from localrt.errors import CancelledError
+from localrt.common.errors import CancelledError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.clock import Clock
 from localrt.offload.device.gpu import Gpu
@@ -25,7 +25,7 @@ from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import LEAST_CARD_ROWS, Where
 from localrt.offload.reading.sources import LinkSource
 from localrt.offload.reading.unit_reader import UnitReader
-from localrt.quant.ops.native.ops import NativeOps
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.experts.rates import Rate

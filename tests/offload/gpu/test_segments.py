@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from localrt.errors import CancelledError, LocalrtError
+from localrt.common.errors import CancelledError, LocalrtError
 from localrt.models.decoder import Decoder
 from localrt.offload.pipeline.segments import Segment
 from localrt.offload.placement import Where
-from localrt.quant.ops.cuda import graph
-from localrt.quant.ops.cuda.kernels.launch import emulate
-from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.cuda import graph
+from localrt.quant.cuda.kernels.launch import emulate
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from tests.offload.gpu.fake_cuda import on_late_gpu
 from tests.offload.placed import (

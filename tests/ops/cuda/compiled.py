@@ -14,13 +14,13 @@ from importlib.resources import files
 
 import torch
 
+from localrt.quant.cuda.kernels.formats import steps_at_once
+from localrt.quant.cuda.kernels.grouped import grouped_program
+from localrt.quant.cuda.kernels.products import linear_program
+from localrt.quant.cuda.kernels.programs import Program, compile_program
+from localrt.quant.cuda.kernels.variants import Case, Cut, best_cut
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
-from localrt.quant.ops.cuda.kernels.formats import steps_at_once
-from localrt.quant.ops.cuda.kernels.grouped import grouped_program
-from localrt.quant.ops.cuda.kernels.products import linear_program
-from localrt.quant.ops.cuda.kernels.programs import Program, compile_program
-from localrt.quant.ops.cuda.kernels.variants import Case, Cut, best_cut
 
 __all__ = [
     "ROWS",

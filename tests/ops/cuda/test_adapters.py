@@ -10,13 +10,13 @@ import torch
 
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cuda.graph import GraphedForward
+from localrt.quant.cuda.kernels.low_rank import Change, add_low_rank
+from localrt.quant.cuda.kernels.products import quantize
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.adapters import Adapter, LowRank
-from localrt.quant.ops.cuda.graph import GraphedForward
-from localrt.quant.ops.cuda.kernels.low_rank import Change, add_low_rank
-from localrt.quant.ops.cuda.kernels.products import quantize
-from localrt.quant.ops.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.models.test_adapters import KINDS, Tiny, cache, run
 from tests.models.tiny import relative_error, tokens
 from tests.ops.cuda.target import DEVICE

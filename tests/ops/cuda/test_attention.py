@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from localrt.quant.ops.cuda.kernels.attention import attend, rope_append
-from localrt.quant.ops.cuda.kernels.kv import CardKvFormat, row_nbytes
-from localrt.quant.ops.cuda.kernels.launch import noting
-from localrt.quant.ops.cuda.kernels.runs import scratch_nbytes
+from localrt.quant.cuda.kernels.attention import attend, rope_append
+from localrt.quant.cuda.kernels.kv import CardKvFormat, row_nbytes
+from localrt.quant.cuda.kernels.launch import noting
+from localrt.quant.cuda.kernels.runs import scratch_nbytes
 from tests.ops.cuda.emulator import Emulator
 
 ALLOCATED = 768
@@ -137,7 +137,7 @@ def test_a_row_has_the_same_bits_among_any_others(
     whole = run(case)
     for rows in (slice(0, 1), slice(3, 8), slice(15, 16), slice(20, 41)):
         assert torch.equal(run(case, rows=rows), whole[rows]), rows
-    monkeypatch.setattr("localrt.quant.ops.cuda.kernels.runs._MOST_NBYTES", 20_000)
+    monkeypatch.setattr("localrt.quant.cuda.kernels.runs._MOST_NBYTES", 20_000)
     assert torch.equal(run(case), whole)  # a few rows at a time
 
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from localrt.errors import OptionError
+from localrt.common.errors import OptionError
+from localrt.quant import choose
+from localrt.quant.cuda.kernels import programs
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops import choose
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
-from localrt.quant.ops.cuda.kernels import programs
 from localrt.quant.ops.protocol import Rope
 from tests.ops.packed import random_tensor
 

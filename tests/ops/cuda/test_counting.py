@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from localrt.quant.ops.cuda.counting import use_of
+from localrt.quant.cuda.counting import use_of
 
 
 def event(

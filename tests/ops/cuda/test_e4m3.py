@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from localrt.quant.cuda.weight import is_e4m3_groups, unpack_e4m3
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.cuda.e4m3 import is_e4m3_groups, unpack_e4m3
 from tests.ops.packed import random_tensor
 
 

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.stream import Stream
+from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
-from localrt.quant.ops.cuda.ops import CudaOps
-from localrt.quant.ops.cuda.stream import Stream
-from localrt.quant.ops.cuda.weight import CudaWeight
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
-from localrt.quant.ops.torch.experts import combined, route
+from localrt.quant.reference.experts import combined, route
 from tests.ops.cuda.target import DEVICE
 from tests.ops.packed import random_tensor
 

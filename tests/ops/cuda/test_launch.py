@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from localrt.errors import LocalrtError
-from localrt.quant.ops.cuda.kernels import launch as launching
-from localrt.quant.ops.cuda.kernels.programs import Program
+from localrt.common.errors import LocalrtError
+from localrt.quant.cuda.kernels import launch as launching
+from localrt.quant.cuda.kernels.programs import Program
 
 bindings = pytest.importorskip("cuda.bindings")
 

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from localrt.quant.cuda.kernels.formats import TYPES
+from localrt.quant.cuda.kernels.products import dense_product, quantize, unpack_rows
+from localrt.quant.cuda.products import linear
+from localrt.quant.cuda.weight import build_weight
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, tile
-from localrt.quant.ops.cuda.kernels.formats import TYPES
-from localrt.quant.ops.cuda.kernels.products import dense_product, quantize
-from localrt.quant.ops.cuda.kernels.rows import unpack_rows
-from localrt.quant.ops.cuda.products import linear
-from localrt.quant.ops.cuda.weight import build_weight
 from tests.ops.cuda.target import DEVICE, tiles_of
 from tests.ops.packed import random_tensor
 

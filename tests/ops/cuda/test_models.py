@@ -16,16 +16,16 @@ import torch
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cuda import products
+from localrt.quant.cuda.graph import GraphedForward, record
+from localrt.quant.cuda.kernels.launch import emulate
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.formats import CODECS, pack, unpack
 from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
-from localrt.quant.ops.cuda import products
-from localrt.quant.ops.cuda.graph import GraphedForward, record
-from localrt.quant.ops.cuda.kernels.launch import emulate
-from localrt.quant.ops.cuda.ops import CudaOps
-from localrt.quant.ops.cuda.routing import CudaRouting
 from localrt.quant.ops.protocol import Batch, Span
-from localrt.quant.ops.torch.ops import TorchOps
+from localrt.quant.reference.ops import TorchOps
 from tests.models.test_architectures import oracle
 from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from localrt.quant.ops.cuda import measuring
-from localrt.quant.ops.cuda.card_file import CardFile
-from localrt.quant.ops.cuda.kernels.programs import Program
-from localrt.quant.ops.cuda.measuring import card_rates, measure_card
-from localrt.quant.ops.cuda.ops import CudaOps
-from localrt.quant.ops.cuda.rates import RATES, ROWS, CardRates
-from localrt.quant.ops.native.abi import find_library
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cuda import measuring
+from localrt.quant.cuda.gpu_file import RATES, ROWS, CardFile, CardRates
+from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.measuring import card_rates, measure_card
+from localrt.quant.cuda.ops import CudaOps
 from tests.ops.cuda.emulator import Emulator
 from tests.planner.models import RATE
 

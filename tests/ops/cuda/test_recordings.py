@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from localrt.quant.ops.cuda.graph import Recordings
-from localrt.quant.ops.cuda.ops import CudaOps
+from localrt.quant.cuda.graph import Recordings
+from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import AttentionSpec, Batch
 

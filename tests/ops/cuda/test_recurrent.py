@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.ops.cuda.kernels.products import empty_records, product, quantize
-from localrt.quant.ops.cuda.kernels.recurrent import fits_records, mix_rows
-from localrt.quant.ops.cuda.ops import CudaOps
-from localrt.quant.ops.cuda.recurrent import mix_and_project
-from localrt.quant.ops.cuda.sequences import SequenceTable
-from localrt.quant.ops.cuda.stream import CudaPass, Stream
+from localrt.quant.cuda.kernels.products import empty_records, product, quantize
+from localrt.quant.cuda.kernels.recurrent import fits_records, mix_rows
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.recurrent import SequenceTable, mix_and_project
+from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.torch.recurrent import mix_rows as textbook
+from localrt.quant.reference.recurrent import mix_rows as textbook
 from tests.ops.cuda.target import DEVICE
 from tests.ops.cuda.test_products import matrix
 from tests.ops.recurrent_layers import HIDDEN, SPECS, Floats, Layer, random_rows, tree_mask

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.ops.cuda.kernels.routing import choose, put_rows
-from localrt.quant.ops.cuda.routing import CudaRouting
+from localrt.quant.cuda.kernels.routing import choose, put_rows
+from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.ops.experts import RouterSpec, Routing
-from localrt.quant.ops.torch.experts import route
+from localrt.quant.reference.experts import route
 from tests.ops.cuda.emulator import Emulator
 
 SPECS: list[dict[str, Any]] = [

@@ -8,9 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from localrt.quant.cuda.kernels.products import empty_records, quantize
+from localrt.quant.cuda.kernels.steps import (
+    gate,
+    norm,
+    norm_gate,
+    norm_records,
+    rotate_blocks,
+)
 from localrt.quant.methods.rotation import block_hadamard
-from localrt.quant.ops.cuda.kernels.products import empty_records, quantize
-from localrt.quant.ops.cuda.kernels.steps import gate, norm, norm_gate, norm_records, rotate_blocks
 from tests.ops.cuda.target import DEVICE
 
 # bf16 results: 8 bits.

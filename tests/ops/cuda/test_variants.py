@@ -12,13 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.errors import LocalrtError
-from localrt.quant.ops.cuda.card_file import CardFile, kept_of
-from localrt.quant.ops.cuda.kernels import products, timing
-from localrt.quant.ops.cuda.kernels.launch import noting
-from localrt.quant.ops.cuda.kernels.products import product, quantize
-from localrt.quant.ops.cuda.kernels.programs import Program
-from localrt.quant.ops.cuda.kernels.variants import CUTS, Case, Cut, Variants, best_cut, candidates
+from localrt.common.errors import LocalrtError
+from localrt.quant.cuda.gpu_file import CardFile, kept_of
+from localrt.quant.cuda.kernels import launch as timing
+from localrt.quant.cuda.kernels import products
+from localrt.quant.cuda.kernels.launch import noting
+from localrt.quant.cuda.kernels.products import product, quantize
+from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.kernels.variants import (
+    CUTS,
+    Case,
+    Cut,
+    Variants,
+    best_cut,
+    candidates,
+)
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.test_products import inputs, matrix
 

@@ -1,0 +1,257 @@
+"""Grammars (llguidance's Lark) that bind an answer to a call, in the words of the model's template.
+
+Tools' schemas bind the arguments: as JSON where the model writes JSON, value by value where it
+writes them in tags, as keywords or in objects of its own. It knows no tokens but their names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from localrt.chat_format.argument_types import accepted, parameters_of, resolved
+from localrt.chat_format.call_notation import (
+    ID,
+    NUMBERED,
+    KeywordArguments,
+    QuotedArguments,
+    Spelling,
+    TaggedArguments,
+)
+
+Terminal = Callable[[str], str]
+"""Text as the terminals that stand for it: some of its marks are control tokens."""
+
+_ANY = {ID: "/[a-zA-Z0-9]{9}/", NUMBERED: "/[0-9]{1,2}/"}
+_MOST = 16  # calls in an answer
+_TEXT = "/(?s:.*)/"
+_NOTHING = {"type": "object", "additionalProperties": False}
+_WORDS = ("title", "description", "$schema")
+
+
+def call_grammar(
+    spelling: Spelling,
+    tools: Sequence[Mapping[str, Any]],
+    terminal: Terminal,
+    *,
+    spaces: str = "",
+    several: bool = False,
+    answer: tuple[str, Any] | None = None,
+) -> str:
+    """A call of one of ``tools``, which are functions with a name and parameters.
+
+    ``spaces`` is an expression of what may stand between the parts of JSON. With ``several`` more
+    calls may follow, where the model can write them. ``answer`` may stand in place of them: the
+    mark that begins it, and its JSON schema.
+    """
+    rules = _Rules(spelling, terminal, spaces)
+    several = several and bool(spelling.joint)
+    if answer is not None and spelling.before.startswith("{"):
+        start = rules.json_calls(tools, several=several)
+    else:
+        start = rules.calls(tools, several=several)
+    if answer is not None:
+        start += f" | {rules.answer(*answer)}"
+    return "\n".join([f"start: {start}", *rules.lines])
+
+
+class _Rules:
+    """The rules of a grammar as it grows."""
+
+    def __init__(self, spelling: Spelling, terminal: Terminal, spaces: str) -> None:
+        self.lines: list[str] = []
+        self._spelling = spelling
+        self._terminal = terminal
+        self._spaces = spaces
+        self._root: Mapping[str, Any] = {}
+
+    def calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+        """The rule of a call of one of ``tools``, or of ``several``."""
+        spelling = self._spelling
+        given = [(tool["name"], self._arguments(tool.get("parameters"))) for tool in tools]
+        first = (self._call(spelling.before, spelling.middle, *each) for each in given)
+        calls = f"({' | '.join(first)})"
+        if several:
+            more = (self._call(spelling.joint, spelling.later, *each) for each in given)
+            calls += f" ({' | '.join(more)}){{0,{_MOST - 1}}}"
+        return self._rule(f"{calls} {self._literal(spelling.after)}")
+
+    def json_calls(self, tools: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+        """``calls`` that are JSON objects, in terminals that other JSON is written with too."""
+        calls = self._rule(" | ".join(self._rule(self._json_call(tool)) for tool in tools))
+        more = f" ({self._terminal(chr(10))} {calls}){{0,{_MOST - 1}}}" if several else ""
+        return self._rule(calls + more)
+
+    def _json_call(self, tool: Mapping[str, Any]) -> str:
+        spelling = self._spelling
+        parameters = _closed(tool.get("parameters"))
+        shape = json.loads(f"{spelling.before}n{spelling.middle}{{}}{spelling.after}")
+        properties = {
+            key: {"const": tool["name"]} if value == "n" else parameters
+            for key, value in shape.items()
+        }
+        self._root = parameters
+        return self._json(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": [*properties],
+                "additionalProperties": False,
+            }
+        )
+
+    def answer(self, mark: str, schema: Any) -> str:
+        """The rule of an answer that follows ``schema``."""
+        return self._rule(f"{self._literal(mark)} {self._json(schema)}")
+
+    def _call(self, before: str, middle: str, name: str, arguments: str) -> str:
+        if not arguments and self._spelling.after[:1].isspace():
+            middle = middle.rstrip()
+        return self._rule(f"{self._literal(before + name + middle)} {arguments}")
+
+    def _rule(self, body: str) -> str:
+        name = f"r{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def _literal(self, text: str) -> str:
+        parts = re.split(f"({ID}|{NUMBERED})", text)
+        return " ".join(_ANY.get(part) or self._terminal(part) for part in parts if part)
+
+    def _arguments(self, schema: Any) -> str:
+        schema = self._root = _closed(schema)
+        match self._spelling.arguments:
+            case TaggedArguments() as tags:
+                return self._sequence(
+                    schema, lambda key, value: self._pair(tags, key, value), separator=tags.gap
+                )
+            case KeywordArguments():
+                return self._sequence(schema, self._keyword, separator=", ")
+            case QuotedArguments() as quoted:
+                return self._rule(self._object(schema, quoted))
+        return self._rule(self._json(schema))
+
+    def _json(self, schema: Any) -> str:
+        """Any value that ``schema`` allows, which may refer to definitions of the tool's."""
+        given = dict(schema) if isinstance(schema, Mapping) else {}
+        given |= {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        if self._spaces:
+            given["x-guidance"] = {"whitespace_pattern": self._spaces}
+        return f"%json {json.dumps(given)}"
+
+    def _sequence(
+        self,
+        schema: Mapping[str, Any],
+        item: Callable[[str, Any], str],
+        separator: str = "",
+    ) -> str:
+        """Every property of ``schema`` once, in their order; those not required may be left out."""
+        properties, required = parameters_of(schema, self._root)
+        rest, first = "", ""
+        # From the last one on: what follows a property depends on whether one has come before.
+        for key, value in reversed([*properties.items()]):
+            one = self._rule(item(key, value))
+            mark = self._terminal(separator) if separator else ""
+            later = f"{mark} {one} {rest}".strip()
+            alone = f"{one} {rest}".strip()
+            optional = key not in required
+            rest, first = (
+                self._rule(f"{later} | {rest}" if optional and rest else later)
+                if not optional or rest
+                else self._rule(f"({later})?"),
+                self._rule(f"{alone} | {first}" if optional and first else alone)
+                if not optional or first
+                else self._rule(f"({alone})?"),
+            )
+        return first
+
+    # -- values ------------------------------------------------------------------------------------
+
+    def _pair(self, tags: TaggedArguments, key: str, schema: Any) -> str:
+        known = accepted(schema, self._root)
+        is_text = (not known.kinds or "string" in known.kinds) and not tags.as_json
+        if is_text and len(known.kinds) > 1 and any(mid.string is False for mid in tags.mids):
+            ways = (self._pair_as(tags, key, schema, text) for text in (True, False))
+            return " | ".join(map(self._rule, ways))
+        return self._pair_as(tags, key, schema, is_text)
+
+    def _pair_as(self, tags: TaggedArguments, key: str, schema: Any, is_text: bool) -> str:
+        known = accepted(schema, self._root)
+        kind = next(iter(known.kinds - {"string"}), "")
+        kind = "number" if kind == "integer" else kind
+        mids = [mid for mid in tags.mids if mid.string in (None, is_text)] or list(tags.mids)
+        mid = next((each for each in mids if each.kind == kind), mids[0])
+        opening = self._literal(f"{tags.opening}{key}{mid.before}")
+        closing = self._literal(mid.after)
+        if not is_text:
+            return f"{opening} {self._value(schema)} {closing}"
+        if known.words and known.is_text:
+            return f"{opening} ({self._either(known.words)}) {closing}"
+        text = f"t{len(self.lines)}"
+        self.lines.append(f"{text}[suffix={json.dumps(mid.after, ensure_ascii=False)}]: {_TEXT}")
+        return f"{opening} {text}"
+
+    def _keyword(self, key: str, schema: Any) -> str:
+        known = accepted(schema, self._root)
+        if known.kinds and not known.is_text:
+            return f"{self._literal(key + '=')} {self._value(schema)}"
+        text = f"({self._either(known.words)})" if known.words else r"/[^'\\]*/"
+        quote = self._terminal("'")
+        return f"{self._literal(key + '=')} {quote} {text} {quote}"
+
+    def _value(self, schema: Any) -> str:
+        return self._rule(self._json(schema))
+
+    def _either(self, words: Iterable[str]) -> str:
+        return " | ".join(self._terminal(word) for word in words)
+
+    def _object(self, schema: Any, quoted: QuotedArguments) -> str:
+        inside = self._sequence(
+            schema, lambda key, value: self._quoted(quoted, key, value), separator=","
+        )
+        return f"{self._terminal('{')} {inside} {self._terminal('}')}"
+
+    def _quoted(self, quoted: QuotedArguments, key: str, schema: Any) -> str:
+        return f"{self._literal(key + ':')} {self._quoted_value(quoted, schema)}"
+
+    def _quoted_value(self, quoted: QuotedArguments, schema: Any) -> str:
+        schema, known = resolved(schema, self._root), accepted(schema, self._root)
+        if known.kinds == {"object"} and parameters_of(schema, self._root)[0]:
+            return self._rule(self._object(schema, quoted))
+        if known.kinds == {"array"}:
+            item = self._rule(self._quoted_value(quoted, schema.get("items")))
+            return self._rule(f'"[" ({item} ("," {item})*)? "]"')
+        if known.kinds and known.kinds <= {"integer", "number", "boolean", "null"}:
+            return self._value(schema)
+        if known.words and known.is_text:
+            quote = self._terminal(quoted.quote)
+            return f"{quote} ({self._either(known.words)}) {quote}"
+        is_text = known.is_text or not known.kinds
+        return self._quoted_text(quoted) if is_text else self._anything(quoted)
+
+    def _quoted_text(self, quoted: QuotedArguments) -> str:
+        quote = self._terminal(quoted.quote)
+        if quote.startswith("<["):
+            return f"{quote} {_TEXT} {quote}"
+        text = f"t{len(self.lines)}"
+        self.lines.append(f"{text}[suffix={json.dumps(quoted.quote)}]: {_TEXT}")
+        return f"{quote} {text}"
+
+    def _anything(self, quoted: QuotedArguments) -> str:
+        text = self._rule(self._quoted_text(quoted))
+        plain = self._rule('%json {"type": ["number", "boolean", "null"]}')
+        any_value = f"r{len(self.lines)}"
+        pair = f'/[a-zA-Z_][a-zA-Z0-9_]*/ ":" {any_value}'
+        return self._rule(
+            f'{text} | {plain} | "[" ({any_value} ("," {any_value})*)? "]"'
+            f' | "{{" ({pair} ("," {pair})*)? "}}"'
+        )
+
+
+def _closed(parameters: Any) -> Mapping[str, Any]:
+    """``parameters``, of which there are none where none is named."""
+    given = parameters if isinstance(parameters, Mapping) else {}
+    named = given.get("properties") or given.keys() - {"type", "properties", *_WORDS}
+    return given if named else {**_NOTHING, **given}

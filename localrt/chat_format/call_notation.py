@@ -1,0 +1,408 @@
+"""How one template writes a call, as found by probing it: text between two marks to calls.
+
+``JsonCalls`` are JSON objects; all others are a ``Framed`` name, followed by its arguments as JSON,
+as pairs in tags, as Python's keywords, or as an object with quotes of its own. None of them knows
+how it was found, nor where in an answer calls stand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from localrt.chat_format.argument_types import (
+    ABSENT,
+    DECODER,
+    Accepted,
+    Types,
+    literal,
+)
+from localrt.chat_format.call_syntax import (
+    Call,
+    Signatures,
+    all_calls,
+    call_of,
+    ends_in_string,
+    json_values,
+)
+
+ID = "zidzid"
+"""Stands for a call's id in a literal."""
+
+NUMBERED = "znznzn"
+"""Stands for the number of a call in a literal."""
+
+_NAME = r"""[^\s<>{}()\[\]"',=]+"""
+
+
+class Notation(Protocol):
+    """Text between the mark that opens calls and the one that closes them."""
+
+    def parse(self, text: str, tools: Signatures) -> list[Call] | None:
+        """The calls that ``text`` consists of; None where it is anything else."""
+
+    def is_open(self, text: str) -> bool:
+        """Whether ``text`` ends within a string: a closing mark there is part of the string."""
+
+
+def pattern(literal: str) -> str:
+    """An expression for ``literal`` with any space where it has some."""
+    return r"\s*".join(map(re.escape, re.split(r"\s+", literal)))
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCalls:
+    """JSON objects, in a list or one after the other, with a name and arguments at these keys.
+
+    ``path`` leads to the object that has both. Where ``name`` is None, the name itself is the key.
+    ``lead`` may stand before them, ``trail`` behind.
+    """
+
+    path: tuple[str, ...] = ()
+    name: str | None = "name"
+    arguments: str = "arguments"
+    id: str | None = None
+    lead: str = ""
+    trail: str = ""
+
+    def parse(self, text: str, tools: Signatures) -> list[Call] | None:
+        values = json_values(text.strip().removeprefix(self.lead).removesuffix(self.trail))
+        items = (value if isinstance(value, list) else [value] for value in values or ())
+        return all_calls(self._call(item) for group in items for item in group)
+
+    def is_open(self, text: str) -> bool:
+        inside = text.strip().removeprefix(self.lead).lstrip()
+        return inside[:1] in ("{", "[") and ends_in_string(inside)
+
+    def _call(self, value: Any) -> Call | None:
+        for key in self.path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if not isinstance(value, Mapping):
+            return None
+        if self.name is None:
+            ((name, given), *others) = value.items() or [("", None)]
+            return None if others or not name else call_of(name, given)
+        name, call_id = value.get(self.name), value.get(self.id) if self.id else None
+        if not isinstance(name, str) or not name:
+            return None
+        known = call_id if isinstance(call_id, str) and call_id else None
+        return call_of(name, value.get(self.arguments), known)
+
+
+class Arguments(Protocol):
+    """How the arguments of a ``Framed`` call are written."""
+
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
+        """The arguments that stand at ``at``, and where they end.
+
+        Raises:
+            ValueError: there are none of this kind.
+        """
+
+    def is_open(self, text: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Framed:
+    """``opening name middle arguments closing``, once or more often.
+
+    The parts are regular expressions; ``opening`` and ``middle`` may have groups ``id`` and
+    ``index``. ``section`` stands before the first call; ``between`` may stand between two, and
+    behind the last. ``id_form`` makes an id of name and index, where a template writes ids alone.
+    ``mark`` and ``end`` are what the text has lost: the marks that it was found by.
+    """
+
+    opening: str
+    middle: str
+    closing: str
+    arguments: Arguments
+    section: str = ""
+    between: str = ""
+    id_form: str = ""
+    mark: str = ""
+    end: str = ""
+
+    def parse(self, text: str, tools: Signatures) -> list[Call] | None:
+        try:
+            return list(self._calls(f"{self.mark}{text}{self.end}", tools)) or None
+        except (ValueError, RecursionError, IndexError):
+            return None
+
+    def is_open(self, text: str) -> bool:
+        return self.arguments.is_open(self.mark + text)
+
+    def _calls(self, text: str, tools: Signatures) -> Iterator[Call]:
+        name = _NAME if self.middle in ("", r"\s*") else f"{_NAME}?"
+        head = re.compile(rf"\s*{self.opening}(?P<name>{name}){self.middle}")
+        end = re.compile(rf"\s*(?:{self.closing})?\s*(?:{self.between})?\s*")
+        at = _end_of(re.compile(rf"\s*(?:{self.section})?"), text, 0)
+        while at < len(text):
+            found = head.match(text, at)
+            if found is None:
+                raise ValueError("no call")
+            name = found["name"]
+            given, at = self.arguments.read(text, found.end(), tools.get(name, {}))
+            at = _end_of(end, text, at)
+            yield Call(name, json.dumps(given, ensure_ascii=False), self._id(found))
+
+    def _id(self, found: re.Match[str]) -> str | None:
+        groups = found.groupdict()
+        if self.id_form:
+            return self.id_form.format(name=groups["name"], index=groups.get("index") or 0)
+        return groups.get("id")
+
+
+def _end_of(expression: re.Pattern[str], text: str, at: int) -> int:
+    found = expression.match(text, at)
+    return at if found is None else found.end()
+
+
+@dataclass(frozen=True, slots=True)
+class JsonArguments:
+    """One JSON object."""
+
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
+        while at < len(text) and text[at].isspace():
+            at += 1
+        value, end = DECODER.raw_decode(text, at)
+        if isinstance(value, str):  # the object as text
+            value = DECODER.decode(value)
+        if not isinstance(value, dict):
+            raise ValueError("no object")
+        return value, end
+
+    def is_open(self, text: str) -> bool:
+        return ends_in_string(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """A call letter by letter: ``before name middle arguments after``.
+
+    Behind the arguments another may follow, as ``joint name later arguments``, where templates
+    write several; without a ``joint`` there is one only.
+    """
+
+    before: str
+    middle: str
+    after: str
+    arguments: Arguments
+    joint: str = ""
+    later: str = ""
+
+
+# -- pairs in tags ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mid:
+    """What stands between a key and its value, and behind the value.
+
+    ``string`` says what the marks say of the value: that it is a string, or is none, or neither.
+    ``kind`` is the kind of value that they were first seen with, as JSON schemas name it.
+    """
+
+    before: str
+    after: str
+    string: bool | None = None
+    kind: str = "string"
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedArguments:
+    """``opening key before value after``, repeated: values are plain text, or JSON with ``json``.
+
+    Text is a string or a value as the tool's schema says; without one, it is what it reads as.
+    """
+
+    opening: str
+    mids: tuple[Mid, ...]
+    closing: str
+    as_json: bool = False
+    gap: str = ""  # between pairs
+
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
+        found: dict[str, Any] = {}
+        opening = re.compile(rf"\s*{pattern(self.opening.strip())}")
+        while (head := opening.match(text, at)) is not None:
+            key_at = head.end()
+            mid, key_end = self._mid(text, key_at)
+            key = text[key_at:key_end]
+            value, at = self._value(text, key_end + len(mid.before.rstrip()), mid)
+            found[key] = self._typed(value, mid.string, types.get(key, Accepted()))
+        return {key: value for key, value in found.items() if value is not ABSENT}, at
+
+    def is_open(self, text: str) -> bool:
+        last = text.rfind(self.opening.strip())
+        return last >= 0 and not any(mid.after.strip() in text[last:] for mid in self.mids)
+
+    def _mid(self, text: str, at: int) -> tuple[Mid, int]:
+        """The marks behind the key at ``at``, and where they begin: the first, or the longest."""
+        places = ((text.find(mid.before.rstrip(), at), mid) for mid in self.mids)
+        found = [
+            (place, -len(mid.before), i) for i, (place, mid) in enumerate(places) if place >= 0
+        ]
+        if not found:
+            raise ValueError("a key without a value")
+        place, _, index = min(found)
+        return self.mids[index], place
+
+    def _value(self, text: str, at: int, mid: Mid) -> tuple[str, int]:
+        """The text at ``at`` up to what ends it: another pair, or the end of the call, follows."""
+        after = mid.after.lstrip()
+        follows = re.compile(
+            rf"\s*(?:{pattern(self.opening.strip())}|{pattern(self.closing.strip()) or '$'}|$)"
+        )
+        end = text.find(after, at)
+        while end >= 0 and not follows.match(text, end + len(after)):
+            end = text.find(after, end + 1)
+        if end < 0:
+            raise ValueError("a value without an end")
+        value = text[at:end]
+        lead = mid.before[len(mid.before.rstrip()) :]
+        trail = mid.after[: len(mid.after) - len(after)]
+        value = value.removeprefix(lead) if lead else value
+        return value.removesuffix(trail) if trail else value, end + len(after)
+
+    def _typed(self, text: str, string: bool | None, accepted: Accepted) -> Any:
+        if string:
+            return text
+        if self.as_json:
+            accepted = Accepted()
+        elif string is not None:
+            accepted = Accepted(accepted.kinds - {"string"})
+        return accepted.read(text)
+
+
+# -- keywords, as in Python ------------------------------------------------------------------------
+
+_KEYWORD = re.compile(r"\s*(\w+)\s*=\s*")
+_AFTER = re.compile(r"\s*(,\s*\w+\s*=|\)\s*(?:,|\]|$))")
+
+
+@dataclass(frozen=True, slots=True)
+class KeywordArguments:
+    """``key='value', key=2)``. Unless ``escaped``, quotes within a string are not."""
+
+    escaped: bool
+
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
+        """See ``Arguments``; the closing bracket is left."""
+        found: dict[str, Any] = {}
+        while (head := _KEYWORD.match(text, at)) is not None:
+            end = self._end(text, head.end())
+            found[head[1]] = self._value(text[head.end() : end])
+            at = end + 1 if text[end : end + 1] == "," else end
+        return found, at
+
+    def is_open(self, text: str) -> bool:
+        return not text.rstrip().endswith(("]", ")"))
+
+    def _value(self, text: str) -> Any:
+        text = text.strip()
+        if not self.escaped and len(text) > 1 and text[0] == text[-1] == "'":
+            return text[1:-1]
+        return literal(text)
+
+    def _end(self, text: str, at: int) -> int:
+        """Where the value at ``at`` ends: at a comma or a closing bracket."""
+        if not self.escaped and text.startswith("'", at):
+            end = at
+            while (end := text.find("'", end + 1)) >= 0:
+                if _AFTER.match(text, end + 1):
+                    return end + 1
+            raise ValueError("a string without an end")
+        depth = 0
+        while at < len(text):
+            char = text[at]
+            if char in "\"'":
+                at = _string_end(text, at)
+                continue
+            if depth == 0 and char in ",)":
+                return at
+            depth += (char in "([{") - (char in ")]}")
+            at += 1
+        raise ValueError("a value without an end")
+
+
+def _string_end(text: str, at: int) -> int:
+    quote, at = text[at], at + 1
+    while text[at] != quote:
+        at += 2 if text[at] == "\\" else 1
+    return at + 1
+
+
+# -- an object with quotes of its own --------------------------------------------------------------
+
+_BARE = re.compile(r"[^,{}\[\]]*")
+
+
+@dataclass(frozen=True, slots=True)
+class QuotedArguments:
+    """``{key:"value",key:[1,{}]}`` with bare keys; ``quote`` stands for the quotation mark."""
+
+    quote: str
+
+    def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
+        value, at = self._value(text, at)
+        if not isinstance(value, dict):
+            raise ValueError("no object")
+        return value, at
+
+    def is_open(self, text: str) -> bool:
+        return text.count(self.quote) % 2 == 1
+
+    def _value(self, text: str, at: int) -> tuple[Any, int]:
+        at = _space(text, at)
+        if text.startswith(self.quote, at):
+            return self._string(text, at)
+        if text.startswith("{", at):
+            return self._items(text, at, "}")
+        if text.startswith("[", at):
+            pairs, at = self._items(text, at, "]")
+            return [*pairs.values()], at
+        end = _end_of(_BARE, text, at)
+        try:
+            return literal(text[at:end]), end
+        except ValueError:
+            return text[at:end].strip(), end
+
+    def _items(self, text: str, at: int, closing: str) -> tuple[dict[Any, Any], int]:
+        """What is within brackets; items of a list have numbers for keys."""
+        found: dict[Any, Any] = {}
+        at = _space(text, at + 1)
+        while not text.startswith(closing, at):
+            key: Any = len(found)
+            if closing == "}":
+                key, at = self._key(text, at)
+            found[key], at = self._value(text, at)
+            at = _space(text, at)
+            if text.startswith(",", at):
+                at = _space(text, at + 1)
+            elif not text.startswith(closing, at):
+                raise ValueError("neither another item nor an end")
+        return found, at + 1
+
+    def _key(self, text: str, at: int) -> tuple[str, int]:
+        if text.startswith(self.quote, at):
+            key, end = self._string(text, at)
+        else:
+            end = text.index(":", at)
+            key = text[at:end]
+        return key, text.index(":", end) + 1
+
+    def _string(self, text: str, at: int) -> tuple[str, int]:
+        start = at + len(self.quote)
+        end = text.index(self.quote, start)
+        return text[start:end], end + len(self.quote)
+
+
+def _space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    if at == len(text):
+        raise ValueError("no end")
+    return at

@@ -1,0 +1,311 @@
+"""Histories as a chat template writes them, whatever it refuses or leaves out.
+
+A history is first given as it is. If the template refuses it, or something that was said is not in
+what it writes, the history is rewritten (``history_fit``) for what the template can show, which
+short histories of ours tell, and if that fails, too, for a template that can show next to nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+from localrt.chat_format.history_fit import (
+    RULES,
+    Situation,
+    calls_of,
+    fitted,
+    rules_first,
+    text_of,
+)
+from localrt.chat_format.messages import for_template
+from localrt.chat_format.probing import FIRST, SECOND, TOOLS
+from localrt.chat_format.templates.chat_template import MessageTemplate
+from localrt.chat_format.templates.control_text import Segment
+from localrt.chat_format.thinking import split_thinking
+from localrt.common.errors import TemplateError
+
+_Message: TypeAlias = Mapping[str, Any]
+_ID = "call_zq_zq_zq_{}"
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template wants calls: with these ``ids``, and as ``empty`` content beside them."""
+
+    ids: str = ""
+    empty: str | None = ""
+
+    def shaped(self, messages: Sequence[_Message]) -> list[dict[str, Any]]:
+        """``messages`` with such ids, those of results included."""
+        ids: dict[str, str] = {}
+        found: list[dict[str, Any]] = []
+        for message in messages:
+            message = dict(message)
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = [self._call(call, ids) for call in calls]
+                message["content"] = message.get("content") or self.empty
+            if (given := str(message.get("tool_call_id"))) in ids:
+                message["tool_call_id"] = ids[given]
+            found.append(message)
+        return found
+
+    def _call(self, call: Any, ids: dict[str, str]) -> Any:
+        given = call.get("id") if isinstance(call, Mapping) else None
+        if not self.ids or not isinstance(given, str):
+            return call
+        name = call["function"]["name"]
+        digest = hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:9]
+        short = given if re.fullmatch("[a-zA-Z0-9]{9}", given) else digest
+        ids[given] = self.ids.format(name=name, index=len(ids), short=short)
+        return {**call, "id": ids[given]}
+
+
+AS_GIVEN = CallForm()
+_FORMS = (
+    AS_GIVEN,
+    CallForm(ids="{short}"),  # Mistral's
+    CallForm(ids="functions.{name}:{index}"),  # Kimi's
+    CallForm(empty=None),  # DeepSeek's
+)
+
+
+def left_out(messages: Sequence[_Message], written: str, *, calls: bool = True) -> list[_Message]:
+    """The messages of which something is not in ``written``, a prompt, in its place; some of them.
+
+    Thoughts may be left out. What the system says at the beginning may stand anywhere. Without
+    ``calls``, only texts are looked for.
+    """
+    head = rules_first(messages)
+    missing: list[_Message] = []
+    at = start = 0
+    before = ""  # the role
+    for number, message in enumerate(messages):
+        role, text = message["role"], text_of(message)
+        if number == head:
+            at = 0
+        if number >= head and (role != "tool" or before != "tool"):
+            start = at  # results may stand in the order of their calls
+        if role == "assistant":
+            text = split_thinking(text).answer
+        for said in (text, *(calls_of(message) if calls else ())):
+            end = _end_of(said, written, at)
+            if end < 0 and at > start:
+                end = _end_of(said, written, start)
+            if end < 0:
+                missing.append(message)
+                break
+            at = max(at, end)
+        before = role
+        if len(missing) == _ENOUGH:
+            break
+    return missing
+
+
+_ENOUGH = 16  # of what is missing; each may have been looked for in all that is written
+_QUOTED = re.compile(r"\\u[0-9a-fA-F]{4}|\\.|[^a-zA-Z0-9]+", re.DOTALL)
+_COMPARED = 1000  # characters of a text that is quoted in a way of its own
+_NEAR = 1 << 16  # characters in which a text is looked for first: quoted ones cost little
+
+
+def _end_of(text: str, written: str, start: int) -> int:
+    """Where ``text`` ends behind ``start``, or ``start`` if it is quoted there; -1: it is not."""
+    text = text.strip()
+    for quotes, most in ((False, _NEAR), (True, _NEAR), (False, len(written))):
+        form = json.dumps(text, ensure_ascii=False)[1:-1] if quotes else text
+        if (found := written.find(form, start, start + len(form) + most)) >= 0:
+            return found + len(form)
+    words = re.sub("[^a-zA-Z0-9]+", "", text[:_COMPARED])
+    near = written[start : start + 7 * _COMPARED]
+    return start if words and words in _QUOTED.sub("", near) else -1
+
+
+class HistoryProbe:
+    """What ``render`` can show, which writes messages and may raise ``TemplateError``.
+
+    ``source`` is the template's: roles that it names are those that its model knows.
+    """
+
+    def __init__(self, render: Callable[[Sequence[_Message]], str], source: str) -> None:
+        self._render = render
+        self._source = source
+        self._known: dict[Situation, bool] = {}
+        self._form = AS_GIVEN
+
+    @property
+    def form(self) -> CallForm:
+        """How the template wants calls."""
+        self.can(Situation.CALL)
+        return self._form
+
+    def can(self, situation: Situation) -> bool:
+        """Whether the template can show it."""
+        if situation not in self._known:
+            self._known[situation] = self._finds(situation)
+        return self._known[situation]
+
+    def knows_developers(self) -> bool:
+        """Whether the template names the role; where it writes any, the model knows none of it."""
+        return re.search(r"""(["'])developer\1""", self._source) is not None
+
+    def shows_alone(self, message: _Message) -> bool:
+        """Whether the template shows what ``message`` says where everything else is usual."""
+        role, said = message["role"], {**_user(0), **message}
+        if role in RULES:
+            return self._shows([{**said, "role": "system"}, _user(1)])
+        if role == "assistant":
+            return self._shows([_user(0), {"role": role, "content": said["content"]}, _user(1)])
+        if role != "tool" or not self.can(Situation.CALL):
+            return self._shows([{**said, "role": "user"}])
+        return self._shows([_user(0), _call(0), {**_result(0), "content": said["content"]}])
+
+    def _finds(self, situation: Situation) -> bool:
+        if situation is Situation.DEVELOPER and not self.knows_developers():
+            return False
+        if situation is Situation.CALL:
+            found = (form for form in _FORMS if self._show_all(situation, form))
+            form = next(found, None)
+            self._form = form or AS_GIVEN
+            return form is not None
+        return self._show_all(situation, self.form)
+
+    def _show_all(self, situation: Situation, form: CallForm) -> bool:
+        return all(self._shows(history, form) for history in _PROBES[situation])
+
+    def _shows(self, history: Sequence[_Message], form: CallForm | None = None) -> bool:
+        try:
+            written = self._render((form or self._form).shaped(history))
+        except TemplateError:
+            return False
+        return not left_out(history, written)
+
+
+def _says(role: str, number: int) -> dict[str, Any]:
+    return {"role": role, "content": f"Zq{role}{number} says."}
+
+
+def _user(number: int) -> dict[str, Any]:
+    return _says("user", number)
+
+
+def _call(*numbers: int, text: str = "") -> dict[str, Any]:
+    calls = []
+    for number in numbers:
+        asked = {"name": (FIRST, SECOND)[number], "arguments": {"zqa": f"zqvalue{number}"}}
+        calls.append({"id": _ID.format(number), "type": "function", "function": asked})
+    return {"role": "assistant", "content": text, "tool_calls": calls}
+
+
+def _result(number: int) -> dict[str, Any]:
+    name = (FIRST, SECOND)[number]
+    return {**_says("tool", number), "tool_call_id": _ID.format(number), "name": name}
+
+
+def _probes() -> dict[Situation, tuple[list[dict[str, Any]], ...]]:
+    s0, s1, d0, d1, a0, a1 = (
+        _says(role, number) for role in ("system", "developer", "assistant") for number in (0, 1)
+    )
+    u0, u1, u2 = map(_user, range(3))
+    c0, c1, r0, r1 = _call(0), _call(1), _result(0), _result(1)
+    both, with_words = _call(0, 1), _call(0, text="Zqwords say.")
+    return {
+        Situation.SYSTEM: ([s0, u0, a0, u1],),
+        Situation.SYSTEM_ALONE: ([s0],),
+        Situation.SYSTEMS: ([s0, s1, u0],),
+        Situation.LATE_SYSTEM: ([u0, a0, s0, u1, a1, u2, s1], [u0, s0, a0, u1]),
+        Situation.DEVELOPER: ([d0, u0, a0, d1, u1], [s0, d0, u0]),
+        Situation.ASSISTANT_FIRST: ([a0, u0, a1, u1],),
+        Situation.USERS: ([u0, u1, a0, u2],),
+        Situation.ASSISTANTS: ([u0, a0, a1, u1],),
+        Situation.EMPTY_ANSWER: ([u0, {**a0, "content": ""}, u1],),
+        Situation.CALL: ([u0, c0, r0], [u0, c0, r0, c1, r1, a0, u1]),
+        Situation.CALLS: ([u0, both, r0, r1], [u0, both, r0, r1, a0, u1]),
+        Situation.WORDS_AND_CALL: ([u0, with_words, r0], [u0, with_words, r0, a0, u1]),
+        Situation.CALL_WITHOUT_RESULT: ([u0, c0, u1, a0, u2],),
+        Situation.RESULT_WITHOUT_CALL: ([u0, a0, r0, a1, u1], [r0, a0, u0]),
+        Situation.USER_BEHIND_RESULT: ([u0, c0, r0, u1, a0, u2],),
+    }
+
+
+_PROBES = _probes()
+
+
+class HistoryRenderer:
+    """Of ``template``, which usually wants the arguments of calls ``as_text``, or as values."""
+
+    def __init__(self, template: MessageTemplate, *, as_text: bool) -> None:
+        self._template = template
+        self._as_text = as_text
+        self._probes = {
+            given: HistoryProbe(partial(self._probe, given), template.tool_source)
+            for given in (False, True)
+        }
+
+    def segments(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        control_tokens: Iterable[str] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> list[Segment]:
+        """See ``MessageTemplate.render_segments``: of a history that the template can show.
+
+        Raises:
+            TemplateError: it refuses even the plainest form of it; what it said of ``messages``.
+        """
+        given = AS_GIVEN.shaped(for_template(messages))
+        options = {"control_tokens": control_tokens and list(control_tokens), "tools": tools}
+        probe = self._probes[bool(tools)]
+        refused: TemplateError | None = None
+        found: list[tuple[int, list[Any], list[Segment]]] = []
+        for history in self._forms(given, probe):
+            if found and found[-1][1] == history:
+                segments = found[-1][2]
+            else:
+                try:
+                    segments = self._segments(history, **options, **extra)
+                except TemplateError as error:
+                    refused = refused or error
+                    continue
+            written = "".join([text for text, _ in segments])
+            missing = left_out(history, written, calls=history is given)
+            # A word that is left out everywhere (/no_think) is meant to be.
+            if not any(map(probe.shows_alone, missing)):
+                return segments
+            found.append((len(missing), history, segments))
+        if not found:
+            assert refused is not None, "there is one form at least"
+            raise refused
+        return min(found, key=lambda each: each[0])[2]
+
+    @staticmethod
+    def _forms(given: list[Any], probe: HistoryProbe) -> Iterator[list[Any]]:
+        """``given`` in ever plainer forms."""
+        developers = any(message["role"] == "developer" for message in given)
+        if not developers or probe.knows_developers():
+            yield given
+        yield probe.form.shaped(fitted(given, probe.can))
+        yield fitted(given, lambda situation: False)
+
+    def _segments(self, history: list[Any], **options: Any) -> list[Segment]:
+        """Of one history; its arguments in the way that the template takes."""
+        as_text = self._as_text and any(message.get("tool_calls") for message in history)
+        shaped = for_template(history, arguments_as_text=as_text)
+        try:
+            return self._template.render_segments(shaped, **options)
+        except TemplateError:
+            # Some put arguments together as text, where most want them as values.
+            other = for_template(history, arguments_as_text=not as_text)
+            if other == shaped:
+                raise
+            return self._template.render_segments(other, **options)
+
+    def _probe(self, tools: bool, history: Sequence[Mapping[str, Any]]) -> str:
+        segments = self._segments(list(history), control_tokens=(), tools=TOOLS if tools else None)
+        return "".join([text for text, _ in segments])

@@ -1,0 +1,395 @@
+"""An answer's text as it comes: calls are taken out, thinking gets the usual tags.
+
+What is malformed stays text. It does not know where a syntax comes from: a template's probes, or
+the table of known ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from localrt.chat_format.call_notation import (
+    ID,
+    NUMBERED,
+    JsonArguments,
+    JsonCalls,
+    Notation,
+    Spelling,
+    pattern,
+)
+from localrt.chat_format.call_syntax import Call, Signatures, signatures
+from localrt.chat_format.messages import make_call
+from localrt.chat_format.thinking import CLOSE, OPEN, overlap
+from localrt.engine.types import ToolCall
+
+__all__ = [
+    "ID",
+    "MARK",
+    "NUMBERED",
+    "PLAIN_CALLS",
+    "USUAL_FRAME",
+    "AnswerFrame",
+    "CallSyntax",
+    "TextParser",
+    "common_end",
+    "common_start",
+    "expression",
+    "inside_mark",
+    "marks_in",
+    "snapped",
+]
+
+MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
+"""What the tokens look like that models mark the parts of an answer with."""
+
+_LONGEST_MARK = 80  # characters
+_IN_NO_MARK = set(">\n{},")
+
+
+def expression(literal: str, *, strip: bool = True) -> str:
+    """``literal`` as an expression, with what differs from call to call left open."""
+    found = pattern(literal.strip() if strip else literal)
+    found = found.replace(ID, r"(?P<id>[\w.:\-]+)", 1).replace(ID, r"[\w.:\-]+")
+    return found.replace(NUMBERED, r"(?P<index>\d+)")
+
+
+def marks_in(*texts: str) -> tuple[str, ...]:
+    """The marks in ``texts``, each once."""
+    return tuple(dict.fromkeys(mark for text in texts for mark in MARK.findall(text)))
+
+
+def common_start(one: str, other: str) -> str:
+    """What both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
+
+
+def common_end(one: str, other: str) -> str:
+    """What both end with."""
+    return common_start(one[::-1], other[::-1])[::-1]
+
+
+def inside_mark(text: str, at: int) -> bool:
+    """Whether ``at`` is between the brackets of a tag."""
+    opened = text.rfind("<", max(0, at - _LONGEST_MARK), at)
+    return opened >= 0 and not set(text[opened:at]) & _IN_NO_MARK
+
+
+def snapped(text: str, at: int) -> int:
+    """``at``, or behind the tag that it is within."""
+    return text.find(">", at) + 1 if inside_mark(text, at) and ">" in text[at:] else at
+
+
+_BARE = ("{", "[", "```json")  # how an answer that may be nothing but JSON begins
+_STARTS = ("{", "[", "<", "```", "call:")  # and what is behind a mark to calls, but for a name
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """How calls stand in an answer: ``opening`` begins them, ``closing`` (or the end) ends them.
+
+    ``notations`` read what is between, the first that can. ``marks`` are further marks within
+    calls. ``kept`` is how much of the opening belongs to the call. With ``bare``, an answer that is
+    nothing but JSON, fenced or not, may be a call too, of a tool that was given. ``primed`` is what
+    of the opening stands in the prompt already. ``as_text`` says that the template wants arguments
+    as JSON text. ``spelling`` is a call as it has to be written, where that is known.
+    """
+
+    opening: str
+    closing: str
+    notations: tuple[Notation, ...]
+    marks: tuple[str, ...] = ()
+    kept: str = ""
+    bare: bool = False
+    primed: str = ""
+    as_text: bool = False
+    spelling: Spelling | None = None
+
+    def parse(self, text: str, tools: Signatures) -> list[Call] | None:
+        """The calls between opening and closing; None where it is anything else."""
+        found = (notation.parse(text, tools) for notation in self.notations)
+        return next(filter(None, found), None)
+
+    def is_open(self, text: str) -> bool:
+        """Whether a closing mark behind ``text`` would be part of a string."""
+        return any(notation.is_open(text) for notation in self.notations)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFrame:
+    """What stands around the parts of an answer that are no calls.
+
+    ``thinking`` are the marks that begin and end a thought, the usual ones first; ``answer`` begins
+    the answer itself and ``end`` ends it: neither is shown.
+    """
+
+    thinking: tuple[tuple[str, str], ...] = ((OPEN, CLOSE),)
+    answer: str = ""
+    end: str = ""
+
+
+USUAL_FRAME = AnswerFrame()
+_NO_NAMES: Mapping[str, str] = {}
+
+PLAIN_CALLS = CallSyntax(
+    "",
+    "",
+    (JsonCalls(),),
+    bare=True,
+    spelling=Spelling(
+        '{"name": "',
+        '", "arguments": ',
+        "}",
+        JsonArguments(),
+        joint='}\n{"name": "',
+        later='", "arguments": ',
+    ),
+)
+"""A JSON object and nothing else, for models whose own way is not known."""
+
+
+class TextParser:
+    """Text as it comes to what may be shown; ``calls`` are those that were found, with the caller's
+    ``names`` for those that the model knows.
+
+    ``syntax`` is None where no tools were given. ``thinking`` says that the prompt itself has
+    opened the model's thinking, and with which mark: the shown text then begins with ``<think>``.
+    Within thinking there are no calls, but for those that an answer ends with whose thinking is
+    never closed.
+    """
+
+    def __init__(
+        self,
+        syntax: CallSyntax | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        names: Mapping[str, str] = _NO_NAMES,
+        thinking: str = "",
+        frame: AnswerFrame = USUAL_FRAME,
+    ) -> None:
+        self._syntax = syntax
+        self._names = names
+        self._given = tools
+        self._tools = signatures(tools)
+        self._closings = dict(frame.thinking)
+        self._closing = self._closings.get(thinking, "")  # while the model thinks
+        self._first = f"{OPEN}\n" if thinking else ""
+        self._held = self._primed = syntax.primed if syntax is not None else ""
+        answer = self._primed + frame.answer if frame.answer else ""
+        always = answer if self._primed or MARK.match(answer) else ""
+        self._dropped = tuple(filter(None, (always, frame.end)))
+        self._lead = "" if always else answer  # a word, which begins an answer only
+        self._open = False
+        self._at_last = False  # what is held may be the calls that a thought ends with
+        self._sought = 0  # up to where a closing mark has been looked for
+        self._space = ""  # before the calls that are open
+        self._begun = False  # whether anything but space and thinking has come
+        self._bare = False  # the answer began like JSON, and is held back until its end
+        self.calls: tuple[ToolCall, ...] = ()
+        self.markers = _markers(syntax, frame)
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends within the thinking that an answer begins with."""
+        return bool(self._closing) and not self._begun
+
+    def push(self, piece: str) -> str:
+        """Text that is certain not to be part of a call."""
+        shown, self._first = self._first, ""
+        self._held += piece
+        while not self._bare and (found := self._step()) is not None:
+            shown += found
+        return shown
+
+    def flush(self, *, cut: bool = False) -> str:
+        """What was held back, at the end of the text. Half a call is text, unless it was ``cut``:
+        then it is nothing.
+        """
+        shown, self._first = self._first, ""
+        syntax = self._syntax
+        while self._open and syntax is not None:
+            held, self._held, self._open = self._held, "", False
+            if cut and (syntax.closing or syntax.parse(held, self._tools) is None):
+                return shown
+            body, closed, rest = held, "", ""
+            if syntax.closing and syntax.parse(held, self._tools) is None:
+                body, closed, rest = held.partition(syntax.closing)  # a string was not closed
+            shown += self._ended(syntax, body, closed)
+            shown += self.push(rest)
+        held, self._held = self._held, ""
+        if syntax is not None and self._at_last:
+            return shown if cut else shown + self._calls_at_last(syntax, held)
+        if self._bare and syntax is not None:
+            calls = syntax.parse(_unfenced(held), self._tools) or []
+            if calls and all(call.name in self._tools for call in calls):
+                self.calls += tuple(make_call(call, self._names) for call in calls)
+                return shown
+        if cut and syntax is not None:
+            held = self._without_half_call(syntax, held)
+        if self._primed and self._primed.startswith(held):
+            return shown
+        return shown + held
+
+    def _step(self) -> str | None:
+        """The next piece of shown text; None when more text has to come first."""
+        syntax = self._syntax
+        if self._open and syntax is not None:
+            return self._within(syntax)
+        if self._at_last and syntax is not None:
+            return self._within_thought(syntax)
+        if not self._begun and not self._closing and not self._begins(syntax):
+            return None
+        held = self._held
+        if not held:
+            return None
+        marks = self._marks(syntax)
+        at, mark = _first(held, marks)
+        if at < 0:
+            return self._certain(held, marks)
+        if self._closing and mark != self._closing:
+            self._held, self._at_last = held[at:], True
+            return held[:at]
+        self._held = held[at + len(mark) :]
+        if self._closing:
+            self._closing = ""
+            return held[:at] + CLOSE
+        self._begun = self._begun or bool(held[:at].strip())
+        if mark in self._closings:
+            self._closing = self._closings[mark]
+            return held[:at] + OPEN
+        if mark in self._dropped:
+            self._primed = ""
+            return held[:at]
+        assert syntax is not None, "no other mark is looked for"
+        shown = held[:at].rstrip()
+        self._open, self._begun, self._sought = True, False, 0
+        self._space = held[len(shown) : at]
+        self._held = syntax.kept + self._held
+        return shown
+
+    def _begins(self, syntax: CallSyntax | None) -> bool:
+        """Whether it is clear how the answer begins: as text, or as JSON that may be calls."""
+        start = self._held.lstrip()
+        if self.calls:  # space after a call is nobody's
+            self._held = start
+            return True
+        if self._lead:
+            if len(start) < len(self._lead) and self._lead.startswith(start):
+                return False
+            if start.startswith(self._lead):
+                self._held = start = start.removeprefix(self._lead)
+            self._lead = ""
+        if syntax is not None and syntax.bare:
+            self._bare = any(start.startswith(mark) for mark in _BARE)
+            return not any(mark.startswith(start[: len(mark)]) for mark in _BARE)
+        return True
+
+    def _marks(self, syntax: CallSyntax | None) -> tuple[str, ...]:
+        """What is looked for now."""
+        calls = (syntax.opening,) if syntax is not None and syntax.opening else ()
+        if self._closing:
+            return (self._closing, *calls)
+        return (*calls, *self._closings, *self._dropped)
+
+    def _certain(self, held: str, marks: Sequence[str]) -> str | None:
+        """What of ``held``, in which there is no mark, cannot begin one."""
+        cut = len(held) - max((overlap(held, mark) for mark in marks), default=0)
+        if self._syntax is not None and not self._closing:
+            cut = len(held[:cut].rstrip())  # space before calls goes with them
+        shown, self._held = held[:cut], held[cut:]
+        self._begun = self._begun or bool(shown.strip() and not self._closing)
+        return shown or None
+
+    def _within_thought(self, syntax: CallSyntax) -> str | None:
+        """What begins like calls in a thought, as soon as it is clear that the thought goes on."""
+        held = self._held
+        body = held[len(syntax.opening) :]
+        start, closed = body.lstrip(), self._closing in held
+        at = body.find(syntax.closing) if syntax.closing else -1
+        behind = body[at + len(syntax.closing) :].lstrip() if at >= 0 else ""
+        goes_on = behind and not behind.startswith(syntax.opening[: len(behind)])
+        begins = any(each[: len(start)] == start[: len(each)] for each in (*_STARTS, *self._tools))
+        if not (closed or (goes_on and not syntax.is_open(body[:at])) or not begins):
+            return None
+        self._at_last = False
+        shown = held.partition(self._closing)[0] if closed else held[: len(syntax.opening)]
+        self._held = held[len(shown) :]
+        return shown
+
+    def _calls_at_last(self, syntax: CallSyntax, held: str) -> str:
+        """The text that a thought ends with which was never closed: calls of known tools, or its
+        own.
+        """
+        inner = TextParser(syntax, self._given)  # with the names that the model knows
+        rest = inner.push(held) + inner.flush()
+        if rest.strip() or not all(call.name in self._tools for call in inner.calls):
+            return held
+        self.calls += tuple(
+            replace(call, name=self._names.get(call.name, call.name)) for call in inner.calls
+        )
+        return ""
+
+    def _without_half_call(self, syntax: CallSyntax, held: str) -> str:
+        """``held`` without the beginning of a call."""
+        if not self._bare:
+            half = overlap(held, syntax.opening)
+            return held[: len(held) - half].rstrip() if half > 1 else held
+        before, middle = '{"name":"', '"'
+        if syntax.spelling is not None:
+            before = syntax.spelling.before.removeprefix(syntax.opening)
+            middle = syntax.spelling.middle
+        start = "".join(_unfenced(held).split()).lstrip("[")
+        calls = ("".join(f"{before}{name}{middle}".split()) for name in self._tools)
+        return "" if any(each[: len(start)] == start[: len(each)] for each in calls) else held
+
+    def _within(self, syntax: CallSyntax) -> str | None:
+        """The end of open calls, if it has come."""
+        held, closing = self._held, syntax.closing
+        while closing and (at := held.find(closing, self._sought)) >= 0:
+            if syntax.is_open(held[:at]):
+                self._sought = at + 1
+                continue
+            self._held, self._open = held[at + len(closing) :], False
+            return self._ended(syntax, held[:at], closing)
+        self._sought = max(self._sought, len(held) - len(closing) + 1)
+        return None
+
+    def _ended(self, syntax: CallSyntax, body: str, closing: str) -> str:
+        """The text of calls is whole: what of it is to be shown."""
+        calls = syntax.parse(body, self._tools)
+        space, self._space = self._space, ""
+        primed, self._primed = self._primed, ""
+        if calls is None:
+            self._begun = True
+            opening = syntax.opening.removesuffix(syntax.kept) if syntax.kept else syntax.opening
+            return space + opening.removeprefix(primed) + body + closing
+        self.calls += tuple(make_call(call, self._names) for call in calls)
+        return ""
+
+
+def _first(text: str, marks: Sequence[str]) -> tuple[int, str]:
+    """The first of ``marks`` in ``text``, and where it is; -1 where more text has to tell."""
+    found = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
+    if not found:
+        return -1, ""
+    at, _, mark = min(found)
+    longer = any(len(m) > len(mark) and m.startswith(text[at:]) for m in marks)
+    return (-1, "") if longer else (at, mark)
+
+
+def _markers(syntax: CallSyntax | None, frame: AnswerFrame) -> tuple[str, ...]:
+    """The marks that a parser has to see."""
+    known = [OPEN, CLOSE, *(mark for pair in frame.thinking for mark in pair)]
+    known += [frame.answer, frame.end]
+    if syntax is not None:
+        known += [syntax.opening, syntax.closing, *syntax.marks]
+    within = [mark for text in known for mark in MARK.findall(text)]
+    return tuple(dict.fromkeys(filter(None, known + within)))
+
+
+def _unfenced(text: str) -> str:
+    """What is within ```json and ```, if that is all there is."""
+    return text.strip().removeprefix("```json").removesuffix("```")

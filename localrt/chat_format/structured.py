@@ -1,0 +1,451 @@
+"""Answers that follow a JSON schema, an expression or a grammar, token by token, with llguidance.
+
+The tokenizer is prepared once for a model (under a second, 30 MB), a grammar once for each schema.
+It knows tokenizers and grammars; what is done with the tokens that it allows is the loop's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.chat_format.argument_types import parameters_of
+from localrt.chat_format.call_grammar import call_grammar
+from localrt.chat_format.gbnf import gbnf_to_lark
+from localrt.chat_format.parser import MARK, CallSyntax
+from localrt.common.errors import LocalrtError, MissingExtraError, OptionError
+from localrt.common.option_names import option
+from localrt.engine.options import Options
+from localrt.engine.request import MakeConstraint
+from localrt.offload.account import constraint_nbytes
+from localrt.offload.memory.process import current_rss
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+    from localrt.models.tokenizers import Tokenizer
+
+_MOST = 200  # keywords of a schema that are tried one by one
+_SECONDS = 1.0  # for trying them
+_NESTED = ("properties", "$defs", "definitions", "patternProperties")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_ALWAYS = (
+    *("type", "required", "enum", "const", "$ref", "$id", "$schema", "$comment"),
+    *("title", "description", "default", "examples", "deprecated"),
+)
+_OUTLINE = ("type", "required", "enum", "const", "$ref", "additionalProperties")
+
+
+def loosened(schema: Any, fits: Callable[[Any], bool]) -> tuple[Any, tuple[str, ...]]:
+    """``schema`` as far as it ``fits``, and the keywords that were left out."""
+    for one_of in (True, False):
+        work = _Loosening(fits, one_of=one_of)
+        found = work.schema(schema)
+        if fits(found):
+            break
+    return found, tuple(sorted(work.left_out))
+
+
+def outline(schema: Any) -> Any:
+    """What ``schema`` says of types, names and enums."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: schema[key] for key in _OUTLINE if key in schema}
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), Mapping):
+            found[key] = {name: outline(each) for name, each in schema[key].items()}
+    if isinstance(schema.get("items"), Mapping):
+        found["items"] = outline(schema["items"])
+    ways = schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(ways, list):
+        found["anyOf"] = [outline(each) for each in ways]
+    return found
+
+
+class _Loosening:
+    def __init__(self, fits: Callable[[Any], bool], *, one_of: bool) -> None:
+        self.left_out: set[str] = set()
+        self._fits = fits
+        self._one_of = one_of
+        self._until = time.monotonic() + _SECONDS
+        self._tried: dict[str, bool] = {}
+
+    def schema(self, schema: Any) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        found: dict[str, Any] = {}
+        for key, value in schema.items():
+            if key in _NESTED and isinstance(value, Mapping):
+                inner = {name: self.schema(each) for name, each in value.items()}
+                if key == "patternProperties":
+                    inner = {name: each for name, each in inner.items() if self._may(key, name, {})}
+                found[key] = inner
+            elif key in _LISTS and isinstance(value, list):
+                found[key] = [self.schema(each) for each in value]
+            elif key in ("items", "additionalProperties"):
+                found[key] = self.schema(value)
+            elif key in _ALWAYS or self._may(key, value, schema):
+                found[key] = value
+        reference = found.get("$ref")
+        if isinstance(reference, str) and not reference.startswith("#"):
+            self.left_out.add("$ref")
+            del found["$ref"]
+        if "oneOf" in found and not self._one_of:
+            self.left_out.add("oneOf")
+            found.setdefault("anyOf", found["oneOf"])
+            del found["oneOf"]
+        return found
+
+    def _may(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+        """Whether a keyword of ``schema`` works on its own."""
+        alone = {key: {value: {}} if key == "patternProperties" else value}
+        if "type" in schema:
+            alone["type"] = schema["type"]
+        text = json.dumps(alone)
+        if text not in self._tried:
+            may_try = len(self._tried) < _MOST and time.monotonic() < self._until
+            self._tried[text] = may_try and self._fits(alone)
+        if not self._tried[text]:
+            self.left_out.add(key)
+        return self._tried[text]
+
+
+_T = TypeVar("_T")
+
+_KEPT = 16  # grammars
+_LONGEST = 128 << 10  # characters; reading takes the square of a schema's properties
+# The longest text may be thousands of rules, each of which leads to the next. llguidance follows
+# them by recursion, and where the stack ends, so does the process.
+_STACK_NBYTES = 128 << 20  # of addresses: memory is taken as far as it is used
+_STACK = threading.Lock()  # the size of new threads' stacks is the process's
+# One space, or a new line and its indentation: a model must not go on with spaces for ever.
+SPACES = r"(\n[ \t]{0,24}|[ ])?"
+
+
+class Grammars:
+    """The constraints of one model. Thread-safe.
+
+    ``take_ram`` is asked for the bytes that preparing takes, where a budget is kept; those that are
+    left over are given back (below zero).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, take_ram: Callable[[int], None] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._take_ram = take_ram or (lambda nbytes: None)
+        self._prepared: LLTokenizer | None = None
+        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._followed: OrderedDict[str, tuple[str, tuple[str, ...]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def constraint(self, options: Options) -> MakeConstraint | None:
+        """What makes the constraint of an answer; None where the options ask for none.
+
+        Raises:
+            OptionError: the schema, expression or grammar is malformed, or uses what is not
+                supported.
+            MissingExtraError: llguidance is not installed.
+            MemoryBudgetError: there is no room for it within the budget.
+        """
+        bound = options.bound_by
+        if bound is None:
+            return None
+        name, text = bound
+
+        def grammar() -> str:
+            from llguidance import LLMatcher
+
+            if name == "regex":
+                return LLMatcher.grammar_from_regex(text)
+            if name == "grammar":
+                lark = gbnf_to_lark(text, self._tokenizer.token_id)
+                return LLMatcher.grammar_from_lark(lark)
+            return _of_schema(text)
+
+        return self._made(name, text, grammar)
+
+    def followed(self, schema: str) -> tuple[str, tuple[str, ...]]:
+        """A schema as far as answers can follow it, and the keywords that they cannot.
+
+        Raises:
+            OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
+        """
+        known = self._followed.get(schema)
+        if known is None:
+            left_out: tuple[str, ...] = ()
+            try:
+                self._made("json_schema", schema, lambda: _of_schema(schema))
+                found = schema
+            except OptionError:
+                if len(schema) > _LONGEST:
+                    raise
+                loose, left_out = loosened(json.loads(schema), self._fits)
+                found = json.dumps(loose, ensure_ascii=False)
+                self._made("json_schema", found, lambda: _of_schema(found))
+            with self._lock:
+                self._followed[schema] = found, left_out
+                while len(self._followed) > _KEPT:
+                    self._followed.popitem(last=False)
+            return found, left_out
+        return known
+
+    def call(
+        self,
+        syntax: CallSyntax,
+        functions: Sequence[Mapping[str, Any]],
+        *,
+        several: bool = False,
+        answer: tuple[str, str] | None = None,
+    ) -> MakeConstraint:
+        """What makes the constraint of a call of one of ``functions``, spelled as in ``syntax``, or
+        of ``several``, or else of an ``answer``: its mark and its schema, which can be followed.
+
+        What of a tool's schema cannot be followed is left out: the answer need not be its call.
+
+        Raises:
+            OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
+        """
+        spelling = syntax.spelling
+        assert spelling is not None, "no other call can be forced"
+        other = None if answer is None else (answer[0], json.loads(_readable(answer[1])))
+
+        def made(parameters: Callable[[Any], Any]) -> MakeConstraint:
+            given = [
+                {"name": each["name"], "parameters": parameters(each.get("parameters"))}
+                for each in functions
+            ]
+            lark = call_grammar(
+                spelling, given, self._terminal, spaces=SPACES, several=several, answer=other
+            )
+
+            def grammar() -> str:
+                from llguidance import LLMatcher
+
+                return LLMatcher.grammar_from_lark(lark)
+
+            return self._made("tool_choice", lark, grammar)
+
+        for parameters in (lambda schema: schema, self._parameters, outline):
+            with suppress(OptionError):
+                return made(parameters)
+        return made(_names_alone)
+
+    def _parameters(self, schema: Any) -> Any:
+        """A tool's parameters as far as they can be followed."""
+        try:
+            return json.loads(self.followed(json.dumps(schema))[0])
+        except OptionError:
+            return outline(schema)
+
+    def _fits(self, schema: Any) -> bool:
+        try:
+            with self._lock:
+                self._compiled("json_schema", lambda: _of_schema(json.dumps(schema)))
+        except OptionError:
+            return False
+        return True
+
+    def _terminal(self, text: str) -> str:
+        """``text`` as terminals of a grammar: strings, and the ids of control tokens in it."""
+        special, found, at = self._tokenizer.special_ids, [], 0
+        for mark in MARK.finditer(text):
+            token = self._tokenizer.token_id(mark[0])
+            if token in special:
+                found += [text[at : mark.start()], f"<[{token}]>"]
+                at = mark.end()
+        found.append(text[at:])
+        strings = (json.dumps(part, ensure_ascii=False) for part in found[::2])
+        tokens = [*found[1::2], ""]
+        pairs = zip(strings, tokens, strict=True)
+        return " ".join(part for pair in pairs for part in pair if part not in ("", '""'))
+
+    def _made(self, name: str, text: str, grammar: Callable[[], str]) -> MakeConstraint:
+        if len(text) > _LONGEST:
+            raise OptionError(
+                f"{option(name)} is too large: {len(text)} characters, and {_LONGEST} are the most"
+            )
+        key = f"{name} {text}"
+        with self._lock:
+            matcher = self._matchers.get(key)
+            if matcher is None:
+                matcher = self._compiled(name, grammar)
+            self._matchers[key] = matcher
+            self._matchers.move_to_end(key)
+            while len(self._matchers) > _KEPT:
+                self._matchers.popitem(last=False)
+        vocab = self._tokenizer.vocab_size
+        return lambda: _GrammarConstraint(name, matcher.deep_copy(), vocab)
+
+    def _compiled(self, name: str, make: Callable[[], str]) -> LLMatcher:
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ImportError as error:
+            raise MissingExtraError(
+                f"{option(name)} needs llguidance, which cannot be imported: pip install llguidance"
+            ) from error
+        try:
+            grammar = make()
+        except OptionError:
+            raise
+        except ValueError as error:
+            raise _refused(name, str(error)) from error
+        if self._prepared is None:
+            self._prepared = self._prepare()
+        # The ways to read a text that a parser follows; for each it looks through all others. Of a
+        # schema they are few for its size, of a grammar they may be any number.
+        own = name == "grammar"
+        limits = LLParserLimits(
+            initial_lexer_fuel=200_000,  # a second for the largest expression, not ten
+            max_items_in_row=1_000 if own else 20_000,  # thousands of optional properties
+            step_max_items=20_000 if own else 500_000,  # a quarter of a second
+        )
+        prepared = self._prepared
+
+        def compiled() -> tuple[LLMatcher, LLMatcher]:
+            matcher = LLMatcher(prepared, grammar, log_level=0, limits=limits)
+            first = matcher.deep_copy()
+            if not matcher.is_error():
+                first.compute_bitmask()
+            return matcher, first
+
+        matcher, first = _on_a_large_stack(compiled)
+        if matcher.is_error():
+            raise _refused(name, matcher.get_error())
+        if first.is_error():
+            raise _failed(name, first)
+        if first.is_stopped() and not first.is_accepting():
+            raise OptionError(f"{option(name)} allows no answer that this model could write")
+        return matcher
+
+    def _prepare(self) -> LLTokenizer:
+        asked = constraint_nbytes(self._tokenizer.vocab_size)
+        self._take_ram(asked)
+        taken, before = 0, current_rss()
+        try:
+            prepared = _prepared(self._tokenizer)
+            taken = min(asked, max(0, current_rss() - before))
+        finally:
+            self._take_ram(taken - asked)
+        return prepared
+
+
+class _GrammarConstraint:
+    """See ``Constraint``."""
+
+    def __init__(self, name: str, matcher: LLMatcher, vocab_size: int) -> None:
+        self._name = name
+        self.ends_early = name == "tool_choice"  # a call more is made by those who want it
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise _failed(self._name, self._matcher)
+        bits = np.unpackbits(packed, count=self._vocab_size, bitorder="little")
+        return bits.astype(np.bool_)
+
+    def accept(self, token: int) -> None:
+        if not self._matcher.consume_token(token):
+            raise _failed(self._name, self._matcher)
+
+    @property
+    def may_end(self) -> bool:
+        return self._matcher.is_accepting()
+
+    @property
+    def done(self) -> bool:
+        return self._matcher.is_stopped()
+
+
+class _Wrapped:
+    """The tokenizer as llguidance takes it. The end is an id of its own, beyond the vocabulary:
+    which tokens end an answer is the request's business.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        size = tokenizer.vocab_size
+        self._tokenizer = tokenizer
+        self.eos_token_id = size
+        self.bos_token_id = None
+        self.tokens = [*map(tokenizer.token_bytes, range(size)), b"<end>"]
+        self.special_token_ids = [*sorted(tokenizer.special_ids), size]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", "replace"), add_special=False)
+
+
+def _prepared(tokenizer: Tokenizer) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    from localrt.models.tokenizers.free_memory import return_free_memory
+
+    wrapped = _Wrapped(tokenizer)
+    # Without slices: they save a tenth of a millisecond for a token, and take 40 MB.
+    wrapper = TokenizerWrapper(wrapped)
+    prepared = LLTokenizer(wrapper, n_vocab=tokenizer.vocab_size + 1, slices=[])
+    wrapped.tokens = wrapper.tokens = []
+    return_free_memory()
+    return prepared
+
+
+def _on_a_large_stack(work: Callable[[], _T]) -> _T:
+    """The result of ``work``, in a thread of its own."""
+    with ThreadPoolExecutor(1, thread_name_prefix="localrt-grammar") as pool:
+        with _STACK:
+            before = threading.stack_size(_STACK_NBYTES)
+            try:
+                result = pool.submit(work)
+            finally:
+                threading.stack_size(before)
+        return result.result()
+
+
+def _of_schema(schema: str) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(
+        _readable(schema), overrides={"whitespace_pattern": SPACES}
+    )
+
+
+def _names_alone(schema: Any) -> Any:
+    properties, required = parameters_of(schema)
+    free: dict[str, Any] = {key: {} for key in properties}
+    return {"type": "object", "properties": free, "required": [*required]}
+
+
+def _readable(schema: str) -> str:
+    """``true`` is any value; llguidance wants an object."""
+    value: Any = json.loads(schema)
+    return schema if isinstance(value, Mapping) else "{}"
+
+
+def _refused(name: str, reason: str) -> OptionError:
+    # Of a long report the line that says what it is.
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return OptionError(
+        f"{option(name)} cannot be used: {(errors or lines or ['it is malformed'])[0]}"
+    )
+
+
+def _failed(name: str, matcher: LLMatcher) -> LocalrtError:
+    reason = " ".join(matcher.get_error().partition("<state>")[0].split())
+    if "satisfy the grammar" in reason:  # a token that was not allowed
+        return LocalrtError(f"the answer cannot be kept within its grammar: {reason}")
+    if name == "grammar" and re.search("too many items|current row has", reason, re.IGNORECASE):
+        return OptionError(
+            f"{option('grammar')} can be read in too many ways: repeat a rule in one place, not "
+            "both within it and around it"
+        )
+    return OptionError(f"{option(name)} is too complex: {reason}")

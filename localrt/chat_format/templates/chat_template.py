@@ -1,0 +1,383 @@
+"""Messages to prompt text, by the chat template that a model brings (Jinja2, sandboxed).
+
+Text in a message that spells a control token (``<|im_start|>``) stays ordinary text on the way to
+token ids, whatever the template does around it: use ``render_segments`` and ``encode_chat``. A
+model without a template gets ``PlainTemplate``. Does not know which model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from localrt.chat_format.templates.control_text import ControlMask, Segment
+from localrt.common.errors import TemplateError
+from localrt.models.checkpoints.packed_strings import PackedStrings
+from localrt.models.tokenizers.base import Watch, behind, ignore_count
+from localrt.models.tokenizers.hf import read_json, token_name
+from localrt.models.tokenizers.vocabulary import TokenMatcher
+
+if TYPE_CHECKING:
+    from localrt.models.checkpoints.base import Checkpoint
+    from localrt.models.tokenizers.base import Tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "Message",
+    "MessageTemplate",
+    "PlainTemplate",
+    "Segment",
+    "encode_chat",
+    "load_template",
+]
+
+Message = Mapping[str, Any]
+_PROBE = "localrt probe"
+_SPEAKING = ("system", "user")  # others' messages may be calls alone
+
+
+class MessageTemplate(ABC):
+    """What turns messages into a prompt.
+
+    ``is_plain`` says that it is the plain format, because the model brings no template;
+    ``stop_strings`` end the assistant's turn, beside the tokens that do; ``tool_source`` is the
+    template's source, as it is used where tools are given.
+    """
+
+    is_plain = False
+    stop_strings: tuple[str, ...] = ()
+    tool_source = ""
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the model of tools that it is given."""
+        return "tools" in self.tool_source
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
+    ) -> str:
+        """The prompt as one string; ``extra`` are further variables that the template knows.
+
+        Contents may be strings, or lists of ``{"type": "text", "text": ...}``.
+
+        Raises:
+            TemplateError: the template refused the messages or failed; its own words, on one line.
+        """
+        if not isinstance(tools, (list, tuple, type(None))):
+            raise TemplateError("tools must be a list of mappings")
+        shaped = [_shape(message, parts=self._wants_parts) for message in messages]
+        return self._render(shaped, tools, add_generation_prompt, extra)
+
+    def render_segments(
+        self,
+        messages: Sequence[Message],
+        *,
+        control_tokens: Iterable[str] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> list[Segment]:
+        """``render`` in pieces: text of the messages that spells a control token is set apart.
+
+        ``control_tokens`` are the vocabulary's; by default, what looks like one counts as one.
+        Such text goes through the template in disguise. Only where the template itself looks for
+        a control token in an assistant's message (to drop its thoughts, say) does that message
+        go through as it is.
+
+        Raises:
+            TemplateError: as ``render``.
+        """
+        try:
+            return self._segments(messages, control_tokens, tools, extra)
+        except RecursionError:
+            raise TemplateError("the messages or the tools are nested too deeply") from None
+
+    def _segments(
+        self,
+        messages: Sequence[Message],
+        control_tokens: Iterable[str] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        extra: dict[str, Any],
+    ) -> list[Segment]:
+        if self.is_plain:  # the format itself writes no control token
+            return [(self.render(messages, tools=tools, **extra), False)]
+        given = [list(messages), tools, extra]
+        mask = ControlMask(given, control_tokens)
+        if mask.covered == given:
+            return [(self.render(messages, tools=tools, **extra), True)]
+        masked, masked_tools, masked_extra = mask.covered
+        disguised = self.render(masked, tools=masked_tools, **masked_extra)
+        try:
+            plain: str | None = self.render(messages, tools=tools, **extra)
+        except TemplateError:
+            plain = None  # the template refuses such text; disguised, it is only text
+        if plain not in (None, mask.uncover(disguised)):
+            shown = [
+                message if message.get("role") == "assistant" else covered
+                for message, covered in zip(messages, masked, strict=True)
+            ]
+            disguised = self.render(shown, tools=masked_tools, **masked_extra)
+        return mask.segments(disguised)
+
+    @property
+    def _wants_parts(self) -> bool:
+        """Whether contents must be lists of parts."""
+        return False
+
+    @abstractmethod
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+    ) -> str:
+        """``render`` of messages whose contents are all strings, or all lists of parts."""
+
+
+class ChatTemplate(MessageTemplate):
+    """A Jinja2 chat template.
+
+    ``bos`` and ``eos`` are the texts of ``bos_token`` and ``eos_token``; ``with_tools`` is the
+    template to use when tools are given, where a model brings one of its own for that.
+
+    Raises:
+        TemplateError: the source is not valid Jinja2.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos: str = "",
+        eos: str = "",
+        name: str = "chat template",
+        with_tools: str | None = None,
+    ) -> None:
+        # Jinja2 takes a tenth of a second to import, and not every model brings a template
+        from localrt.chat_format.templates.sandbox import SandboxedTemplate
+
+        self.source = source
+        self.tool_source = with_tools or source
+        self._globals = {"bos_token": bos, "eos_token": eos}
+        self._template = SandboxedTemplate(source, name)
+        self._with_tools = SandboxedTemplate(with_tools, name) if with_tools else self._template
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether this template reads contents as lists of parts and ignores plain strings."""
+
+        def shows(content: object) -> bool:
+            try:
+                rendered = self._render([{"role": "user", "content": content}], None, True, {})
+            except TemplateError:
+                return False
+            return _PROBE in rendered and "{" not in rendered
+
+        return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+    ) -> str:
+        given = {
+            **self._globals,
+            **(_firefunction_variables(tools) if "functions" in self.tool_source else {}),
+            **extra,
+            "messages": messages,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return (self._with_tools if tools else self._template).render(given)
+
+
+def _firefunction_variables(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, str]:
+    """What firefunction's template reads in the place of ``tools``."""
+    try:
+        functions = json.dumps(tools or [], indent=4)
+    except RecursionError:
+        raise TemplateError("tools are nested too deeply") from None
+    # The day alone: a time would outdate cached prompts.
+    return {"functions": functions, "datetime": time.strftime("%Y-%m-%d")}
+
+
+class PlainTemplate(MessageTemplate):
+    """``System: ... User: ... Assistant:``, for models that bring no template.
+
+    The model may go on to write the user's next turn itself: ``stop_strings`` end that.
+    """
+
+    is_plain = True
+    stop_strings = ("\nUser:",)
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+    ) -> str:
+        if tools:
+            raise TemplateError("this model has no chat template, so it cannot be given tools")
+        turns = [f"{turn['role'].title()}: {turn.get('content') or ''}" for turn in messages]
+        return "\n".join([*turns, "Assistant:"] if add_generation_prompt else turns)
+
+
+def load_template(checkpoint: Checkpoint, file: Path | None = None) -> ChatTemplate | None:
+    """The chat template in ``file``, or the one that ``checkpoint`` brings; None without either.
+
+    Raises:
+        TemplateError: there is one, and it is not valid Jinja2; or the file is empty, or cannot be
+            read.
+        TokenizerError: a file beside the tokenizer is not readable JSON.
+    """
+    if checkpoint.kind == "gguf":
+        metadata = checkpoint.metadata
+        default, with_tools = (
+            metadata.get("tokenizer.chat_template"),
+            metadata.get("tokenizer.chat_template.tool_use"),
+        )
+        if file is not None:
+            default, with_tools = _source(file), None
+        bos, eos = (_gguf_text(metadata, default, key) for key in ("bos", "eos"))
+    else:
+        folder = checkpoint.path
+        names = read_json(folder / "special_tokens_map.json")
+        config = names | read_json(folder / "tokenizer_config.json")
+        sources = _folder_sources(folder, config) if file is None else {"default": _source(file)}
+        default, with_tools = sources.get("default"), sources.get("tool_use")
+        bos, eos = (token_name(config.get(key)) or "" for key in ("bos_token", "eos_token"))
+    if not isinstance(default, str) or not default.strip():
+        if file is not None:
+            raise TemplateError(f"the chat template {file} is empty")
+        return None
+    if not isinstance(with_tools, str):
+        with_tools = None
+    return ChatTemplate(
+        default, bos=bos, eos=eos, name="model's chat template", with_tools=with_tools
+    )
+
+
+def _gguf_text(metadata: Mapping[str, Any], source: object, key: str) -> str:
+    """The text of the ``bos`` or ``eos`` token, if the template asks for it: finding it is slow."""
+    token = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if type(token) is not int or not isinstance(source, str) or f"{key}_token" not in source:
+        return ""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list | PackedStrings) and 0 <= token < len(tokens):
+        return str(tokens[token])
+    return ""
+
+
+def _folder_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates of a Hugging Face folder by name; files win over tokenizer_config.json."""
+    found: dict[str, str] = {}
+    for given in (read_json(folder / "chat_template.json"), config):
+        match given.get("chat_template"):
+            case str(source):
+                found["default"] = source
+            case list(entries):
+                found |= dict(map(_named_source, entries))
+            case None:
+                pass
+            case _:
+                raise TemplateError("the model's chat_template is neither text nor a list")
+    files = [folder / "chat_template.jinja", *sorted(folder.glob("chat_templates/*.jinja"))]
+    for path in files[::-1]:
+        if path.is_file():
+            name = "default" if path.parent == folder else path.stem
+            found[name] = _source(path)
+    return found
+
+
+def _source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise TemplateError(f"the chat template {path} cannot be read: {reason}") from None
+
+
+def _named_source(entry: object) -> tuple[str, str]:
+    match entry:
+        case {"name": str(name), "template": str(source)}:
+            return name, source
+    raise TemplateError("an entry of the model's chat_template list lacks its name or template")
+
+
+def encode_chat(
+    tokenizer: Tokenizer, segments: Sequence[Segment], watch: Watch = ignore_count
+) -> list[int]:
+    """Token ids of a rendered chat, as if it were one text, but for the control tokens in it.
+
+    Where no template could have written a BOS, the tokenizer adds it. Where one could and did not,
+    a GGUF file's tokenizer does, as llama.cpp has it; a folder's does not, as transformers has it.
+    """
+    written = any(counts for _, counts in segments)
+    ids: list[int] = []
+    later = behind(ids, watch)
+    watch(sum(tokenizer.least_tokens(text) for text, _ in segments))
+    for index, (text, counts) in enumerate(_separate(tokenizer, segments)):
+        first = index == 0 and not written
+        ids += tokenizer.encode(text, add_special=first, parse_special=counts, watch=later)
+    prefix = list(tokenizer.chat_prefix)
+    return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+
+def _separate(tokenizer: Tokenizer, segments: Sequence[Segment]) -> list[Segment]:
+    """The fewest segments in which nobody's text is read as a control token."""
+    if all(counts for _, counts in segments):
+        return [("".join(text for text, _ in segments), True)]
+    names = TokenMatcher({tokenizer.token_text(token): token for token in tokenizer.special_ids})
+    joined: list[Segment] = []
+    for text, counts in segments:
+        parts = [text] if counts else names.split(text)
+        for part in parts:
+            piece = part if isinstance(part, str) else tokenizer.token_text(part)
+            allowed = isinstance(part, str)
+            if joined and allowed and joined[-1][1]:
+                joined[-1] = (joined[-1][0] + piece, True)
+            else:
+                joined.append((piece, allowed))
+    return joined or [("", False)]
+
+
+def _shape(message: Message, *, parts: bool) -> dict[str, Any]:
+    """A copy of ``message`` whose content is a string, or a list of parts if the template wants."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise TemplateError('a message must be a mapping with a "role", such as {"role": "user"}')
+    shaped = dict(message)
+    content = shaped.get("content")
+    if isinstance(content, str):
+        if parts:
+            shaped["content"] = [{"type": "text", "text": content}]
+    elif content is not None:
+        shaped["content"] = content if parts else _flatten(content)
+    elif message["role"] in _SPEAKING:
+        raise TemplateError(f'a {message["role"]} message must have a "content", its text')
+    return shaped
+
+
+def _flatten(content: object) -> str:
+    if not isinstance(content, Sequence):
+        raise TemplateError("a message's content must be a string or a list of text parts")
+    texts: list[str] = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise TemplateError(f"a message's content may only hold text, not {kind!r:.100}")
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,177 @@
+"""Jinja2 for chat templates, set up as transformers sets it up, and the process that renders them.
+
+Chat templates are code from the internet: they run in a process of their own, which is killed when
+one takes too long or too much memory (``localrt.chat_format.templates.sandbox`` starts it). It
+reads a request a line and answers with a line. It is run by its path and imports nothing of
+localrt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateSyntaxError
+from jinja2 import TemplateError as JinjaError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_SECONDS = 1.0  # of the processor, for a request without its size
+_SECONDS_PER_BYTE = 2e-6
+_NBYTES = 128 << 20  # of memory, likewise
+_NBYTES_PER_BYTE = 40
+_CHARACTERS = 4 << 20  # of a rendered text, likewise
+_CHARACTERS_PER_BYTE = 4
+_LONGEST_REASON = 1_000  # characters of what a template says
+_COMPILED = 16  # templates that are kept
+
+
+def answer(source: str, given: Mapping[str, Any] | None, size: int) -> dict[str, str]:
+    """``text`` is what the template writes for the variables ``given``, without them nothing;
+    ``invalid`` says why it is no template, ``refused`` why it wrote nothing.
+
+    ``size`` bytes are those of the request, which a long text is measured against.
+    """
+    try:
+        template = _compiled(source)
+    except TemplateSyntaxError as error:
+        return {"invalid": f"line {error.lineno}: {_one_line(error.message)}"}
+    except (RecursionError, IndentationError):
+        return {"invalid": "it is nested too deeply"}
+    except Exception as error:  # noqa: BLE001 - Python's compiler refuses in many ways
+        return {"invalid": _one_line(error.msg if isinstance(error, SyntaxError) else error)}
+    if given is None:
+        return {"text": ""}
+    room = _CHARACTERS + _CHARACTERS_PER_BYTE * size
+    pieces = []
+    try:
+        for piece in template.generate(dict(given)):
+            pieces.append(piece)
+            room -= len(piece)
+            if room < 0:
+                return {"refused": "it writes too much"}
+        return {"text": "".join(pieces)}
+    except JinjaError as error:
+        reason = error.message or type(error).__name__
+    except RecursionError:
+        reason = "it calls itself without end, or a value is nested too deeply"
+    except AttributeError as error:
+        reason = str(error)
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - it is code from the internet: anything
+        reason = f"{type(error).__name__}: {error}"
+    return {"refused": _one_line(reason)}
+
+
+@lru_cache(_COMPILED)
+def _compiled(source: str) -> Template:
+    return _environment().from_string(source)
+
+
+@lru_cache(1)
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,  # nothing is computed while compiling
+        extensions=[LoopControlExtension, _GenerationTag],
+    )
+    environment.filters |= {"tojson": _tojson, "from_json": json.loads}
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks training targets; here it only shows its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class has it so
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: object = "") -> NoReturn:
+    raise JinjaError(str(message))
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().strftime(layout)
+
+
+def _one_line(text: object) -> str:
+    shown = str(text)[: 4 * _LONGEST_REASON]
+    line = " ".join("".join(c if c.isprintable() else " " for c in shown).split())
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+def _limits() -> Callable[[int], None]:
+    """What bounds the next request, of so many bytes: the kernel then ends this process.
+
+    Time is the processor's, so that a busy machine refuses nothing.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows: whoever asked ends it after some seconds
+        return lambda size: None
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    def limit(size: int) -> None:
+        signal.setitimer(signal.ITIMER_PROF, _SECONDS + _SECONDS_PER_BYTE * size)
+        if sys.platform == "linux":
+            pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+            taken = int(pages) * resource.getpagesize()
+            most = taken + _NBYTES + _NBYTES_PER_BYTE * size
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+    return limit
+
+
+def _serve() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl+C is for the program that started it
+    limit = _limits()
+    for line in sys.stdin.buffer:
+        limit(len(line))
+        try:
+            request = json.loads(line)
+            given = answer(request["source"], request["given"], len(line))
+            found = json.dumps(given, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except MemoryError:
+            os._exit(1)
+        sys.stdout.buffer.write(found + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    _environment()
+    _serve()

@@ -1,0 +1,183 @@
+"""Chat templates, which are code from the internet, rendered in a process of their own.
+
+One process renders for all templates of this program. Nothing that a template does holds the
+interpreter here; when it takes too long or too much memory, its process is killed, and the next
+request starts another. It does not know messages or models.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from localrt.common.errors import TemplateError
+from localrt.offload.memory.process import HELPERS
+
+_MAX_SOURCE = 250_000  # characters
+_PATIENCE_S = 5.0  # where the process cannot bound its own time
+_PATIENCE_PER_BYTE_S = 1e-5
+_ANSWER_NBYTES = 32 << 20  # beside what the request has, many times over
+_TOO_MUCH = "it takes too long or too much memory"
+
+
+class SandboxedTemplate:
+    """A template ready to render; ``name`` is what an error calls it.
+
+    Raises:
+        TemplateError: not valid Jinja2, or too much of it.
+    """
+
+    def __init__(self, source: str, name: str) -> None:
+        self._source = source
+        self._name = name
+        if len(source) > _MAX_SOURCE:
+            raise TemplateError(f"the {name} is longer than {_MAX_SOURCE} characters")
+        found = _RENDERER.ask(source, None)
+        if (reason := found.get("invalid")) is not None:
+            raise TemplateError(f"the {name} is not valid Jinja2: {reason}")
+        if "text" not in found:
+            raise TemplateError(f"the {name} cannot be compiled: {found['refused']}")
+
+    def render(self, given: Mapping[str, Any]) -> str:
+        """The text for the variables ``given``, which go through JSON.
+
+        Raises:
+            TemplateError: the template refused them, failed, or takes too long or too much
+                memory; its own words, on one line.
+        """
+        found = _RENDERER.ask(self._source, given)
+        if "text" not in found:
+            raise TemplateError(f"the {self._name} refused the messages: {found['refused']}")
+        return found["text"]
+
+
+class _Renderer:
+    """The process that renders, from the first request on. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # a fork has its parent's pipes
+
+    def ask(self, source: str, given: Mapping[str, Any] | None) -> dict[str, str]:
+        """See ``jinja_sandbox.answer``; ``refused`` where the process had to be killed, too."""
+        try:
+            request = {"source": source, "given": given}
+            line = json.dumps(request, default=_plain).encode("ascii") + b"\n"
+        except RecursionError:
+            return {"refused": "a value is nested too deeply"}
+        except ValueError as error:
+            return {"refused": str(error)}
+        with self._lock:
+            process = self._running()
+            if process is not None:
+                answer = self._answer(process, line)
+                if answer is None:
+                    self._end(process)
+                    return {"refused": _TOO_MUCH}
+                found: dict[str, str] = answer
+                return found
+        # A packaged program has no interpreter to start: its templates are its own choice.
+        from localrt.chat_format.templates.jinja_sandbox import answer as answer_here
+
+        return answer_here(source, json.loads(line)["given"], len(line))
+
+    def close(self) -> None:
+        """End the process; the next request starts another."""
+        with self._lock:
+            if self._process is not None and self._owner == os.getpid():
+                self._end(self._process)
+
+    def _answer(self, process: subprocess.Popen[bytes], line: bytes) -> Any:
+        """None where the process has ended, or had to be killed."""
+        assert process.stdin is not None, "it is a pipe"
+        assert process.stdout is not None, "it is a pipe"
+        seconds = _PATIENCE_S + _PATIENCE_PER_BYTE_S * len(line)
+        patience = threading.Timer(seconds, lambda: _kill(process))
+        if sys.platform == "win32":
+            patience.start()
+        try:
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline(_ANSWER_NBYTES + 32 * len(line))
+            return json.loads(answer.decode("utf-8", "surrogatepass"))
+        except (OSError, ValueError):
+            return None
+        finally:
+            patience.cancel()
+
+    def _running(self) -> subprocess.Popen[bytes] | None:
+        """The process, started if there is none; None where none can be started."""
+        if self._process is not None and self._owner != os.getpid():
+            self._process = None  # the parent's
+        if self._process is not None and self._process.poll() is not None:
+            self._end(self._process)
+        if self._process is None and (command := _command()):
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError:
+                return None
+            self._owner = os.getpid()
+            HELPERS.add(self._process.pid)
+            if self._answer(self._process, _HELLO) is None:  # another kind of interpreter
+                self._end(self._process)
+        return self._process
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Forget a process, and what it holds."""
+        self._process = None
+        HELPERS.discard(process.pid)
+        _kill(process)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None, "both are pipes"
+            with suppress(OSError):  # what was written has no reader
+                pipe.close()
+
+
+_RENDERER = _Renderer()
+atexit.register(_RENDERER.close)
+_START = (
+    "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], None, '__main__')"
+)
+_HELLO = b'{"source": "", "given": null}\n'
+
+
+def _command() -> list[str]:
+    """What starts the process: this interpreter, without its site and with Jinja2 alone."""
+    found = [find_spec(name) for name in ("jinja2", "markupsafe")]
+    origins = [spec.origin for spec in found if spec is not None and spec.origin is not None]
+    if getattr(sys, "frozen", False) or not sys.executable or len(origins) < len(found):
+        return []
+    folders = list(dict.fromkeys(str(Path(origin).parents[1]) for origin in origins))
+    start = (
+        "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], None, '__main__')"
+    )
+    script = Path(__file__).with_name("jinja_sandbox.py")
+    return [sys.executable, "-I", "-S", "-c", start, str(script), *folders]
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(OSError):  # it has ended
+        process.kill()
+
+
+def _plain(value: object) -> Any:
+    """What JSON cannot spell, as what is nearest to it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence | Set) else str(value)

@@ -1,0 +1,177 @@
+"""Where a model's thinking ends and its answer begins: the one rule of library, server and app.
+
+``chunk.text`` has a model's thinking as ``<think>...</think>``, whatever the model itself writes
+around it. The rule, for a whole text as for one that still grows:
+
+- Every ``<think>...</think>`` at the beginning is thinking, one or several with only space between;
+  so is ``<thinking>`` or ``<reasoning>``, which models write that were not taught a tag.
+- A span that is not closed is thinking to its end, and so far there is no answer.
+- Servers that keep the opening tag in the prompt send the closing one alone: what is before it is
+  thinking, unless a backtick or an opening tag is there too.
+- All other tags belong to the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from localrt.common.errors import OptionError
+
+
+class Piece(NamedTuple):
+    """What a piece of an answer adds to its thinking, and to its text."""
+
+    thinking: str
+    text: str
+
+
+class ThoughtStream:
+    """Takes an answer's text piece by piece, and gives each in its two parts.
+
+    Space around thoughts is left out; several spans are joined by an empty line.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._closing = ""  # while the model thinks
+        self._answering = False
+        self._gap = ""  # before the next thought
+        self._thought = False  # whether there has been a span
+        self._began = False  # whether the open span has shown anything
+
+    def push(self, piece: str, *, last: bool = False) -> Piece:
+        """The parts that are certain, now that ``piece`` has come; all of them with the last."""
+        found = self._push(piece)
+        rest = self._flush() if last else Piece("", "")
+        return Piece(found.thinking + rest.thinking, found.text + rest.text)
+
+    def _push(self, piece: str) -> Piece:
+        if self._answering:
+            return Piece("", piece)
+        self._held += piece
+        thinking = ""
+        while True:
+            if self._closing:
+                inside, closed, rest = self._held.partition(self._closing)
+                if not closed:
+                    cut = len(inside) - overlap(inside, self._closing)
+                    cut = len(inside[:cut].rstrip())
+                    self._held = inside[cut:]
+                    return Piece(thinking + self._shown(inside[:cut]), "")
+                thinking += self._shown(inside.rstrip())
+                self._closing, self._held = "", rest
+            start = self._held.lstrip()
+            opening = next((each for each in OPENINGS if start.startswith(each)), "")
+            if opening:
+                self._closing = opening.replace("<", "</")
+                self._held = start.removeprefix(opening)
+                self._thought, self._began = True, False
+            elif any(each.startswith(start) for each in OPENINGS):
+                return Piece(thinking, "")  # the start of a tag, or nothing yet
+            else:
+                return Piece(thinking, self._answer())
+
+    def _flush(self) -> Piece:
+        if not self._closing:
+            return Piece("", self._answer())
+        held, self._held = self._held, ""
+        return Piece(self._shown(held[: len(held) - overlap(held, self._closing)].rstrip()), "")
+
+    def _answer(self) -> str:
+        self._answering = True
+        held, self._held = self._held, ""
+        return held.lstrip() if self._thought else held
+
+    def _shown(self, thought: str) -> str:
+        if not self._began:
+            thought = thought.lstrip()
+        if not thought:
+            return ""
+        gap = "" if self._began else self._gap
+        self._began, self._gap = True, "\n\n"
+        return gap + thought
+
+
+def parted(text: str) -> Piece:
+    """The two parts of a whole answer, as its stream would give them."""
+    return ThoughtStream().push(text, last=True)
+
+
+OPEN, CLOSE = "<think>", "</think>"
+OPENINGS = (OPEN, "<thinking>", "<reasoning>")
+THOUGHT_FIELDS = ("thinking", "reasoning", "reasoning_content")
+"""What chat templates call the field of a message for its thoughts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """An answer in two parts; ``open`` while the thinking has not ended."""
+
+    thinking: str
+    answer: str
+    open: bool = False
+
+
+def split_thinking(text: str) -> Thinking:
+    """The thinking that ``text`` begins with, and what follows it, both without space around.
+
+    ``text`` may be what a stream has brought so far. Several spans at the beginning are all
+    thinking; tags further down belong to the answer.
+
+    >>> split_thinking("<think>Hm, two and two.</think>Four.")
+    Thinking(thinking='Hm, two and two.', answer='Four.', open=False)
+    >>> split_thinking("<think>Hm, two and")
+    Thinking(thinking='Hm, two and', answer='', open=True)
+    """
+    if not isinstance(text, str):
+        raise OptionError(f"text must be a string, is {text!r:.80}")
+    thoughts: list[str] = []
+    rest = text.lstrip()
+    while opening := next((each for each in OPENINGS if rest.startswith(each)), ""):
+        closing = opening.replace("<", "</")
+        inside, closed, after = rest[len(opening) :].partition(closing)
+        if not closed:
+            thoughts.append(inside[: len(inside) - overlap(inside, closing)])
+            return Thinking(_joined(thoughts), "", open=True)
+        thoughts.append(inside)
+        rest = after.lstrip()
+    if rest and any(
+        each.startswith(rest) for each in OPENINGS
+    ):  # the start of a tag: the next piece tells
+        return Thinking(_joined(thoughts), "", open=True)
+    if thoughts:
+        return Thinking(_joined(thoughts), rest)
+    before, closed, after = text.partition(CLOSE)
+    if closed and OPEN not in before and "`" not in before:
+        return Thinking(before.strip(), after.lstrip())
+    return Thinking("", text)
+
+
+def _joined(thoughts: list[str]) -> str:
+    return "\n\n".join(thought.strip() for thought in thoughts if thought.strip())
+
+
+def thoughts_apart(messages: Sequence[Any]) -> list[Any]:
+    """``messages`` whose thoughts are in fields of their own, as templates name them.
+
+    For templates that do not read ``<think>`` in a content.
+    """
+    shaped: list[Any] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, str) and message.get("role") == "assistant":
+            parts = split_thinking(content)
+            if parts.thinking:
+                message = {**message, "content": parts.answer}
+                for name in THOUGHT_FIELDS:
+                    message.setdefault(name, parts.thinking)
+        shaped.append(message)
+    return shaped
+
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of ``text`` that begins ``mark``."""
+    sizes = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(mark[:size])), 0)

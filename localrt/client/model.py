@@ -1,0 +1,398 @@
+"""A model that runs elsewhere, behind OpenAI's HTTP protocol, with the face of one that runs here.
+
+``connect`` gives a ``RemoteModel`` for what the terminal app and ``localrt run`` do with a model:
+chats with streamed answers, options, cancelling. What cannot be known from here (its memory, its
+pace, its tokens) is None or an estimate. Nothing but the given URL is ever asked.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from localrt.chat import ChatSession
+from localrt.chat_format.thinking import split_thinking
+from localrt.client.answer import (
+    ListedModel,
+    Reader,
+    events,
+    listed_models,
+    refusal,
+)
+from localrt.client.http import Exchange
+from localrt.client.servers import Address, LocalServer, read_address
+from localrt.common.closing import Closing
+from localrt.common.errors import CancelledError, LocalrtError, OptionError
+from localrt.common.formatting import one_line
+from localrt.common.progress import Progress, ProgressCallback
+from localrt.engine.options import Options, read_options
+from localrt.engine.types import Chunk, Message
+from localrt.service.status import ModelInfo
+
+_LOCAL_ANSWER_S = 10.0  # of a server of this machine
+_LONGEST_LIST = 8 << 20
+_LONGEST_REFUSAL = 64 << 10
+_BECAUSE_OF_TOOLS = (400, 422, 500, 501)  # what servers answer where a model takes no tools
+_BYTES_A_TOKEN = 4  # an estimate; a template's marks take about as many tokens a message
+# Sent under their own names: OpenAI's, then those that vLLM, llama.cpp or localrt's server know
+# beyond them.
+_SENT = (
+    *("temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"),
+    *("max_tokens", "top_k", "min_p", "typical_p", "repetition_penalty", "ignore_eos", "grammar"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
+)
+# What localrt's server, vLLM and llama.cpp call it.
+_THINKING_LIMITS = ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens")
+# Of no use elsewhere, and what they are when nobody chose.
+_HERE: dict[str, Any] = {"draft": "auto", "overflow": "error", "parallel_tool_calls": True}
+_HERE |= dict.fromkeys(("tree_budget", "tree_depth"))
+_HERE |= dict.fromkeys(("context_tokens", "regex", "logprobs", "min_indent", "line_seconds"))
+
+
+def connect(
+    url: str,
+    model: str | None = None,
+    *,
+    api_key: str | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> RemoteModel:
+    """A model of the server at ``url``, such as ``http://localhost:8000/v1``.
+
+    Args:
+        url: where vLLM, ``localrt serve`` or another server of OpenAI's protocol is.
+        model: its name there; None takes the first that the server lists.
+        api_key: goes to that server and nowhere else.
+        progress: called while waiting; may raise ``CancelledError``.
+        cancel: set it from another thread to stop with ``CancelledError``.
+
+    Raises:
+        OptionError: no such address or key can be.
+        LocalrtError: the server cannot be reached, refuses, or is none of this kind.
+    """
+    address = read_address(url, api_key)
+
+    def look() -> None:
+        if cancel is not None and cancel.is_set():
+            raise CancelledError("connecting was cancelled")
+        if progress is not None:
+            progress(Progress(f"connecting to {address.place}", 0, None, ""))
+
+    listed = _ask(address, look, required=model is None)
+    return RemoteModel(address, *_chosen(address, model, listed))
+
+
+def list_remote(address: Address, *, look: Callable[[], None] = lambda: None) -> list[ListedModel]:
+    """The models of a server; ``look`` may raise to stop waiting.
+
+    Raises:
+        LocalrtError: it cannot be reached, refuses, or is none of OpenAI's protocol.
+    """
+    return _ask(address, look, required=True)
+
+
+def models_of(server: LocalServer) -> list[ListedModel]:
+    """What a server of this machine lists.
+
+    Raises:
+        LocalrtError: it does not answer: it is starting, suspended, or gone.
+    """
+    end = time.monotonic() + _LOCAL_ANSWER_S
+
+    def look() -> None:
+        if time.monotonic() > end:
+            raise LocalrtError(f"{server.url} does not answer within {_LOCAL_ANSWER_S:g} s")
+
+    return list_remote(read_address(server.url, server.key), look=look)
+
+
+def _ask(address: Address, look: Callable[[], None], *, required: bool) -> list[ListedModel]:
+    with Exchange(address, "GET", address.base + "/models", look=look) as exchange:
+        head = exchange.head()
+        body = exchange.read(_LONGEST_LIST if head.status_code == 200 else _LONGEST_REFUSAL)
+    if head.status_code == 200:
+        return listed_models(body, address)
+    if head.status_code in (404, 405) and not required:
+        return []  # not every server tells
+    raise refusal(address, head.status_code, head.headers, body)
+
+
+def _chosen(
+    address: Address, name: str | None, listed: Sequence[ListedModel]
+) -> tuple[ListedModel, tuple[str, ...]]:
+    """The model to ask for, and lines about it that a user should see."""
+    notes: list[str] = []
+    if address.key is not None and not address.is_private:
+        notes.append(f"The API key goes to {address.place} unencrypted: use https")
+    names = ", ".join(one_line(each.name, 80) for each in listed[:8])
+    if name is None and not listed:
+        raise LocalrtError(f"{address.origin} lists no models: give the name of one")
+    if name is None:
+        if len(listed) > 1:
+            notes.append(f"{address.place} has {names}: this is the first; give a name for another")
+        return listed[0], tuple(notes)
+    found = next((each for each in listed if each.name == name), None)
+    if found is None and listed:
+        notes.append(f"{address.place} does not list {one_line(name, 80)}; it has {names}")
+    return found or ListedModel(name, 0), tuple(notes)
+
+
+class RemoteModel(Closing):
+    """One model of a server. Use ``connect``; close it, or use it as a context manager.
+
+    ``info.ctx`` is 0 where the server does not tell, ``info.device`` its host and port. Options
+    that nobody chose are the server's.
+    """
+
+    def __init__(self, address: Address, listed: ListedModel, notes: tuple[str, ...] = ()) -> None:
+        self._address = address
+        self._closed = threading.Event()
+        self._refused_tools = threading.Event()
+        self.name = listed.name
+        self.defaults: dict[str, Any] = {}
+        self.info = ModelInfo(
+            name=listed.name,
+            path=Path(),
+            architecture="",
+            parameters=0,
+            layers=0,
+            vocab_size=0,
+            engine="remote",
+            device=address.place,
+            format="",
+            weight_bytes=0,
+            context_length=listed.ctx,
+            ctx=listed.ctx,
+            has_chat_template=True,
+            exactness="",
+            notes=notes,
+        )
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """See ``ChatModel``: a server's adapters are models of their own."""
+        return ()
+
+    def chat(
+        self,
+        system: str | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> ChatSession:
+        """A conversation, as of ``Model.chat``."""
+        return ChatSession(self, system=system, tools=tools, **options)
+
+    def load_chat(self, path: str | Path) -> ChatSession:
+        """A conversation saved with ``ChatSession.save``."""
+        return ChatSession.load(self, path)
+
+    def count(self, prompt: str | Sequence[Message]) -> int:
+        """About how many tokens a text or a conversation takes: the server's are not known."""
+        return _text_tokens(prompt) if isinstance(prompt, str) else _estimated_tokens(prompt)
+
+    def status(self, *, lanes: bool | None = None) -> None:
+        """Nothing is known of a server's memory and passes."""
+
+    def advise(self) -> None:
+        """What would help a server is not known here."""
+
+    def unload(self) -> None:
+        """``close``."""
+        self.close()
+
+    def close(self) -> None:
+        """Answers on their way end as cancelled."""
+        self._closed.set()
+
+    # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------
+
+    @property
+    def ctx(self) -> int:
+        """Tokens that the context holds; 0: the server does not tell."""
+        return self.info.ctx
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the server has refused none so far."""
+        return not self._refused_tools.is_set()
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Refuse what cannot be, and what only a model on this machine has."""
+        for name, usual in _HERE.items():
+            if options.get(name) not in (None, usual):
+                raise OptionError(
+                    f"{name} is for models on this machine: leave it out with a server"
+                )
+        read_options(options)
+
+    def open_chat(self) -> _Conversation:
+        """A new conversation."""
+        return _Conversation(self._address, self.name, self._closed, self._refused_tools)
+
+
+class _Conversation:
+    """What is known here of a conversation: see ``ChatCache``. The server may keep more.
+
+    ``refused_tools`` is set where the server refuses a request because of its tools.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        model: str,
+        closed: threading.Event,
+        refused_tools: threading.Event,
+    ) -> None:
+        self._address = address
+        self._model = model
+        self._closed = closed
+        self._refused_tools = refused_tools
+        self.tokens = 0
+        self.kv_nbytes = 0
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        cancel: threading.Event,
+        on_progress: ProgressCallback | None,
+    ) -> Generator[Chunk, None, None]:
+        """Ask for the next turn of ``messages``; options that nobody chose are the server's.
+
+        Raises:
+            LocalrtError: the server refuses, fails or goes away; chunks that came stay good.
+        """
+        address = self._address
+        reader = Reader(address, _estimated_tokens(messages))
+
+        def look() -> None:
+            if self._closed.is_set() or cancel.is_set():
+                raise _StoppedError
+            if on_progress is not None and not reader.metrics.completion_tokens:
+                on_progress(Progress("prefill", 0, None, "tokens"))
+
+        body = _body(self._model, messages, read_options(options), options, tools)
+        path = address.base + "/chat/completions"
+        try:
+            with Exchange(address, "POST", path, body, look=look) as exchange:
+                head = exchange.head()
+                kind = head.headers.get("content-type", "").strip().lower()
+                if head.status_code != 200 or not kind.startswith("text/event-stream"):
+                    refused = refusal(
+                        address, head.status_code, head.headers, exchange.read(_LONGEST_REFUSAL)
+                    )
+                    if tools and head.status_code in _BECAUSE_OF_TOOLS and "tool" in str(refused):
+                        self._refused_tools.set()
+                    raise refused
+                for event in events(exchange.pieces(), address):
+                    if event is None:
+                        reader.reason = reader.reason or "stop"
+                    elif text := reader.push(event):
+                        yield Chunk(text, (), reader.metrics)
+            if reader.reason is None:
+                raise LocalrtError(
+                    f"{address.origin} ended in the middle of the answer: what came is kept, "
+                    "send again"
+                )
+        except _StoppedError:
+            yield Chunk(reader.end(), (), reader.metrics, "cancelled")
+            return
+        except LocalrtError:
+            if reader.reason is None:  # else only the end of the stream was lost
+                raise
+        metrics = reader.metrics
+        self.tokens = metrics.prompt_tokens + metrics.completion_tokens
+        reason = "tool_calls" if reader.calls and reader.reason == "stop" else reader.reason
+        info = {"finish_reason": reader.told_reason}
+        yield Chunk(reader.end(), (), metrics, reason, tool_calls=reader.calls, info=info)
+
+    def park(self, to: str) -> int:
+        """There is no KV cache here to save."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def _text_tokens(text: str) -> int:
+    return -(-len(text.encode("utf-8", "replace")) // _BYTES_A_TOKEN)
+
+
+def _estimated_tokens(messages: Sequence[Message]) -> int:
+    return sum(_text_tokens(str(message.get("content") or "")) + 4 for message in messages)
+
+
+class _StoppedError(Exception):
+    """The answer is not wanted any more."""
+
+
+def _tool_choice(choice: str) -> Any:
+    if choice in ("auto", "none", "required"):
+        return choice
+    return {"type": "function", "function": {"name": choice}}
+
+
+def _body(
+    model: str,
+    messages: Sequence[Message],
+    options: Options,
+    chosen: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> bytes:
+    """The request; of the options those that were chosen."""
+    fields: dict[str, Any] = {
+        "model": model,
+        "messages": [_message(message) for message in messages],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    fields |= {name: chosen[name] for name in _SENT if chosen.get(name) is not None}
+    if options.stop:
+        fields["stop"] = list(options.stop)
+    if options.json_schema is not None:
+        schema = json.loads(options.json_schema)
+        named = {"name": "answer", "schema": schema, "strict": True}
+        whole = {"type": "json_schema", "json_schema": named}
+        fields["response_format"] = {"type": "json_object"} if schema is True else whole
+    fields |= _thinking(options)
+    if tools:
+        fields["tools"] = list(tools)
+        fields["tool_choice"] = _tool_choice(options.tool_choice)
+    try:
+        return json.dumps(fields, allow_nan=False).encode("ascii")
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"messages, tools and options must be JSON: {one_line(error)}") from error
+
+
+def _thinking(options: Options) -> dict[str, Any]:
+    """How much to think, as OpenAI, vLLM, llama.cpp and localrt's server are told."""
+    thinking, limit = options.thinking, options.thinking_tokens
+    fields: dict[str, Any] = {}
+    if isinstance(thinking, str):
+        fields["reasoning_effort"] = thinking
+    elif thinking is not None:
+        fields["chat_template_kwargs"] = {"enable_thinking": thinking, "thinking": thinking}
+        if not thinking:
+            fields["reasoning_effort"] = "none"
+    if limit is not None:
+        fields |= dict.fromkeys(_THINKING_LIMITS, limit)
+    return fields
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """As servers take it: earlier thinking stays here, calls without a text have none."""
+    found: dict[str, Any] = dict(message)
+    if found["role"] == "assistant" and isinstance(found["content"], str):
+        if found.get("tool_calls"):
+            found["content"] = found["content"] or None
+        else:
+            found["content"] = split_thinking(found["content"]).answer
+    return found

@@ -1,0 +1,1 @@
+"""What every room may use: errors, settings, options in messages, files, sizes as text."""

@@ -1,0 +1,152 @@
+"""Every error that localrt raises on purpose. A message says what is wrong and what to do.
+
+    LocalrtError
+    ├── OptionError (ValueError)       an option, size or sampling value that cannot be used
+    ├── CheckpointError                a model's files are missing, truncated or malformed
+    ├── UnsupportedModelError          well-formed, but of an architecture or type not known here
+    ├── TokenizerError                 no tokenizer, or text that it cannot handle
+    ├── TemplateError                  the chat template refused the messages
+    ├── ContextOverflowError           prompt and history do not fit the context
+    ├── MemoryBudgetError (MemoryError)  weights, KV cache and scratch exceed a budget
+    ├── HubError                       download, authentication or network
+    │   ├── ModelNotFoundError         no such model, revision or file
+    │   ├── GatedModelError            401 / 403: a token or an accepted licence is needed
+    │   └── OfflineError               the network is needed and is off or unreachable
+    ├── StorageError (OSError)         a folder cannot be written, or the disk is full
+    ├── MissingExtraError (ImportError)  an optional dependency is needed; says which to install
+    └── CancelledError                 the caller cancelled the work
+
+This module stands on nothing but ``option_names``: every layer may use it.
+
+A public function that says which argument was meant by one that it does not have.
+
+Python's own message names the wrong argument alone. Knows no function's meaning.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from localrt.common.option_names import Spelling, did_you_mean, python_option, spelled
+
+__all__ = [
+    "CancelledError",
+    "CheckpointError",
+    "ContextOverflowError",
+    "GatedModelError",
+    "HubError",
+    "LocalrtError",
+    "MemoryBudgetError",
+    "MissingExtraError",
+    "ModelNotFoundError",
+    "OfflineError",
+    "OptionError",
+    "StorageError",
+    "TemplateError",
+    "TokenizerError",
+    "UnsupportedModelError",
+]
+
+
+class LocalrtError(Exception):
+    """Root of localrt's errors. ``str(error)`` is one line fit for a user.
+
+    It names options as Python spells them (``ctx=512``); ``told`` spells them for other readers.
+    """
+
+    def __str__(self) -> str:
+        return spelled(super().__str__(), python_option)
+
+    def told(self, spelling: Spelling) -> str:
+        """The line with its options as ``spelling`` writes them."""
+        return spelled(self.marked, spelling)
+
+    @property
+    def marked(self) -> str:
+        """The line with its options still marked, to be a part of another message."""
+        return super().__str__()
+
+
+class OptionError(LocalrtError, ValueError):
+    """An option cannot be used as given."""
+
+
+class CheckpointError(LocalrtError):
+    """A model's files are missing, truncated or malformed."""
+
+
+class UnsupportedModelError(LocalrtError):
+    """A well-formed model of an architecture or weight type that localrt does not know."""
+
+
+class TokenizerError(LocalrtError):
+    """The model has no tokenizer, or one that cannot be built."""
+
+
+class TemplateError(LocalrtError):
+    """The model's chat template failed or refused the messages."""
+
+
+class ContextOverflowError(LocalrtError):
+    """Prompt, history and answer do not fit the context: ``tokens`` (or more), where ``ctx`` fit.
+
+    Both are None where they are not known.
+    """
+
+    def __init__(self, message: str, *, tokens: int | None = None, ctx: int | None = None) -> None:
+        super().__init__(message)
+        self.tokens, self.ctx = tokens, ctx
+
+
+class MemoryBudgetError(LocalrtError, MemoryError):
+    """What the model needs exceeds a memory budget or the machine."""
+
+
+class HubError(LocalrtError):
+    """A download failed."""
+
+
+class ModelNotFoundError(HubError):
+    """No such model, revision or file."""
+
+
+class GatedModelError(HubError):
+    """The hub wants a token, or its licence accepted (HTTP 401 or 403)."""
+
+
+class OfflineError(HubError):
+    """The network is needed, and is unreachable or switched off."""
+
+
+class StorageError(LocalrtError, OSError):
+    """A file or folder cannot be written."""
+
+
+class MissingExtraError(LocalrtError, ImportError):
+    """An optional dependency is missing; the message says which extra to install."""
+
+
+class CancelledError(LocalrtError):
+    """The caller cancelled the work."""
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def known_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """``function``, which raises ``OptionError`` with a name that may have been meant."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: _P.args, **options: _P.kwargs) -> _R:
+        unknown = next((name for name in options if name not in known), None)
+        if unknown is not None:
+            hint = did_you_mean(unknown, known) or f"known: {', '.join(known)}"
+            raise OptionError(f"{function.__name__} has no argument {unknown!r:.60}: {hint}")
+        return function(*args, **options)
+
+    return checked

@@ -1,0 +1,133 @@
+"""Files that are replaced whole or not at all, and files that nobody else may read.
+
+The bytes go to another file in the same folder, are synced to the disk and renamed: a reader, or a
+crash, never meets half of one. Writers at the same time do not disturb each other: the last one
+wins. What people wrote is private from its first byte, whatever the umask.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from localrt.common.errors import StorageError
+
+_MODE = 0o666  # what ``open`` gives, less the umask
+_PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
+_OTHERS = 0o077  # the rights of group and others
+_NAME_CHARACTERS = 40  # file systems take 255 bytes
+
+
+@contextmanager
+def atomic_write(
+    path: Path, *, private: bool = False, sync: bool = True, aside: Path | None = None
+) -> Iterator[BinaryIO]:
+    """A stream whose bytes become the file ``path`` at the end of the block, unless it raises.
+
+    Args:
+        path: the file to write or replace.
+        private: nobody else may read it; else the umask decides.
+        sync: wait for the disk, so that a power cut leaves the old or the new file; False for what
+            can be computed again.
+        aside: where the bytes go first, in the same folder; by default a name of this thread's own.
+
+    Raises:
+        OSError: the file cannot be written; what was there stays.
+    """
+    if aside is None:
+        writer = f"{os.getpid()}-{threading.get_ident()}"
+        aside = path.with_name(f".{path.name[:_NAME_CHARACTERS]}.{writer}.tmp")
+    aside.unlink(missing_ok=True)
+    mode = _PRIVATE_FILE if private else _MODE
+    try:
+        with open(aside, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
+            yield stream
+            stream.flush()
+            if sync:
+                os.fsync(stream.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def write_bytes(
+    path: Path, data: bytes, *, private: bool = False, sync: bool = True, folder: bool = False
+) -> None:
+    """Write or replace a file. ``folder``: make the one it lies in, which is as private as the
+    file. Else as ``atomic_write``.
+
+    Raises:
+        StorageError: the file cannot be written; what was there stays.
+    """
+    try:
+        if folder and private:
+            private_folder(path.parent)
+        elif folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path, private=private, sync=sync) as stream:
+            stream.write(data)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def write_text(
+    path: Path, text: str, *, private: bool = False, sync: bool = True, folder: bool = False
+) -> None:
+    """``write_bytes`` in UTF-8. Lone surrogates, which a model's text may hold, are kept.
+
+    Raises:
+        StorageError: the file cannot be written; what was there stays.
+    """
+    data = text.encode("utf-8", "surrogatepass")
+    write_bytes(path, data, private=private, sync=sync, folder=folder)
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder, and those above it that are missing, which nobody else may enter.
+
+    One that is there stays as it is: it may be shared on purpose. See ``keep_private``.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    try:
+        path.mkdir(mode=_PRIVATE_FOLDER)
+    except FileNotFoundError:
+        private_folder(path.parent)
+        path.mkdir(mode=_PRIVATE_FOLDER, exist_ok=True)
+    except OSError:
+        if not path.is_dir():
+            raise
+
+
+def private_file(path: Path) -> None:
+    """Make an empty file that nobody else may read, for those that open it by its name.
+
+    One that is there keeps its bytes.
+
+    Raises:
+        OSError: it cannot be made or opened.
+    """
+    os.close(os.open(path, os.O_RDONLY | os.O_CREAT, _PRIVATE_FILE))
+    keep_private(path)
+
+
+def keep_private(path: Path) -> None:
+    """Take others' rights to a file or folder of localrt's own that an earlier version gave.
+
+    Only where it belongs to this user; what a link leads to stays as it is.
+    """
+    if os.name == "nt":  # access is inherited from the user's folder
+        return
+    with suppress(OSError):  # not there, or a file system without rights
+        status = path.lstat()
+        rights = stat.S_IMODE(status.st_mode)
+        shared = bool(rights & _OTHERS) and not stat.S_ISLNK(status.st_mode)
+        if shared and status.st_uid == os.geteuid():
+            path.chmod(rights & ~_OTHERS)

@@ -1,0 +1,132 @@
+"""Sizes, numbers and tables as people read and write them. Knows no command and no model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from localrt.common.errors import OptionError
+
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+_BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+_TERMINAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([KMGT]I?)?B?", re.IGNORECASE)
+
+
+def parse_size(size: str | int, of: str = "") -> int:
+    """Bytes of ``"8GB"`` (decimal), ``"512MiB"`` (binary), ``"1.5 G"``, ``"4096"`` or ``4096``.
+
+    ``of`` names the option in the message.
+
+    Raises:
+        OptionError: not a size, or not positive.
+    """
+    # bool is an int to Python, and never a size.
+    if isinstance(size, int) and not isinstance(size, bool):
+        value = size
+    else:
+        match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+        if match is None:
+            said = f"{of} must be a size, is {size!r:.80}" if of else f"{size!r:.80} is not a size"
+            raise OptionError(f"{said}: write it like 8GB, 1.5GB or 512MiB")
+        unit = (match[2] or "").upper()
+        value = round(float(match[1]) * {**_UNITS, **_BINARY_UNITS}[unit])
+    if value <= 0:
+        raise OptionError(f"{of or 'a size'} must be above zero, is {size!r:.80}")
+    return value
+
+
+def parse_duration(text: str, of: str = "") -> float:
+    """Seconds of ``"30s"``, ``"5m"``, ``"2h"`` or ``"300"``; a negative number means for ever.
+
+    ``of`` names the option in the message.
+
+    Raises:
+        OptionError: not a duration.
+    """
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
+    if match is None:
+        said = f"{of} must be a time, is {text!r:.80}" if of else f"{text!r:.80} is not a duration"
+        raise OptionError(f"{said}: write it like 30s, 5m or 2h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def format_bytes(count: float) -> str:
+    """A size for people, in decimal units with two or three digits: ``"98 MB"``, ``"1.1 GB"``."""
+    text, unit = _scaled(abs(count), ("B", "kB", "MB", "GB", "TB"))
+    return f"{'-' if count < 0 else ''}{text.removesuffix('.0')} {unit}"
+
+
+def format_count(count: int) -> str:
+    """A large count for people: ``"135 M"`` parameters, ``"49 k"`` tokens."""
+    return " ".join(_scaled(count, ("", "k", "M", "B"))).rstrip()
+
+
+def _scaled(value: float, units: Sequence[str]) -> tuple[str, str]:
+    """Two or three digits of ``value`` in the unit, of steps of 1000, that suits it."""
+    step = 0
+    while value >= 999.5 and step < len(units) - 1:
+        value, step = value / 1000, step + 1
+    return f"{value:.{1 if value < 9.95 and step else 0}f}", units[step]
+
+
+def format_rate(rate: float | None) -> str:
+    """A rate with about three digits (``"1156"``, ``"44.3"``, ``"0.46"``), or ``"-"`` for None."""
+    if rate is None:
+        return "-"
+    digits = 0 if rate >= 100 else 1 if rate >= 10 else 2
+    return f"{rate:.{digits}f}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A duration for people: ``"12 ms"``, ``"1.5 s"``, ``"3 min 20 s"``, or ``"-"`` for None."""
+    if seconds is None:
+        return "-"
+    if seconds < 0.9995:
+        milliseconds = seconds * 1000
+        return f"{milliseconds:.{1 if milliseconds < 9.95 else 0}f} ms"
+    if seconds < 99.5:
+        return f"{seconds:.{1 if seconds < 9.95 else 0}f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def one_line(text: object, limit: int = 200) -> str:
+    """Foreign text as a piece of one line: printable, folded, cut at ``limit`` characters."""
+    line = " ".join(str(text).split())
+    line = "".join(each for each in line if each.isprintable())
+    return line if len(line) <= limit else line[: limit - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """``text`` for a terminal: what would move its cursor, change its colours or turn the direction
+    of writing is spelled out. Line ends and tabs stay.
+    """
+    return _TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: str = "") -> str:
+    """Columns two spaces apart under ``headers``, without a final newline.
+
+    ``align`` has one letter per column, ``l`` or ``r``; columns it does not reach are ``l``. A row
+    may be shorter than the header: its last cell then runs on over the columns that are missing.
+    """
+    columns = len(headers)
+    align = align.ljust(columns, "l")
+    widths = [0] * columns
+    for row in (headers, *rows):
+        for column, cell in enumerate(row if len(row) == columns else row[:-1]):
+            widths[column] = max(widths[column], len(cell))
+    lines = []
+    for row in (headers, *rows):
+        cells = []
+        for column, cell in enumerate(row):
+            width = widths[column]
+            cells.append(cell.rjust(width) if align[column] == "r" else cell.ljust(width))
+        if len(row) < columns:
+            cells[-1] = row[-1]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

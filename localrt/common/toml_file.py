@@ -1,0 +1,91 @@
+"""A TOML file that people write and the app changes: comments and order stay as they are.
+
+A file that cannot be read is left alone. Changes read it again first, so that two apps do not undo
+each other's, and replace it as a whole.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from localrt.common.errors import StorageError
+from localrt.common.files import keep_private, write_text
+
+
+class TomlFile:
+    """``path`` need not exist; with None, what is changed is forgotten with the app."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._text = ""  # without a path
+
+    def read(self) -> dict[str, Any]:
+        """What it says; nothing where there is no file.
+
+        Raises:
+            StorageError: it is not TOML, or cannot be read.
+        """
+        return self._parsed()[1]
+
+    def change(self, values: Mapping[str, Any], *, table: str | None = None) -> None:
+        """Set keys at the top, or in a table; None removes one, an empty table goes too.
+
+        Raises:
+            StorageError: it cannot be read, and is left as it is, or cannot be written.
+        """
+        import tomlkit  # only a change pays for it
+
+        text, _ = self._parsed()  # a file that is not TOML is somebody's work: not replaced
+        try:
+            document: Any = tomlkit.parse(text)
+            place: Any = document
+            if table is not None:
+                if not isinstance(document.get(table), dict):
+                    document[table] = tomlkit.table()
+                place = document[table]
+            for name, value in values.items():
+                if value is None:
+                    place.pop(name, None)
+                elif isinstance(value, str) and "\n" in value and "\r" not in value:
+                    place[name] = tomlkit.string(value, multiline=True)
+                else:
+                    place[name] = value
+            if table is not None and not place:
+                del document[table]
+            self._write(tomlkit.dumps(document))
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be written: {error.strerror}") from error
+        except (TypeError, ValueError) as error:
+            raise StorageError(f"{self.path} cannot be changed: {error}") from error
+
+    def replace_table(self, table: str, values: Mapping[str, Any] | None) -> None:
+        """Have a table say exactly this; None removes it.
+
+        Raises:
+            StorageError: as in ``change``.
+        """
+        before = self.read().get(table)
+        gone = dict.fromkeys(before) if isinstance(before, dict) else {}
+        self.change({**gone, **(values or {})}, table=table)
+
+    def _parsed(self) -> tuple[str, dict[str, Any]]:
+        try:
+            text = self._text if self.path is None else self.path.read_text(encoding="utf-8")
+            return text, tomllib.loads(text)
+        except FileNotFoundError:
+            return "", {}
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            reason = str(error).splitlines()[0]
+            raise StorageError(f"{self.path} is not TOML: {reason}") from error
+
+    def _write(self, text: str) -> None:
+        if self.path is None:
+            self._text = text
+        else:
+            write_text(self.path, text, private=True, folder=True)
+            keep_private(self.path.parent)

@@ -1,0 +1,154 @@
+"""MCP servers as ``config.toml`` names them.
+
+    [mcp.servers.files]
+    command = "npx"
+    args = ["-y", "@modelcontextprotocol/server-filesystem", "/home/me/notes"]
+    allow = ["read_file", "list_*"]  # run without a question
+    deny = ["write_file"]  # never offered to the model
+
+    [mcp.servers.web]
+    url = "https://example.org/mcp"
+    headers = { Authorization = "Bearer ${WEB_TOKEN}" }
+    timeout = 20
+
+``${NAME}`` in ``env`` and ``headers`` is a variable of the environment, so that secrets need not be
+in the file. A server that cannot be used is left out, with a line that says why.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from localrt.common.errors import OptionError, StorageError
+from localrt.common.formatting import one_line
+from localrt.common.toml_file import TomlFile
+
+_FILE = "config.toml"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """A program to start (``command``), or an address to reach by streamable HTTP (``url``).
+
+    ``allow`` and ``deny`` are names of tools, in which ``*`` stands for any characters: those of
+    ``deny`` are never offered, those of ``allow`` run without a question. ``timeout``, in seconds,
+    is for the start and for each call.
+    """
+
+    name: str
+    command: str = ""
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    url: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    timeout: float = 60.0
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.url):
+            raise OptionError("give either command (a program) or url (an address)")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise OptionError(f"url must begin with http:// or https://, is {self.url!r}")
+        try:
+            urlsplit(self.url)
+        except ValueError as error:
+            raise OptionError(f"url cannot be read: {error}") from error
+        if self.url and (self.args or self.env):
+            raise OptionError("args and env go with command, not with url")
+        if self.command and self.headers:
+            raise OptionError("headers go with url, not with command")
+        if not 0 < self.timeout < math.inf:
+            raise OptionError(f"timeout must be more than 0 seconds, is {self.timeout:g}")
+
+    def offers(self, tool: str) -> bool:
+        """Whether the model may be offered a tool."""
+        return not _any(self.deny, tool)
+
+    def allows(self, tool: str) -> bool:
+        """Whether a tool runs without a question."""
+        return _any(self.allow, tool)
+
+
+def read_servers(
+    folder: Path, environ: Mapping[str, str] = os.environ
+) -> tuple[tuple[ServerConfig, ...], tuple[str, ...]]:
+    """The servers of the config file in ``folder``, and lines about what was left out.
+
+    ``environ`` has the variables that ``${NAME}`` stands for.
+    """
+    try:
+        table = TomlFile(folder / _FILE).read().get("mcp", {})
+    except StorageError as error:
+        return (), (f"{one_line(error)}: no MCP servers are started",)
+    entries = table.get("servers", {}) if isinstance(table, dict) else None
+    if not isinstance(entries, dict) or table.keys() - {"servers"}:
+        return (), (f"{_FILE}: [mcp] holds [mcp.servers.NAME] tables and nothing else: left out",)
+    servers: list[ServerConfig] = []
+    notes: list[str] = []
+    for name, entry in entries.items():
+        try:
+            servers.append(_server(name, entry, environ))
+        except OptionError as error:
+            notes.append(f"{_FILE}, [mcp.servers.{name}]: {one_line(error)}: left out")
+    return tuple(servers), tuple(notes)
+
+
+def _server(name: str, entry: Any, environ: Mapping[str, str]) -> ServerConfig:
+    if _NAME.fullmatch(name) is None:
+        raise OptionError("a server's name has 1 to 40 letters, digits, _ and -")
+    if not isinstance(entry, dict):
+        raise OptionError("it must be a table")
+    known = [each.name for each in fields(ServerConfig) if each.name != "name"]
+    for key in entry.keys() - set(known):
+        close = difflib.get_close_matches(key, known, n=1)
+        raise OptionError(
+            f"{key!r} is not a setting" + (f" (did you mean {close[0]}?)" if close else "")
+        )
+    values = {key: _value(key, value, environ) for key, value in entry.items()}
+    return ServerConfig(name=name, **values)
+
+
+def _value(key: str, value: Any, environ: Mapping[str, str]) -> Any:
+    """The value of a setting, checked."""
+    if key == "timeout":
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise OptionError(f"timeout must be a number of seconds, is {value!r}")
+        return float(value)
+    if key in ("command", "url"):
+        if not isinstance(value, str) or not value:
+            raise OptionError(f"{key} must be a text, is {value!r}")
+        return str(Path(value).expanduser()) if value.startswith("~") else value
+    if key in ("env", "headers"):
+        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+            raise OptionError(f"{key} must be a table of texts")
+        return {name: _expanded(text, environ) for name, text in value.items()}
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise OptionError(f"{key} must be a list of texts, is {value!r:.60}")
+    return tuple(value)
+
+
+def _expanded(text: str, environ: Mapping[str, str]) -> str:
+    """``text`` with the variables that it names."""
+
+    def value(found: re.Match[str]) -> str:
+        if found[1] not in environ:
+            raise OptionError(f"the environment has no variable {found[1]}")
+        return environ[found[1]]
+
+    return _VARIABLE.sub(value, text)
+
+
+def _any(patterns: tuple[str, ...], name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

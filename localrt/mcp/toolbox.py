@@ -1,0 +1,206 @@
+"""The tools of a chat: what a model is offered, and what becomes of its calls.
+
+Servers name their tools as they like and may share names; a model gets names of letters, digits,
+``_`` and ``-``, each once. Asks nobody: ``PendingCall.asks`` says that a call needs a question.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localrt.common.errors import OptionError
+from localrt.engine.types import ToolCall
+from localrt.mcp.config import read_servers
+from localrt.mcp.servers import ToolServers
+from localrt.mcp.types import ServerStatus, Tool, ToolResult
+
+ROUNDS = 20  # of calls for one message; then the model has to answer without
+REFUSED = ToolResult("The user did not allow this call.", "refused")
+STOPPED = ToolResult("The user stopped this call.", "stopped")
+
+_LONGEST_NAME = 64
+_MOST_CHARACTERS = 100_000  # of a result
+_CHARACTERS_PER_TOKEN = 1.5  # so that a result takes about half of the context at most
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCall:
+    """A model's call of ``tool``. ``problem`` is what the model is told where it cannot be run."""
+
+    id: str
+    name: str
+    tool: Tool | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    asks: bool = False
+
+    @property
+    def title(self) -> str:
+        """``files.read_file``, or the name that the model made up."""
+        return self.name if self.tool is None else self.tool.title
+
+
+class Toolbox:
+    """The tools of ``servers``; ``notes`` are lines about what the config has that is left out."""
+
+    def __init__(self, servers: ToolServers, notes: Sequence[str] = ()) -> None:
+        self.servers = servers
+        self._configs = {config.name: config for config in servers.configs}
+        self._allowed: set[tuple[str, str, str]] = set()  # by the user: conversation, server, tool
+        self._news = list(notes)
+        self._told: dict[str, str] = {}
+
+    @classmethod
+    def open(cls, folder: Path) -> Toolbox:
+        """Of the servers in the config file of ``folder``, which begin to start."""
+        configs, notes = read_servers(folder)
+        toolbox = cls(ToolServers(configs), notes)
+        toolbox.servers.start()
+        return toolbox
+
+    def close(self) -> None:
+        """End the servers."""
+        self.servers.close()
+
+    def take_news(self) -> list[str]:
+        """Lines about servers that cannot be used, each once."""
+        news, self._news = self._news, []
+        for status in self.servers.statuses:
+            before, self._told[status.name] = self._told.get(status.name, ""), status.problem
+            if status.problem and status.problem != before:
+                news.append(f"MCP server {status.name} {status.problem}")
+        return news
+
+    @property
+    def starting(self) -> bool:
+        """Whether a server still starts."""
+        return any(status.state == "starting" for status in self.servers.statuses)
+
+    def wait(self, cancelled: threading.Event) -> None:
+        """Until every server has started or failed, or ``cancelled`` is set."""
+        self.servers.wait(cancelled)
+
+    # -- what a model is offered -----------------------------------------------------------------
+
+    @property
+    def offered(self) -> dict[str, Tool]:
+        """What a model may call, by the names that it knows."""
+        every = [tool for status in self.servers.statuses for tool in status.tools]
+        return model_names([t for t in every if self._configs[t.server].offers(t.name)])
+
+    def definitions(self) -> list[dict[str, Any]]:
+        """The offered tools in OpenAI's form."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "description": tool.description,
+                    "parameters": dict(tool.schema),
+                },
+            }
+            for name, tool in self.offered.items()
+        ]
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def read(self, call: ToolCall, conversation: str) -> PendingCall:
+        """What a call of the model means in the conversation of this id."""
+        offered = self.offered
+        tool = offered.get(call.name)
+        if tool is None:
+            there = f"There are: {', '.join(offered)}." if offered else "There are none."
+            return PendingCall(call.id, call.name, problem=f"There is no such tool. {there}")
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            return PendingCall(
+                call.id, call.name, tool, problem="The arguments must be a JSON object."
+            )
+        allowed = self._configs[tool.server].allows(tool.name)
+        allowed = allowed or (conversation, tool.server, tool.name) in self._allowed
+        return PendingCall(call.id, call.name, tool, arguments, asks=not allowed)
+
+    def allow(self, tool: Tool, conversation: str) -> None:
+        """Let a tool run without a question in a conversation, until the app ends."""
+        self._allowed.add((conversation, tool.server, tool.name))
+
+    def run(self, call: PendingCall, *, ctx: int = 0) -> Future[ToolResult]:
+        """Run a call; the future never fails, and may be cancelled.
+
+        ``ctx`` is how many tokens the model's context holds, 0 if that is not known: a longer
+        result is cut.
+        """
+        if call.tool is None or call.problem:
+            told: Future[ToolResult] = Future()
+            told.set_result(ToolResult(call.problem, "failed"))
+            return told
+        most = min(int(ctx * _CHARACTERS_PER_TOKEN) or _MOST_CHARACTERS, _MOST_CHARACTERS)
+        return self.servers.call(call.tool, call.arguments, most=most)
+
+    # -- /tools ----------------------------------------------------------------------------------
+
+    def command(self, argument: str, conversation: str) -> str:
+        """``/tools``: servers, their state and their tools; ``retry`` starts those that failed.
+
+        Raises:
+            OptionError: another argument.
+        """
+        if argument == "retry":
+            self.servers.start_again()
+            return "Starting the servers that failed; /tools lists them"
+        if argument:
+            raise OptionError(
+                "/tools lists MCP servers and tools, /tools retry starts those that failed"
+            )
+        if not self.servers.configs:
+            return (
+                "No tools: [mcp.servers.NAME] tables in config.toml name MCP servers; "
+                "docs/usage.md shows how"
+            )
+        return "\n".join(
+            line for status in self.servers.statuses for line in self._lines(status, conversation)
+        )
+
+    def _lines(self, status: ServerStatus, conversation: str) -> list[str]:
+        config = self._configs[status.name]
+        lines = [f"{status.name}: {status.problem or status.state}"]
+        for tool in status.tools:
+            allowed = config.allows(tool.name)
+            here = (conversation, tool.server, tool.name) in self._allowed
+            state = "allowed" if allowed else "allowed in this conversation" if here else "asks"
+            state = state if config.offers(tool.name) else "denied"
+            about = (tool.description.strip().splitlines() or [""])[0]
+            lines.append(f"  {tool.name} ({state})" + (f": {about}" if about else ""))
+        return lines
+
+
+def model_names(tools: Sequence[Tool]) -> dict[str, Tool]:
+    """Each tool under the name that a model knows: its own, behind its server's where several
+    servers have one of that name.
+    """
+    plain = Counter(_plain(tool.name) for tool in tools)
+    names: dict[str, Tool] = {}
+    for tool in tools:
+        name = _plain(tool.name)
+        if plain[name] > 1:
+            name = _plain(f"{tool.server}_{tool.name}")
+        number, free = 2, name
+        while free in names:
+            free, number = f"{name[: _LONGEST_NAME - 4]}_{number}", number + 1
+        names[free] = tool
+    return names
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name)[:_LONGEST_NAME] or "_"

@@ -1,0 +1,346 @@
+"""Calibration: what the inputs of a layer's matrices look like on a text, one layer at a time.
+
+``HiddenStates`` carries the text through the layers: ``observe`` measures the layer at hand,
+``advance`` takes the states past it. Only hidden states, one layer and its statistics are in
+memory. It knows neither formats nor files; where weights come from, a checkpoint says.
+
+Where calibration text comes from: a file, a folder of files, or what every Python brings.
+
+Without a text of the user's own, Python's language reference serves: English prose and code that
+lies in every full installation. It beats rounding by far, and a text like the model's real work
+beats it. Knows neither tokens nor models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.common.errors import (
+    CancelledError,
+    MissingExtraError,
+    OptionError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from localrt.common.option_names import option
+from localrt.models.checkpoints.base import TensorSource
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
+from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
+from localrt.models.layers.moe import ResidentExperts
+from localrt.models.layers.parts import PassState, Residual, SideBySide
+from localrt.models.tokenizers import load_tokenizer
+from localrt.models.weights import WeightLoader
+from localrt.quant.ops.protocol import Batch
+
+if TYPE_CHECKING:
+    from localrt.models.checkpoints import Checkpoint
+    from localrt.quant.reference.calibration import CalibrationOps
+Windows = Sequence[Sequence[int]]
+Floats = npt.NDArray[np.float32]
+Layer = Sequence[Residual | SideBySide]
+_WINDOW = 512
+_MOST_TOKENS = 65_536
+_HELD_OUT = 4  # windows
+_EVERY = 4  # of positions, logits are computed of one
+_VOCAB_ROWS = 16_384  # of the head at a time
+
+
+def calibration_windows(
+    tokens: Sequence[int],
+    *,
+    length: int = 512,
+    count: int = 32,
+    seed: int = 0,
+    bos: int | None = None,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """``count`` windows of ``length`` tokens from all over a text, in order, and a few others.
+
+    All, if it has fewer; the others are some of the same then.
+
+    ``seed`` chooses them. ``bos`` takes the place of each window's first token.
+
+    Raises:
+        OptionError: the text is shorter than one window.
+    """
+    starts = range(0, len(tokens) - length + 1, length)
+    if not starts:
+        raise OptionError(
+            f"the calibration text has {len(tokens)} tokens: at least {length} are needed"
+        )
+    draw = random.Random(seed)
+    chosen = sorted(draw.sample(starts, min(count, len(starts))))
+    others = [start for start in starts if start not in chosen] or chosen
+    others = sorted(draw.sample(others, min(_HELD_OUT, len(others))))
+
+    def cut(start: int) -> list[int]:
+        window = list(tokens[start : start + length])
+        return window if bos is None else [bos, *window[1:]]
+
+    return [cut(start) for start in chosen], [cut(start) for start in others]
+
+
+def calibration_ops(threads: int | None = None) -> CalibrationOps:
+    """What computes the passes.
+
+    Raises:
+        MissingExtraError: torch is not installed.
+    """
+    try:
+        from localrt.quant.reference.calibration import CalibrationOps, calibration_format
+    except ImportError as error:
+        raise MissingExtraError(
+            "gptq and mr-gptq compute with torch: pip install 'localrt[quantize]', or use "
+            "--method rtn"
+        ) from error
+    return CalibrationOps(compute_format=calibration_format(), threads=threads)
+
+
+class HiddenStates:
+    """The hidden states of ``windows`` before a layer; at first, their embeddings.
+
+    ``check`` is called between passes, and may raise to stop.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: DecoderConfig,
+        ops: CalibrationOps,
+        windows: Windows,
+        *,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        if any(spec.value_norm for spec in config.attending):
+            raise OptionError(
+                f"gptq and mr-gptq do not know {config.architecture}'s layers: use --method rtn"
+            )
+        self._config = config
+        self.ops = ops
+        self._check = check
+        # One cache serves all: a layer reads what a window wrote before the next one writes.
+        cache = ops.kv_cache(config.memory, max(map(len, windows)))
+        used, numbers = np.unique(
+            np.concatenate([np.array(w) for w in windows]), return_inverse=True
+        )
+        self._batches: list[Batch] = []
+        self.hidden: list[Any] = []  # (tokens of a window, D) of each
+        with ops.scope():
+            rows = [checkpoint.read(EMBEDDING, token, token + 1) for token in used.tolist()]
+            table = ops.weight((len(used), config.hidden_size), rows)
+            ends = np.cumsum([len(window) for window in windows])[:-1]
+            for ids in np.split(numbers.reshape(-1), ends):
+                batch = Batch.extend([(cache, ids.tolist())])
+                self._batches.append(batch)
+                self.hidden.append(ops.embed(table, ops.begin(batch), config.embedding_scale))
+
+    def observe(self, checkpoint: Checkpoint, layer: int) -> Mapping[str, Floats]:
+        """H of the layer's inputs with the weights of ``checkpoint``; the states stay.
+
+        By the first name of each group of matrices that share an input.
+        """
+        parts = self.load(checkpoint, layer)
+        with self.ops.scope():
+            weights = {name: weight for part in parts for name, weight in part.matrices().items()}
+            self.ops.watch(weights.values())
+            self.through(parts, self.copied())
+            return {name: self.ops.take_hessian(weight) for name, weight in weights.items()}
+
+    def advance(self, checkpoint: Checkpoint, layer: int) -> None:
+        """Take the states past the layer, with the weights of ``checkpoint``."""
+        self.hidden = self.through(self.load(checkpoint, layer), self.hidden)
+
+    def copied(self) -> list[Any]:
+        """The states, to be used up."""
+        return list(map(self.ops.copy, self.hidden))
+
+    def load(self, checkpoint: TensorSource, layer: int) -> Layer:
+        """A layer's parts, with the weights of ``checkpoint``."""
+        with self.ops.scope():
+            weights, parts = WeightLoader(checkpoint, self.ops), list[Residual | SideBySide]()
+            if self._config.memory_of(layer):
+                attention = load_attention(self._config, layer, weights)
+                assert isinstance(attention, Residual | SideBySide), "others have been refused"
+                parts.append(attention)
+            if self._config.has_mlp(layer):
+                mlp = load_resident_mlp(self._config, layer, weights, self.ops, ResidentExperts())
+                assert isinstance(mlp, Residual), "as attention"
+                parts.append(mlp)
+            return parts
+
+    def through(self, parts: Layer, hidden: Sequence[Any]) -> list[Any]:
+        """The states behind ``parts`` of those before, which are used up."""
+        behind: list[Any] = []
+        with self.ops.scope():
+            for x, batch in zip(hidden, self._batches, strict=True):
+                self._check()
+                state = PassState(self.ops, self.ops.begin(batch), x)
+                for part in parts:
+                    part(state)
+                behind.append(state.x)
+        return behind
+
+    def heads(self, checkpoint: Checkpoint) -> Iterator[Callable[[Sequence[Any]], Floats]]:
+        """What gives the logits of states behind the last layer, a piece of the vocabulary each.
+
+        (positions, rows of the piece), float32, of every fourth position of every window.
+        """
+        config, name = self._config, EMBEDDING if self._config.tied_head else HEAD
+        chosen = [np.arange(_EVERY - 1, len(batch.tokens), _EVERY) for batch in self._batches]
+        # No scope is held while somebody else goes on: two of these may take turns.
+        with self.ops.scope():
+            norm: Any = load_norm(config, WeightLoader(checkpoint, self.ops))
+        for start in range(0, config.vocab_size, _VOCAB_ROWS):
+            stop = min(config.vocab_size, start + _VOCAB_ROWS)
+            rows = [checkpoint.read(name, start, stop)]
+            with self.ops.scope():
+                weight: Any = self.ops.weight((stop - start, config.hidden_size), rows)
+
+            def logits(hidden: Sequence[Any], weight: Any = weight) -> Floats:
+                self._check()
+                eps, cap = config.norm_eps, config.final_softcap
+                with self.ops.scope():
+                    parts = [
+                        self.ops.head(x, at, norm, eps, weight, cap)
+                        for x, at in zip(hidden, chosen, strict=True)
+                    ]
+                return np.concatenate(parts)
+
+            yield logits
+
+
+class Calibration:
+    """Passes over windows of a text: ``windows`` to calibrate on, ``others`` to measure on.
+
+    ``count`` of its ``tokens`` are used, ``seed`` says which. ``cancel`` stops a pass.
+
+    Raises:
+        OptionError: too few tokens, or others than the model has.
+    """
+
+    def __init__(
+        self,
+        source: Checkpoint,
+        config: DecoderConfig,
+        ops: CalibrationOps,
+        tokens: Sequence[int],
+        *,
+        count: int,
+        seed: int,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        self.source, self.config, self.ops = source, config, ops
+        length = min(_WINDOW, config.context_length)
+        if not length <= count <= _MOST_TOKENS:
+            raise OptionError(
+                f"{option('calibration_tokens')} must be from {length} to {_MOST_TOKENS}, "
+                f"is {count}"
+            )
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
+            raise OptionError(f"calibration token ids must be from 0 to {config.vocab_size - 1}")
+        self.windows, self.others = calibration_windows(
+            tokens, length=length, count=count // length, seed=seed, bos=_bos(source)
+        )
+        self.digest = hashlib.sha256(np.array(self.windows, "<i8").tobytes()).hexdigest()
+        self.tokens = sum(map(len, self.windows))
+        self._cancel = cancel
+
+    def states(
+        self,
+        windows: Sequence[Sequence[int]],
+        checkpoint: Checkpoint | None = None,
+        *,
+        check: Callable[[], None] | None = None,
+    ) -> HiddenStates:
+        """Of ``windows`` before the first layer; ``checkpoint`` is the source's if not given."""
+        return HiddenStates(
+            checkpoint or self.source, self.config, self.ops, windows, check=check or self._check
+        )
+
+    def _check(self) -> None:
+        if self._cancel is not None and self._cancel.is_set():
+            raise CancelledError("cancelled")
+
+
+def _bos(source: Checkpoint) -> int | None:
+    """The token that the model begins every text with, if it does."""
+    try:
+        tokenizer = load_tokenizer(source)
+    except (TokenizerError, UnsupportedModelError):
+        return None
+    bos = tokenizer.bos_id
+    return bos if tokenizer.encode("a")[:1] == [bos] else None
+
+
+BUILTIN = "Python's language reference"
+_MOST_BYTES = 8 << 20  # a hundred times what is used; windows come from all over it
+
+
+def builtin_text() -> str | None:
+    """The text that needs no file, or None where Python was installed without it."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return None
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; of a folder, that of all its UTF-8 files, in order of their paths.
+
+    Hidden files, and what a folder holds beyond 8 MiB, are left out.
+
+    Raises:
+        OptionError: no such file, not UTF-8, or no text in the folder.
+    """
+    if path.is_file():
+        return read_file(path)
+    if not path.is_dir():
+        raise OptionError(f"there is no calibration text at {path}")
+    texts = list(_texts(path))
+    if not texts:
+        raise OptionError(f"{path} holds no UTF-8 text to calibrate with")
+    return "\n\n".join(texts)
+
+
+def read_file(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        OptionError: it is not UTF-8.
+    """
+    data = path.read_bytes()
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"{path} is not UTF-8 text: byte 0x{data[error.start]:02x} at {error.start}"
+        ) from error
+
+
+def _texts(folder: Path) -> Iterator[str]:
+    room = _MOST_BYTES
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        if any(part.startswith(".") for part in inside.parts) or not path.is_file():
+            continue
+        with path.open("rb") as stream:
+            data = stream.read(room)
+        try:
+            # The last character may have been cut.
+            text = data.decode("utf-8", "ignore" if len(data) == room else "strict")
+        except UnicodeDecodeError:
+            continue
+        if "\0" in text or not text.strip():
+            continue
+        yield text
+        room -= len(data)
+        if room <= 0:
+            return

@@ -1,0 +1,373 @@
+"""Quantizes a model into a store, layer by layer, each calibrated on what those before it give.
+
+What a layer takes in is measured with its own weights; what it gives to the next is computed with
+those that were written. So a run that was ended goes on from the files it has finished, to the same
+bytes. One layer is in memory, and with calibration the hidden states of the text.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from localrt.common.errors import OptionError
+from localrt.common.option_names import option
+from localrt.common.progress import Progress, ProgressCallback
+from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
+from localrt.models.checkpoints.store.manifest import Quantization
+from localrt.models.config import EMBEDDING, HEAD
+from localrt.models.registry import read_config, require_readable
+from localrt.models.units import list_units
+from localrt.offload.store import StoreWriter, fast_tiler
+from localrt.offload.store.layout import FilePlan, plan_files
+from localrt.offload.store.pack import describe_source, main_format, stored_infos
+from localrt.offload.store.text import text_files
+from localrt.quant.cpu.scales import fast_search
+from localrt.quant.formats import CODECS, FORMATS, Format
+from localrt.quant.methods import (
+    METHODS,
+    ScaleSearch,
+    default_method,
+    fitting_format,
+    quantized_format,
+)
+from localrt.quantize.calibration import Calibration, calibration_ops
+from localrt.quantize.layer import (
+    ROUTERS,
+    LayerQuantizer,
+    common_names,
+    folded_rotation,
+)
+from localrt.quantize.losses import TRIAL_FORMAT, divergence, model_losses
+from localrt.quantize.mix import MIX_FORMATS, MIX_METHOD, LossTable
+
+CALIBRATION_TOKENS = 16_384
+
+HEAD_BITS = 8.5
+"""Embedding and head stay as published up to so many bits per weight; above, they become int8."""
+_HEAD_FORMAT = CODECS["int8-g32"].format
+_TABLES = (EMBEDDING, HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What becomes of a model's matrices. The same recipe and source give the same bytes.
+
+    Attributes:
+        format: of the layers' matrices: ``"int4-g32"``, ``"mxfp4"``, ``"bf16"``, ...; None: a mix.
+        bits: of a mix, per weight of the layers: each group of matrices gets one of
+            ``MIX_FORMATS``, so that the least is lost.
+        method: ``"rtn"``, ``"gptq"`` or ``"mr-gptq"``; None takes what is best for the format.
+        calibration: token ids of a text, for every method but rtn.
+        calibration_tokens: how many of them to use, in windows of 512.
+        seed: which windows.
+        head_format: of embedding and head; None keeps the published one up to ``HEAD_BITS``.
+    """
+
+    format: str | None
+    method: str | None = None
+    calibration: Sequence[int] | None = None
+    calibration_tokens: int = CALIBRATION_TOKENS
+    seed: int = 0
+    head_format: str | None = None
+    bits: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizeReport:
+    """What was written.
+
+    ``bits_per_weight`` counts all matrices, ``layer_bits_per_weight`` those of the layers.
+    ``formats`` is how many of these have which, ``fallbacks`` are tensors whose rows are no whole
+    groups of the format, and what they got. ``loss`` is how far next tokens diverge from the
+    source's, in nats, on text that was not calibrated on; None where there is no text.
+    """
+
+    path: Path
+    format: str
+    method: str
+    head_format: str
+    nbytes: int
+    parameters: int
+    bits_per_weight: float
+    layer_bits_per_weight: float
+    calibration_tokens: int
+    fallbacks: Mapping[str, str]
+    formats: Mapping[str, int]
+    loss: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same names and values as plain JSON."""
+        return {**asdict(self), "path": str(self.path)}
+
+
+def quantize_model(
+    source: Checkpoint | Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    name: str | None = None,
+    revision: str | None = None,
+    threads: int | None = None,
+    search: ScaleSearch | None = None,
+    losses: Path | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> QuantizeReport:
+    """Write ``source`` to the store ``out`` with its matrices as ``recipe`` says.
+
+    A call that was interrupted is gone on with by the next one.
+
+    Args:
+        source: an open checkpoint, or where one lies.
+        out: the store's folder, which must not exist.
+        recipe: formats, method and text.
+        name, revision: what the manifest calls the source.
+        threads: CPU threads of the calibration passes and of the search for scales.
+        search: what finds the scales of groups; None takes the fastest here.
+        losses: where tables of what formats cost are kept, for mixes of other sizes and for plans.
+        progress: called with ``Progress`` of the stage ``"quantize"``, in bytes; of a mix before
+            that with ``"losses"``, in layers.
+        cancel: set it from another thread to stop with ``CancelledError``.
+
+    Raises:
+        OptionError: an unknown format or method, too few bits, too little text, or ``out``
+            exists.
+        CheckpointError: the model is damaged, or a named tensor holds NaN or infinity.
+        UnsupportedModelError: an architecture or weights that localrt does not know.
+        MissingExtraError: calibration needs torch.
+        StorageError: the disk is full or fails.
+        CancelledError: ``cancel`` was set.
+    """
+    target = None if recipe.format is None else quantized_format(recipe.format)
+    method = method_of(recipe)
+    search = search or fast_search(threads)
+
+    def show(done: int, total: int, detail: str) -> None:
+        if progress is not None:
+            progress(Progress("quantize", done, total, "bytes", detail))
+
+    with ExitStack() as opened:
+        if isinstance(source, Path):
+            source = opened.enter_context(closing(open_checkpoint(source)))
+        require_readable(source)
+        config = read_config(source)
+
+        def show_layers(done: int) -> None:
+            if progress is not None:
+                progress(Progress("losses", done, config.layers, "layers"))
+
+        calibration = None
+        if method != "rtn":
+            calibration = Calibration(
+                source,
+                config,
+                calibration_ops(threads),
+                recipe.calibration or (),
+                count=recipe.calibration_tokens,
+                seed=recipe.seed,
+                cancel=cancel,
+            )
+        table = None
+        if target is not None:
+            formats = _formats(source.tensors, target, recipe.head_format)
+        else:
+            assert calibration is not None, "a mix is of calibrated formats"
+            trial = _formats(source.tensors, CODECS[TRIAL_FORMAT].format, None)
+            table = model_losses(calibration, trial, search, folder=losses, report=show_layers)
+            formats = _mixed(source.tensors, table, recipe)
+        infos = stored_infos(source.tensors, formats)
+        units = list_units(infos, config)
+        rotated = folded_rotation(config, infos) if method == "mr-gptq" else 0
+        manifest = describe_source(
+            source,
+            name=name,
+            revision=revision,
+            format=main_format(units, infos),
+            exactness="approximate",
+            quantization=Quantization(
+                format=_name(recipe),
+                head_format=recipe.head_format,
+                method=method,
+                seed=recipe.seed,
+                calibration=None if calibration is None else calibration.digest,
+                calibration_tokens=0 if calibration is None else calibration.tokens,
+                compute=None if calibration is None else calibration.ops.compute_format,
+                folded=rotated,
+            ),
+        )
+        weights = LayerQuantizer(
+            source,
+            config,
+            infos,
+            method=method,
+            folded=rotated,
+            tiler=fast_tiler(),
+            search=search,
+        )
+        files = plan_files(units, infos)
+        loss: float | None = None
+        with StoreWriter(out, manifest, files, progress=show, cancel=cancel) as writer:
+            for text_name, data in text_files(source):
+                writer.write_bytes(text_name, data)
+            if calibration is not None:
+                _write_calibrated_layers(writer, files, weights, calibration)
+            for file in writer.pending:
+                writer.write(file, weights.rounded)
+            if calibration is not None:
+                loss = _loss(writer, calibration)
+            path = writer.finish(loss)
+        if table is not None and losses is not None and loss is not None:
+            said = table.nats(table.choose(recipe.bits or 0))
+            replace(table, scale=loss / said if said else 1.0).save(losses)
+        matrices = [info for info in infos.values() if len(info.shape) == 2]
+        changed = [info for info in _of_layers(matrices) if not info.name.endswith(ROUTERS)]
+        return QuantizeReport(
+            path=path,
+            format=_name(recipe),
+            method=method,
+            head_format=infos[EMBEDDING if config.tied_head else HEAD].format.name,
+            nbytes=writer.nbytes,
+            parameters=sum(info.shape[0] * info.shape[1] for info in matrices),
+            bits_per_weight=_bits_per_weight(matrices),
+            layer_bits_per_weight=_bits_per_weight(_of_layers(matrices)),
+            calibration_tokens=0 if calibration is None else calibration.tokens,
+            fallbacks={
+                info.name: info.format.name
+                for info in changed
+                if target is not None and info.format != target
+            },
+            formats=dict(Counter(info.format.name for info in changed)),
+            loss=loss,
+        )
+
+
+def _mixed(
+    tensors: Mapping[str, TensorInfo], table: LossTable, recipe: Recipe
+) -> dict[str, Format]:
+    """What every matrix is stored in, in a mix of so many bits."""
+    assert recipe.bits is not None, "checked with the recipe"
+    formats = _formats(tensors, CODECS[MIX_FORMATS[-1]].format, recipe.head_format)
+    chosen = zip(table.groups, table.choose(recipe.bits), strict=True)
+    of_name = {name: FORMATS[format_] for group, format_ in chosen for name in group.tensors}
+    for name in formats:
+        (common,) = common_names([name])
+        formats[name] = of_name.get(common, formats[name])
+    return formats
+
+
+def _write_calibrated_layers(
+    writer: StoreWriter,
+    files: Sequence[FilePlan],
+    weights: LayerQuantizer,
+    calibration: Calibration,
+) -> None:
+    """Write the layers that are not finished; those that are only pass the text on."""
+    pending = [file for file in writer.pending if file.layer is not None]
+    if not pending:
+        return
+    step = ""
+    states = calibration.states(calibration.windows, check=lambda: writer.report(step))
+    for layer, file in enumerate(files):
+        if file in pending:
+            step = f"layer {layer}: measuring inputs"
+            hessians = states.observe(weights.source, layer)
+            writer.write(file, weights.calibrated(layer, hessians))
+        if file == pending[-1]:
+            return
+        step = f"layer {layer}: computing outputs"
+        with closing(writer.reader(file)) as finished:
+            states.advance(finished, layer)
+
+
+def _loss(writer: StoreWriter, calibration: Calibration) -> float:
+    """How far the answers of what was written diverge from the source's, in nats a token."""
+    step = "measuring what was lost"
+    with closing(writer.reader()) as store:
+        checkpoints = (calibration.source, store)
+        own, changed = (
+            calibration.states(calibration.others, each, check=lambda: writer.report(step))
+            for each in checkpoints
+        )
+        for layer in range(calibration.config.layers):
+            own.advance(calibration.source, layer)
+            changed.advance(store, layer)
+        return round(divergence(calibration.source, store, own, changed), 6)
+
+
+def _name(recipe: Recipe) -> str:
+    """Of the format: ``"int4-g32"`` or ``"3.5 bits"``."""
+    return recipe.format or f"{recipe.bits:g} bits"
+
+
+def method_of(recipe: Recipe) -> str:
+    """What quantizes by ``recipe``.
+
+    Raises:
+        OptionError: formats, bits, method and text do not go together, or one is not known.
+    """
+    target = None if recipe.format is None else quantized_format(recipe.format)
+    if recipe.head_format is not None:
+        quantized_format(recipe.head_format)
+    method, calibrated = recipe.method, recipe.calibration is not None
+    if (target is None) == (recipe.bits is None):
+        raise OptionError("give either format or bits")
+    if target is None:
+        assert recipe.bits is not None, "one of them is there"
+        most = CODECS[MIX_FORMATS[-1]].format.bits_per_weight
+        if not 2 <= recipe.bits <= most:
+            raise OptionError(f"{option('bits')} must be from 2 to {most:g}, is {recipe.bits:g}")
+        if method not in (None, MIX_METHOD):
+            raise OptionError(f"a mix is quantized by {MIX_METHOD}: leave {option('method')} out")
+        if not calibrated:
+            raise OptionError("bits are shared out by a calibration text: give --calibration")
+        return MIX_METHOD
+    if method is None:
+        return default_method(target, calibrated=calibrated)
+    if method not in METHODS:
+        raise OptionError(f"{option('method')} must be one of {', '.join(METHODS)}, is {method!r}")
+    if method != "rtn" and target.name not in CODECS:
+        raise OptionError(f"{target.name} is only rounded to: leave {option('method')} out")
+    if method != "rtn" and not calibrated:
+        raise OptionError(f"method {method} needs calibration text: give --calibration")
+    return method
+
+
+def _formats(
+    tensors: Mapping[str, TensorInfo], target: Format, head_format: str | None
+) -> dict[str, Format]:
+    """What every matrix is stored in. Routers, small and touchy, stay as they are."""
+    head = quantized_format(head_format) if head_format is not None else None
+    formats: dict[str, Format] = {}
+    for name, info in tensors.items():
+        if len(info.shape) != 2:
+            continue
+        if name.endswith(ROUTERS):
+            formats[name] = info.format
+            continue
+        wanted = target
+        if name in _TABLES:
+            wanted = head or _default_head(info.format, target)
+        kept = wanted == info.format
+        formats[name] = wanted if kept else fitting_format(wanted, info.shape[1])
+    return formats
+
+
+def _default_head(published: Format, target: Format) -> Format:
+    if published.bits_per_weight <= HEAD_BITS:
+        return published
+    return _HEAD_FORMAT if target.name in CODECS else target
+
+
+def _of_layers(matrices: Iterable[TensorInfo]) -> list[TensorInfo]:
+    return [info for info in matrices if info.name not in _TABLES]
+
+
+def _bits_per_weight(matrices: Sequence[TensorInfo]) -> float:
+    weights = sum(info.shape[0] * info.shape[1] for info in matrices)
+    return 8 * sum(info.nbytes for info in matrices) / weights

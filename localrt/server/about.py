@@ -1,0 +1,224 @@
+"""What clients find out without a model at work: which models there are, and what each is.
+
+Facts are read off the headers of files, and given in the forms of OpenAI, vLLM, llama.cpp and LM
+Studio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localrt.chat_format.templates.chat_template import load_template
+from localrt.chat_format.thinking_syntax import find_syntax
+from localrt.common.errors import LocalrtError
+from localrt.common.formatting import format_count
+from localrt.common.version import __version__
+from localrt.engine.saved_caches import model_key
+from localrt.hub.files import quantization_label
+from localrt.models.checkpoints import open_checkpoint
+from localrt.server.anthropic import routes as anthropic
+from localrt.server.errors import ANTHROPIC_HEADER, JsonResponse
+from localrt.server.models import Offered
+from localrt.server.service import service_of
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """``format`` is of the files: ``"gguf"`` or ``"safetensors"``; ``ctx`` what the model was made
+    for, in tokens. ``template`` is empty where the model brings none.
+    """
+
+    family: str
+    format: str
+    parameters: int
+    quantization: str
+    ctx: int | None
+    width: int | None
+    template: str
+    capabilities: tuple[str, ...]
+
+    def details(self) -> dict[str, Any]:
+        """As lists of models have them."""
+        return {
+            "parent_model": "",
+            "format": self.format,
+            "family": self.family,
+            "families": [self.family],
+            "parameter_size": format_count(self.parameters).replace(" ", ""),
+            "quantization_level": self.quantization,
+        }
+
+    def info(self, ctx: int | None) -> dict[str, Any]:
+        """By the names that GGUF has for them; ``ctx`` is the context that it is served with."""
+        sizes = {"context_length": ctx or self.ctx, "embedding_length": self.width}
+        return {
+            "general.architecture": self.family,
+            "general.parameter_count": self.parameters,
+            **{f"{self.family}.{name}": size for name, size in sizes.items() if size is not None},
+        }
+
+
+_UNKNOWN = ModelFacts("unknown", "unknown", 0, "unknown", None, None, "", ("completion",))
+
+
+def known_facts(offered: Offered) -> ModelFacts:
+    """What is known of a model; a file that cannot be read is known by its name only."""
+    try:
+        return _UNKNOWN if offered.path is None else facts_of(offered.path)
+    except (LocalrtError, OSError):
+        return _UNKNOWN
+
+
+def facts_of(path: Path) -> ModelFacts:
+    """What the files at ``path`` say of their model.
+
+    Raises:
+        LocalrtError: they cannot be read.
+    """
+    return _facts_of(path, model_key(path, ""))
+
+
+@lru_cache(maxsize=256)
+def _facts_of(path: Path, _: str) -> ModelFacts:
+    with closing(open_checkpoint(path)) as checkpoint:
+        template = load_template(checkpoint)
+        tensors = checkpoint.tensors.values()
+        formats: Counter[str] = Counter()
+        for tensor in tensors:
+            formats[tensor.format.name] += tensor.nbytes
+        main = formats.most_common(1)[0][0] if formats else "unknown"
+        capabilities = ["completion"]
+        if template is not None and template.takes_tools:
+            capabilities.append("tools")
+        if template is not None and find_syntax(template).tags is not None:
+            capabilities.append("thinking")
+        return ModelFacts(
+            family=checkpoint.architecture,
+            format=checkpoint.kind,
+            parameters=sum(prod(tensor.shape) for tensor in tensors),
+            quantization=quantization_label(path.stem) or main.upper(),
+            ctx=_whole(checkpoint.config.get("max_position_embeddings")),
+            width=_whole(checkpoint.config.get("hidden_size")),
+            template="" if template is None else template.source,
+            capabilities=tuple(capabilities),
+        )
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+# -- endpoints -------------------------------------------------------------------------------------
+
+
+async def models(request: Request) -> Response:
+    """GET /v1/models"""
+    if ANTHROPIC_HEADER in request.headers:
+        return await anthropic.models(request)
+    service = service_of(request)
+    offered, started = service.models.offered(), service.started
+    data = await asyncio.to_thread(lambda: [_openai(one, started) for one in offered])
+    return JsonResponse({"object": "list", "data": data})
+
+
+async def model(request: Request) -> Response:
+    """GET /v1/models/NAME"""
+    if ANTHROPIC_HEADER in request.headers:
+        return await anthropic.model(request)
+    service = service_of(request)
+    found = service.models.find(request.path_params["name"], exact=True)
+    return JsonResponse(await asyncio.to_thread(_openai, found, service.started))
+
+
+async def studio_models(request: Request) -> Response:
+    """GET /api/v0/models, LM Studio's"""
+    offered = service_of(request).models.offered()
+    data = await asyncio.to_thread(lambda: [_lm_studio(one) for one in offered])
+    return JsonResponse({"object": "list", "data": data})
+
+
+async def studio_model(request: Request) -> Response:
+    """GET /api/v0/models/NAME, LM Studio's"""
+    found = service_of(request).models.find(request.path_params["name"], exact=True)
+    return JsonResponse(await asyncio.to_thread(_lm_studio, found))
+
+
+async def props(request: Request) -> Response:
+    """GET /props, llama.cpp's; ``?model=`` says of which"""
+    service = service_of(request)
+    offered = service.models.find(request.query_params.get("model"))
+    facts = await asyncio.to_thread(known_facts, offered)
+    return JsonResponse(
+        {
+            "default_generation_settings": {"n_ctx": offered.ctx or facts.ctx or 0},
+            "total_slots": service.options.max_running,
+            "model_alias": offered.name,
+            "chat_template": facts.template,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"localrt-{__version__}",
+        }
+    )
+
+
+def _openai(offered: Offered, started: int) -> dict[str, Any]:
+    """With the context by the names of several servers; unknown before a model is loaded."""
+    ctx, facts = offered.ctx, known_facts(offered)
+    served = {} if ctx is None else {"max_model_len": ctx, "context_length": ctx}
+    meta = {
+        "n_ctx": ctx,
+        "n_ctx_train": facts.ctx,
+        "n_embd": facts.width,
+        "n_params": facts.parameters or None,
+        "size": offered.nbytes,
+    }
+    return {
+        "id": offered.name,
+        "object": "model",
+        "created": started,
+        "owned_by": "localrt",
+        **served,
+        "meta": {name: value for name, value in meta.items() if value is not None},
+        **({} if offered.base is None else {"parent": offered.base}),
+        "status": {
+            "value": offered.state,
+            "ram": offered.ram,
+            **({} if offered.unload_s is None else {"unload_s": round(offered.unload_s, 1)}),
+        },
+    }
+
+
+def _lm_studio(offered: Offered) -> dict[str, Any]:
+    facts = known_facts(offered)
+    loaded = offered.state != "unloaded"
+    return {
+        "id": offered.name,
+        "object": "model",
+        "type": "llm",
+        "publisher": offered.name.rpartition("/")[0],
+        "arch": facts.family,
+        "compatibility_type": facts.format,
+        "quantization": facts.quantization,
+        "state": "loaded" if loaded else "not-loaded",
+        "max_context_length": facts.ctx or offered.ctx,
+        **({"loaded_context_length": offered.ctx} if loaded else {}),
+        "capabilities": ["tool_use"] if "tools" in facts.capabilities else [],
+    }
+
+
+ROUTES = (
+    ("/v1/models", "GET", models),
+    ("/v1/models/{name:path}", "GET", model),
+    ("/api/v0/models", "GET", studio_models),
+    ("/api/v0/models/{name:path}", "GET", studio_model),
+    ("/props", "GET", props),
+)

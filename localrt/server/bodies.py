@@ -1,0 +1,366 @@
+"""From a request's bytes to fields that are what they should be: size, time, JSON, types.
+
+What is wrong becomes one sentence that names the field. It does not know what fields mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import sys
+import zlib
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from importlib import import_module
+from typing import Any
+
+import fastjsonschema
+import numpy as np
+from starlette.requests import ClientDisconnect, Request
+
+from localrt.models.tokenizers.free_memory import return_free_memory
+from localrt.server import schemas
+from localrt.server.anthropic import schemas as anthropic
+from localrt.server.errors import ApiError, invalid
+from localrt.server.infill import schemas as infill
+from localrt.server.ollama import schemas as ollama
+from localrt.server.options import ServeOptions
+from localrt.server.responses import schemas as responses
+from localrt.server.schema_parts import Schema
+
+_ZLIB = 15 + 32  # a window of 32 KiB, in gzip's or zlib's wrapping
+_ZSTD_WINDOW = 23  # 8 MiB, the most that every decoder has to take
+
+
+class Unpacker:
+    """Of one body of at most ``most`` bytes, in the ``encoding`` that a request names.
+
+    Raises:
+        ApiError: 415, the encoding is not known here.
+    """
+
+    def __init__(self, encoding: str, most: int) -> None:
+        name = encoding.strip().lower()
+        self._left = most
+        self._name = name
+        self._decoder: Any = None
+        if name in ("", "identity"):
+            return
+        makers = encodings()
+        if name not in makers:
+            known = [*makers, "identity"]
+            raise ApiError(
+                415,
+                f"the encoding {encoding[:40]!r} of the body is not known here: send "
+                f"{', '.join(known[:-1])} or {known[-1]}",
+                headers={"Accept-Encoding": ", ".join(makers)},
+            )
+        self._decoder = makers[name]()
+
+    def push(self, data: bytes) -> bytes:
+        """``data`` unpacked: one byte more than may come where there is more than that.
+
+        Raises:
+            ApiError: 400, it is nothing of this encoding.
+        """
+        if self._decoder is None or not data:
+            return data
+        try:
+            found: bytes = self._decoder.decompress(data, self._left + 1)
+        except Exception as error:  # zlib's, zstd's or EOFError
+            raise invalid(f"the body is not {self._name}") from error
+        self._left -= len(found)
+        if self._decoder.unused_data:
+            raise invalid(f"the body goes on behind its {self._name}")
+        return found
+
+    def end(self) -> None:
+        """Nothing more comes.
+
+        Raises:
+            ApiError: 400, something is missing.
+        """
+        if self._decoder is not None and not self._decoder.eof:
+            raise invalid(f"the body is {self._name} that ends too early")
+
+
+def encodings() -> dict[str, Callable[[], Any]]:
+    """What makes a decoder of each encoding that is known here."""
+    found: dict[str, Callable[[], Any]] = dict.fromkeys(
+        ("gzip", "deflate", "x-gzip"), lambda: zlib.decompressobj(_ZLIB)
+    )
+    for module in ("compression.zstd", "backports.zstd"):
+        try:
+            zstd = import_module(module)
+        except ImportError:
+            continue
+        window = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW}
+        found["zstd"] = partial(zstd.ZstdDecompressor, options=window)
+        break
+    return found
+
+
+# -- the body --------------------------------------------------------------------------------------
+
+
+REQUESTS: Mapping[str, Schema] = {
+    "CHAT": schemas.CHAT,
+    "COMPLETION": schemas.COMPLETION,
+    "EMBEDDINGS": schemas.EMBEDDINGS,
+    "RERANK": schemas.RERANK,
+    "TOKENIZE": schemas.TOKENIZE,
+    "DETOKENIZE": schemas.DETOKENIZE,
+    "FIM": infill.FIM,
+    "INFILL": infill.INFILL,
+    "MESSAGES": anthropic.MESSAGES,
+    "COUNT_TOKENS": anthropic.COUNT_TOKENS,
+    "RESPONSES": responses.RESPONSES,
+    "INPUT_TOKENS": responses.INPUT_TOKENS,
+    "OLLAMA_CHAT": ollama.OLLAMA_CHAT,
+    "OLLAMA_GENERATE": ollama.OLLAMA_GENERATE,
+    "OLLAMA_EMBED": ollama.OLLAMA_EMBED,
+    "OLLAMA_EMBEDDINGS": ollama.OLLAMA_EMBEDDINGS,
+    "OLLAMA_SHOW": ollama.OLLAMA_SHOW,
+    "OLLAMA_PULL": ollama.OLLAMA_PULL,
+}
+"""Schemas of requests."""
+
+_SMALL = 64 << 10
+# What a value takes once it is read, in words of about 30 bytes: a number one, a text two, and a
+# list or an object eight. All together may be two million, as many as token ids of a long prompt.
+_MOST_WORDS = 2 << 20
+_WHERE = re.compile(r"^data\.?")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def prepare_checks() -> None:
+    """Compile the schemas' checks, before requests come: each of several at once would compile its
+    own, and leave megabytes of freed memory behind.
+    """
+    for kind in REQUESTS:
+        _validator(kind)
+    return_free_memory()
+
+
+class BodyRoom:
+    """The bytes that bodies hold together while they come; small ones always have room."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._taken = 0
+
+    def take(self, nbytes: int) -> None:
+        """Take in bytes of a large body, or give them back (below zero).
+
+        Raises:
+            ApiError: 503, there is no room; nothing was taken.
+        """
+        if nbytes > 0 and self._taken + nbytes > self._most:
+            raise ApiError(
+                503,
+                "too many large requests come at once: try again later",
+                code="overloaded",
+                headers={"Connection": "close", "Retry-After": "1"},
+            )
+        self._taken += nbytes
+
+
+async def read_fields(
+    request: Request, kind: str, options: ServeOptions, room: BodyRoom
+) -> dict[str, Any]:
+    """The body of ``request`` as fields of the schema ``kind``, one of ``REQUESTS``.
+
+    Raises:
+        ApiError: 400, 408, 413, 415 or 503, with the field that it is about.
+        ClientDisconnect: nobody waits for an answer.
+    """
+    taken = 0
+
+    def grow(size: int) -> None:
+        nonlocal taken
+        more = max(0, size - _SMALL) - taken
+        room.take(more)
+        taken += more
+
+    try:
+        body = await _read(request, options, grow)
+        # Megabytes take their time, which others should not wait for.
+        return await asyncio.to_thread(lambda: check_fields(kind, parse_json(body)))
+    finally:
+        room.take(-taken)
+
+
+async def _read(request: Request, options: ServeOptions, grow: Callable[[int], None]) -> bytes:
+    limit = options.max_body
+    too_large = ApiError(
+        413,
+        f"the request is larger than {limit} bytes: send less, or start the server with a larger "
+        "--max-body",
+        headers={"Connection": "close"},
+    )
+    if int(request.headers.get("content-length") or 0) > limit:
+        raise too_large
+    unpacker = Unpacker(request.headers.get("content-encoding", ""), limit)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(options.read_timeout_s):
+            async for packed in request.stream():
+                part = unpacker.push(packed)
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                grow(size)
+                parts.append(part)
+    except TimeoutError as error:
+        raise ApiError(
+            408,
+            f"the request did not come within {options.read_timeout_s:g} s",
+            headers={"Connection": "close"},
+        ) from error
+    if not size and await request.is_disconnected():
+        raise ClientDisconnect
+    unpacker.end()
+    return b"".join(parts)
+
+
+def parse_json(data: bytes) -> Any:
+    """The value that ``data`` spells.
+
+    Raises:
+        ApiError: 400, it spells none, or one of too many parts.
+    """
+    if not data:
+        raise invalid("the body is empty: send JSON")
+    if _words(data, data.count) > _MOST_WORDS and _words(data, _outside(data)) > _MOST_WORDS:
+        raise invalid("the body has too many values: send fewer in one request")
+    try:
+        value = json.loads(data.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise invalid(f"the body is not UTF-8: byte 0x{data[error.start]:02x}") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise invalid(f"the body is not JSON: {error.msg} at {where}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise invalid(f"the body is not JSON that can be read: {reason}") from error
+    # \ud83d without its other half: no tokenizer can take it.
+    return _whole_characters(value) if b"\\u" in data else value
+
+
+def _words(data: bytes, count: Callable[[bytes], int]) -> int:
+    """What the values of ``data`` would take, by the marks between them that ``count`` finds."""
+    return count(b",") + count(b":") + data.count(b'"') + 8 * (count(b"[") + count(b"{"))
+
+
+def _outside(data: bytes) -> Callable[[bytes], int]:
+    """What counts a character where it is in no string. Others may compute meanwhile."""
+    plain = data.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
+    every = np.frombuffer(plain, np.uint8)
+    outside = np.bitwise_xor.accumulate((every == ord('"')).view(np.uint8)) == 0
+    return lambda mark: int(np.count_nonzero(outside & (every == ord(mark))))
+
+
+def check_fields(kind: str, value: Any) -> dict[str, Any]:
+    """``value`` where it follows the schema; whole numbers are integers then.
+
+    Raises:
+        ApiError: 400, with the first field that is not what it should be.
+    """
+    try:
+        _validator(kind)(value)
+    except fastjsonschema.JsonSchemaValueException as error:
+        message, param = _described(error)
+        raise invalid(message, param) from error
+    assert isinstance(value, dict), "every schema is an object's"
+    integers = _integers(kind)
+    return {
+        name: int(found) if name in integers and isinstance(found, float) else found
+        for name, found in value.items()
+    }
+
+
+@cache
+def _validator(kind: str) -> Any:
+    return fastjsonschema.compile(REQUESTS[kind], use_default=False, use_formats=False)
+
+
+@cache
+def _integers(kind: str) -> frozenset[str]:
+    properties = REQUESTS[kind]["properties"]
+    return frozenset(name for name, one in properties.items() if "integer" in one.get("type", ()))
+
+
+def _described(error: Any) -> tuple[str, str | None]:
+    where = _WHERE.sub("", error.name or "")
+    rest = error.message.removeprefix(error.name or "").strip()
+    definition = error.definition if isinstance(error.definition, dict) else {}
+    if error.rule == "anyOf" and "description" in definition:
+        rest = f"must be {definition['description']}"
+    elif error.rule in _WORDS:
+        rest = _WORDS[error.rule](error.rule_definition)
+    elif error.rule == "required":
+        missing = [name for name in error.rule_definition if name not in error.value]
+        rest = f"must have {' and '.join(missing)}"
+    return f"{where or 'the body'} {rest}", where or _missing(error)
+
+
+def _kinds(given: str | list[str]) -> str:
+    kinds = [given] if isinstance(given, str) else [kind for kind in given if kind != "null"]
+    return "must be " + " or ".join(_KINDS[kind] for kind in kinds)
+
+
+def _values(given: list[Any]) -> str:
+    return "must be " + " or ".join(json.dumps(value) for value in given if value is not None)
+
+
+_KINDS = {
+    "array": "a list",
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "null": "null",
+    "number": "a number",
+    "object": "an object",
+    "string": "a text",
+}
+# What a value must be, by the schema's rule that it breaks.
+_WORDS: Mapping[str, Callable[[Any], str]] = {
+    "type": _kinds,
+    "enum": _values,
+    "const": lambda value: _values([value]),
+    "minimum": lambda least: f"must be at least {least}",
+    "maximum": lambda most: f"must be at most {most}",
+    "minItems": lambda least: "must not be empty" if least == 1 else f"must have {least} items",
+    "maxItems": lambda most: f"must have at most {most} items",
+    "minLength": lambda least: "must not be empty",
+    "maxLength": lambda most: f"must have at most {most} characters",
+    "maxProperties": lambda most: f"must have at most {most} fields",
+}
+
+
+def _missing(error: Any) -> str | None:
+    """The field that a body lacks."""
+    if error.rule != "required" or not isinstance(error.value, dict):
+        return None
+    return next((name for name in error.rule_definition if name not in error.value), None)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    """The number, or the largest there is: what is infinite could not be written as JSON again."""
+    value = float(digits)
+    return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
+
+
+def _whole_characters(value: Any) -> Any:
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_whole_characters(item) for item in value]
+    if isinstance(value, dict):
+        return {_whole_characters(name): _whole_characters(item) for name, item in value.items()}
+    return value

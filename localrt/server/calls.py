@@ -1,0 +1,261 @@
+"""What a request asks for, in the library's words: prompts, options, and what to do with text.
+
+It reads fields that have been checked against ``schemas``; what none of them can say is checked
+here. It starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from localrt.server.contents import (
+    Fields,
+    Message,
+    Note,
+    made_call,
+    messages_of,
+    text_of,
+    thought,
+    unnoted,
+)
+from localrt.server.errors import invalid
+from localrt.server.functions import Known, chosen, offered
+from localrt.server.schemas import EFFORTS, THINKING_LIMITS
+
+SEEDS = 1 << 64
+ANY_SEED = -1  # of llama.cpp, LM Studio and Ollama: another every time
+_NO_LIMIT = -1  # of theirs, for tokens
+_KEPT = ("name", "tool_call_id", "prefix")  # of a message
+_AS_THEY_ARE = (
+    *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "ignore_eos", "max_tokens"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What a checked request wants to have written.
+
+    ``prompts`` are keyword arguments of ``LiveModel.submit``, one each. Every prompt gets
+    ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` whether the prompt
+    stands before its answers, ``only_reads`` that none are wanted. Without ``parallel_tools`` an
+    answer calls one at most. ``overflow_in_stream``: a prompt that does not fit is told in the
+    stream, if there is one. ``known`` are the tools that are no functions for the client, by the
+    names of the functions that they are for the model; a ``legacy`` call is a message's
+    ``function_call``.
+    """
+
+    prompts: Sequence[Mapping[str, Any]]
+    options: Mapping[str, Any]
+    choices: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    echo: bool = False
+    only_reads: bool = False
+    parallel_tools: bool = True
+    overflow_in_stream: bool = False
+    known: Mapping[str, Known] = field(default_factory=dict)
+    legacy: bool = False
+
+    def submissions(self) -> list[dict[str, Any]]:
+        """The arguments of every answer, choices of a prompt side by side."""
+        seed = self.options.get("seed")
+        one = {} if self.parallel_tools else {"parallel_tool_calls": False}
+        found = []
+        for prompt in self.prompts:
+            for choice in range(self.choices):
+                own = {} if seed is None else {"seed": (seed + choice) % SEEDS}
+                found.append({**prompt, **self.options, **one, **own})
+        return found
+
+
+def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
+    """The call of a chat; ``note`` is told what a model cannot be shown.
+
+    Raises:
+        ApiError: 400, fields that do not go together or are not supported.
+    """
+    legacy = bool(fields.get("functions")) and not fields.get("tools")
+    if legacy:
+        named = fields.get("function_call")
+        fields = {
+            **fields,
+            "tools": [{"type": "function", "function": one} for one in fields["functions"]],
+            "tool_choice": {"type": "function", **named} if isinstance(named, Mapping) else named,
+        }
+    if fields.get("max_completion_tokens") is not None:
+        fields = {**fields, "max_tokens": fields["max_completion_tokens"]}
+    options = _options(fields) | _thinking(fields)
+    if fields.get("logprobs"):
+        options["logprobs"] = fields.get("top_logprobs") or 0
+    tools = offered(fields.get("tools"), note)
+    wanted = fields.get("response_format") or {}
+    if wanted.get("type") == "json_object":  # llama.cpp's may have a schema, too
+        options["json_schema"] = wanted.get("schema") or {"type": "object"}
+    elif wanted.get("type") == "json_schema":
+        options["json_schema"] = wanted["json_schema"]["schema"]
+    choice, functions = chosen(fields.get("tool_choice"), tools)
+    if choice != "auto":
+        options["tool_choice"] = choice
+    return Generation(
+        prompts=[{"prompt": _messages(fields["messages"], note), "tools": functions or None}],
+        options=options,
+        choices=fields.get("n") or 1,
+        logprobs=bool(fields.get("logprobs")),
+        parallel_tools=fields.get("parallel_tool_calls") is not False and not legacy,
+        known=tools.known,
+        legacy=legacy,
+        **_streaming(fields),
+    )
+
+
+def completion_call(fields: Fields) -> Generation:
+    """The call of a text completion.
+
+    Raises:
+        ApiError: 400, fields that do not go together or are not supported.
+    """
+    choices = fields.get("n") or 1
+    if (fields.get("best_of") or choices) != choices:
+        raise invalid("best_of is not supported: ask for n answers and choose", "best_of")
+    options = _options(fields)
+    if fields.get("logprobs") is not None:
+        options["logprobs"] = fields["logprobs"]
+    texts = prompts_of(fields["prompt"])
+    echo, only_reads = bool(fields.get("echo")), options.get("max_tokens") == 0
+    if only_reads:
+        del options["max_tokens"]
+    suffix = fields.get("suffix") or None
+    if suffix is not None and not all(isinstance(text, str) for text in texts):
+        raise invalid("suffix needs prompts that are texts", "suffix")
+    if suffix is not None and (only_reads or (echo and "logprobs" in options)):
+        raise invalid("suffix needs max_tokens, and has no log-probabilities to echo", "suffix")
+    own = {"raw": True} if suffix is None else {"suffix": suffix}
+    return Generation(
+        prompts=[
+            {"prompt": text, **own} if isinstance(text, str) else {"token_ids": text}
+            for text in texts
+        ],
+        options=options,
+        choices=choices,
+        logprobs="logprobs" in options,
+        echo=echo,
+        only_reads=only_reads,
+        **_streaming(fields),
+    )
+
+
+def prompts_of(given: Any) -> list[str | list[int]]:
+    """One text, or its ids, for each prompt."""
+    if isinstance(given, str) or not given:
+        return [given] if isinstance(given, str) else []
+    if isinstance(given[0], list):
+        return [list(map(int, ids)) for ids in given]
+    return list(given) if isinstance(given[0], str) else [list(map(int, given))]
+
+
+def _streaming(fields: Fields) -> dict[str, Any]:
+    usage = (fields.get("stream_options") or {}).get("include_usage")
+    return {"stream": bool(fields.get("stream")), "include_usage": bool(usage)}
+
+
+def _options(fields: Fields) -> dict[str, Any]:
+    options = {name: fields[name] for name in _AS_THEY_ARE if fields.get(name) is not None}
+    options |= stops(fields.get("stop"))
+    if options.get("max_tokens") == _NO_LIMIT:
+        del options["max_tokens"]
+    if fields.get("repeat_penalty") is not None:  # llama.cpp's and LM Studio's name
+        options.setdefault("repetition_penalty", fields["repeat_penalty"])
+    if fields.get("seed") not in (None, ANY_SEED):
+        options["seed"] = fields["seed"] % SEEDS
+    if fields.get("top_k") is not None:
+        options["top_k"] = max(0, fields["top_k"])  # elsewhere -1 switches it off
+    if fields.get("grammar"):  # in llama.cpp "" is none
+        options["grammar"] = fields["grammar"]
+    if fields.get("logit_bias"):
+        options["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
+    return options
+
+
+def _thinking(fields: Fields) -> dict[str, Any]:
+    """Whether and how much the model is to think, in the ways of several servers."""
+    options: dict[str, Any] = {}
+    told = fields.get("chat_template_kwargs") or {}
+    efforts = (one for one in (told, fields) if one.get("reasoning_effort") is not None)
+    if (given := next(efforts, None)) is not None:
+        options["thinking"] = effort(given["reasoning_effort"])
+    switches = (told.get(name) for name in ("enable_thinking", "thinking"))
+    switch = next((one for one in switches if one is not None), None)
+    if switch is False or (switch and not options.get("thinking")):
+        options["thinking"] = switch
+    limits = (fields.get(name) for name in THINKING_LIMITS)
+    limit = next((one for one in limits if one is not None), -1)
+    if limit >= 0:
+        options["thinking_tokens"] = limit
+    return options
+
+
+def effort(given: str) -> bool | str:
+    """How much a model is to think, in the library's words; much where a word is new."""
+    return EFFORTS.get(given, "high")
+
+
+def stops(given: str | Sequence[str] | None) -> dict[str, Any]:
+    """The option for strings that end an answer; an empty one ends none."""
+    texts = [given] if isinstance(given, str) else given or ()
+    found = [text for text in texts if text]
+    return {"stop": found} if found else {}
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def _messages(given: Sequence[Fields], note: Note) -> list[Message]:
+    """Messages as chat templates take them."""
+    found: list[Message] = []
+    called = ""  # the id of the last call that had none of its own
+    for number, message in enumerate(given):
+        role, content = message["role"], message.get("content")
+        if role in ("tool", "function"):
+            shown: Message = {"role": "tool", "content": text_of(content, note, "\n")}
+            shown |= {"tool_call_id": called} if role == "function" else {}
+        else:
+            parts = messages_of(role, content, note, between="\n")
+            if not parts or (role == "assistant" and parts[-1]["role"] != role):
+                parts.append({"role": role, "content": message.get("refusal") or ""})
+            *before, shown = parts
+            found += before
+        shown |= {name: message[name] for name in _KEPT if message.get(name)}
+        calls = [_called(call) for call in message.get("tool_calls") or ()]
+        if (former := message.get("function_call")) is not None:
+            called = f"call_{number}"
+            calls.append(made_call(called, str(former.get("name")), former.get("arguments")))
+        if calls:  # some send each as a part of the content, too
+            ids = {call["id"] for call in calls}
+            more = [call for call in shown.get("tool_calls", ()) if call["id"] not in ids]
+            shown["tool_calls"] = [*more, *calls]
+        details = "".join(filter(None, map(_detail, message.get("reasoning_details") or ())))
+        if thinking := message.get("reasoning_content") or message.get("reasoning") or details:
+            shown |= thought(thinking)
+        found.append(shown)
+    return found
+
+
+def _detail(detail: Fields) -> str | None:
+    """The text of one of OpenRouter's reasoning details; some are encrypted."""
+    text = detail.get("text") or detail.get("summary")
+    return text if isinstance(text, str) else None
+
+
+def _called(call: Fields) -> Message:
+    """A call of a message; that of a tool that takes a text has the text as its argument."""
+    if isinstance(custom := call.get("custom"), Mapping):
+        argument = {"input": custom.get("input") or ""}
+        return made_call(call.get("id"), str(custom.get("name")), argument)
+    given = call.get("function") or {}
+    return made_call(call.get("id"), str(given.get("name")), given.get("arguments"))

@@ -1,0 +1,222 @@
+"""What went wrong, as the clients of each dialect expect it: a status, and a JSON object."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from localrt.common.errors import (
+    CancelledError,
+    ContextOverflowError,
+    LocalrtError,
+    MemoryBudgetError,
+    MissingExtraError,
+    OptionError,
+    TemplateError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from localrt.common.option_names import on_command_line, python_option
+
+__all__ = [
+    "ANTHROPIC_HEADER",
+    "ApiError",
+    "JsonResponse",
+    "anthropic_error",
+    "api_error",
+    "error_body",
+    "failure",
+    "in_words",
+    "invalid",
+    "ollama_error",
+    "to_json",
+    "without_folders",
+]
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    431: "invalid_request_error",
+    429: "rate_limit_error",
+    501: "not_implemented_error",
+    503: "unavailable_error",
+}
+_ANTHROPIC_TYPES = {
+    **_TYPES,
+    413: "request_too_large",
+    501: "api_error",
+    503: "overloaded_error",
+}
+
+ANTHROPIC_HEADER = "anthropic-version"  # of Anthropic's clients, which ask for models as well
+
+_NO_PATH = "there is nothing at this path: /openapi.json lists what this server answers"
+
+# A path from a root or a home folder, up to its last part. Names may have spaces inside.
+_FOLDERS = re.compile(
+    r"""(?<![\w/:.~-])(?:~|[A-Za-z]:)?[/\\]"""
+    r"""(?:(?=\S)(?:(?![:;,]\ )[^/\\\n"'])*[^/\\\s"':;,][/\\])+"""
+)
+
+# Options that no request has: flags of `localrt serve`.
+_OF_THE_SERVER = frozenset(
+    {
+        *("adapters", "chat_template", "ctx", "device", "draft", "engine", "format", "gpu_memory"),
+        *("kv_format", "overflow", "pre_tokenizer", "ram", "threads", "tree_budget"),
+    }
+)
+# Options that requests have under another name.
+_FIELDS = {"json_schema": "response_format", "token_ids": "prompt"}
+_FIELDS |= {"grammar": "grammar", "suffix": "suffix"}  # known without an underscore
+
+
+def to_json(value: Any) -> bytes:
+    """One line of ASCII."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+class JsonResponse(Response):
+    """A JSON body in ASCII: half a character pair in a text cannot break it."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """``content`` as bytes."""
+        return to_json(content)
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``param`` is the field that it is about.
+
+    ``overflow`` are the tokens of a prompt that does not fit the context, and of the context.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        overflow: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.overflow = overflow
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def response(self, path: str, headers: Mapping[str, str]) -> Response:
+        """As a whole HTTP response to a request of ``path``, in the words of its dialect."""
+        make = error_body
+        if path.startswith("/api/"):
+            make = ollama_error
+        elif path.startswith("/v1/messages") or ANTHROPIC_HEADER in headers:
+            make = anthropic_error
+        return JsonResponse(make(self), status_code=self.status, headers=self.headers)
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that cannot be answered as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def in_words(error: ApiError) -> str:
+    """What went wrong; for a context that overflows in the words by which clients know it."""
+    if error.overflow is None:
+        return str(error)
+    tokens, ctx = error.overflow
+    return (
+        f"This model's maximum context length is {ctx} tokens. However, the request has {tokens} "
+        f"tokens ({error})"
+    )
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error, in OpenAI's words; where a context overflows in llama.cpp's, too."""
+    found: dict[str, Any] = {
+        "message": in_words(error),
+        "type": _TYPES.get(error.status, "server_error"),
+        "param": error.param,
+        "code": error.code,
+    }
+    if error.overflow is not None:
+        tokens, ctx = error.overflow
+        found["type"] = "exceed_context_size_error"
+        found |= {"n_prompt_tokens": tokens, "n_ctx": ctx}
+    return {"error": found}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error, in Anthropic's words."""
+    kind, message = _ANTHROPIC_TYPES.get(error.status, "api_error"), str(error)
+    if error.overflow is not None:
+        tokens, ctx = error.overflow
+        message = f"prompt is too long: {max(tokens, ctx + 1)} tokens > {ctx} maximum ({message})"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error, in Ollama's words."""
+    return {"error": in_words(error)}
+
+
+def without_folders(text: str) -> str:
+    """``text`` with files by their own names: where they lie is not for clients."""
+    return _FOLDERS.sub("", text)
+
+
+def _in_a_request(name: str, value: object) -> str:
+    """An option as a client writes it, or else as the server's flag."""
+    spelling = on_command_line if name in _OF_THE_SERVER else python_option
+    return spelling(name, value)
+
+
+def api_error(error: LocalrtError) -> ApiError:
+    """The library's error in HTTP's words."""
+    message = without_folders(error.told(_in_a_request))
+    if isinstance(error, ContextOverflowError):
+        counts = None
+        if error.tokens is not None and error.ctx is not None:
+            counts = error.tokens, error.ctx
+        return ApiError(400, message, code="context_length_exceeded", overflow=counts)
+    if isinstance(error, OptionError | TemplateError | TokenizerError):
+        word = message.split(" ", 1)[0]
+        is_field = word in _FIELDS or ("_" in word and word.isidentifier())
+        param = _FIELDS.get(word, word) if is_field else None
+        return invalid(message, param)
+    if isinstance(error, MissingExtraError | UnsupportedModelError):
+        return ApiError(501, message)
+    if isinstance(error, MemoryBudgetError):
+        return ApiError(503, message, code="out_of_memory", headers={"Retry-After": "10"})
+    if isinstance(error, CancelledError):
+        return ApiError(503, message, code="cancelled")
+    return ApiError(500, message)
+
+
+def failure(error: BaseException) -> ApiError:
+    """Whatever went wrong, in HTTP's words; a native library's panic is no ``Exception``."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, LocalrtError):
+        return api_error(error)
+    if isinstance(error, HTTPException):
+        detail = _NO_PATH if error.status_code == 404 else error.detail
+        return ApiError(error.status_code, detail, headers=error.headers)
+    if isinstance(error, asyncio.CancelledError):
+        return ApiError(503, "the server is stopping", code="stopping")
+    return ApiError(500, f"the server failed: {type(error).__name__}")

@@ -1,0 +1,444 @@
+"""Answers of the running batch, as whole JSON objects or as a stream of events.
+
+If a client disconnects, or does not read, its answers are cancelled; what goes wrong in the middle
+of a stream is its last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+from functools import partial
+from math import nan
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from localrt.api import Model
+from localrt.chat_format.thinking import split_thinking
+from localrt.common.errors import CancelledError, ContextOverflowError, OptionError
+from localrt.engine.sampling import log_probabilities
+from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
+from localrt.server.calls import Generation
+from localrt.server.errors import JsonResponse, failure, invalid
+from localrt.server.models import ServedModel
+from localrt.server.replies import EVENT_STREAM, Reply, TokenBytes
+from localrt.server.service import ModelRequest
+from localrt.service.arguments import joined
+from localrt.service.live import AsyncAnswer
+
+T = TypeVar("T")
+
+_SILENT_S = 15.0  # that a stream may be
+_ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+
+
+async def answer(
+    asked: ModelRequest,
+    call: Generation,
+    make: Callable[[TokenBytes, Generation, str], Reply],
+) -> Response:
+    """The response to ``call``, of the model ``asked`` for; ``make`` is told the name to give.
+
+    A stream that has waited for long for its model or its prompt begins before these are there.
+
+    Raises:
+        ApiError: nothing has been sent yet, and nothing will be.
+        LocalrtError: the same.
+        ClientDisconnect: nobody waits for it.
+    """
+    began = time.monotonic()
+    request, service, options = asked.http, asked.service, asked.service.options
+    if call.choices > options.max_choices:
+        raise invalid(f"n must be at most {options.max_choices}, is {call.choices}", "n")
+    count, most = len(call.prompts) * call.choices, options.max_running + options.max_queued
+    if count > most:
+        field = "n" if call.choices > 1 else "prompt"
+        raise invalid(f"{count} answers in one request: {most} are the most", field)
+    work = _Work(asked, call, began)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(service.admitted(count))
+        await stack.enter_async_context(work)
+        preparing = asyncio.ensure_future(work.prepare(_client(request)))
+        stack.push_async_callback(_cancelled, preparing)
+        patience = _SILENT_S if call.stream else None
+        await until_gone(request, asyncio.wait([preparing], timeout=patience))
+        error = preparing.exception() if preparing.done() else None
+        told = call.stream and call.overflow_in_stream and isinstance(error, ContextOverflowError)
+        if error is not None and not told:
+            raise error
+        reply = make(work, call, asked.model_name)
+        loose = work.loosened()
+        if not call.stream:
+            chunks = await until_gone(request, work.gathered())
+            if loose:
+                loose |= await work.followed(chunks)
+            return JsonResponse(reply.whole(chunks), headers=loose)
+        events = _events(preparing, work, reply)
+        stack.push_async_callback(events.aclose)
+        # What was entered here is left when the response has been sent.
+        stream = _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
+        stream.headers.update(loose)
+        return stream
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def prompt_tokens(asked: ModelRequest, call: Generation) -> int:
+    """Tokens that the one prompt of ``call``, a conversation, has with its tools and options.
+
+    Raises:
+        ApiError, LocalrtError: it could not be answered either.
+        ClientDisconnect: nobody waits for it.
+    """
+    (given,) = call.prompts
+
+    async def work() -> int:
+        async with asked.using() as served:
+            count = partial(served.model.count, tools=given["tools"], **call.options)
+            return await asyncio.to_thread(count, given["prompt"])
+
+    with asked.service.admitted():
+        return await until_gone(asked.http, work())
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of ``work``, unless the client goes away first.
+
+    Raises:
+        ClientDisconnect: it went, and the work has been cancelled.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _client(request: Request) -> Hashable:
+    """Whose turn a request takes: a key at an address is one client."""
+    address = request.client.host if request.client else ""
+    return request.headers.get("authorization", ""), address
+
+
+# -- the answers of a call -------------------------------------------------------------------------
+
+
+class _Work(AsyncExitStack):
+    """The answers to a call, and what they need; all of it ends when it is left.
+
+    It is the tokenizer of the reply too, since the model may still be loading.
+    """
+
+    def __init__(self, asked: ModelRequest, call: Generation, began: float) -> None:
+        super().__init__()
+        self._asked, self._service = asked, asked.service
+        self._call, self._began = call, began
+        self._served: ServedModel | None = None
+        self._echoes: list[Chunk] = []  # of each prompt, where something is to be said of it
+        self._answers: list[AsyncAnswer] = []
+
+    def token_bytes(self, token_id: int) -> bytes:
+        assert self._served is not None, "its model has written the token"
+        spelled: bytes = self._served.model.tokenizer.token_bytes(token_id)
+        return spelled
+
+    async def prepare(self, client: Hashable) -> None:
+        """Have the model, and what is to be answered, in place."""
+        call, service = self._call, self._service
+        served = await self.enter_async_context(self._asked.using())
+        self._served = served
+        self.callback(self._end)
+        # Which adapter is called by the name, where there are any.
+        adapting: dict[str, str] = {}
+        if served.model.adapters:
+            adapting["adapter"] = served.names.get(self._asked.model.name) or "none"
+        served.check_biases(call.options.get("logit_bias", ()))
+        if call.echo or call.only_reads:
+            await self._read(served, adapting.get("adapter"))
+        for one in () if call.only_reads else call.submissions():
+            self._answers.append(await served.live.asubmit(client=client, **one, **adapting))
+            if service.stopping:  # while it was on its way
+                self._answers[-1].cancel()
+
+    async def _read(self, served: ServedModel, adapter: str | None) -> None:
+        call, cancel = self._call, threading.Event()
+        top = call.options["logprobs"] if call.echo and call.logprobs else None
+        read = partial(
+            echo_of, served.model, shown=call.echo, top=top, adapter=adapter, cancel=cancel
+        )
+        end: FinishReason | None = "length" if call.only_reads else None
+        try:
+            async with served.embedding:
+                for one in call.prompts:
+                    prompt = one.get("token_ids", one.get("prompt"))
+                    echo = replace(await asyncio.to_thread(read, prompt), finish_reason=end)
+                    self._echoes += [echo] * call.choices
+        finally:
+            cancel.set()
+
+    def loosened(self) -> dict[str, str]:
+        """The header, and a note in the log, of a schema that is followed in part only."""
+        left_out = next((one.left_out for one in self._answers if one.left_out), ())
+        if not left_out:
+            return {}
+        names = ", ".join(left_out)
+        why = "answers cannot be bound by these"
+        self._service.note_once(f"schema {names}", f"a schema is followed without {names}: {why}")
+        return {LOOSENED: names}
+
+    async def followed(self, chunks: Sequence[Chunk]) -> Mapping[str, str]:
+        """The header, and a note in the log, of whether whole answers follow what was left out."""
+        said = [split_thinking(each.text).answer for each in chunks if not each.tool_calls]
+        found = await follows(self._call.options.get("json_schema", True), said) if said else {}
+        if found.get(FOLLOWED) == "false":
+            self._service.note_once("unfollowed", "an answer does not follow its schema in full")
+        return found
+
+    def _end(self) -> None:
+        for one in self._answers:
+            if not one.over:
+                self._service.metrics.count("localrt_cancelled_requests_total")
+            one.cancel()
+
+    async def gathered(self) -> list[Chunk]:
+        """Every answer as one chunk."""
+        parts: dict[int, list[Chunk]] = defaultdict(list)
+        async with aclosing(self.merged()) as merged:
+            async for found in merged:
+                if found is not None:
+                    parts[found[0]].append(found[1])
+        return [joined(parts[index]) for index in sorted(parts)]
+
+    async def merged(self) -> AsyncGenerator[tuple[int, Chunk] | None, None]:
+        """The chunks of all, with the answer's number, as they come; None when none came for long.
+
+        Raises:
+            LocalrtError: what went wrong with one of them, or that it was cancelled.
+        """
+        for each in enumerate(self._echoes):
+            yield each
+        waiting = {
+            asyncio.ensure_future(anext(one, None)): (index, one)
+            for index, one in enumerate(self._answers)
+        }
+        first = True
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(
+                    waiting, timeout=_SILENT_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    yield None
+                for task in done:
+                    index, one = waiting.pop(task)
+                    chunk = task.result()
+                    if chunk is None:
+                        continue
+                    if chunk.finish_reason == "cancelled":
+                        why = (
+                            "the server is stopping"
+                            if self._service.stopping
+                            else "it was not read"
+                        )
+                        raise CancelledError(f"the answer was cut off: {why}")
+                    if first and chunk.token_ids:
+                        first = False
+                        elapsed = time.monotonic() - self._began
+                        metrics = self._service.metrics
+                        metrics.observe("localrt_time_to_first_token_seconds", elapsed)
+                    if not self._call.parallel_tools:
+                        chunk = replace(chunk, tool_calls=chunk.tool_calls[:1])
+                    yield index, chunk
+                    if chunk.finish_reason is None:
+                        waiting[asyncio.ensure_future(anext(one, None))] = index, one
+        finally:
+            for task in waiting:
+                task.cancel()
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+async def _events(
+    preparing: asyncio.Task[None], work: _Work, reply: Reply
+) -> AsyncGenerator[bytes, None]:
+    try:
+        for event in reply.begin():
+            yield event
+        while not (await asyncio.wait([preparing], timeout=_SILENT_S))[0]:
+            yield reply.alive()
+        preparing.result()
+        held: dict[int, list[Chunk]] = defaultdict(list)
+        whole: dict[int, list[Chunk]] = defaultdict(list)  # to be checked in the end
+        loose = bool(work.loosened())
+        shown = time.monotonic()
+        async with aclosing(work.merged()) as merged:
+            async for each in merged:
+                if each is not None:
+                    index, chunk = each
+                    held[index].append(chunk)
+                    if loose:
+                        whole[index].append(chunk)
+                    if chunk.finish_reason is not None or chunk.text:
+                        for event in reply.delta(index, joined(held.pop(index))):
+                            yield event
+                        shown = time.monotonic()
+                        continue
+                # Nothing has come, or nothing to show yet: a character, or a call, is open.
+                if each is None or time.monotonic() - shown >= _SILENT_S:
+                    yield reply.alive()
+                    shown = time.monotonic()
+        found = await work.followed([joined(each) for each in whole.values()])
+        if reply.media_type == EVENT_STREAM:  # clients skip its comments
+            for name, value in found.items():
+                yield f": {name}: {value}\n\n".encode()
+        for event in reply.end():
+            yield event
+    except BaseException as error:  # a native library's panic too
+        if isinstance(error, _ENDS):
+            raise
+        for event in reply.failed(failure(error)):
+            yield event
+
+
+class _EventStream(StreamingResponse):
+    """Events as they come; ``stack`` is left in the end, however that comes."""
+
+    def __init__(
+        self, events: AsyncIterator[bytes], kind: str, stack: AsyncExitStack, timeout_s: float
+    ) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type=kind)
+        self._stack = stack
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def patiently(message: Any) -> None:
+            # Sending waits for a reader that is behind by more than the network's buffers.
+            async with asyncio.timeout(self._timeout_s or None):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, patiently)
+        finally:
+            await self._stack.aclose()
+
+
+# -- prompts that are echoed -----------------------------------------------------------------------
+
+
+def echo_of(
+    model: Model,
+    prompt: str | Sequence[int],
+    *,
+    shown: bool,
+    top: int | None,
+    adapter: str | None,
+    cancel: threading.Event,
+) -> Chunk:
+    """``prompt`` as a chunk, without text unless ``shown``; with ``top`` alternatives for each of
+    its tokens, None without log-probabilities.
+
+    Raises:
+        LocalrtError: it cannot be read, or is longer than the context.
+    """
+    ids = model.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+    if not ids:
+        raise OptionError("the prompt is empty: there is nothing to read")
+    text = prompt if isinstance(prompt, str) else model.detokenize(ids, skip_special=False)
+    scores = () if top is None else tuple(_scores(model, ids, top, adapter, cancel))
+    return Chunk(text if shown else "", (), Metrics(prompt_tokens=len(ids)), logprobs=scores)
+
+
+def _scores(
+    model: Model, ids: Sequence[int], top: int, adapter: str | None, cancel: threading.Event
+) -> Iterator[TokenLogprob]:
+    """Of every token; nothing stands before the first, which has no number."""
+    spelled = model.tokenizer.token_text
+    if ids:
+        yield TokenLogprob(ids[0], spelled(ids[0]), nan)
+    at = 1
+    for rows in model.logits(ids[:-1], adapter=adapter) if len(ids) > 1 else ():  # (n, vocab)
+        if cancel.is_set():
+            raise CancelledError("the request was cancelled")
+        for row, token in zip(rows, ids[at:], strict=False):
+            value, best = log_probabilities(row, token, top)
+            alternatives = tuple((one, spelled(one), logprob) for one, logprob in best)
+            yield TokenLogprob(token, spelled(token), value, alternatives)
+        at += len(rows)
+
+
+# -- schemas that are followed in part -------------------------------------------------------------
+
+
+LOOSENED, FOLLOWED = "x-localrt-schema-loosened", "x-localrt-schema-followed"
+"""Headers: the keywords that were left out, and whether the answer follows these, too."""
+
+_SECONDS = 5.0
+_CHECK = """
+import json, sys, fastjsonschema, fastjsonschema.ref_resolver as resolver
+def refused(*given, **options): raise ValueError("a reference to somewhere else")
+resolver.resolve_remote = refused
+schema, texts = json.load(sys.stdin)
+check = fastjsonschema.compile(schema, use_default=False)
+try:
+    for text in texts:
+        check(json.loads(text))
+except fastjsonschema.JsonSchemaValueException:
+    print("false")
+else:
+    print("true")
+"""
+
+
+async def follows(schema: Any, texts: Sequence[str]) -> Mapping[str, str]:
+    """The header that says whether ``texts`` follow ``schema``; none if it cannot be told."""
+    found = await asyncio.to_thread(_checked, json.dumps([schema, list(texts)]))
+    return {FOLLOWED: found} if found in ("true", "false") else {}
+
+
+def _checked(given: str) -> str:
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", _CHECK],
+            input=given,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

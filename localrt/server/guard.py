@@ -1,0 +1,281 @@
+"""What stands before every endpoint: paths, keys, web pages that may not ask, the log, the counts.
+
+Pure ASGI, so that it also sees what streams. It does not know bodies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from localrt.server.errors import ApiError, failure
+from localrt.server.options import ServeOptions, is_loopback
+from localrt.server.service import Service
+
+_PREFIX = "v1"
+
+
+class Paths:
+    """``known`` are the server's, as routes write them."""
+
+    def __init__(self, known: Iterable[str]) -> None:
+        self.known = frozenset(known)
+        parts = [path.split("/")[1:] for path in self.known]
+        self._under = {names[1] for names in parts if names[0] == _PREFIX and len(names) > 1}
+        self._outside = {names[0] for names in parts if names[0] != _PREFIX}
+
+    def meant(self, path: str) -> str:
+        """``//v1/v1/models/`` and ``/models`` are ``/v1/models``, ``/v1/api/tags`` is
+        ``/api/tags``; a path that means nothing here stays what it is, but for its slashes.
+        """
+        names = [name for name in path.split("/") if name]
+        prefixed = names[:1] == [_PREFIX]
+        while names[:1] == [_PREFIX]:
+            del names[0]
+        if names and (names[0] in self._under) != (names[0] in self._outside):
+            prefixed = names[0] in self._under
+        return "/" + "/".join([_PREFIX, *names] if prefixed else names)
+
+
+# -- the guard -------------------------------------------------------------------------------------
+
+
+_OPEN = ("/health", "/openapi.json")
+_WHEN_FULL = ("/health", "/metrics")
+_GONE = 499  # as web servers log a client that went away
+_LATE = 408
+_MOST_DISCARDED = 256 << 20  # bytes of a body that is refused
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_ID_HEADERS = ("x-request-id", "request-id")  # OpenAI's, Anthropic's
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """One request that has been answered. ``status`` 499: the client went away."""
+
+    client: str
+    method: str
+    path: str
+    status: int
+    seconds: float
+    request_id: str = ""
+
+
+class Guard:
+    """Lets requests through to ``app`` that may come in; ``log`` hears of every one."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        service: Service,
+        paths: Iterable[str],
+        log: Callable[[LogLine], None] | None,
+    ) -> None:
+        self._app, self._service, self._log = app, service, log
+        self._paths = Paths(paths)
+        self._answered: ASGIApp = self._answer
+        if service.options.origins:  # pages may read refusals, too
+            self._answered = CORSMiddleware(
+                self._answer,
+                allow_origins=service.options.origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                allow_private_network=True,
+                expose_headers=[*_ID_HEADERS, "Retry-After"],
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, whole = time.monotonic(), _GONE, False
+        shown, scope = scope["path"], {**scope, "path": self._paths.meant(scope["path"])}
+        given = Headers(scope=scope).get(_ID_HEADERS[0], "")
+        request_id = given if _ID.fullmatch(given) else f"req_{uuid.uuid4().hex}"
+        body = _Body(scope, receive)
+
+        async def watched(message: Message) -> None:
+            nonlocal status, whole
+            if message["type"] == "http.response.start":
+                added = [(name.encode(), request_id.encode()) for name in _ID_HEADERS]
+                if message["status"] >= 400 and message["status"] != _LATE:
+                    await body.discard(self._service.options.read_timeout_s)
+                    added += [] if body.ended else [(b"connection", b"close")]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await send(message)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif not message.get("more_body", False):
+                whole = True
+
+        self._service.open_requests += 1
+        try:
+            # Not even a preflight may be ambiguous.
+            answer = self._answer if _has_two_lengths(scope) else self._answered
+            await answer(scope, body.receive, watched)
+        finally:
+            self._service.open_requests -= 1
+            status = status if whole else _GONE
+            self._note(scope, shown, status, time.monotonic() - began, request_id)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noticed(message: Message) -> None:
+            nonlocal begun
+            await send(message)
+            begun = True
+
+        try:
+            self._check_room(scope)
+            _check(scope, self._service.options)
+            await self._app(scope, receive, noticed)
+        except ClientDisconnect:
+            pass
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a native library's panic too
+            # An answer that has begun gets nothing more: the connection is closed.
+            if not begun:
+                answer = failure(error).response(scope["path"], Headers(scope=scope))
+                await answer(scope, receive, send)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+
+    def _check_room(self, scope: Scope) -> None:
+        """Whether a request may run beside all others.
+
+        Raises:
+            ApiError: 503.
+        """
+        most = self._service.options.max_connections
+        if scope["path"] not in _WHEN_FULL and self._service.open_requests > most:
+            raise ApiError(
+                503,
+                "too many requests are open: try again later",
+                code="overloaded",
+                headers={"Connection": "close", "Retry-After": "1"},
+            )
+
+    def _note(self, scope: Scope, given: str, status: int, seconds: float, request_id: str) -> None:
+        path = scope["path"]
+        known = path if path in self._paths.known else "other"
+        metrics = self._service.metrics
+        metrics.count("localrt_http_requests_total", path=known, status=str(status))
+        if known.startswith(("/v1/", "/api/")) and scope["method"] == "POST":
+            metrics.observe("localrt_http_request_seconds", seconds)
+        if self._log is not None:
+            client = scope["client"][0] if scope.get("client") else "-"
+            shown = given.encode("unicode_escape").decode()[:200]
+            with suppress(OSError):  # whoever read the log has gone
+                self._log(LogLine(client, scope["method"], shown, status, seconds, request_id))
+
+
+class _Body:
+    """The body of a request. What nobody has read is discarded before a refusal is sent: a client
+    that first sends all it has would find its connection reset, and not see the answer.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._receive = receive
+        self.ended = "expect" in Headers(scope=scope)  # such a client waits before it sends
+
+    async def receive(self) -> Message:
+        """See ASGI."""
+        message = await self._receive()
+        self.ended |= not message.get("more_body", False)
+        return message
+
+    async def discard(self, seconds: float) -> None:
+        """Read the rest, as far as it comes in time and is not too much."""
+        left = _MOST_DISCARDED
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.ended and left > 0:
+                    left -= len((await self.receive()).get("body", b""))
+
+
+def _check(scope: Scope, options: ServeOptions) -> None:
+    """Whether a request may come in.
+
+    Raises:
+        ApiError: 400, 401, 403 or 431.
+    """
+    headers = Headers(scope=scope)
+    _check_head(scope, options)
+    if options.api_key is None:  # which a page would not have
+        _check_page(headers, options)
+    preflight = scope["method"] == "OPTIONS" and "origin" in headers
+    if options.api_key is not None and scope["path"] not in _OPEN and not preflight:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.strip().encode(), options.api_key.strip().encode()):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+def _has_two_lengths(scope: Scope) -> bool:
+    return {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}
+
+
+def _check_head(scope: Scope, options: ServeOptions) -> None:
+    """What proxies may read differently is refused, and the connection closed: a request could
+    hide behind it.
+    """
+    close, most = {"Connection": "close"}, options.max_header
+    if _has_two_lengths(scope):
+        message = "Content-Length and Transfer-Encoding cannot be combined"
+        raise ApiError(400, message, headers=close)
+    if any(_CONTROL.search(value) for _, value in scope["headers"]):
+        raise ApiError(400, "a header contains a control character", headers=close)
+    line = len(scope["raw_path"]) + len(scope["query_string"])
+    if line + sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > most:
+        message = f"the request's line and headers are larger than {most} bytes"
+        raise ApiError(431, message, headers=close)
+
+
+def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
+    """A browser says which page asks, and what name it has for this server.
+
+    A page of the web could reach a server of this machine through its reader's browser; where the
+    name that it used is not this machine's, its own DNS has been pointed here.
+    """
+    host = headers.get("host", "")
+    name = _split(f"//{host}").hostname if "@" not in host else ""
+    if host and is_loopback(options.host) and not is_loopback(name or ""):
+        raise ApiError(403, f"this server is asked as {host[:200]!r} and answers to localhost only")
+    origin = headers.get("origin")
+    if origin is None or "*" in options.origins or origin in options.origins:
+        return
+    if not host or _split(origin).netloc.lower() != host.lower():
+        raise ApiError(
+            403,
+            f"pages of {origin[:200]!r} may not ask: start the server with --cors {origin[:200]}",
+        )
+
+
+def _split(url: str) -> SplitResult:
+    """The parts of a URL; none of one that is malformed."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")

@@ -1,0 +1,208 @@
+"""Filling in the middle: llama.cpp's ``/infill`` and Mistral's completions.
+
+Fields of answers are llama.cpp's, as far as they mean something here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localrt.engine.types import Chunk, Metrics
+from localrt.server.calls import Generation, completion_call
+from localrt.server.errors import ApiError, error_body
+from localrt.server.generating import answer
+from localrt.server.infill import schemas
+from localrt.server.payloads import ChatShape, Completion
+from localrt.server.replies import (
+    EVENT_STREAM,
+    Payload,
+    Reply,
+    TokenBytes,
+    event,
+)
+from localrt.server.service import read_request
+
+Fields = Mapping[str, Any]
+
+_FILE = "tmp"  # llama.cpp's name for one without
+
+
+def fim_call(fields: Fields) -> Generation:
+    """Of Mistral's ``/v1/fim/completions``."""
+    known = _known(fields, schemas.FIM)
+    if known.get("seed") is None:
+        known["seed"] = fields.get("random_seed")
+    call = completion_call({**known, "suffix": None})
+    return _filling(call, fields["prompt"], fields.get("suffix") or "")
+
+
+def infill_call(fields: Fields) -> Generation:
+    """Of llama.cpp's ``/infill``."""
+    known = _known(fields, schemas.INFILL)
+    count = fields.get("n_predict")
+    if count is not None:  # below zero there is no limit; 0 only reads the prompt
+        known["max_tokens"] = max(1, count) if count >= 0 else None
+    before = fields["input_prefix"] + (fields.get("prompt") or "")
+    call = completion_call({**known, "prompt": before})
+    files = [
+        (each.get("filename") or _FILE, each["text"]) for each in fields.get("input_extra") or ()
+    ]
+    lines: dict[str, Any] = {}
+    if fields.get("n_indent"):
+        lines["min_indent"] = fields["n_indent"]
+    if (fields.get("t_max_predict_ms") or 0) > 0:
+        lines["line_seconds"] = fields["t_max_predict_ms"] / 1000
+    # Editors send what they have, and do not know the context.
+    options = {**call.options, **lines, "overflow": "drop_oldest"}
+    call = replace(call, options=options)
+    return _filling(call, before, fields["input_suffix"], files=files)
+
+
+def _known(fields: Fields, schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name in schema["properties"]}
+
+
+def _filling(call: Generation, before: str, behind: str, **more: Any) -> Generation:
+    return replace(call, prompts=[{"prompt": before, "suffix": behind, **more}])
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+class InfillReply:
+    """The response of the model that is called ``model`` to a request with ``fields``."""
+
+    media_type = EVENT_STREAM
+
+    def __init__(self, model: str, fields: Mapping[str, Any]) -> None:
+        self._model = model
+        self._chosen = fields.get("response_fields")
+        self._only_read = fields.get("n_predict") == 0
+        self._new_line = False
+
+    def whole(self, chunks: Sequence[Chunk]) -> Payload:
+        """The text, and what it took."""
+        (chunk,) = chunks
+        return self._last(chunk)
+
+    def begin(self) -> Iterator[bytes]:
+        """Nothing: the first event has text."""
+        yield from ()
+
+    def alive(self) -> bytes:
+        """A piece without text."""
+        return event({"index": 0, "content": "", "tokens": [], "stop": False})
+
+    def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+        """A piece of the text; the last event has all but the text before."""
+        if chunk.finish_reason is not None:
+            yield event(self._last(chunk))
+        elif not self._only_read:
+            self._new_line |= "\n" in chunk.text
+            metrics = chunk.metrics
+            yield event(
+                {
+                    "index": index,
+                    "content": chunk.text,
+                    "tokens": list(chunk.token_ids),
+                    "stop": False,
+                    "tokens_predicted": metrics.completion_tokens,
+                    "tokens_evaluated": metrics.prompt_tokens,
+                }
+            )
+
+    def end(self) -> Iterator[bytes]:
+        """Nothing: the last event has said so."""
+        yield from ()
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """An error in place of a piece."""
+        yield event(error_body(error))
+
+    def _last(self, chunk: Chunk) -> Payload:
+        metrics, text = chunk.metrics, "" if self._only_read else chunk.text
+        limited = chunk.finish_reason == "length"
+        stopped = "word" if chunk.stop_string is not None else "eos"
+        payload: Payload = {
+            "index": 0,
+            "content": text,
+            "tokens": [] if self._only_read else list(chunk.token_ids),
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": 0 if self._only_read else metrics.completion_tokens,
+            "tokens_evaluated": metrics.prompt_tokens,
+            "has_new_line": self._new_line or "\n" in text,
+            "truncated": False,
+            "stop_type": "limit" if limited else stopped,
+            "stopping_word": chunk.stop_string or "",
+            "tokens_cached": metrics.prompt_tokens + metrics.completion_tokens,
+            "timings": _timings(metrics),
+        }
+        return payload if self._chosen is None else _chosen(payload, self._chosen)
+
+
+def _timings(metrics: Metrics) -> Payload:
+    """Milliseconds, and tokens per second."""
+    read = metrics.prompt_tokens - metrics.cached_tokens
+    written = metrics.completion_tokens
+    read_rate, write_rate = metrics.prefill_tok_s or 0.0, metrics.decode_tok_s or 0.0
+    read_ms = 1000 * read / read_rate if read_rate else 0.0
+    write_ms = 1000 * (written - 1) / write_rate if write_rate else 0.0
+    return {
+        "cache_n": metrics.cached_tokens,
+        "prompt_n": read,
+        "prompt_ms": read_ms,
+        "prompt_per_token_ms": read_ms / read if read else 0.0,
+        "prompt_per_second": read_rate,
+        "predicted_n": written,
+        "predicted_ms": write_ms,
+        "predicted_per_token_ms": write_ms / written if written else 0.0,
+        "predicted_per_second": write_rate,
+    }
+
+
+def _chosen(payload: Payload, names: Sequence[str]) -> Payload:
+    """The fields of these names; ``timings/prompt_n`` is one within another."""
+    found: Payload = {}
+    for name in names:
+        value: Any = payload
+        for part in name.split("/"):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            found[name] = value
+    return found
+
+
+# -- endpoints -------------------------------------------------------------------------------------
+
+
+async def infill(request: Request) -> Response:
+    """POST /infill"""
+    asked = await read_request(request, "INFILL")
+
+    def reply(_: TokenBytes, call: Generation, name: str) -> Reply:
+        return InfillReply(name, asked.fields)
+
+    return await answer(asked, infill_call(asked.fields), reply)
+
+
+async def fim_completions(request: Request) -> Response:
+    """POST /v1/fim/completions"""
+    asked = await read_request(request, "FIM")
+    return await answer(asked, fim_call(asked.fields), _fim_reply)
+
+
+def _fim_reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
+    return Completion(ChatShape(tokens, call), call, name)
+
+
+ROUTES = (
+    ("/infill", "POST", infill),
+    ("/v1/infill", "POST", infill),
+    ("/v1/fim/completions", "POST", fim_completions),
+)

@@ -1,0 +1,261 @@
+"""Which models a server has: what a request asks for by name, and who holds them loaded.
+
+``OneModel`` is a model that was loaded before. ``localrt.server.pool`` has many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from localrt.api import Model
+from localrt.common.errors import OptionError
+from localrt.hub.names import client_name
+from localrt.offload.account import SERVER_NBYTES
+from localrt.server.errors import ApiError
+from localrt.server.options import ServeOptions
+
+Gauge = tuple[str, str, float]
+"""A metric's name, its help text, and its value."""
+
+_WINDOW_S = 10  # of the gauge of tokens per second
+_UNREAD_CHUNKS = 128  # beyond what the network's buffers hold
+
+
+class ServedModel:
+    """``model`` under ``name``, with a batch that runs until ``close``; the model stays loaded.
+
+    A reader that is behind pauses long before it is cut off.
+    """
+
+    def __init__(self, model: Model, name: str, options: ServeOptions) -> None:
+        self.model = model
+        self.name = name
+        self.embedding = asyncio.Lock()  # one batch at a time: they share the engine with answers
+        self.live = model.live(
+            most=options.max_running,
+            buffer=_UNREAD_CHUNKS,
+            patience_s=max(1.0, options.write_timeout_s),
+            reserve_ram=SERVER_NBYTES,
+        )
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_WINDOW_S + 1)
+
+    def close(self) -> None:
+        """Free what the batch holds; blocks until the pass in flight has ended."""
+        self.live.close()
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """What clients may ask for, and the adapter that each of them is."""
+        own = {
+            f"{self.name}+{adapter}"
+            if adapter in (self.name, self.model.name)
+            else adapter: adapter
+            for adapter in self.model.adapters
+        }
+        return {self.name: None, **own}
+
+    def check_biases(self, tokens: Iterable[int]) -> None:
+        """Whether the model has the tokens of a ``logit_bias``.
+
+        Raises:
+            OptionError: it does not.
+        """
+        vocab = self.model.info.vocab_size
+        wrong = next((token for token in tokens if token >= vocab), None)
+        if wrong is not None:
+            raise OptionError(f"logit_bias names token {wrong}; the model has {vocab}")
+
+    def sample(self) -> None:
+        """Take note of the tokens so far; called once a second."""
+        self._samples.append((time.monotonic(), self.live.stats().completion_tokens))
+
+    def gauges(self) -> Iterator[Gauge]:
+        """What is known of the running batch."""
+        stats = self.live.stats()
+        cached_help = "Tokens of prompts that a kept KV cache held."
+        rate_help = f"Tokens of answers in the last {_WINDOW_S} seconds, per second."
+        yield "localrt_requests_running", "Answers that share passes.", stats.running
+        yield "localrt_requests_waiting", "Answers that wait for a turn.", stats.waiting
+        yield "localrt_requests_paused", "Answers that nobody reads.", stats.paused
+        yield "localrt_prompt_tokens_total", "Tokens of prompts.", stats.prompt_tokens
+        yield "localrt_cached_prompt_tokens_total", cached_help, stats.cached_tokens
+        yield "localrt_generated_tokens_total", "Tokens of answers.", stats.completion_tokens
+        yield "localrt_passes_total", "Passes over the weights.", stats.passes
+        yield "localrt_tokens_per_second", rate_help, self._rate(stats.completion_tokens)
+        yield "localrt_kv_bytes", "Bytes of KV caches.", stats.kv_bytes
+        if (counts := stats.pipeline) is not None:
+            yield "localrt_ssd_read_bytes_total", "Read by the pipeline.", counts.ssd_read_bytes
+            yield "localrt_link_bytes_total", "Copied to a card.", counts.link_bytes
+
+    def _rate(self, tokens: int) -> float:
+        since, before = self._samples[0] if self._samples else (0.0, tokens)
+        return (tokens - before) / max(time.monotonic() - since, 1e-9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """A model that clients may ask for.
+
+    ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, its weights given back.
+    ``nbytes`` are those of its files or its weights, ``ram`` those of weights and caches in
+    memory. ``ctx`` is the context in tokens, ``base`` the model that an adapter belongs to.
+    ``unload_s`` are the seconds until it is unloaded, if nobody asks for it before; None: it stays.
+    ``path`` is where its files are, which clients are not told.
+    """
+
+    name: str
+    state: str = "loaded"
+    ctx: int | None = None
+    base: str | None = None
+    nbytes: int | None = None
+    ram: int = 0
+    unload_s: float | None = None
+    path: Path | None = None
+
+
+class Models(ABC):
+    """Those of one server. For its event loop, unless something else is said."""
+
+    @abstractmethod
+    def offered(self) -> Sequence[Offered]:
+        """All of them, the one that is used where a request names none first."""
+
+    @abstractmethod
+    def find(self, name: str | None, *, exact: bool = False) -> Offered:
+        """What a request asks for; None and "" are the first.
+
+        A name that is not here means the one model that there is, or the one with the alias ``*``,
+        unless ``exact`` or the server's options say otherwise.
+
+        Raises:
+            ApiError: 404, there is no such model.
+        """
+
+    @abstractmethod
+    def using(self, name: str | None) -> AbstractAsyncContextManager[ServedModel]:
+        """The model of this name, as ``find`` gave it, loaded as long as the block runs.
+
+        Raises:
+            ApiError: 404, it is gone.
+            LocalrtError: it cannot be loaded.
+        """
+
+    @abstractmethod
+    def at_work(self) -> Sequence[ServedModel]:
+        """Those that are loaded now."""
+
+    def open(self) -> None:  # noqa: B027  nothing to do
+        """The server starts."""
+
+    def keep(self, name: str, seconds: float) -> None:  # noqa: B027  it stays in any case
+        """Have a model stay loaded for so long after its last use; below zero: for ever."""
+
+    def tend(self) -> None:  # noqa: B027  nothing to do
+        """Called once a second."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what batches hold; blocks until the passes in flight have ended. For any thread."""
+
+
+class OneModel(Models):
+    """``model``, which its caller closes; an adapter of it is a model too."""
+
+    def __init__(self, model: Model, options: ServeOptions) -> None:
+        self._model = model
+        self._options = options
+        self._served: ServedModel | None = None
+        self.name = options.name or client_name(model.name)
+
+    @property
+    def served(self) -> ServedModel:
+        """The model at work.
+
+        Raises:
+            ApiError: 503, the server has not started, or has stopped.
+        """
+        if self._served is None:
+            raise ApiError(503, "the server is stopping", code="stopping")
+        return self._served
+
+    def offered(self) -> Sequence[Offered]:
+        served, ctx = self.served, self._model.info.ctx
+        return [
+            Offered(
+                name=name,
+                ctx=ctx,
+                base=None if adapter is None else served.name,
+                nbytes=self._model.info.weight_bytes,
+                ram=self._model.weights_in_ram + served.live.stats().kv_bytes,
+                path=self._model.info.path,
+            )
+            for name, adapter in served.names.items()
+        ]
+
+    def find(self, name: str | None, *, exact: bool = False) -> Offered:
+        """See ``Models``; the model's own name will do, too."""
+        offered = self.offered()
+        if not name or name == self._model.name:
+            return offered[0]
+        found = meant(name, [one.name for one in offered])
+        if found is None:
+            if exact or self._options.strict_models:
+                not_here(name, offered)
+            return offered[0]
+        return next(one for one in offered if one.name == found)
+
+    @asynccontextmanager
+    async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
+        yield self.served
+
+    def at_work(self) -> Sequence[ServedModel]:
+        return [] if self._served is None else [self._served]
+
+    def open(self) -> None:
+        self._served = ServedModel(self._model, self.name, self._options)
+
+    def close(self) -> None:
+        served, self._served = self._served, None
+        if served is not None:
+            served.close()
+
+
+def meant(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that a client means by ``name``: capitals do not count, nor does the
+    tag ``latest``, which Ollama's clients add. Other tags, and the publisher of one of the two, may
+    be left out where that leaves no choice.
+    """
+    known = list(names)
+    if name in known:
+        return name
+    given = name.lower().removesuffix(":latest")
+    whole = [one.lower().removesuffix(":latest") for one in known]
+    bare = [one if ("/" in one) == ("/" in given) else one.rpartition("/")[2] for one in whole]
+    for wanted, forms in ((given, whole), (given.rpartition("/")[2], bare)):
+        for shown in (forms, [one.rpartition(":")[0] for one in forms]):
+            if shown.count(wanted) == 1:
+                return known[shown.index(wanted)]
+    return None
+
+
+def not_here(name: str, offered: Sequence[Offered]) -> NoReturn:
+    """Raise what tells a client that there is no model ``name``.
+
+    Raises:
+        ApiError: always.
+    """
+    here = ", ".join(repr(one.name) for one in offered)
+    raise ApiError(
+        404,
+        f"the model {name[:200]!r} is not here: this server runs {here}",
+        param="model",
+        code="model_not_found",
+    )

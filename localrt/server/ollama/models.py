@@ -1,0 +1,239 @@
+"""Ollama's endpoints about models: which there are and run, what one is, and downloading one.
+
+The progress of a download comes as lines. If the client goes away, it stops; the next one continues
+it. Several wait for one another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from localrt.common.progress import NOTE, Progress
+from localrt.common.settings import Settings
+from localrt.common.version import __version__
+from localrt.hub import resolve
+from localrt.hub.names import looks_like_path
+from localrt.server.about import known_facts
+from localrt.server.bodies import read_fields
+from localrt.server.errors import (
+    ApiError,
+    JsonResponse,
+    failure,
+    invalid,
+    ollama_error,
+)
+from localrt.server.generating import until_gone
+from localrt.server.models import Offered
+from localrt.server.ollama.calls import LINES, line
+from localrt.server.service import Service, service_of
+
+_PROTOCOL = "0.12.0"  # Ollama's: clients refuse older ones
+_FOR_EVER = timedelta(days=36500)
+
+
+async def running(_: Request) -> Response:
+    """GET /, by which clients see whether somebody is there"""
+    return PlainTextResponse("localrt is running")
+
+
+async def version(_: Request) -> Response:
+    """GET /api/version"""
+    return JsonResponse({"version": _PROTOCOL, "localrt": __version__})
+
+
+async def tags(request: Request) -> Response:
+    """GET /api/tags"""
+    offered = service_of(request).models.offered()
+    return JsonResponse({"models": await asyncio.to_thread(_listed, offered)})
+
+
+async def ps(request: Request) -> Response:
+    """GET /api/ps"""
+    service = service_of(request)
+    at_work = {served.name: served for served in service.models.at_work()}
+    offered = [one for one in service.models.offered() if one.name in at_work]
+    found = await asyncio.to_thread(_listed, offered)
+    for one, entry in zip(offered, found, strict=True):
+        vram = at_work[one.name].model.status().vram
+        left = _FOR_EVER if one.unload_s is None else timedelta(seconds=one.unload_s)
+        entry |= {
+            "size": one.ram + (vram.used if vram else 0),
+            "size_vram": vram.used if vram else 0,
+            "expires_at": (datetime.now(UTC) + left).isoformat(),
+            "context_length": one.ctx,
+        }
+    return JsonResponse({"models": found})
+
+
+async def show(request: Request) -> Response:
+    """POST /api/show"""
+    service = service_of(request)
+    fields = await read_fields(request, "OLLAMA_SHOW", service.options, service.bodies)
+    offered = service.models.find(fields.get("model") or fields["name"])
+    facts = await asyncio.to_thread(known_facts, offered)
+    return JsonResponse(
+        {
+            "license": "",
+            "modelfile": f"FROM {offered.name}\n",
+            "parameters": "" if offered.ctx is None else f"num_ctx {offered.ctx}",
+            "template": facts.template,
+            "modified_at": _modified(offered),
+            "details": facts.details(),
+            "model_info": facts.info(offered.ctx),
+            "capabilities": facts.capabilities,
+        }
+    )
+
+
+async def not_here(request: Request) -> Response:
+    """What Ollama does with models, and this server does not"""
+    raise ApiError(
+        501, f"{request.url.path} is not supported: manage models with `localrt list`, `pull`, `rm`"
+    )
+
+
+def _listed(offered: Sequence[Offered]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": one.name,
+            "model": one.name,
+            "modified_at": _modified(one),
+            "size": one.nbytes or 0,
+            "digest": hashlib.sha256(f"{one.name} {one.nbytes}".encode()).hexdigest(),
+            "details": known_facts(one).details(),
+        }
+        for one in offered
+    ]
+
+
+def _modified(offered: Offered) -> str:
+    try:
+        since = 0.0 if offered.path is None else offered.path.stat().st_mtime
+    except OSError:
+        since = 0.0
+    return datetime.fromtimestamp(since, UTC).isoformat()
+
+
+# -- downloads -------------------------------------------------------------------------------------
+
+
+_MOST_LINES = 64  # of progress that nobody has read: further ones are left out
+
+
+async def pull(request: Request) -> Response:
+    """POST /api/pull"""
+    service = service_of(request)
+    fields = await read_fields(request, "OLLAMA_PULL", service.options, service.bodies)
+    name = fields.get("model") or fields["name"]
+    if _is_here(service, name):
+        done = {"status": "success"}
+        whole = fields.get("stream") is False
+        return JsonResponse(done) if whole else Response(line(done), media_type=LINES)
+    if not service.options.allow_pull:
+        raise ApiError(
+            403,
+            "this server does not let clients download models: start it with --allow-pull, or use "
+            "`localrt pull`",
+        )
+    if looks_like_path(name) or os.path.lexists(name):
+        raise invalid(f"{name[:200]!r} is no model of the hub", "model")
+    if fields.get("stream") is False:
+        download = _Download(name, service.downloads)
+        try:
+            await until_gone(request, download.run())
+        finally:
+            download.cancel.set()
+        return JsonResponse({"status": "success"})
+    return StreamingResponse(_lines(_Download(name, service.downloads)), media_type=LINES)
+
+
+def _is_here(service: Service, name: str) -> bool:
+    """Whether clients find a model by this very name."""
+    with suppress(ApiError):
+        service.models.find(name, exact=True)
+        return True
+    return False
+
+
+async def _lines(download: _Download) -> AsyncIterator[bytes]:
+    running = asyncio.ensure_future(download.run())
+    try:
+        yield line({"status": "pulling manifest"})
+        while (found := await download.steps.get()) is not None:
+            yield line(found)
+        await running
+        yield line({"status": "success"})
+    except Exception as error:  # noqa: BLE001  it has become the stream's last line
+        yield line(ollama_error(failure(error)))
+    finally:
+        download.cancel.set()
+        running.cancel()  # nobody waits for what becomes of it
+
+
+class _Download:
+    """Of the model ``name``, when its ``turn`` has come; ``steps`` are lines of its progress, and
+    None at the end.
+    """
+
+    def __init__(self, name: str, turn: asyncio.Lock) -> None:
+        self._name, self._turn = name, turn
+        self._loop = asyncio.get_running_loop()
+        self.cancel = threading.Event()
+        self.steps: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    async def run(self) -> None:
+        """Until it is here.
+
+        Raises:
+            LocalrtError: it is not on the hub, or the download failed.
+        """
+        try:
+            async with self._turn:
+                await asyncio.to_thread(
+                    resolve,
+                    self._name,
+                    settings=Settings.from_environment(),
+                    progress=self._report,
+                    cancel=self.cancel,
+                )
+        finally:
+            self.steps.put_nowait(None)
+
+    def _report(self, progress: Progress) -> None:
+        """In the thread that downloads."""
+        self._loop.call_soon_threadsafe(self._put, progress)
+
+    def _put(self, progress: Progress) -> None:
+        if progress.stage == NOTE:
+            self.steps.put_nowait({"status": progress.detail})
+        elif self.steps.qsize() < _MOST_LINES:
+            words = f"pulling {progress.detail}" if progress.stage == "download" else progress.stage
+            sizes = {"completed": progress.done, "total": progress.total}
+            self.steps.put_nowait(
+                {"status": words, "digest": progress.detail}
+                | {name: size for name, size in sizes.items() if size is not None}
+            )
+
+
+ROUTES = (
+    ("/", "GET", running),
+    ("/api/version", "GET", version),
+    ("/api/tags", "GET", tags),
+    ("/api/ps", "GET", ps),
+    ("/api/show", "POST", show),
+    ("/api/create", "POST", not_here),
+    ("/api/copy", "POST", not_here),
+    ("/api/push", "POST", not_here),
+    ("/api/delete", "DELETE", not_here),
+    ("/api/pull", "POST", pull),
+)

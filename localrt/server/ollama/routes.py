@@ -1,0 +1,116 @@
+"""The endpoints of Ollama's ``/api`` that answer: chat, generate, embed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localrt.server.calls import Generation, prompts_of
+from localrt.server.contents import Note
+from localrt.server.errors import JsonResponse, invalid
+from localrt.server.generating import answer, until_gone
+from localrt.server.ollama import models
+from localrt.server.ollama.calls import (
+    OllamaReply,
+    chat_call,
+    generate_call,
+    keep_alive_s,
+    ready,
+)
+from localrt.server.replies import Reply, TokenBytes
+from localrt.server.service import ModelRequest, read_request
+from localrt.server.texts import embedded
+
+
+async def chat(request: Request) -> Response:
+    """POST /api/chat"""
+    return await _answered(request, "OLLAMA_CHAT", chat_call, chat=True)
+
+
+async def generate(request: Request) -> Response:
+    """POST /api/generate"""
+    return await _answered(request, "OLLAMA_GENERATE", generate_call, chat=False)
+
+
+async def _answered(
+    request: Request,
+    kind: str,
+    read: Callable[[dict[str, Any], Note], Generation | None],
+    *,
+    chat: bool,
+) -> Response:
+    began = time.monotonic()
+    asked = await read_request(request, kind)
+    fields, service = asked.fields, asked.service
+    call = read(fields, service.note_once)
+    wanted, ctx = (fields.get("options") or {}).get("num_ctx") or 0, asked.model.ctx
+    if wanted > (ctx or wanted):
+        note = f"a client asks for a context of {wanted} tokens (num_ctx), this server has {ctx}"
+        service.note_once("num_ctx", f"{note}: start it with --ctx {wanted}")
+    keep_s = keep_alive_s(fields.get("keep_alive"))
+    if call is not None or keep_s != 0 or asked.model.state != "unloaded":
+        _keep(asked)  # else the one who asks next would find it gone at once
+
+    def reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
+        return OllamaReply(call, name, tokens, chat=chat, began=began)
+
+    if call is not None:
+        return await answer(asked, call, reply)
+
+    async def load() -> None:
+        async with asked.using():
+            pass
+
+    if keep_s != 0:
+        with service.admitted():
+            await until_gone(request, load())
+    seconds = time.monotonic() - began
+    return JsonResponse(ready(fields["model"], chat=chat, keep_s=keep_s, seconds=seconds))
+
+
+async def embed(request: Request) -> Response:
+    """POST /api/embed"""
+    began = time.monotonic()
+    asked = await read_request(request, "OLLAMA_EMBED")
+    fields = asked.fields
+    if fields.get("dimensions") is not None:
+        raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
+    _keep(asked)
+    truncate = fields.get("truncate") is not False
+    name, vectors, read = await embedded(asked, prompts_of(fields["input"]), truncate=truncate)
+    return JsonResponse(
+        {
+            "model": name,
+            "embeddings": vectors.tolist(),
+            "total_duration": round((time.monotonic() - began) * 1e9),
+            "prompt_eval_count": read,
+        }
+    )
+
+
+async def embeddings(request: Request) -> Response:
+    """POST /api/embeddings, the older form"""
+    asked = await read_request(request, "OLLAMA_EMBEDDINGS")
+    _keep(asked)
+    found = await embedded(asked, [asked.fields["prompt"]], truncate=True)
+    return JsonResponse({"embedding": found.vectors[0].tolist()})
+
+
+def _keep(asked: ModelRequest) -> None:
+    """Tell the server how long the model is to stay loaded, where the client says so."""
+    seconds = keep_alive_s(asked.fields.get("keep_alive"))
+    if seconds is not None:
+        asked.service.models.keep(asked.model.name, seconds)
+
+
+ROUTES = (
+    ("/api/chat", "POST", chat),
+    ("/api/generate", "POST", generate),
+    ("/api/embed", "POST", embed),
+    ("/api/embeddings", "POST", embeddings),
+    *models.ROUTES,
+)

@@ -1,0 +1,76 @@
+"""What a server is told when it starts: where it listens, whom it serves, and its limits."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+from localrt.common.errors import OptionError
+from localrt.common.option_names import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Limits of a server. Sizes in bytes, times in seconds.
+
+    ``name`` is what the model is called in requests (None: its own name). ``max_running`` answers
+    share passes, ``max_queued`` wait for their turn; more are told to come back.
+    ``max_connections`` requests are open at a time, more are told to come back. ``origins`` are the
+    web pages that may ask (CORS), ``"*"`` all. A request's body must have come within
+    ``read_timeout_s``; a client that does not read for ``write_timeout_s`` is cut off. Of several
+    models one that nobody has used for ``keep_alive_s`` gives its memory back (below zero: never).
+    With ``strict_models`` a request for a model that is not here is refused, with ``allow_pull``
+    clients may have models downloaded. Answers get ``drain_s`` to finish when the server stops.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    name: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    origins: tuple[str, ...] = ()
+    max_running: int = 16
+    max_queued: int = 64
+    max_connections: int = 1000
+    max_body: int = 8 << 20
+    max_header: int = 32 << 10
+    max_choices: int = 16
+    read_timeout_s: float = 30.0
+    write_timeout_s: float = 60.0
+    drain_s: float = 20.0
+    keep_alive_s: float = 300.0
+    strict_models: bool = False
+    allow_pull: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("port", 0, 65535),
+            ("max_running", 1, 1024),
+            ("max_queued", 0, 1 << 20),
+            ("max_connections", 1, 1 << 20),
+            ("max_body", 1, 1 << 40),
+            ("max_header", 1024, 1 << 20),
+            ("max_choices", 1, 1024),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise OptionError(
+                    f"{option(name)} must be an integer from {low} to {high}, is {value!r}"
+                )
+        for name in ("read_timeout_s", "write_timeout_s", "drain_s"):
+            if not getattr(self, name) >= 0:
+                raise OptionError(f"{option(name)} must be 0 or more, is {getattr(self, name)!r}")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise OptionError(f"{option('api_key')} must be ASCII text and not empty")
+        if not self.host:
+            raise OptionError("host must not be empty: 127.0.0.1 is this machine, 0.0.0.0 all")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    name = host.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

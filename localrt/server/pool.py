@@ -1,0 +1,386 @@
+"""The models of this machine behind one server: loaded when asked for, within one memory budget.
+
+Where there is no room for one more, those that have not been used for longest shrink: their caches
+go to the disk, and their weights are read again when they are needed. Only what cannot shrink is
+unloaded. So whoever takes turns between models that do not fit together waits for the bytes that
+did not fit, not for a whole model and for its prompt. The event loop decides who is used; memory is
+moved in a thread, for one model at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from localrt.api import Model
+from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
+from localrt.common.formatting import format_bytes
+from localrt.common.option_names import on_command_line
+from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
+from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.server.errors import ApiError, without_folders
+from localrt.server.models import (
+    Models,
+    Offered,
+    ServedModel,
+    meant,
+    not_here,
+)
+from localrt.server.options import ServeOptions
+
+_ANY = "*"  # an alias of the model that answers to names of none
+_BESIDE_WEIGHTS = 128 << 20  # of a model: its tokenizer, a conversation, a pass
+_LIST_AGE_S = 1.0
+_FOR_EVER_S = 100 * 365 * 86400.0  # no calendar has room for much more
+_RESERVE = 64 << 20  # that the answers of a loaded model may grow by
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """A model of this machine: what clients call it, what loads it, and the bytes of its files,
+    which are at ``path``. ``aliases`` are the user's names for it; ``*`` is any other name.
+    """
+
+    name: str
+    model: str
+    nbytes: int
+    path: Path | None = None
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A model that has been asked for. ``awake``: it has its share of the memory.
+
+    ``keep_s`` is how long it stays where a client has said so. ``left`` are the bytes of weights
+    that it has given back, ``contested`` says that it had to be unloaded for others: it is loaded
+    so that it can shrink.
+    """
+
+    file: LocalFile
+    served: ServedModel | None = None
+    users: int = 0
+    used: float = 0.0
+    keep_s: float | None = None
+    awake: bool = False
+    left: int = 0
+    contested: bool = False
+    coming: asyncio.Task[None] | None = None
+
+    @property
+    def on_card(self) -> bool:
+        """Whether it is loaded, and takes memory of a card."""
+        return self.served is not None and self.served.model.info.device != "cpu"
+
+
+class ModelPool(Models):
+    """``load(model, shrinkable, cancel)`` loads one, unless ``cancel`` is set meanwhile; ``files``
+    lists those of this machine.
+
+    ``ram`` bytes are for all of them, None: what is free. A model that nobody has used for
+    ``keep_s`` seconds shrinks, and is unloaded after as long again; below zero it stays.
+    ``on_change`` hears what is loaded and unloaded, in a sentence.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str, bool, threading.Event], Model],
+        files: Callable[[], Sequence[LocalFile]],
+        options: ServeOptions,
+        *,
+        ram: int | None = None,
+        on_change: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._load, self._files, self._options = load, files, options
+        self._list: tuple[float, Sequence[LocalFile]] = (float("-inf"), ())
+        self._ram = ram
+        self._say = on_change
+        self._memory = threading.Lock()  # held by the thread that moves it
+        self._closing = threading.Event()
+        self._slots: dict[str, _Slot] = {}
+        self._moving = asyncio.Lock()  # memory, from one model to another
+        self._freed = asyncio.Event()  # a model has no user any more
+        self._tending: asyncio.Task[None] | None = None
+
+    # -- what there is -----------------------------------------------------------------------------
+
+    def offered(self) -> Sequence[Offered]:
+        """See ``Models``: the one used last is first, then by name."""
+        return [self._describe(file) for file in self._ordered()]
+
+    def find(self, name: str | None, *, exact: bool = False) -> Offered:
+        return self._describe(self._file(name, exact=exact))
+
+    def at_work(self) -> Sequence[ServedModel]:
+        slots = list(self._slots.values())
+        # Looked at once: the thread that moves memory may take one away meanwhile.
+        return [served for slot in slots if (served := slot.served) is not None]
+
+    def keep(self, name: str, seconds: float) -> None:
+        self._slot(name).keep_s = seconds
+
+    def _ordered(self) -> list[LocalFile]:
+        """Those of this machine, the one used last first, then by name."""
+        return sorted(self._listed(), key=lambda file: (-self._used(file), file.name))
+
+    def _listed(self) -> Sequence[LocalFile]:
+        """The models of this machine; requests that come close together look once."""
+        looked, files = self._list
+        if time.monotonic() - looked >= _LIST_AGE_S:
+            files = self._files()
+            self._list = time.monotonic(), files
+        return files
+
+    def _describe(self, file: LocalFile) -> Offered:
+        slot = self._slots.get(file.name)
+        served = None if slot is None else slot.served  # which its thread may take away meanwhile
+        if slot is None or served is None:
+            return Offered(name=file.name, state="unloaded", nbytes=file.nbytes, path=file.path)
+        model = served.model
+        return Offered(
+            name=file.name,
+            state="shrunk" if slot.left else "loaded",
+            ctx=model.info.ctx,
+            nbytes=file.nbytes,
+            ram=model.weights_in_ram + served.live.stats().kv_bytes,
+            unload_s=self._left_s(slot, model),
+            path=file.path,
+        )
+
+    def _left_s(self, slot: _Slot, model: Model) -> float | None:
+        keep = self._keep(slot)
+        if not 0 <= keep < _FOR_EVER_S:
+            return None
+        idle = 0.0 if slot.users else time.monotonic() - slot.used
+        return max(0.0, (2 * keep if model.info.streamed else keep) - idle)
+
+    def _used(self, file: LocalFile) -> float:
+        slot = self._slots.get(file.name)
+        return 0.0 if slot is None else slot.used
+
+    def _file(self, name: str | None, *, exact: bool = False) -> LocalFile:
+        slot = self._slots.get(name or "")
+        if slot is not None and slot.served is not None:
+            return slot.file  # no need to look at the disk
+        files = {file.name: file for file in self._ordered()}
+        if not files:
+            raise ApiError(
+                404, "there is no model on this machine: download one with `localrt pull`"
+            )
+        if not name:
+            return next(iter(files.values()))
+        if (found := meant(name, files)) is not None:
+            return files[found]
+        names = {alias: file for file in files.values() for alias in file.aliases}
+        if (alias := meant(name, names)) is not None and alias != _ANY:
+            return names[alias]
+        any_name = next(iter(files.values())) if len(files) == 1 else names.get(_ANY)
+        if any_name is None or exact or self._options.strict_models:
+            not_here(name, [self._describe(file) for file in files.values()])
+        return any_name
+
+    def _slot(self, name: str | None) -> _Slot:
+        file = self._file(name)
+        return self._slots.setdefault(file.name, _Slot(file))
+
+    # -- using one ---------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def using(self, name: str | None) -> AsyncIterator[ServedModel]:
+        """See ``Models``. Where memory is short it waits for answers of other models to end."""
+        slot = self._slot(name)
+        slot.users += 1
+        try:
+            if slot.served is None or not slot.awake:
+                if slot.coming is None or slot.coming.done():
+                    slot.coming = asyncio.ensure_future(self._bring(slot))
+                    slot.coming.add_done_callback(_look)
+                # Who goes away does not stop it: others may wait for it as well.
+                await asyncio.shield(slot.coming)
+            assert slot.served is not None, "it has a user"
+            yield slot.served
+        finally:
+            slot.users -= 1
+            if slot.served is not None:
+                slot.used = time.monotonic()
+            self._freed.set()
+
+    async def _bring(self, slot: _Slot) -> None:
+        """Have ``slot`` loaded, and give it its share of the memory.
+
+        Raises:
+            LocalrtError: it cannot be loaded, or not into the memory that others leave.
+        """
+        while True:
+            async with self._moving:
+                self._freed.clear()
+                try:
+                    await asyncio.to_thread(self._make_ready, slot)
+                except MemoryBudgetError:
+                    in_use = any(other.users for other in self._others(slot))
+                    if not in_use and not self._freed.is_set():  # nor was any, meanwhile
+                        raise
+                else:
+                    return
+            await self._freed.wait()
+
+    def _others(self, slot: _Slot) -> list[_Slot]:
+        """Those that are loaded, the one unused longest first."""
+        slots = [s for s in list(self._slots.values()) if s is not slot and s.served is not None]
+        return sorted(slots, key=lambda other: other.used)
+
+    # -- moving memory, in a thread ----------------------------------------------------------------
+
+    def _make_ready(self, slot: _Slot) -> None:
+        with self._memory:
+            if self._closing.is_set():
+                raise CancelledError("the server is stopping")
+            self._give_share(slot, self._others(slot))
+
+    def _give_share(self, slot: _Slot, others: Sequence[_Slot]) -> None:
+        for other in others:
+            _withdraw(other)
+            if other.on_card and not other.users:  # what has left a card does not come back to it
+                self._put_away(other)
+        self._make_room(_wanted(slot), others)
+        if slot.served is None:
+            self._load_into(slot, others)
+        else:
+            free = self._free()
+            slot.served.model.leave_ram(-max(0, free))
+        slot.left = 0
+        # Beside answers of others it has less than it could have: the next request looks again.
+        slot.awake = not any(other.users for other in others)
+
+    def _load_into(self, slot: _Slot, others: Sequence[_Slot]) -> None:
+        began = time.monotonic()
+        load = partial(self._load, slot.file.model, slot.contested, self._closing)
+        try:
+            try:
+                model = load()
+            except MemoryBudgetError:
+                if not sum([self._evict(other) for other in others if not other.users]):
+                    raise
+                model = load()
+        except LocalrtError as error:
+            if not self._closing.is_set():
+                reason = without_folders(error.told(on_command_line))
+                self._say(f"could not load {slot.file.name}: {reason}")
+            raise
+        slot.served = ServedModel(model, slot.file.name, self._options)
+        slot.used = time.monotonic()
+        self._say(f"loaded {slot.file.name} in {slot.used - began:.1f} s")
+
+    def _free(self) -> int:
+        """Bytes that this process may still take."""
+        return ram_budget(self._ram) - current_rss() - GROWTH_NBYTES - MARGIN_NBYTES
+
+    def _make_room(self, nbytes: int, others: Sequence[_Slot]) -> None:
+        """Have models that nobody uses leave ``nbytes``, as far as they can."""
+        for other in others:
+            missing = nbytes - self._free()
+            if missing <= 0:
+                return
+            if not other.users and not self._shrink(other, missing):
+                self._evict(other)
+
+    def _shrink(self, slot: _Slot, nbytes: int) -> bool:
+        """Have a model that nobody uses leave ``nbytes``, if it can; whether it could."""
+        assert slot.served is not None, "it is loaded"
+        model = slot.served.model
+        held = slot.served.live.stats().kv_bytes
+        slot.served.live.park()
+        if held >= nbytes:
+            return True
+        left = 0 if slot.on_card else model.leave_ram(nbytes - held)
+        if left:
+            slot.left += left
+            self._say(f"{slot.file.name} leaves {format_bytes(left)}, and keeps the rest")
+        return left > 0
+
+    def _evict(self, slot: _Slot) -> bool:
+        """Unload a model for others: from now on it is loaded so that it can shrink."""
+        slot.contested = True
+        return self._put_away(slot)
+
+    def _put_away(self, slot: _Slot) -> bool:
+        """Unload a model; whether it was loaded."""
+        served, slot.served = slot.served, None
+        if served is None:
+            return False
+        served.live.park()
+        served.close()
+        served.model.unload()
+        slot.left, slot.awake, slot.keep_s = 0, False, None
+        self._say(f"unloaded {slot.file.name}")
+        return True
+
+    # -- as time goes by ---------------------------------------------------------------------------
+
+    def _keep(self, slot: _Slot) -> float:
+        return self._options.keep_alive_s if slot.keep_s is None else slot.keep_s
+
+    def tend(self) -> None:
+        """See ``Models``: models that nobody has used for long shrink, and are unloaded."""
+        if self._tending is None or self._tending.done():
+            self._tending = asyncio.ensure_future(self._tend())
+            self._tending.add_done_callback(_look)
+
+    async def _tend(self) -> None:
+        for slot in list(self._slots.values()):
+            if self._due(slot):
+                async with self._moving:
+                    slot.awake = slot.awake and not self._due(slot)
+                    if self._due(slot):  # nobody has asked for it meanwhile
+                        await asyncio.to_thread(self._let_go, slot)
+
+    def _due(self, slot: _Slot) -> bool:
+        """Whether a model is to give back more of its memory."""
+        keep, idle = self._keep(slot), time.monotonic() - slot.used
+        if slot.served is None or slot.users or keep < 0:
+            return False
+        return idle >= (2 * keep if slot.left else keep)
+
+    def _let_go(self, slot: _Slot) -> None:
+        with self._memory:
+            if slot.left:
+                self._put_away(slot)
+                return
+            _withdraw(slot)
+            if not self._shrink(slot, 1 << 60):
+                self._put_away(slot)
+
+    def close(self) -> None:
+        """See ``Models``. What is being loaded is given up."""
+        self._closing.set()
+        with self._memory:
+            for slot in list(self._slots.values()):
+                self._put_away(slot)
+
+
+def _wanted(slot: _Slot) -> int:
+    """Bytes that a model would take beside those that it has."""
+    if slot.served is None:
+        return slot.file.nbytes + _BESIDE_WEIGHTS
+    model = slot.served.model
+    return max(0, model.info.weight_bytes - model.weights_in_ram) + _RESERVE
+
+
+def _withdraw(slot: _Slot) -> None:
+    """What a model has of the budget and does not take is others' from now on."""
+    slot.awake = False
+    if slot.served is not None:
+        model = slot.served.model
+        model.leave_ram(max(0, model.spare_ram - (_RESERVE if slot.users else 0)))
+
+
+def _look(task: asyncio.Task[None]) -> None:
+    """Whoever waits for it hears of what went wrong; nobody may be left who does."""
+    if not task.cancelled():
+        task.exception()

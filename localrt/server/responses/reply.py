@@ -1,0 +1,242 @@
+"""From chunks to OpenAI's response: its items of reasoning, text and calls, whole or as events.
+
+It does not know HTTP, or where chunks come from.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from localrt.chat_format.messages import arguments_of
+from localrt.chat_format.thinking import ThoughtStream
+from localrt.engine.types import Chunk, Metrics, ToolCall
+from localrt.server.calls import Generation
+from localrt.server.errors import ApiError, in_words
+from localrt.server.functions import Known, text_argument
+from localrt.server.payloads import token_payloads
+from localrt.server.replies import (
+    EVENT_STREAM,
+    Payload,
+    TokenBytes,
+    event,
+)
+
+# What clients send, and find again in the response.
+_SHOWN: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+}
+# All that is said of a response while there is nothing new.
+_BRIEF: Mapping[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+_HEAD = ("id", "object", "created_at", "status", "error", "incomplete_details", "model")
+_WRITTEN = {
+    "arguments": "response.function_call_arguments",
+    "input": "response.custom_tool_call_input",
+}
+_EVENTS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
+
+
+class ResponseReply:
+    """The response to a ``call`` of the model that is called ``model``. See ``Reply``.
+
+    ``fields`` are the request's. ``keep`` gets the finished response.
+    """
+
+    media_type = EVENT_STREAM
+
+    def __init__(
+        self,
+        call: Generation,
+        model: str,
+        tokenizer: TokenBytes,
+        fields: Mapping[str, Any],
+        keep: Callable[[Payload], None],
+    ) -> None:
+        self._call, self._tokenizer, self._keep = call, tokenizer, keep
+        given = {name: fields[name] for name in _SHOWN if fields.get(name) is not None}
+        self._response: Payload = {
+            "id": _new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            "usage": None,
+            **_SHOWN,
+            **given,
+        }
+        self._thoughts = ThoughtStream()
+        self._item: Payload | None = None  # the one that is being written
+        self._sent = 0  # events so far
+
+    def whole(self, chunks: Sequence[Chunk]) -> Payload:
+        """The response."""
+        (chunk,) = chunks
+        for _ in self.delta(0, chunk):
+            pass
+        for _ in self.end():
+            pass
+        return self._response
+
+    def begin(self) -> Iterator[bytes]:
+        """That it has begun."""
+        yield self._event("response.created", response=self._response)
+        yield self.alive()
+
+    def alive(self) -> bytes:
+        """That it goes on, in few words: coding agents count events, not comments."""
+        head = {name: self._response[name] for name in _HEAD}
+        return self._event("response.in_progress", response={**head, **_BRIEF, "output": []})
+
+    def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+        """Events of items that begin, grow and end."""
+        ends = chunk.finish_reason is not None
+        thinking, text = self._thoughts.push(chunk.text, last=ends)
+        if thinking:
+            yield from self._grow("reasoning", thinking)
+        if text:
+            shown = token_payloads(self._tokenizer, chunk) if self._call.logprobs else []
+            yield from self._grow("message", text, shown)
+        if not ends:
+            return
+        cut = chunk.finish_reason == "length"
+        yield from self._close("incomplete" if cut else "completed")
+        for call in chunk.tool_calls:
+            yield from self._called(call)
+        self._response |= {
+            "status": "incomplete" if cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": _usage(chunk.metrics),
+        }
+
+    def end(self) -> Iterator[bytes]:
+        """The whole response, which is kept."""
+        self._keep(self._response)
+        yield self._event(f"response.{self._response['status']}", response=self._response)
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """The response so far, and what went wrong."""
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        if error.overflow is not None:
+            code = str(error.code)
+        self._response |= {"status": "failed", "error": {"code": code, "message": in_words(error)}}
+        yield self._event("response.failed", response=self._response)
+
+    # -- items ---------------------------------------------------------------------------------
+
+    def _grow(self, kind: str, text: str, logprobs: Sequence[Payload] = ()) -> Iterator[bytes]:
+        """``text`` of the open item, which is of this kind."""
+        if self._item is not None and self._item["type"] != kind:
+            yield from self._close("completed")
+        if self._item is None:
+            yield from self._open(kind)
+        assert self._item is not None
+        part = self._item["content"][0]
+        part["text"] += text
+        more: Payload = {}
+        if kind == "message":
+            part["logprobs"] += logprobs
+            more = {"logprobs": list(logprobs)}
+        yield self._event(f"{_EVENTS[kind]}.delta", **self._place(), delta=text, **more)
+
+    def _open(self, kind: str) -> Iterator[bytes]:
+        item: Payload = {"id": _new_id("rs" if kind == "reasoning" else "msg"), "type": kind}
+        if kind == "reasoning":
+            item |= {"summary": [], "status": "in_progress", "content": []}
+            part: Payload = {"type": "reasoning_text", "text": ""}
+        else:
+            item |= {"role": "assistant", "status": "in_progress", "content": []}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._item = item
+        yield self._event("response.output_item.added", output_index=self._at, item=item)
+        yield self._event("response.content_part.added", **self._place(), part=part)
+        item["content"].append(part)
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        """The end of the open item, if there is one."""
+        item = self._item
+        if item is None:
+            return
+        kind, part, place = item["type"], item["content"][0], self._place()
+        more = {"logprobs": part["logprobs"]} if kind == "message" else {}
+        yield self._event(f"{_EVENTS[kind]}.done", **place, text=part["text"], **more)
+        yield self._event("response.content_part.done", **place, part=part)
+        item["status"] = status
+        yield self._event("response.output_item.done", output_index=self._at, item=item)
+        self._response["output"].append(item)
+        self._item = None
+
+    def _called(self, call: ToolCall) -> Iterator[bytes]:
+        """Events of a call, which is an item of the type that its tool has for the client."""
+        known = self._call.known.get(call.name, Known("function", call.name))
+        field = text = ""  # what is written of it
+        item: Payload = {"call_id": call.id, "status": "in_progress"}
+        if known.type == "local_shell":
+            action = {"type": "exec", "env": {}, **arguments_of(call)}
+            item |= {"id": _new_id("lsh"), "type": "local_shell_call", "action": action}
+        elif known.type == "tool_search":
+            item |= {"id": _new_id("tsc"), "type": "tool_search_call", "execution": "client"}
+            item["arguments"] = arguments_of(call)
+        elif known.type == "custom":
+            field, text = "input", text_argument(call.arguments)
+            item |= {"id": _new_id("ctc"), "type": "custom_tool_call"}
+        else:
+            field, text = "arguments", call.arguments
+            item |= {"id": _new_id("fc"), "type": "function_call"}
+        if field:
+            space = {} if known.namespace is None else {"namespace": known.namespace}
+            item |= {"name": known.name, **space, field: ""}
+        yield self._event("response.output_item.added", output_index=self._at, item=item)
+        if field:
+            place = {"item_id": item["id"], "output_index": self._at}
+            yield self._event(f"{_WRITTEN[field]}.delta", **place, delta=text)
+            written = {"name": known.name, field: text}
+            yield self._event(f"{_WRITTEN[field]}.done", **place, **written)
+            item[field] = text
+        item["status"] = "completed"
+        yield self._event("response.output_item.done", output_index=self._at, item=item)
+        self._response["output"].append(item)
+
+    @property
+    def _at(self) -> int:
+        """The index of the item that is being written."""
+        return len(self._response["output"])
+
+    def _place(self) -> Payload:
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": self._at, "content_index": 0}
+
+    def _event(self, name: str, /, **fields: Any) -> bytes:
+        self._sent += 1
+        return event({"type": name, "sequence_number": self._sent - 1, **fields}, name)
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _usage(metrics: Metrics) -> Payload:
+    read, written = metrics.prompt_tokens, metrics.completion_tokens
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": metrics.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": written,
+        "output_tokens_details": {"reasoning_tokens": metrics.thinking_tokens},
+        "total_tokens": read + written,
+    }

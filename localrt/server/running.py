@@ -1,0 +1,209 @@
+"""The server as a process: a socket, uvicorn, signals, and an end that lets answers finish.
+
+It knows nothing of models' insides or of HTTP's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from localrt.api import Model
+from localrt.common.errors import LocalrtError
+from localrt.server.app import create_app
+from localrt.server.guard import LogLine
+from localrt.server.models import Models
+from localrt.server.options import ServeOptions
+
+# -- strict HTTP -----------------------------------------------------------------------------------
+
+
+class StrictHttp(H11Protocol):
+    """A connection whose heads and trailers are strict HTTP/1.1."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn: h11.Connection = _StrictConnection(
+            h11.SERVER, self.config.h11_max_incomplete_event_size or 16 << 10
+        )
+
+
+class _StrictConnection(h11.Connection):
+    def next_event(self) -> Any:
+        """See h11."""
+        before = self.trailing_data[0]
+        event = super().next_event()
+        if isinstance(event, h11.Request | h11.EndOfMessage):
+            read = before[: len(before) - len(self.trailing_data[0])]
+            if read.count(b"\n") != read.count(b"\r\n"):
+                raise h11.RemoteProtocolError("a line must end with a carriage return")
+        return event
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+
+_BACKLOG = 1024
+_OPEN_FILES = 1 << 16  # most that are wanted: some programs look at every possible one
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_REASONS = {
+    errno.EADDRINUSE: "the port is in use: choose another with --port",
+    errno.EADDRNOTAVAIL: "this machine does not have this address",
+}
+_SEND_BUFFER = 256 << 10
+_KEEP_ALIVE_S = 30
+_AFTER_DRAIN_S = 5  # for what has been cut off to be told
+
+
+def open_socket(options: ServeOptions) -> socket.socket:
+    """A socket that is bound: before a model is loaded, so that a port in use is known at once.
+
+    Raises:
+        LocalrtError: the port is in use, or the address is not this machine's.
+    """
+    host, port = options.host.strip("[]"), options.port
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        # Of localhost's addresses the one that everybody means.
+        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        bound = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+    except socket.gaierror as error:
+        raise LocalrtError(f"cannot listen on {host}: {error.strerror or error}") from error
+    except OSError as error:
+        reason = _REASONS.get(error.errno or 0) or os.strerror(error.errno or 0)
+        raise LocalrtError(f"cannot listen on {host}:{port}: {reason}") from error
+    # Connections get what the listening socket has. What the system holds for a client that does
+    # not read is bounded, and so is the time until it gives its connection up. A client that is no
+    # longer there is noticed by the system.
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        timeout = max(1, int(options.write_timeout_s * 1000))
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout)
+    return bound
+
+
+def serve(
+    model: Model | Models,
+    options: ServeOptions,
+    *,
+    bound: socket.socket | None = None,
+    log: Callable[[LogLine], None] | None = None,
+    note: Callable[[str], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve ``model``, or several, until SIGINT or SIGTERM; ``on_ready`` gets the server's URL.
+
+    Answers on their way may finish for ``options.drain_s``; a second SIGINT ends them at once.
+
+    Raises:
+        LocalrtError: the address cannot be listened on.
+    """
+    _allow_open_files()
+    bound = bound or open_socket(options)
+    host, port = bound.getsockname()[:2]
+    app = create_app(model, options, log=log, note=note)
+    server = Server(app, options)
+    if on_ready is not None:
+        shown = f"[{host}]" if ":" in host else host
+        server.ready = lambda: on_ready(f"http://{shown}:{port}")
+    with contextlib.closing(bound):
+        server.run(sockets=[bound])
+
+
+def _allow_open_files() -> None:
+    """Raise the soft limit of open files to the hard one: each connection takes one."""
+    try:
+        import resource  # not on every system
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow fewer than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which ends quietly and tells answers when their time is over."""
+
+    def __init__(self, app: Starlette, options: ServeOptions) -> None:
+        # What is worth saying of a request is in the log line.
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=StrictHttp,
+                h11_max_incomplete_event_size=options.max_header,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(options.drain_s) + _AFTER_DRAIN_S,
+                backlog=_BACKLOG,
+            )
+        )
+        self._app = app
+        self._options = options
+        self.ready: Callable[[], None] = lambda: None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        asyncio.get_running_loop().set_exception_handler(self._unexpected)
+        await super().startup(sockets)
+        self.ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers finish, for a while."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._options.drain_s, self._app.state.service.stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+    def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        # asyncio accepts the next connection in a second; uvicorn closes what is no HTTP.
+        no_room = isinstance(error, OSError) and error.errno in _NO_ROOM
+        if not no_room and not isinstance(error, h11.ProtocolError):
+            loop.default_exception_handler(context)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Like uvicorn's; a signal that was obeyed is not raised again."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal ends the server when answers have finished, a second one at once."""
+        if self.should_exit:
+            self.force_exit = True
+            self._app.state.service.stop()
+        self.should_exit = True

@@ -1,0 +1,251 @@
+"""A server at work: who may come in, which models they find, and what that adds up to.
+
+It counts, and knows no HTTP: that is the endpoints' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from starlette.requests import Request
+
+from localrt.offload.memory.process import current_rss
+from localrt.server.bodies import BodyRoom, read_fields
+from localrt.server.errors import ApiError
+from localrt.server.models import Models, Offered, ServedModel
+from localrt.server.options import ServeOptions
+from localrt.server.responses.store import ResponseStore
+
+_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class Metrics:
+    """Counters and histograms. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, dict[Labels, float]] = {}
+        self._times: dict[str, list[float]] = {}  # counts of the buckets, the sum, the count
+
+    def count(self, name: str, by: float = 1, **labels: str) -> None:
+        """Add to a counter."""
+        key = tuple(sorted(labels.items()))
+        with self._lock:
+            series = self._counts.setdefault(name, {})
+            series[key] = series.get(key, 0) + by
+
+    def observe(self, name: str, seconds: float) -> None:
+        """Add a duration to a histogram."""
+        with self._lock:
+            row = self._times.setdefault(name, [0.0] * (len(_BUCKETS) + 2))
+            place = bisect_left(_BUCKETS, seconds)
+            if place < len(_BUCKETS):
+                row[place] += 1
+            row[-2] += seconds
+            row[-1] += 1
+
+    def mean(self, name: str) -> float | None:
+        """The mean of a histogram's durations; None where there are none."""
+        with self._lock:
+            row = self._times.get(name)
+            return row[-2] / row[-1] if row else None
+
+    def lines(self, help_texts: Mapping[str, str]) -> Iterator[str]:
+        """All of them, as text; names without a help text are an error."""
+        with self._lock:
+            counts = {name: dict(series) for name, series in self._counts.items()}
+            times = {name: list(row) for name, row in self._times.items()}
+        for name, series in counts.items():
+            yield from render(name, "counter", help_texts[name], list(series.items()))
+        for name, row in times.items():
+            yield from _histogram(name, help_texts[name], row)
+
+
+def render(
+    name: str, kind: str, help_text: str, series: Sequence[tuple[Labels, float]]
+) -> Iterator[str]:
+    """One metric with its values by label."""
+    yield f"# HELP {name} {help_text}"
+    yield f"# TYPE {name} {kind}"
+    for labels, value in series:
+        yield f"{name}{_spelled(labels)} {_number(value)}"
+
+
+def _histogram(name: str, help_text: str, row: Sequence[float]) -> Iterator[str]:
+    bounds = [*(f"{bound:g}" for bound in _BUCKETS), "+Inf"]
+    counts = [*accumulate(row[: len(_BUCKETS)]), row[-1]]
+    yield f"# HELP {name} {help_text}"
+    yield f"# TYPE {name} histogram"
+    for bound, count in zip(bounds, counts, strict=True):
+        yield f'{name}_bucket{{le="{bound}"}} {_number(count)}'
+    yield f"{name}_sum {_number(row[-2])}"
+    yield f"{name}_count {_number(row[-1])}"
+
+
+def _spelled(labels: Labels) -> str:
+    # JSON escapes what Prometheus wants to be escaped, in the same way.
+    pairs = [f"{name}={json.dumps(value)}" for name, value in labels]
+    return "{" + ",".join(pairs) + "}" if pairs else ""
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else f"{value:.6g}"
+
+
+_BODIES = 8  # of the largest size, that may come at once
+_LONGEST_RETRY_S = 60
+_MOST_NOTES = 256  # kinds may have names that clients choose
+
+_HELP = {
+    "localrt_http_requests_total": "Requests, by path and status.",
+    "localrt_http_request_seconds": "Time from a request to the end of its answer.",
+    "localrt_time_to_first_token_seconds": "Time from a request to its first token.",
+    "localrt_rejected_requests_total": "Requests that were told to come back later.",
+    "localrt_cancelled_requests_total": "Answers that nobody waited for any more.",
+}
+
+
+class Service:
+    """The models of a server, and its counts. ``note`` gets lines for the log."""
+
+    def __init__(
+        self, models: Models, options: ServeOptions, note: Callable[[str], None] | None = None
+    ) -> None:
+        self.models = models
+        self.options = options
+        self.metrics = Metrics()
+        self.bodies = BodyRoom(_BODIES * options.max_body)
+        self.responses = ResponseStore()
+        self.downloads = asyncio.Lock()  # one at a time: each keeps a thread of the server's few
+        self.open_requests = 0
+        self.started = int(time.time())
+        self.stopping = False
+        self._inside = 0
+        self._note = note
+        self._noted: set[str] = set()
+
+    @asynccontextmanager
+    async def using(self, name: str) -> AsyncIterator[ServedModel]:
+        """The model of this name, as ``Models.find`` gave it, loaded as long as the block runs.
+
+        Raises:
+            ApiError: 503, the server is stopping.
+            LocalrtError: it cannot be loaded.
+        """
+        async with self.models.using(name) as served:
+            if self.stopping:
+                raise ApiError(503, "the server is stopping", code="stopping")
+            yield served
+
+    def note_once(self, kind: str, text: str) -> None:
+        """Log ``text``, the first time that there is something of this ``kind`` to say."""
+        if self._note is None or kind in self._noted or len(self._noted) >= _MOST_NOTES:
+            return
+        self._noted.add(kind)
+        with suppress(OSError):  # whoever read the log has gone
+            self._note(text.encode("unicode_escape").decode()[:300])
+
+    def stop(self) -> None:
+        """Every answer ends, and no new one begins."""
+        self.stopping = True
+        for served in self.models.at_work():
+            served.live.cancel_all()
+
+    @contextmanager
+    def admitted(self, count: int = 1) -> Iterator[None]:
+        """Room for ``count`` more answers, running or queued.
+
+        Raises:
+            ApiError: 429, there is none.
+        """
+        options = self.options
+        most = options.max_running + options.max_queued
+        if self._inside + count > most:
+            self.metrics.count("localrt_rejected_requests_total")
+            raise ApiError(
+                429,
+                f"{self._inside} answers are running or queued, and {most} are the most: try again "
+                "later",
+                code="overloaded",
+                headers={"Retry-After": str(self._retry_after())},
+            )
+        self._inside += count
+        try:
+            yield
+        finally:
+            self._inside -= count
+
+    def sample(self) -> None:
+        """Take note of the tokens so far, and look after the models; called once a second."""
+        self.models.tend()
+        for served in self.models.at_work():
+            served.sample()
+
+    def metrics_text(self) -> str:
+        """All numbers, in Prometheus' text format."""
+        lines = list(self.metrics.lines(_HELP))
+        found: dict[tuple[str, str], list[tuple[Labels, float]]] = {}
+        for served in self.models.at_work():
+            for name, help_text, value in served.gauges():
+                found.setdefault((name, help_text), []).append(((("model", served.name),), value))
+        found["process_resident_memory_bytes", "Bytes in RAM."] = [((), current_rss())]
+        for (name, help_text), series in found.items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += render(name, kind, help_text, series)
+        return "\n".join(lines) + "\n"
+
+    def _retry_after(self) -> int:
+        """Seconds until about one of those inside has finished."""
+        mean = self.metrics.mean("localrt_http_request_seconds") or 1.0
+        return max(1, min(_LONGEST_RETRY_S, round(mean / self.options.max_running)))
+
+
+# -- what every endpoint begins with ---------------------------------------------------------------
+
+
+def service_of(request: Request) -> Service:
+    """The server that ``request`` came to."""
+    service = request.app.state.service
+    assert isinstance(service, Service), "the app was made by create_app"
+    return service
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRequest:
+    """An HTTP request for a model: its checked ``fields``, and the ``model`` that they name."""
+
+    http: Request
+    service: Service
+    fields: dict[str, Any]
+    model: Offered
+
+    @property
+    def model_name(self) -> str:
+        """What the answer calls the model: as the client does, if it gave a name."""
+        return self.fields.get("model") or self.model.name
+
+    def using(self) -> AbstractAsyncContextManager[ServedModel]:
+        return self.service.using(self.model.name)
+
+
+async def read_request(request: Request, kind: str) -> ModelRequest:
+    """A request for a model that there is, its body checked as a ``kind`` of ``REQUESTS``.
+
+    Raises:
+        ApiError: a field is not what it should be, or there is no such model.
+        ClientDisconnect: nobody waits for an answer.
+    """
+    service = service_of(request)
+    fields = await read_fields(request, kind, service.options, service.bodies)
+    return ModelRequest(request, service, fields, service.models.find(fields.get("model")))

@@ -1,0 +1,254 @@
+"""Endpoints about texts that write none: tokens, vectors, and which documents answer a query."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from localrt.api import Model
+from localrt.common.errors import CancelledError, OptionError
+from localrt.engine.protocol import Logits
+from localrt.engine.types import Message
+from localrt.server.about import known_facts
+from localrt.server.calls import chat_call
+from localrt.server.errors import ApiError, JsonResponse, invalid
+from localrt.server.generating import until_gone
+from localrt.server.models import Offered
+from localrt.server.service import ModelRequest, read_request, service_of
+
+
+class Embedded(NamedTuple):
+    """``vectors`` (texts, width) as little-endian float32, of ``tokens`` read, by ``model``."""
+
+    model: str
+    vectors: Logits
+    tokens: int
+
+
+async def embedded(
+    asked: ModelRequest, texts: Sequence[str | list[int]], *, truncate: bool = False
+) -> Embedded:
+    """The vectors of ``texts``, or of their token ids, by the model that is asked for.
+
+    With ``truncate`` a text that is longer than the context loses its end. An empty text has the
+    vector of a space.
+
+    Raises:
+        ApiError: it is an adapter, or computes no numbers.
+        LocalrtError: a text is too long.
+        ClientDisconnect: nobody waits for it.
+    """
+    if asked.model.base is not None:
+        raise invalid("embeddings are the base model's alone, without an adapter", "model")
+    cancel = threading.Event()
+    texts = [text or " " for text in texts]
+
+    def compute(model: Model) -> tuple[Logits, int]:
+        ids = [model.tokenize(text) if isinstance(text, str) else text for text in texts]
+        ctx = model.info.ctx
+        given = [
+            one[:ctx] if truncate and len(one) > ctx else text
+            for text, one in zip(texts, ids, strict=True)
+        ]
+        vectors = model.embed(given, cancel=cancel) if given else np.zeros((0, 0))
+        read = sum(min(len(one), ctx) for one in ids)
+        return np.ascontiguousarray(vectors, "<f4"), read
+
+    async def work() -> Embedded:
+        async with asked.using() as served, served.embedding:
+            return Embedded(served.name, *await asyncio.to_thread(compute, served.model))
+
+    with asked.service.admitted():
+        try:
+            found = await until_gone(asked.http, work())
+        finally:
+            cancel.set()
+    if not np.isfinite(found.vectors).all():
+        raise ApiError(500, "the model computes no numbers for this input")
+    return found
+
+
+# -- reranking -------------------------------------------------------------------------------------
+
+
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def scores_of(
+    model: Model,
+    query: str,
+    documents: Sequence[str],
+    *,
+    instruction: str | None,
+    cancel: threading.Event,
+) -> tuple[list[float], int]:
+    """A score for each document, the more the better, and the tokens that were read for them.
+
+    Raises:
+        OptionError: the model is neither a reranker nor made for embeddings.
+        LocalrtError: a document is too long.
+    """
+    pooling = model.info.pooling
+    if pooling == "rank" or "rerank" in f"{model.name} {model.info.path.name}".lower():
+        judged = [
+            _judged(model, query, document, instruction or _INSTRUCTION, cancel)
+            for document in documents
+        ]
+        return [score for score, _ in judged], sum(tokens for _, tokens in judged)
+    if pooling:
+        ids = [model.tokenize(text) for text in (query, *documents)]
+        asked, *found = model.embed(ids, cancel=cancel)
+        return [float(asked @ vector) for vector in found], sum(map(len, ids))
+    raise OptionError(
+        f"{model.name} is no reranker (its name says nothing of one) and no embedding model: "
+        "serve one, such as Qwen3-Reranker"
+    )
+
+
+def _judged(
+    model: Model, query: str, document: str, instruction: str, cancel: threading.Event
+) -> tuple[float, int]:
+    """The probability of "yes", and the tokens of the prompt."""
+    if cancel.is_set():
+        raise CancelledError("the request was cancelled")
+    asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    messages: list[Message] = [
+        {"role": "system", "content": _SYSTEM},
+        {"role": "user", "content": asked},
+    ]
+    ids = model.tokenize(messages, thinking=False)
+    (logits,) = next(model.logits(ids, first=len(ids) - 1))
+    yes, no = (float(logits[model.tokenize(word, add_special=False)[0]]) for word in ("yes", "no"))
+    return 1 / (1 + math.exp(min(no - yes, 700))), len(ids)
+
+
+# -- endpoints -------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+
+async def _computed(
+    request: Request, model: Offered, work: Callable[[Model, threading.Event], T]
+) -> T:
+    """What ``work`` says of a model, in a thread."""
+    service, cancel = service_of(request), threading.Event()
+
+    async def run() -> T:
+        async with service.using(model.name) as served, served.embedding:
+            return await asyncio.to_thread(work, served.model, cancel)
+
+    with service.admitted():
+        try:
+            return await until_gone(request, run())
+        finally:
+            cancel.set()
+
+
+async def tokenize(request: Request) -> Response:
+    """POST /tokenize: ``content`` as llama.cpp has it, ``prompt`` or ``messages`` as vLLM."""
+    asked = await read_request(request, "TOKENIZE")
+    fields = asked.fields
+    text = next((fields[name] for name in ("content", "prompt") if fields.get(name)), "")
+    added = fields.get("add_special", fields.get("add_special_tokens"))
+    special = fields.get("content") is None if added is None else added
+
+    parse = fields.get("parse_special") is not False
+
+    def work(model: Model, _: threading.Event) -> dict[str, Any]:
+        if fields.get("messages"):
+            (given,) = chat_call(fields).prompts
+            ids = model.tokenize(given["prompt"], tools=given["tools"])
+        else:
+            ids = model.tokenizer.encode(text, add_special=special, parse_special=parse)
+        pieces = [model.tokenizer.token_bytes(one).decode("utf-8", "replace") for one in ids]
+        shown: list[Any] = list(ids)
+        if fields.get("with_pieces"):
+            shown = [{"id": one, "piece": piece} for one, piece in zip(ids, pieces, strict=True)]
+        more = {"token_strs": pieces} if fields.get("return_token_strs") else {}
+        return {"tokens": shown, "count": len(ids), "max_model_len": model.info.ctx, **more}
+
+    return JsonResponse(await _computed(request, asked.model, work))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """GET /tokenizer_info, vLLM's, by which lm-eval does without a tokenizer of its own"""
+
+    def work(model: Model, _: threading.Event) -> dict[str, Any]:
+        tokenizer = model.tokenizer
+        ends = {
+            "bos_token": tokenizer.bos_id,
+            "eos_token": min(tokenizer.eos_ids, default=None),
+        }
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": model.info.ctx,
+            **{
+                name: None if token is None else tokenizer.token_bytes(token).decode()
+                for name, token in ends.items()
+            },
+        }
+
+    model = service_of(request).models.find(request.query_params.get("model"))
+    found = await _computed(request, model, work)
+    facts = await asyncio.to_thread(known_facts, model)
+    return JsonResponse({**found, "chat_template": facts.template or None})
+
+
+async def detokenize(request: Request) -> Response:
+    """POST /detokenize: the text as llama.cpp and as vLLM call it"""
+    asked = await read_request(request, "DETOKENIZE")
+
+    def work(model: Model, _: threading.Event) -> str:
+        return model.detokenize([int(one) for one in asked.fields["tokens"]], skip_special=False)
+
+    text = await _computed(request, asked.model, work)
+    return JsonResponse({"content": text, "prompt": text})
+
+
+async def rerank(request: Request) -> Response:
+    """POST /v1/rerank, in the form of Jina and Cohere"""
+    asked = await read_request(request, "RERANK")
+    fields = asked.fields
+    texts = [one if isinstance(one, str) else one["text"] for one in fields["documents"]]
+
+    def work(model: Model, cancel: threading.Event) -> tuple[list[float], int]:
+        instruction = fields.get("instruction")
+        return scores_of(model, fields["query"], texts, instruction=instruction, cancel=cancel)
+
+    scores, read = await _computed(request, asked.model, work)
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])
+    order = order[: fields.get("top_n") or len(order)]
+    shown = fields.get("return_documents")
+    results = [
+        {
+            "index": at,
+            "relevance_score": scores[at],
+            **({"document": {"text": texts[at]}} if shown else {}),
+        }
+        for at in order
+    ]
+    usage = {"prompt_tokens": read, "total_tokens": read}
+    return JsonResponse(
+        {"object": "list", "model": asked.model_name, "results": results, "usage": usage}
+    )
+
+
+ROUTES = (
+    ("/tokenize", "POST", tokenize),
+    ("/detokenize", "POST", detokenize),
+    ("/tokenizer_info", "GET", tokenizer_info),
+    ("/v1/rerank", "POST", rerank),
+    ("/v1/reranking", "POST", rerank),
+)

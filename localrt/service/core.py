@@ -1,0 +1,369 @@
+"""A loaded model that answers: what ``Model``, chats, batches and the server have in common.
+
+It turns prompts into requests, runs them on sessions, and looks after caches, budgets, drafts and
+what the model is doing. ``Model`` is its public face; nothing else opens one.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.common.progress import ProgressCallback, note_to
+from localrt.common.settings import Settings
+from localrt.drafts.choice import Drafts
+from localrt.drafts.loading import load_with_draft
+from localrt.engine.loop import generate
+from localrt.engine.options import read_options
+from localrt.engine.pool import SessionPool
+from localrt.engine.protocol import EngineSession
+from localrt.engine.request import Request
+from localrt.engine.saved_caches import PERSON, PromptCache, Tier
+from localrt.engine.types import Chunk, Message
+from localrt.hub import resolve, resolve_adapter
+from localrt.hub.other_programs import Extras
+from localrt.hub.own_stores import note_use
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import LoadedModel, load_parts
+from localrt.models.checkpoints import open_checkpoint
+from localrt.models.tokenizers.free_memory import return_free_memory
+from localrt.planning.chooser import chooser
+from localrt.service.adapters import Adapters
+from localrt.service.budgets import Budgets, Parking, prompt_cache
+from localrt.service.requests import RequestBuilder
+from localrt.service.status import ModelInfo, Watch
+
+if TYPE_CHECKING:
+    from localrt.planning.outlook import Outlook
+
+_SHORT = 16  # characters of a blob's name
+_PATIENCE_S = 2.0  # for an answer that nobody reads any more
+
+
+def open_core(
+    model: str,
+    options: LoadOptions,
+    *,
+    adapters: Mapping[str, str] | None = None,
+    draft: str = "auto",
+    revision: str | None = None,
+    offline: bool | None = None,
+    progress: ProgressCallback | None = None,
+    cancel: threading.Event | None = None,
+) -> Core:
+    """Find and load a model, its adapters and what drafts for it; see ``localrt.load``."""
+    read_options({"draft": draft})
+    settings = Settings.from_environment()
+    found = resolve(
+        model,
+        settings=settings,
+        revision=revision,
+        offline=offline,
+        choose=chooser(
+            settings,
+            ram=options.ram,
+            gpu_memory=options.gpu_memory,
+            device=options.device,
+            say=note_to(progress),
+        ),
+        progress=progress,
+        cancel=cancel,
+    )
+    extras = found.extras or Extras()
+    if options.ctx is None and extras.ctx is not None:
+        options = replace(options, ctx=extras.ctx)
+    parts, drafts = load_with_draft(
+        found.path,
+        draft,
+        options,
+        settings,
+        lambda own: load_parts(
+            found.path,
+            own,
+            settings=settings,
+            go_template=extras.go_template,
+            system=extras.system,
+            progress=progress,
+            cancel=cancel,
+        ),
+        offline=offline,
+        progress=progress,
+        cancel=cancel,
+    )
+    note_use(found.listed_name, settings)
+    core = Core(
+        found.name,
+        parts,
+        {**_known_options(extras), "draft": draft},
+        ram=options.ram,
+        gpu_memory=options.gpu_memory,
+        drafts=drafts,
+        prompts=prompt_cache(parts, settings),
+    )
+    try:
+        own = {path.name[:_SHORT]: str(path) for path in extras.adapters}
+        for name, adapter in {**own, **(adapters or {})}.items():
+            core.add_adapter(
+                name, adapter, settings, offline=offline, progress=progress, cancel=cancel
+            )
+        if own:
+            core.defaults.setdefault("adapter", next(iter(own)))
+    except BaseException:
+        core.close()
+        raise
+    return core
+
+
+def _known_options(extras: Extras) -> dict[str, Any]:
+    """Those of its options that can be used; a store may say anything."""
+    found = {}
+    for name, value in extras.options.items():
+        with suppress(OptionError):
+            read_options({name: value})
+            found[name] = value
+    return found
+
+
+class Core:
+    """Thread-safe. ``defaults`` are the options of requests that say nothing else.
+
+    ``requests`` turns prompts into tokens and requests, ``watch`` tells what the model is doing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: LoadedModel,
+        defaults: Mapping[str, Any] | None = None,
+        *,
+        ram: int | None = None,
+        gpu_memory: int | None = None,
+        drafts: Drafts | None = None,
+        prompts: PromptCache | None = None,
+    ) -> None:
+        self.name = name
+        self.parts = parts
+        self.engine, self.ctx = parts.engine, parts.ctx
+        self.drafts = drafts
+        self.defaults: dict[str, Any] = {**parts.defaults, **(defaults or {})}
+        self.info = ModelInfo(
+            **asdict(parts.engine.info),
+            name=name,
+            path=parts.path,
+            ctx=parts.ctx,
+            has_chat_template=not parts.template.is_plain,
+            notes=parts.notes,
+            pooling=parts.pooling,
+            quantization=parts.quantization or parts.engine.info.format,
+        )
+        self.budgets = Budgets(parts.engine, ram=ram, gpu_memory=gpu_memory)
+        self.parking = Parking(parts.engine, prompts, self.budgets)
+        self.adapters = Adapters(parts.engine, lambda: open_checkpoint(parts.path))
+        self.requests = RequestBuilder(parts, self.defaults, drafts, self.adapters)
+        keep = parts.engine.idle_sessions(parts.ctx)
+        self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
+        self.watch = Watch(parts.engine, self.budgets, ctx=parts.ctx)
+        self._chats: WeakSet[KvChatCache] = WeakSet()
+
+    def stream(self, request: Request) -> Iterator[Chunk]:
+        """Its chunks, on a session of the pool."""
+        with self._pool.lease(request.prompt, request.mix) as session:
+            yield from self.stream_on(self.watch.holds(session), request)
+
+    def stream_on(self, session: EngineSession, request: Request) -> Iterator[Chunk]:
+        """Its chunks, on a session that the caller owns."""
+        return self.watch.over(generate(session, self.parts.tokenizer, request))
+
+    def new_session(self) -> EngineSession:
+        """A session of the whole context, outside the pool."""
+        return self.watch.holds(self.engine.session(self.ctx))
+
+    def add_adapter(
+        self,
+        name: str,
+        adapter: str,
+        settings: Settings | None = None,
+        *,
+        offline: bool | None = None,
+        progress: ProgressCallback | None = None,
+        cancel: threading.Event | None = None,
+    ) -> None:
+        path = resolve_adapter(
+            adapter,
+            settings=settings or Settings.from_environment(),
+            offline=offline,
+            progress=progress,
+            cancel=cancel,
+        )
+        self.adapters.add(name, path)
+
+    # -- chats: see ``localrt.chat.ChatHost`` ------------------------------------------------------
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Whether a chat can have these options.
+
+        Raises:
+            OptionError: an unknown name, an impossible value, or thinking of a model that has none.
+        """
+        self.requests.check(options)
+
+    @property
+    def takes_tools(self) -> bool:
+        """Always: where a template takes none, they stand in the system prompt."""
+        return True
+
+    def open_chat(self) -> KvChatCache:
+        """What a new conversation keeps here from answer to answer."""
+        chat = KvChatCache(self)
+        self._chats.add(chat)
+        return chat
+
+    # -- what it is doing, and its life ----------------------------------------------------------
+
+    def advise(self) -> Outlook:
+        # Brings the planner, a megabyte that a model in memory does without.
+        from localrt.planning.outlook import outlook
+
+        found = outlook(self.parts, ram=self.budgets.ram, gpu_memory=self.budgets.gpu_memory)
+        self.watch.token_bytes = found.token_bytes
+        self.watch.ceiling_tok_s = found.ceiling_tok_s
+        return found
+
+    def set_budget(self, *, ram: int | None, gpu_memory: int | None) -> None:
+        """See ``Model.set_budget``; bytes."""
+        if ram is not None:
+            self.budgets.set_ram(ram, free=self._pool.free)
+        if gpu_memory is not None:
+            self.budgets.set_gpu_memory(gpu_memory)
+
+    def leave_ram(self, nbytes: int) -> int:
+        memory = self.engine.residency.memory
+        if not memory.streams:
+            return 0
+        most = memory.spare + memory.reclaimable
+        left = min(nbytes, most)
+        while True:
+            try:
+                self.engine.take_ram(left)
+                break
+            except MemoryBudgetError:  # units that pass need some of it themselves
+                left = left * 3 // 4
+        if left > 0:
+            return_free_memory()
+        return left
+
+    def unload(self) -> None:
+        """``close``, and free what conversations and the tokenizer take."""
+        for chat in list(self._chats):
+            chat.cancel()
+            chat.close(_PATIENCE_S)  # an answer that nobody reads any more keeps its cache
+        self.close()
+        gone = "the model is closed: load it again"
+        self.parts = replace(self.parts, tokenizer=None, tokenizer_problem=gone)
+        self.drafts, self.requests = None, RequestBuilder(self.parts, self.defaults)
+        gc.collect()
+        return_free_memory()
+
+    def close(self) -> None:
+        """Free weights and caches."""
+        self.parking.close()
+        self._pool.close()
+        if self.drafts is not None:
+            self.drafts.close()
+        self.adapters.close()
+        self.engine.close()
+
+
+class KvChatCache:
+    """A conversation's session, which it keeps from answer to answer; parked while it waits."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._session: EngineSession | None = None
+        self._lock = threading.Lock()  # held while it answers, and while it is moved
+        self._cancel = threading.Event()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the KV cache."""
+        return len(self._session.tokens) if self._session is not None else 0
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes that the KV cache takes in memory."""
+        return self._session.nbytes if self._session is not None else 0
+
+    def answer(
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        cancel: threading.Event,
+        on_progress: ProgressCallback | None,
+    ) -> Generator[Chunk, None, None]:
+        """The next turn of ``messages``."""
+        core, parking = self._core, self._core.parking
+        tool = PERSON  # whom it will wait for
+        self._lock.acquire()
+        self._cancel = cancel
+        parking.keeper.returns(self)
+        try:
+            if self._session is None:
+                self._session = core.new_session()
+            request = core.requests.make(
+                messages, options, tools=tools, cancel=cancel, on_progress=on_progress
+            )
+            request = replace(request, restore=parking.restore)
+            for chunk in core.stream_on(self._session, request):
+                if chunk.tool_calls:
+                    tool = chunk.tool_calls[0].name
+                yield chunk
+        finally:
+            self._lock.release()
+            parking.keeper.waits(self, tool)
+
+    def park(self, to: Tier) -> int:
+        with self._lock:
+            return self._park(to)
+
+    def try_park(self, to: Tier) -> bool:
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._park(to) > 0
+        except LocalrtError:
+            return False
+        finally:
+            self._lock.release()
+
+    def close(self, timeout: float = -1) -> None:
+        """Free the KV cache once the answer on its way has ended, if that takes no longer than
+        ``timeout`` seconds; below zero: however long it takes.
+        """
+        if self._lock.acquire(timeout=timeout):
+            try:
+                self._free()
+            finally:
+                self._lock.release()
+
+    def cancel(self) -> None:
+        """End the answer on its way."""
+        self._cancel.set()
+
+    def _park(self, to: Tier) -> int:
+        saved = self._core.parking.save(self._session, to)
+        if saved:
+            self._free()
+        return saved
+
+    def _free(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()

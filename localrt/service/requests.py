@@ -1,0 +1,464 @@
+"""From what a caller gives to a ``Request``: the chat template, options, tools, constraints.
+
+The same for one prompt, a batch and a server. It knows the model's parts, and no sessions.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from operator import index
+from typing import Any
+
+from localrt.chat_format.gbnf import gbnf_to_lark
+from localrt.chat_format.history_fit import rules_first
+from localrt.chat_format.history_rendering import HistoryRenderer
+from localrt.chat_format.infill import Infill
+from localrt.chat_format.known_syntaxes import TURN_ENDS
+from localrt.chat_format.messages import check_text_only, functions_to_call
+from localrt.chat_format.offered_tools import NO_TOOLS, Offer, Offers
+from localrt.chat_format.structured import Grammars
+from localrt.chat_format.template_syntax import TemplateSyntax
+from localrt.chat_format.templates.chat_template import encode_chat
+from localrt.chat_format.thinking import CLOSE
+from localrt.common.errors import (
+    CancelledError,
+    ContextOverflowError,
+    OptionError,
+    TokenizerError,
+)
+from localrt.common.option_names import option
+from localrt.common.progress import ProgressCallback
+from localrt.drafts.choice import Drafts
+from localrt.engine.options import Options, read_options
+from localrt.engine.request import MakeConstraint, Request
+from localrt.engine.types import Message
+from localrt.loading.parts import LoadedModel
+from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
+from localrt.service.adapters import Adapters
+from localrt.service.arguments import (
+    check_call,
+    check_flag,
+    check_list,
+    check_messages,
+    check_tools,
+)
+from localrt.service.thinking import ThinkingControl
+
+# Without max_tokens, a trimmed conversation keeps this share of the context free for the answer.
+_ANSWER_SHARE = 4
+# Tokens beyond the context until a prompt is given up: up to here its length can be told exactly.
+_TOLD = 8192
+
+
+def _with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
+    """The model's own system prompt comes first where a conversation begins with none."""
+    if system is None or rules_first(messages):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def whole_ids(ids: Sequence[int], what: str) -> list[int]:
+    """Token ids as plain integers; numpy's are as good.
+
+    Raises:
+        OptionError: they are no list of integers.
+    """
+    try:
+        found = [index(token) for token in ids]
+    except TypeError:
+        found = None
+    if found is None or any(isinstance(token, bool) for token in ids):
+        raise OptionError(f"{what} must be a list of integers, is {ids!r:.80}")
+    return found
+
+
+class RequestBuilder:
+    """Of the model with ``parts``, for which ``drafts`` guess. Thread-safe.
+
+    ``defaults`` are the options of requests that say nothing else.
+    """
+
+    def __init__(
+        self,
+        parts: LoadedModel,
+        defaults: Mapping[str, Any],
+        drafts: Drafts | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self._parts = parts
+        self._adapters = adapters
+        self._defaults = defaults
+        self._drafts = drafts
+        self._engine = parts.engine
+        self._tokenizer = parts.tokenizer
+        self._template = parts.template
+        self._grammars: Grammars | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's.
+
+        Raises:
+            TokenizerError: it has none.
+        """
+        if self._tokenizer is None:
+            raise TokenizerError(self._parts.tokenizer_problem)
+        return self._tokenizer
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Whether a conversation can have these options.
+
+        Raises:
+            OptionError: an unknown name, an impossible value, a malformed grammar, or thinking of a
+                model that has none.
+        """
+        chosen = read_options(self._defaults, options)
+        if self._adapters is not None:
+            self._adapters.mix(chosen.adapter)
+        if self._tokenizer is not None:
+            self._thinking.variables(chosen)
+            if chosen.grammar is not None:
+                gbnf_to_lark(chosen.grammar, self._tokenizer.token_id)
+
+    def check_messages(self, messages: Any) -> None:
+        """Whether this can be a conversation with the model.
+
+        Raises:
+            OptionError: no list of messages, or a role that the chat template does not know.
+        """
+        check_messages(messages, self._template.tool_source)
+
+    def make(
+        self,
+        prompt: str | Sequence[Message] | None,
+        options: Mapping[str, Any],
+        *,
+        token_ids: Sequence[int] | None = None,
+        raw: bool = False,
+        suffix: str | None = None,
+        files: Sequence[tuple[str, str]] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        cancel: threading.Event | None = None,
+        on_progress: ProgressCallback | None = None,
+    ) -> Request:
+        """What ``Model.stream`` takes, checked and in tokens.
+
+        Raises:
+            LocalrtError: the prompt or an option cannot be used.
+        """
+        chosen = read_options(self._defaults, options)
+        check_call(cancel=cancel, on_progress=on_progress)
+        check_flag("raw", raw)
+        tools = None if chosen.tool_choice == "none" else tools
+        offer = self._offered(tools)
+        cancel = cancel or threading.Event()
+        ends = self._parts.eos_ids
+        if suffix is not None or files:
+            if not isinstance(prompt, str) or token_ids is not None:
+                raise OptionError(
+                    f"{option('suffix')} needs what stands before it as a string, in prompt"
+                )
+            ids = self._gap_ids(prompt, suffix, files, chosen, cancel)
+            raw, ends = True, ends | self._infill.ends
+        else:
+            ids = self._prompt_ids(prompt, token_ids, raw, tools, chosen, self._watch(cancel))
+        chat = not raw and token_ids is None
+        if chat:
+            ends = self._chat_ends
+        # A plain chat format ends an answer by what begins the next turn.
+        stops = (*chosen.stop, *self._template.stop_strings) if chat else chosen.stop
+        if (stops or chosen.lines is not None) and self._tokenizer is None:
+            raise TokenizerError("stop strings need a tokenizer, and the model has none")
+        if chosen.forces_a_call and not chat:
+            raise OptionError(f"{option('tool_choice')} needs messages: a raw prompt has no tools")
+        constraint, left_out = self._constraint(chosen, offer if chat else NO_TOOLS)
+        return Request(
+            prompt=ids,
+            sampling=chosen.sampling,
+            max_tokens=_answer_tokens(chosen, len(ids)),
+            stop=stops,
+            eos_ids=frozenset() if chosen.ignore_eos else ends,
+            lines=chosen.lines,
+            fills_gap=suffix is not None and not chosen.ignore_eos,
+            logprobs=chosen.logprobs,
+            exactness=self._engine.info.exactness,
+            speculation=None if self._drafts is None else self._drafts.speculation(chosen),
+            constraint=constraint,
+            left_out=left_out,
+            parser=self._thinking.parser(ids, offer, chosen) if chat else None,
+            thinking_limit=self._thinking.limit(chosen, tools=bool(tools)) if chat else None,
+            mix=() if self._adapters is None else self._adapters.mix(chosen.adapter),
+            cancel=cancel,
+            on_progress=on_progress,
+        )
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        watch: Watch = ignore_count,
+        options: Options | None = None,
+    ) -> list[int]:
+        """The conversation's ids, as the chat template writes it before an answer.
+
+        Of the ``options``, those of thinking matter. A last message of the assistant with
+        ``"prefix": True`` is the beginning of the answer, which goes on from there without a
+        thought.
+
+        Raises:
+            OptionError: the beginning of an answer that is bound, or no text.
+        """
+        options = options or Options()
+        messages, begun = _beginning(_with_system(messages, self._parts.system))
+        if begun:
+            if options.is_bound:
+                raise OptionError(
+                    "the answer has to follow a schema or to be a call, and its beginning is given:"
+                    " leave one of them out"
+                )
+            options = replace(options, thinking=False)
+        told = self._thinking.variables(options)
+        offer = self._offered(tools)
+        given = self._thinking.shaped(offer.shown(messages))
+        check_text_only(given)
+        tokenizer = self.tokenizer
+        names = map(tokenizer.token_text, tokenizer.special_ids)
+        segments = self._histories.segments(given, control_tokens=names, tools=offer.tools, **told)
+        ids = encode_chat(tokenizer, segments, watch)
+        ids += self._thinking.begun(ids, options, tools=bool(tools))
+        return ids + self.tokenizer.encode(begun, add_special=False) if begun else ids
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _syntax(self) -> TemplateSyntax:
+        """What the chat template shows of answers; found when it is first needed."""
+        return TemplateSyntax.of(self._template, self._tokenizer)
+
+    @cached_property
+    def _histories(self) -> HistoryRenderer:
+        return HistoryRenderer(self._template, as_text=self._syntax.calls.as_text)
+
+    @cached_property
+    def _offers(self) -> Offers:
+        return Offers(self._template)
+
+    def _offered(self, tools: Sequence[Mapping[str, Any]] | None) -> Offer:
+        if tools is not None:
+            check_tools(tools)
+        return self._offers.of(tools)
+
+    def _watch(self, cancel: threading.Event, *, bounded: bool = True) -> Watch:
+        """What ends the reading of a prompt that is cancelled, or, if ``bounded``, too long."""
+
+        def watch(count: int) -> None:
+            if cancel.is_set():
+                raise CancelledError("the request was cancelled")
+            if bounded:
+                self._check_length(count, 2 * self._parts.ctx + _TOLD)
+
+        return watch
+
+    def _check_length(self, count: int, most: int) -> None:
+        if count > most:
+            raise ContextOverflowError(
+                f"the prompt has {count} tokens or more and the context holds {self._parts.ctx}: "
+                f"shorten it, raise {option('ctx')}, or use {option('overflow', 'drop_oldest')}",
+                tokens=count,
+                ctx=self._parts.ctx,
+            )
+
+    def _least_tokens(self, message: object) -> int:
+        """What a message becomes at least: templates trim texts, and leave out earlier thoughts."""
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = content if isinstance(content, list | tuple) else [content]
+        texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+        return sum(
+            self.tokenizer.least_tokens(text.rpartition(CLOSE)[2].strip())
+            for text in texts
+            if isinstance(text, str)
+        )
+
+    @cached_property
+    def _chat_ends(self) -> frozenset[int]:
+        """The ids that end a turn; those that hand over to a tool are not always declared."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or not self._template.tool_source:
+            return self._parts.eos_ids
+        found = {tokenizer.token_id(name) for name in TURN_ENDS}
+        return self._parts.eos_ids | (tokenizer.special_ids & found)
+
+    @cached_property
+    def _infill(self) -> Infill:
+        return Infill(self.tokenizer)
+
+    def _gap_ids(
+        self,
+        before: str,
+        behind: str | None,
+        files: Sequence[tuple[str, str]],
+        options: Options,
+        cancel: threading.Event,
+    ) -> list[int]:
+        """The prompt for what is between two texts, cut where the options ask for it."""
+        if not isinstance(behind, str):
+            raise OptionError(f"{option('suffix')} must be a string, is {behind!r:.80}")
+        check_list("files", files, "pairs of a name and a text")
+        if not all(_is_pair(file) for file in files):
+            raise OptionError("files must be a list of pairs of a name and a text")
+        if options.overflow == "drop_oldest":
+            most, watch = self._room(options), self._watch(cancel, bounded=False)
+            return self._infill.prompt(before, behind, files, most=most, watch=watch)
+        texts = (before, behind, *(text for _, text in files))
+        self._check_length(sum(map(self.tokenizer.least_tokens, texts)), self._parts.ctx)
+        return self._infill.prompt(before, behind, files, watch=self._watch(cancel))
+
+    def _constraint(
+        self, options: Options, offer: Offer
+    ) -> tuple[MakeConstraint | None, tuple[str, ...]]:
+        """What binds an answer: a schema, an expression, or a tool that must be called. And the
+        keywords of a schema that it is not bound by.
+        """
+        if not options.is_bound:
+            return None, ()
+        if self._grammars is None:
+            engine = self._engine
+            take_ram = engine.take_ram if engine.info.streamed else None
+            self._grammars = Grammars(self.tokenizer, take_ram)
+        grammars, syntax = self._grammars, self._syntax
+        if options.forces_a_call:
+            choice = offer.named(options.tool_choice)
+            functions = functions_to_call(choice, offer.functions)
+            several = choice == "required" and options.parallel_tool_calls
+            return grammars.call(syntax.forced, functions, several=several), ()
+        if options.json_schema is None:
+            return grammars.constraint(options), ()
+        schema, left_out = grammars.followed(options.json_schema)
+        if not offer.functions:
+            return grammars.constraint(replace(options, json_schema=schema)), left_out
+        answer = (syntax.answer, schema)
+        several = options.parallel_tool_calls
+        made = grammars.call(syntax.forced, offer.functions, several=several, answer=answer)
+        return made, left_out
+
+    @cached_property
+    def _thinking(self) -> ThinkingControl:
+        return ThinkingControl(self._template, self._syntax, self.tokenizer)
+
+    def _prompt_ids(
+        self,
+        prompt: str | Sequence[Message] | None,
+        token_ids: Sequence[int] | None,
+        raw: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Options,
+        watch: Watch,
+    ) -> list[int]:
+        if (prompt is None) == (token_ids is None):
+            raise OptionError("give either a prompt or token_ids")
+        if token_ids is not None:
+            ids = whole_ids(token_ids, "token_ids")
+        elif isinstance(prompt, str):
+            if not prompt:
+                raise OptionError("the prompt is empty: write something to answer")
+            if raw:
+                self._check_length(self.tokenizer.least_tokens(prompt), self._parts.ctx)
+                ids = self.tokenizer.encode(prompt, watch=watch)
+            else:
+                turn: list[Message] = [{"role": "user", "content": prompt}]
+                ids = self._short_enough(turn, tools, watch, options)
+        else:
+            assert prompt is not None
+            if raw:
+                raise OptionError("raw takes a string, not a list of messages")
+            self.check_messages(prompt)
+            if not prompt:
+                raise OptionError("the list of messages is empty")
+            ids = self._fitted(prompt, tools, options, watch)
+        if not ids:
+            raise OptionError("the prompt is empty: there is nothing to continue")
+        return ids
+
+    def _short_enough(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        watch: Watch,
+        options: Options,
+    ) -> list[int]:
+        """``render``, unless the messages' lengths alone are too much for the context."""
+        self._check_length(sum(map(self._least_tokens, messages)), self._parts.ctx)
+        return self.render(messages, tools, watch, options)
+
+    def _room(self, options: Options) -> int:
+        """The tokens that a prompt may have where the oldest are dropped."""
+        ctx = min(self._parts.ctx, options.context_tokens or self._parts.ctx)
+        return ctx - min(options.max_tokens or ctx, max(1, ctx // _ANSWER_SHARE))
+
+    def _fitted(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Options,
+        watch: Watch,
+    ) -> list[int]:
+        """The conversation's ids; oldest turns dropped where the options ask for it."""
+        if options.overflow == "error":
+            return self._short_enough(messages, tools, watch, options)
+        ctx, room = self._parts.ctx, self._room(options)
+        head = rules_first(messages)
+        start, shown = head, messages
+        while True:
+            try:
+                ids = self._short_enough(shown, tools, watch, options)
+                size, count = len(ids), f"{len(ids)} tokens"
+            except ContextOverflowError as error:
+                ids, size, count = None, error.tokens or 0, "too many tokens"
+            if ids is not None and len(ids) <= room:
+                return ids
+            # A turn begins at a user message: tool results and answers go with it.
+            start = next(
+                (i for i in range(start + 1, len(messages)) if messages[i]["role"] == "user"),
+                len(messages),
+            )
+            if start >= len(messages):
+                if ids is not None and len(ids) <= ctx - ctx // _ANSWER_SHARE:
+                    return ids  # it is only longer than was asked for
+                raise ContextOverflowError(
+                    f"the last message alone has {count} with the system prompt and the context "
+                    f"holds {ctx}: shorten it or raise {option('ctx')}",
+                    tokens=size,
+                    ctx=ctx,
+                )
+            shown = [*messages[:head], *messages[start:]]
+
+
+def _answer_tokens(options: Options, prompt: int) -> int | None:
+    """The most tokens of an answer to a prompt of so many."""
+    if options.context_tokens is None or prompt >= options.context_tokens:
+        return options.max_tokens
+    left = options.context_tokens - prompt
+    return left if options.max_tokens is None else min(left, options.max_tokens)
+
+
+def _beginning(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+    """``messages`` without the answer's beginning that is given, and that; empty if there is none.
+
+    Raises:
+        OptionError: it is no text, or all that there is.
+    """
+    last = messages[-1] if messages else None
+    if not (isinstance(last, Mapping) and last.get("role") == "assistant" and last.get("prefix")):
+        return messages, ""
+    if not isinstance(last["content"], str) or last.get("tool_calls"):
+        raise OptionError("the beginning of an answer (prefix) must be text, and nothing else")
+    if len(messages) == 1:
+        raise OptionError("the beginning of an answer (prefix) must follow another message")
+    return messages[:-1], last["content"]
+
+
+def _is_pair(file: object) -> bool:
+    return isinstance(file, list | tuple) and list(map(type, file)) == [str, str]

@@ -1,0 +1,391 @@
+"""What a loaded model is (``Model.info``) and is doing just now (``Model.status()``).
+
+Memory against its budgets, what the pipeline has read and computed, the generation in progress.
+Counts grow from the loading on: two snapshots give rates (``Status.since``). Taking one costs well
+under a millisecond, waits for no pass, and works from any thread. What would help is another's
+business (``localrt/planning/outlook.py``).
+
+Makes the snapshots of ``Model.status()``: it sees every session and every chunk of a model.
+
+It waits for no pass and takes no lock that a pass holds. What it counts is ``status.py``'s.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+from localrt.common.errors import LocalrtError
+from localrt.engine.protocol import Engine, EngineInfo, EngineSession
+from localrt.engine.types import Chunk, Metrics
+from localrt.models.residency import Task
+from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.service.budgets import Budgets
+
+_NAMES = {"ssd": "The disk", "link": "The link to the card", "cpu": "The CPU", "gpu": "The card"}
+_BUSY = 0.6  # a resource that is busy for less of the time does not set the pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo(EngineInfo):
+    """What was loaded and how it runs. ``ctx`` is the context in use, in tokens.
+
+    ``notes`` are lines that a user should see: a plain chat format, a shortened context.
+    ``quantization`` is its name in ``list_models``, or what weights are unpacked to where that was
+    chosen.
+    ``pooling`` is what an embedding model's files say of it, ``"rank"`` a reranker's; "" of others.
+    """
+
+    name: str
+    path: Path
+    ctx: int
+    has_chat_template: bool
+    notes: tuple[str, ...] = ()
+    pooling: str = ""
+    quantization: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes in use, and the most that may be; None where nothing bounds them.
+
+    ``forecast`` is what loading has expected of caches and passes as they have been so far: the
+    peak, not what is used now. None where nobody knows.
+    """
+
+    used: int
+    budget: int | None = None
+    forecast: int | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Of the budget."""
+        return min(1.0, self.used / self.budget) if self.budget else None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneUse:
+    """When ``resource`` (``"ssd"``, ``"link"``, ``"cpu"``, ``"gpu"``) was busy in a pass.
+
+    ``spans`` are (start, end) in seconds from the pass's beginning, apart and in order.
+    """
+
+    resource: str
+    spans: tuple[tuple[float, float], ...]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds."""
+        return sum(end - start for start, end in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class PassTrace:
+    """The last pass through a streamed model: how long it took, its lanes, and the seconds in which
+    nothing was computed, since weights were not there yet.
+    """
+
+    seconds: float
+    lanes: tuple[LaneUse, ...]
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """Rates between two snapshots; None where a thing is not known or did not happen.
+
+    ``busy`` are shares of the time, ``pass_bytes`` what one pass has read from the SSD, ``why`` is
+    one sentence on what sets the pace.
+    """
+
+    seconds: float
+    tok_s: float | None
+    ssd_bytes_s: float | None
+    link_bytes_s: float | None
+    pass_bytes: float | None
+    expert_hit_rate: float | None
+    busy: Mapping[str, float]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A snapshot. Bytes, seconds, counts since loading; None where the engine does not tell.
+
+    ``kv`` is what caches take, against one full context. ``metrics`` are those of the generation in
+    progress (``generating``), or of the last one. ``streamed``: weights are read or copied in each
+    pass; ``token_bytes`` is what one token needs of the weights, once ``Model.advise`` has found
+    out. ``ceiling_tok_s`` and ``predicted_tok_s`` are the plan's, without guesses. ``clock_s`` is
+    when it was taken, as ``time.perf_counter`` has it.
+    """
+
+    clock_s: float
+    streamed: bool
+    generating: bool
+    ram: MemoryUse
+    vram: MemoryUse | None
+    kv: MemoryUse | None
+    weight_bytes: int
+    token_bytes: int | None = None
+    tokens: int = 0
+    passes: int | None = None
+    ssd_read_bytes: int | None = None
+    link_bytes: int | None = None
+    busy_s: Mapping[str, float] | None = None
+    expert_uses: int = 0
+    expert_hits: int = 0
+    predicted_tok_s: float | None = None
+    ceiling_tok_s: float | None = None
+    metrics: Metrics | None = None
+    last_pass: PassTrace | None = None
+
+    @property
+    def per_pass(self) -> float:
+        """Tokens that a pass gives: more than one where guesses come true."""
+        metrics = self.metrics
+        return (metrics and metrics.accepted_per_pass) or 1.0
+
+    def share_of_ceiling(self, tok_s: float | None) -> float | None:
+        """What ``tok_s`` is of the ceiling; guesses that come true raise both."""
+        if tok_s is None or not self.ceiling_tok_s:
+            return None
+        return tok_s / self.per_pass / self.ceiling_tok_s
+
+    def since(self, before: Status) -> Flow:
+        """What has happened between ``before`` and this snapshot of the same model."""
+        seconds = max(self.clock_s - before.clock_s, 0.0)
+
+        def rate(now: int | None, then: int | None) -> float | None:
+            return None if now is None or then is None or not seconds else (now - then) / seconds
+
+        busy: dict[str, float] = {}
+        if self.busy_s is not None and before.busy_s is not None and seconds:
+            for name, value in self.busy_s.items():
+                busy[name] = min(1.0, max(0.0, value - before.busy_s.get(name, 0.0)) / seconds)
+        passes = (self.passes or 0) - (before.passes or 0)
+        read = (self.ssd_read_bytes or 0) - (before.ssd_read_bytes or 0)
+        uses = self.expert_uses - before.expert_uses
+        tokens = rate(self.tokens, before.tokens)
+        return Flow(
+            seconds=seconds,
+            tok_s=tokens,
+            ssd_bytes_s=rate(self.ssd_read_bytes, before.ssd_read_bytes),
+            link_bytes_s=rate(self.link_bytes, before.link_bytes),
+            pass_bytes=read / passes if passes else None,
+            expert_hit_rate=(self.expert_hits - before.expert_hits) / uses if uses else None,
+            busy=busy,
+            why=self._why(busy, read / passes if passes else None, tokens),
+        )
+
+    def _why(self, busy: Mapping[str, float], pass_bytes: float | None, tok_s: float | None) -> str:
+        if not self.streamed:
+            return self._why_resident(tok_s)
+        shares = {name: busy[name] for name in _NAMES if name in busy}
+        if not shares:
+            return ""
+        name = max(shares, key=lambda each: shares[each])
+        percent = f"{100 * shares[name]:.0f} %"
+        if shares[name] < _BUSY:
+            return (
+                f"Nothing is busy all the time ({_NAMES[name].lower()} {percent}): reading and "
+                "computing wait for one another."
+            )
+        text = f"{_NAMES[name]} sets the pace, busy {percent} of the time"
+        if name == "ssd" and pass_bytes:
+            text += f": every pass reads {pass_bytes / 1e6:,.0f} MB that do not fit in memory"
+        elif name == "link":
+            text += ": weights that do not fit in the card's memory are copied for every pass"
+        return text + "."
+
+    def _why_resident(self, tok_s: float | None) -> str:
+        if self.token_bytes is None or not tok_s:
+            return "All weights are in memory: reading them and computing with them sets the pace."
+        size, reached = self.token_bytes / 1e6, self.token_bytes * tok_s / self.per_pass / 1e9
+        return (
+            "All weights are in memory: reading them and computing with them sets the pace, "
+            f"{size:,.0f} MB per pass, {reached:.1f} GB/s."
+        )
+
+
+_Session = TypeVar("_Session", bound=EngineSession)
+_BUDGET_S = 2.0  # for which a budget that the system sets is good
+_TASKS = 4096  # more than a pass has
+_FIRST = "layers.0.attention"  # what a pass begins with
+_COMPUTE = ("cpu", "gpu")
+_FINEST = 400  # spans closer than this part of a pass are drawn as one anyway
+
+
+class Watch:
+    """Of one model."""
+
+    def __init__(self, engine: Engine, budgets: Budgets, *, ctx: int) -> None:
+        self._engine = engine
+        self._budgets = budgets
+        self._ctx = ctx
+        self.token_bytes: int | None = None
+        self.ceiling_tok_s: float | None = None
+        self._lock = threading.Lock()
+        self._sessions: WeakSet[EngineSession] = WeakSet()
+        self._tokens = 0
+        self._running = 0
+        self._metrics: Metrics | None = None
+        self._forecast: tuple[float, float] | None = None
+        self._recording = False
+        self._budget: tuple[float, int] | None = None
+
+    def holds(self, session: _Session) -> _Session:
+        """Count the cache of ``session`` as long as there is one; the same session."""
+        with self._lock:
+            self._sessions.add(session)
+        return session
+
+    def over(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """The same chunks, counted."""
+        with self._lock:
+            self._running += 1
+        try:
+            for chunk in chunks:
+                metrics = chunk.metrics
+                with self._lock:
+                    self._tokens += len(chunk.token_ids)
+                    self._metrics = metrics
+                    if metrics.predicted_tok_s and metrics.ceiling_tok_s:
+                        self._forecast = metrics.predicted_tok_s, metrics.ceiling_tok_s
+                yield chunk
+        finally:
+            with self._lock:
+                self._running -= 1
+            if isinstance(chunks, Generator):
+                chunks.close()
+
+    def status(self, *, lanes: bool | None = None) -> Status:
+        engine = self._engine
+        with self._lock:
+            sessions = list(self._sessions)
+            tokens, running, metrics = self._tokens, self._running, self._metrics
+            forecast = self._forecast
+        trace = self._trace(lanes)
+        counts = engine.counts()
+        kv = self._kv(sessions)
+        if forecast is None and engine.plan is not None:
+            forecast = engine.plan.tok_s, engine.plan.ceiling_tok_s
+        known: dict[str, Any] = {}
+        if counts is not None:
+            known = {
+                "passes": counts.passes,
+                "ssd_read_bytes": counts.ssd_read_bytes,
+                "link_bytes": counts.link_bytes,
+                "busy_s": counts.busy_s,
+                "expert_uses": counts.expert_uses,
+                "expert_hits": counts.expert_hits,
+            }
+        return Status(
+            clock_s=time.perf_counter() if counts is None else counts.clock_s,
+            streamed=engine.info.streamed,
+            generating=running > 0,
+            ram=MemoryUse(current_rss(), self._ram_budget(), engine.ram_forecast()),
+            vram=self._vram(kv),
+            kv=kv,
+            weight_bytes=engine.info.weight_bytes,
+            token_bytes=self.token_bytes,
+            tokens=tokens,
+            predicted_tok_s=None if forecast is None else forecast[0],
+            ceiling_tok_s=self.ceiling_tok_s if forecast is None else forecast[1],
+            metrics=metrics,
+            last_pass=trace,
+            **known,
+        )
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _ram_budget(self) -> int:
+        """What the whole process may take; the system is asked now and then only."""
+        now = time.monotonic()
+        if self._budget is None or now - self._budget[0] > _BUDGET_S:
+            self._budget = now, ram_budget(self._budgets.ram)
+        return self._budget[1]
+
+    def _kv(self, sessions: Sequence[EngineSession]) -> MemoryUse | None:
+        used = 0
+        for session in sessions:
+            try:
+                used += session.nbytes
+            except (AttributeError, LocalrtError):  # it is just being closed
+                continue
+        try:
+            return MemoryUse(used, self._engine.kv_nbytes(self._ctx))
+        except LocalrtError:  # the model is closed
+            return None
+
+    def _vram(self, kv: MemoryUse | None) -> MemoryUse | None:
+        engine = self._engine
+        if (card := engine.residency.memory.gpu) is not None:
+            return MemoryUse(*card)
+        try:
+            free = engine.free_memory()
+        except LocalrtError:
+            return None
+        if free is None:
+            return None
+        used = engine.info.weight_bytes + (kv.used if kv is not None else 0)
+        return MemoryUse(used, self._budgets.gpu_memory or used + free)
+
+    # -- lanes -----------------------------------------------------------------------------------
+
+    def _trace(self, lanes: bool | None) -> PassTrace | None:
+        if lanes is not None and lanes != self._recording:
+            self._recording = lanes
+            self._engine.residency.tasks(_TASKS if lanes else 0)
+        return last_pass(self._engine.residency.tasks()) if self._recording else None
+
+
+def last_pass(tasks: Sequence[Task]) -> PassTrace | None:
+    """The last finished pass among ``tasks``, which are in the order of their ends."""
+    computed: list[Task] = []
+    later = False  # whether another pass has begun behind what is looked at
+    for index in range(len(tasks) - 1, -1, -1):
+        task = tasks[index]
+        if task.resource not in _COMPUTE:
+            continue
+        computed.append(task)
+        if task.name == _FIRST:
+            if later or computed[0].name.startswith("head"):
+                return _pass(tasks, computed, index)
+            later, computed = True, []
+    return None
+
+
+def _pass(tasks: Sequence[Task], computed: Sequence[Task], first: int) -> PassTrace:
+    """``computed`` are its computations, the last one first, ``first`` where the first one is."""
+    start, end = computed[-1].start, max(task.end for task in computed)
+    spans: dict[str, list[tuple[float, float]]] = {}
+    # Reads that began before the pass ended before its first computation, or in it.
+    for task in tasks[max(0, first - 64) :]:
+        low, high = max(task.start, start), min(task.end, end)
+        if low < high:
+            spans.setdefault(task.resource, []).append((low - start, high - start))
+    seconds = end - start
+    lanes = tuple(
+        LaneUse(name, _merged(spans[name], seconds / _FINEST))
+        for name in ("ssd", "link", *_COMPUTE)
+        if name in spans
+    )
+    both = [span for name in _COMPUTE for span in spans.get(name, ())]
+    busy = sum(high - low for low, high in _merged(both, 0.0))
+    return PassTrace(seconds, lanes, max(0.0, seconds - busy))
+
+
+def _merged(spans: Iterable[tuple[float, float]], gap: float) -> tuple[tuple[float, float], ...]:
+    """In order; those that overlap, or are no further apart than ``gap``, as one."""
+    merged: list[tuple[float, float]] = []
+    for low, high in sorted(spans):
+        if merged and low <= merged[-1][1] + gap:
+            merged[-1] = merged[-1][0], max(merged[-1][1], high)
+        else:
+            merged.append((low, high))
+    return tuple(merged)

@@ -1,0 +1,111 @@
+"""A model's thinking in one request: what its template is told, what the prompt ends with, where
+the thinking ends.
+
+It joins what the template shows of it (``localrt.chat_format.thinking_syntax``) and the options, in
+tokens. It knows no sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from localrt.chat_format.harmony import HarmonyParser, is_harmony, with_thoughts_joined
+from localrt.chat_format.offered_tools import Offer
+from localrt.chat_format.parser import USUAL_FRAME, TextParser
+from localrt.chat_format.template_syntax import TemplateSyntax
+from localrt.chat_format.templates.chat_template import MessageTemplate
+from localrt.chat_format.thinking import thoughts_apart
+from localrt.chat_format.thinking_syntax import find_syntax
+from localrt.engine.options import Options
+from localrt.engine.request import MakeParser
+from localrt.engine.stopping import ThinkingLimit
+from localrt.models.tokenizers.base import Tokenizer
+
+_TAIL = 32  # tokens at the end of a prompt that may open the thinking
+
+
+class ThinkingControl:
+    """Of the model with ``template``. ``tools`` says whether a request gives some."""
+
+    def __init__(
+        self, template: MessageTemplate, answers: TemplateSyntax, tokenizer: Tokenizer
+    ) -> None:
+        self._source = template.tool_source
+        self._tokenizer = tokenizer
+        self._answers = answers
+        self._syntax = find_syntax(template, answers.frame)
+        self._frame = self._syntax.framed(answers.frame)
+
+    def shaped(self, messages: Sequence[Any]) -> Sequence[Any]:
+        """``messages`` with thoughts where the template looks for them."""
+        if not self._syntax.reads_thoughts:
+            messages = thoughts_apart(messages)
+        return with_thoughts_joined(messages) if is_harmony(self._source) else messages
+
+    def variables(self, options: Options) -> dict[str, Any]:
+        """What the template is told.
+
+        Raises:
+            OptionError: the model is to think, and cannot.
+        """
+        return self._syntax.variables(options.thinks, options.thinking_tokens)
+
+    def begun(self, ids: Sequence[int], options: Options, *, tools: bool) -> list[int]:
+        """What follows a prompt of these ``ids`` where its template could not be told: the opening
+        of the thinking, or its end.
+        """
+        tags = self._syntax.tags
+        tools = tools and options.may_call
+        answer = self._frame.answer if options.is_bound and not tools else ""
+        if tags is None:
+            return self._ids(answer)
+        opened = self._opened(ids)
+        # Marks that a template drops are no sign that the model writes them by itself.
+        always = not self._syntax.off and (tags.close or not options.is_bound)
+        text = ""
+        if options.thinks is False and opened:
+            text = tags.closes(tools=tools)[0]
+        elif options.thinks is False and always:
+            text = tags.empty(tools=tools)
+        elif options.thinks and options.is_bound and not opened:
+            text = tags.opening + tags.lead
+        if tools:  # instead of the answer, whose mark this may end with
+            text = text.removesuffix(self._frame.answer)
+        return self._ids(text if options.thinks else text + answer)
+
+    def limit(self, options: Options, *, tools: bool) -> ThinkingLimit | None:
+        """What ends a thinking that is too long, or leads from it to a bound answer."""
+        tags = self._syntax.tags
+        if tags is None or (options.thinking_tokens is None and not options.is_bound):
+            return None
+        tools = tools and options.may_call
+        mark = self._frame.answer if tools else ""
+        closes = [text.removesuffix(mark) for text in tags.closes(tools=tools)]
+        then = closes[0].partition(tags.closing)[2] if options.is_bound else ""
+        written = tuple(tuple(self._ids(text)) for text in closes)
+        return ThinkingLimit(options.thinking_tokens, written, tuple(self._ids(then)))
+
+    def parser(self, ids: Sequence[int], offer: Offer, options: Options) -> MakeParser | None:
+        """What finds thinking, and calls of what was offered, in an answer to ``ids``."""
+        frame, opened = self._frame, self._opened(ids)
+        tools, names = offer.functions, offer.own
+        if is_harmony(self._source):
+            return lambda: HarmonyParser(thinking=bool(opened), names=names)
+        if self._syntax.tags is None and not tools and frame == USUAL_FRAME:
+            return None
+        bound = options.is_bound and options.may_call
+        known = self._answers.forced if bound else self._answers.calls
+        calls = known if tools else None
+        return lambda: TextParser(calls, tools, names=names, thinking=opened, frame=frame)
+
+    def _opened(self, ids: Sequence[int]) -> str:
+        """The mark with which the prompt of these ``ids`` has opened the thinking, or nothing."""
+        if not self._source:
+            return ""
+        end = self._tokenizer.decode(ids[-_TAIL:], skip_special=False).rstrip()
+        return next((mark for mark, _ in self._frame.thinking if end.endswith(mark)), "")
+
+    def _ids(self, text: str) -> list[int]:
+        """The ids of what a template could have written."""
+        return self._tokenizer.encode(text, add_special=False, parse_special=True) if text else []

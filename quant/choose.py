@@ -1,0 +1,208 @@
+"""Which implementation of ``Ops`` runs on a device. A backend is imported when it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from localrt.common.errors import MissingExtraError, OptionError
+from localrt.common.option_names import option
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cuda.kernels.kv import FORMATS
+from localrt.quant.ops.attention import IndexSpec, LatentSpec
+from localrt.quant.ops.hybrid_cache import split_layers
+from localrt.quant.ops.protocol import LayerSpec, Ops, RecurrentSpec
+
+_WIDEST = 512  # of a head, latents or rotary numbers: MAX_HEAD in quant/cpu/csrc/kv.h
+
+
+def make_ops(
+    attention: Sequence[LayerSpec],
+    *,
+    device: str = "auto",
+    compute_format: str | None = None,
+    kv_format: str | None = None,
+    activations: str | None = None,
+    threads: int | None = None,
+) -> Ops:
+    """The implementation for ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:N"``, or ``"auto"``.
+
+    ``compute_format=None`` keeps weights as published where our kernels run (compiled for a CPU,
+    or CUDA's), and unpacks them to bf16 elsewhere. ``attention`` is what the kernels
+    must be able to do. ``activations="bf16"`` keeps their precision in our kernels too.
+
+    Raises:
+        OptionError: the device is not on this machine, or ``kv_format`` or ``activations`` are
+            for other ones.
+        MissingExtraError: neither the compiled kernels nor torch can do it.
+    """
+    latent = any(isinstance(spec, LatentSpec) for spec in attention)
+    ours = latent or any(isinstance(spec, IndexSpec) for spec in attention)
+    if device == "auto":
+        device = _default_device()
+        # Such attention on packed weights needs our kernels: without them, it is the CPU's. So is
+        # what none of our kernels for cards can do: the CPU keeps it packed, and may stream it.
+        if compute_format is None and device != "cpu":
+            lacking = _kernels_fit(attention) and missing_on_cards(attention)
+            if lacking or (ours and _limit(attention, 0)):
+                device = "cpu"
+    if device == "cpu" and compute_format is None and _kernels_fit(attention):
+        from localrt.quant.cpu.kv import cache_format, parse_kv_format
+        from localrt.quant.cpu.ops import NativeOps
+
+        if activations == "bf16":
+            raise OptionError(
+                f"{option('activations', 'bf16')} is for a GPU: the CPU's kernels multiply in 8 "
+                f"bits; leave it out, or use {option('format', 'bf16')}"
+            )
+        kv = parse_kv_format(kv_format)
+        cache_format(split_layers(attention)[0], kv)  # raises where the two do not go together
+        return NativeOps(threads=threads, kv_format=kv)
+    on_card = device.startswith("cuda") and compute_format is None
+    kept = next((known for known in FORMATS if kv_format in (known, None)), None)
+    if kept is None or (kept != "bf16" and (latent or not on_card)):
+        raise OptionError(_no_kv_format(kv_format))
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingExtraError(_advice(device, compute_format)) from error
+    from localrt.quant.reference.ops import TorchOps
+
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise OptionError(
+                f"torch finds no CUDA GPU for {option('device', device)}: "
+                f"use {option('device', 'cpu')}"
+            )
+        index = device.removeprefix("cuda").removeprefix(":") or "0"
+        if not index.isdecimal() or int(index) >= torch.cuda.device_count():
+            raise OptionError(f"there is no GPU {device!r}: {torch.cuda.device_count()} found")
+        limit = _limit(attention, int(index)) if compute_format is None else ""
+        if compute_format is None and not limit:
+            from localrt.quant.cuda.ops import CudaOps
+
+            fine = activations == "bf16"
+            return CudaOps(device=f"cuda:{index}", kv_format=kept, fine=fine)
+        if kept != "bf16":
+            raise OptionError(_no_kv_format(kept))
+        if latent and compute_format is None:
+            raise OptionError(
+                f"latent attention (DeepSeek) on a GPU needs localrt's kernels, and {limit}; or "
+                f"use {option('device', 'cpu')}, or {option('format', 'bf16')} for a GPU "
+                "that holds the model unpacked"
+            )
+        if compute_format is None and find_spec("bitsandbytes") is not None:
+            from localrt.quant.reference.bitsandbytes_ops import BnbOps
+
+            return BnbOps(device=f"cuda:{index}")
+    return TorchOps(compute_format=compute_format or "bf16", device=device, threads=threads)
+
+
+def _no_kv_format(name: str | None) -> str:
+    return (
+        f"{option('kv_format', name)} is for the compiled CPU kernels and a GPU that ours run on, "
+        "there not for latent attention: leave it out here"
+    )
+
+
+def _default_device() -> str:
+    """``"cuda"`` where a GPU can be used; torch is only asked where a driver is installed."""
+    from pathlib import Path
+
+    driver = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+    if not driver or find_spec("torch") is None:
+        return "cpu"
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def why_not_our_kernels(ops: Ops, attention: Sequence[LayerSpec], device: str) -> str:
+    """What to tell of ``ops``, made for ``device`` without a format: in a line, why they are not
+    our kernels on the GPU that is there; empty where they are, or where there is none.
+    """
+    if ops.name == "cuda" or (device if device != "auto" else _default_device()) == "cpu":
+        return ""
+    index = ops.device.removeprefix("cuda").removeprefix(":")
+    limit = _limit(attention, int(index) if index.isdecimal() else 0)
+    if not limit:
+        return ""
+    if ops.device == "cpu":
+        other = ""
+        if not any(isinstance(spec, LatentSpec | IndexSpec) for spec in attention):
+            other = f"; {option('device', 'cuda')} computes with torch, on weights in bf16 or NF4"
+        return f"the GPU is not used: this model needs localrt's own kernels, and {limit}{other}"
+    return f"the GPU computes without localrt's kernels, on weights in bf16 or NF4: {limit}"
+
+
+def _limit(attention: Sequence[LayerSpec], index: int) -> str:
+    """Why our kernels do not compute on a GPU, and what to do; empty where they do.
+
+    A broken install counts as none: torch computes as well, on unpacked weights.
+    """
+    import torch
+
+    from localrt.quant.cuda.kernels.attention import takes_heads
+    from localrt.quant.cuda.kernels.latent import takes_latents
+    from localrt.quant.cuda.kernels.programs import NO_COMPILER, OLDEST, has_compiler
+
+    if torch.version.hip is not None:
+        return "they are for NVIDIA cards"
+    major, minor = torch.cuda.get_device_capability(index)
+    if 10 * major + minor < OLDEST:
+        return f"they need a card of compute capability {OLDEST / 10}, and this has {major}.{minor}"
+    if missing := missing_on_cards(attention):
+        return missing
+    for spec in split_layers(attention)[0]:
+        if isinstance(spec, LatentSpec):
+            if not takes_latents(spec.rope_dim, spec.latent):
+                sizes = f"{spec.latent} numbers and {spec.rope_dim} rotary ones"
+                return f"they do not take latents of {sizes}"
+        elif not takes_heads(spec.head_dim):
+            return f"they do not take heads of {spec.head_dim} numbers"
+    return "" if has_compiler() else NO_COMPILER
+
+
+def missing_on_cards(memory: Sequence[LayerSpec]) -> str:
+    """What our kernels for cards lack for a model that remembers ``memory``; empty if nothing."""
+    for spec in memory:
+        if isinstance(spec, RecurrentSpec):
+            if spec.kind == "ngram":
+                return "they do not take hashed n-grams"
+        elif isinstance(spec, IndexSpec):
+            return "they do not choose the tokens that attention sees"
+        elif spec.value_norm:
+            return "they do not norm values"
+    return ""
+
+
+def kernels_take_heads(size: int) -> bool:
+    """Whether the compiled kernels attend with heads of ``size`` numbers."""
+    return size % 16 == 0 and size <= _WIDEST
+
+
+def _kernels_fit(attention: Sequence[LayerSpec]) -> bool:
+    attending, _ = split_layers(attention)
+    return find_library() is not None and all(
+        _take_latents(spec) if isinstance(spec, LatentSpec) else kernels_take_heads(spec.head_dim)
+        for spec in attending
+    )
+
+
+def _take_latents(spec: LatentSpec) -> bool:
+    """Whether the compiled kernels can do it: whole tiles of 16 everywhere."""
+    sizes = (spec.rope_dim, spec.latent, spec.value, spec.nope)
+    return all(size % 16 == 0 for size in sizes) and max(spec.rope_dim, spec.latent) <= _WIDEST
+
+
+def _advice(device: str, compute_format: str | None) -> str:
+    if device.startswith("cuda"):
+        return "a GPU needs torch: pip install 'localrt[gpu]'"
+    if compute_format is not None:
+        return f"format {compute_format} computes with torch: pip install 'torch>=2.11'"
+    if find_library() is None:
+        return (
+            "the compiled CPU kernels are missing, and so is torch: install a C++ compiler and "
+            "localrt again, or pip install 'torch>=2.11'"
+        )
+    return "this model's head size needs torch: pip install 'torch>=2.11'"

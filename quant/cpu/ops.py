@@ -1,0 +1,568 @@
+"""``Ops`` on the CPU through our own compiled kernels, on numpy buffers; torch is not needed.
+
+Weights stay packed (``weights.py``). What the kernels do is in ``quant/cpu/csrc``; this file
+allocates, fills their structs and calls them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.common.errors import MissingExtraError, OptionError
+from localrt.quant.cpu.abi import (
+    ACTIVATIONS,
+    HeadArgs,
+    MlpArgs,
+    SearchArgs,
+    find_library,
+    load_library,
+)
+from localrt.quant.cpu.adapters import NativeAdapters, PackedLowRank
+from localrt.quant.cpu.kv import (
+    KVFormat,
+    KVMaker,
+    NativeKVCache,
+    cache_format,
+    map_floats,
+    token_nbytes,
+)
+from localrt.quant.cpu.passes import (
+    NativePass,
+    Turns,
+    attention_args,
+    index_args,
+    latent_args,
+    native_cache,
+    recurrent_args,
+)
+from localrt.quant.cpu.streams import StreamSteps
+from localrt.quant.cpu.weights import (
+    NativeExpertTable,
+    NativeVector,
+    NativeWeight,
+    Tiler,
+    address_of,
+    build_weight,
+    locate,
+    route_args,
+)
+from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile_tensor
+from localrt.quant.methods.rotation import widened_format
+from localrt.quant.ops.adapters import AdapterTable, head_deltas
+from localrt.quant.ops.arrays import large_floats
+from localrt.quant.ops.attention import (
+    AttentionSpec,
+    AttentionWeights,
+    IndexSpec,
+    IndexWeights,
+    LatentSpec,
+    LatentWeights,
+    Rope,
+)
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
+from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
+from localrt.quant.ops.kv import KVCache, grown_capacity
+from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.states import StateCache, StateLayout
+from localrt.quant.ops.streams import rows_of_tokens
+
+__all__ = ["NativeOps", "NativeWeight", "fast_tiler"]
+
+Floats = npt.NDArray[np.float32]
+
+
+class NativeOps(StreamSteps):
+    """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
+
+    ``kv_format`` ``"int8"`` halves the KV cache and the reading of a long one, ``"int4"`` takes a
+    third; both are ``approximate``. ``kv_maker`` replaces caches in RAM by its own.
+    """
+
+    name = "native"
+    device = "cpu"
+    compute_format = "packed"
+
+    def __init__(
+        self, *, threads: int | None = None, isa: str = "", kv_format: KVFormat = "bf16"
+    ) -> None:
+        path = find_library()
+        if path is None:
+            raise MissingExtraError(
+                "the compiled kernels are missing: install a C++ compiler, then localrt again"
+            )
+        self._api = load_library(path)
+        self._handle = self._api.lrt_create(threads or _usable_cores(), isa.encode())
+        if not self._handle:
+            raise OptionError(f"this processor cannot run the {isa!r} kernels")
+        self._kv_format: KVFormat = kv_format
+        self.kv_maker: KVMaker | None = None
+        self._turns: dict[Rope, Turns] = {}
+        self._spare: dict[tuple[int, ...], Floats] = {}
+        self._slots: Floats | None = None  # what was given up last
+        self._adapters = NativeAdapters(self._api, self._handle)
+        self._tiler = Tiler(self._api, self._handle, self._adapters.sites)
+        self.isa: str = self._api.lrt_isa(self._handle).decode()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._api.lrt_destroy(self._handle)
+            self._handle = None
+
+    @property
+    def adapters(self) -> AdapterTable[PackedLowRank]:
+        return self._adapters.table
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Nothing to hold."""
+        return nullcontext()
+
+    def free_memory(self) -> int | None:
+        """It computes in RAM."""
+        return None
+
+    def graphed(self, forward: Forward) -> Forward:
+        """As it is."""
+        return forward
+
+    def recorder(self) -> None:
+        """Nothing is recorded."""
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def weight(
+        self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+    ) -> NativeWeight:
+        """See ``build_weight``: rows are tiled as they come, tiles are used as they are."""
+        return build_weight(self._tiler, shape, blocks)
+
+    def tile(self, tensor: PackedTensor, *, hadamard: int = 0) -> TiledTensor:
+        """A whole matrix in tiles: what ``tile_tensor`` gives, sooner."""
+        return self._tiler.tile(tensor, hadamard=hadamard)
+
+    def vector(self, values: npt.NDArray[np.float32]) -> NativeVector:
+        """A norm weight or bias."""
+        return NativeVector(np.ascontiguousarray(values, np.float32))
+
+    def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
+        """Packed bytes, rows rounded up to whole tiles."""
+        return padded_rows(shape[0]) * widened_format(format).row_bytes(shape[1])
+
+    def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
+        """Bytes of keys, values and states once grown to ``length`` tokens."""
+        attending, states = split_layers(layers)
+        kv_format = cache_format(attending, self._kv_format)
+        in_states = StateLayout(states).sequence_nbytes(length)
+        if self.kv_maker is not None:
+            return in_states + self.kv_maker.cache_nbytes(attending, length, kv_format)
+        shapes = [(spec.cached_heads, spec.head_dim) for spec in attending]
+        return in_states + token_nbytes(shapes, kv_format) * grown_capacity(length)
+
+    def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
+        """An empty cache."""
+        attending, states = split_layers(layers)
+        kv_format = cache_format(attending, self._kv_format)
+        cache: NativeKVCache
+        if self.kv_maker is not None:
+            cache = self.kv_maker.cache(attending, capacity, kv_format)
+        else:
+            shapes = [(spec.cached_heads, spec.head_dim) for spec in attending]
+            cache = NativeKVCache(shapes, capacity, kv_format)
+        return HybridCache(cache, StateCache(states, capacity, map_floats)) if states else cache
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> NativePass:
+        """Reserve room in every cache."""
+        # Arrays of other numbers of rows would pile up.
+        self._spare = {s: a for s, a in self._spare.items() if s[0] == len(batch.tokens)}
+        reach = max(int(batch.positions.max()) + 1, *(s.cache.length + s.rows for s in batch.spans))
+        step = NativePass(batch, len(batch.tokens), batch.positions.ctypes.data, reach)
+        for span in batch.spans:
+            span.cache.reserve(span.cache.length + span.rows)
+            mask = None if span.mask is None else np.ascontiguousarray(span.mask, np.uint8)
+            step.masks.append(mask)
+        self.begin_adapters(batch)
+        return step
+
+    def embed(
+        self,
+        table: NativeWeight,
+        step: NativePass,
+        scale: float = 1.0,
+        *,
+        tokens: npt.NDArray[np.int64] | None = None,
+        each: int = 1,
+    ) -> Floats:
+        """(R * each, D)."""
+        assert len(table.tensors) == 1, "an embedding is one matrix"
+        rows = np.ascontiguousarray(step.batch.tokens if tokens is None else tokens)
+        if each > 1:
+            rows = rows_of_tokens(rows, each, table.stack.rows)
+        out = np.empty((len(rows), table.stack.cols), np.float32)
+        self._api.lrt_read_rows(
+            self._handle, table.parts, rows.ctypes.data, len(rows), scale, out.ctypes.data
+        )
+        return out
+
+    def begin_adapters(self, batch: Batch) -> None:
+        self._adapters.begin(batch)
+
+    def adapt_tokens(self, x: Floats, step: NativePass, scale: float) -> Floats:
+        """In place."""
+        for part, adapter in self._adapters.of_rows:
+            if (low := adapter.embedding) is not None:
+                x[part] += (low.a[:, step.batch.tokens[part]].T @ low.b.T) * np.float32(scale)
+        return x
+
+    def norm_qkv_rope_append(
+        self,
+        x: Floats,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: NativePass,
+        layer: int,
+    ) -> Floats:
+        """(R, H, E), already scaled; keys and values are written to the caches."""
+        q = self._array(step.rows * (2 if spec.has_gates else 1), spec.heads * spec.head_dim)
+        args = attention_args(weights, spec, step, layer, self._turns_of(weights, spec))
+        args.x, args.q = x.ctypes.data, q.ctypes.data
+        self._api.lrt_norm_qkv_rope_append(self._handle, args)
+        if spec.temperature is not None:
+            q[: step.rows] *= spec.temperature.factors(step.batch.positions)[:, None]
+        return q
+
+    def choose_tokens(
+        self,
+        x: Floats,
+        weights: IndexWeights,
+        spec: IndexSpec,
+        step: NativePass,
+        layer: int,
+    ) -> npt.NDArray[np.int32]:
+        """(R, 1 + most): of each row how many tokens it sees, and where they lie in its cache."""
+        chosen = np.empty((step.rows, 1 + spec.most_tokens), np.int32)
+        args = index_args(weights, spec, step, layer)
+        args.x, args.chosen = x.ctypes.data, chosen.ctypes.data
+        self._api.lrt_choose_tokens(self._handle, args)
+        for span in step.batch.spans:
+            native_cache(span).layer_done(layer, span.rows)
+        return chosen
+
+    def attention_output(
+        self,
+        q: Floats,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: NativePass,
+        layer: int,
+        chosen: npt.NDArray[np.int32] | None = None,
+    ) -> Floats:
+        """(R, D)."""
+        out = self._array(step.rows, weights.out.stack.rows)
+        args = step.attention[layer]
+        if chosen is not None:
+            assert weights.qkv_bias is None, "keys that leave out their bias are seen in order"
+            args.chosen, args.most_chosen = chosen.ctypes.data, chosen.shape[1] - 1
+        args.q, args.out = q.ctypes.data, out.ctypes.data
+        self._api.lrt_attention_output(self._handle, args)
+        if spec.reads is None:
+            for span in step.batch.spans:
+                native_cache(span).layer_done(layer, span.rows)
+        self._spare[q.shape] = q
+        return out
+
+    def norm_latent_append(
+        self, x: Floats, weights: LatentWeights, spec: LatentSpec, step: NativePass, layer: int
+    ) -> Floats:
+        """(R, H (N + P)): as projected, rotary parts turned; the latents are written to caches."""
+        q = self._array(step.rows, spec.query_rows)
+        args = latent_args(weights, spec, step, layer)
+        args.x, args.q = x.ctypes.data, q.ctypes.data
+        self._api.lrt_norm_latent_append(self._handle, args)
+        return q
+
+    def latent_output(
+        self, q: Floats, weights: LatentWeights, spec: LatentSpec, step: NativePass, layer: int
+    ) -> Floats:
+        """(R, D)."""
+        out = self._array(step.rows, weights.out.stack.rows)
+        args = step.latent[layer]
+        args.q, args.out = q.ctypes.data, out.ctypes.data
+        self._api.lrt_latent_output(self._handle, args)
+        for span in step.batch.spans:
+            native_cache(span).layer_done(layer, span.rows)
+        self._spare[q.shape] = q
+        return out
+
+    def norm_recurrent(
+        self,
+        x: Floats,
+        weights: RecurrentWeights,
+        spec: RecurrentSpec,
+        step: NativePass,
+        layer: int,
+    ) -> Floats:
+        """(R, D)."""
+        out = self._array(step.rows, weights.out.stack.rows)
+        args = recurrent_args(weights, spec, step, layer)
+        args.x, args.out = x.ctypes.data, out.ctypes.data
+        self._api.lrt_recurrent(self._handle, args)
+        for span in step.batch.spans:
+            states_of(span.cache).layer_done(layer)
+        return out
+
+    def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
+        """(R, D)."""
+        return self._gated_mlp(x, weights, spec, None)
+
+    def norm(self, x: Floats, weight: NativeVector, eps: float) -> Floats:
+        """In place."""
+        self._api.lrt_norm_rows(self._handle, locate(x), *x.shape, weight.address, eps)
+        return x
+
+    # -- a mixture of experts --------------------------------------------------------------------
+
+    def expert_table(self, count: int) -> NativeExpertTable:
+        """An empty table."""
+        return NativeExpertTable(count)
+
+    def norm_route(
+        self, x: Floats, weights: RouterWeights, spec: RouterSpec
+    ) -> tuple[Floats, Routing]:
+        """(R, D), and the choices."""
+        rows, hidden = x.shape
+        args = route_args(weights, spec)
+        ranked, used = args.ranked, args.used
+        normed = self._array(rows, hidden)
+        # One array behind all three results: asking where an array lies costs as much as making it.
+        results = np.empty(rows * (2 * ranked + used), np.float32)
+        address, plane = locate(results), rows * ranked
+        args.x, args.normed = locate(x), locate(normed)
+        args.experts, args.scores, args.weights = (
+            address,
+            address + 4 * plane,
+            address + 8 * plane,
+        )
+        args.rows = rows
+        self._api.lrt_norm_route(self._handle, args)
+        return normed, Routing(
+            results[:plane].view(np.int32).reshape(rows, ranked),
+            results[plane : 2 * plane].reshape(rows, ranked),
+            results[2 * plane :].reshape(rows, used),
+        )
+
+    def expert_slots(self, normed: Floats, routing: Routing) -> Floats:
+        """(R * K, D): the array that was given up last, if it fits."""
+        shape = (routing.weights.size, normed.shape[1])
+        spare, self._slots = self._slots, None
+        return spare if spare is not None and spare.shape == shape else np.empty(shape, np.float32)
+
+    def run_experts(
+        self,
+        normed: Floats,
+        routing: Routing,
+        table: ExpertTable,
+        spec: ExpertSpec,
+        slots: Floats,
+        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """All of ``experts`` in one call.
+
+        Raises:
+            ValueError: one of them is not in the table; nothing is computed then.
+        """
+        assert isinstance(table, NativeExpertTable), "tables belong to one implementation"
+        assert table.takes(spec), "the experts have a gate, or none"
+        args = table.args
+        chosen = np.ascontiguousarray(routing.experts, np.int32)
+        args.rows, args.stride = chosen.shape
+        args.used = routing.used
+        if slots.shape != (args.rows * args.used, normed.shape[1]):
+            raise ValueError(f"slots are {slots.shape}, of {args.rows} rows with {args.used} each")
+        args.x, args.slots, args.chosen = locate(normed), locate(slots), locate(chosen)
+        args.activation, args.limit = ACTIVATIONS[spec.activation], spec.limit
+        args.asked, args.asked_count = None, 0
+        if experts is not None:
+            asked = np.ascontiguousarray(experts, np.int32)
+            if not asked.size:
+                return
+            args.asked, args.asked_count = locate(asked), asked.size
+        missing = self._api.lrt_run_experts(self._handle, args)
+        if missing >= 0:
+            raise ValueError(f"expert {missing} is asked for, but is not in the table")
+
+    def put_slots(self, slots: Floats, index: npt.NDArray[np.intp], rows: Floats) -> Floats:
+        """In place."""
+        slots[index] = rows
+        return slots
+
+    def combine_experts(self, slots: Floats, routing: Routing, shared: Floats | None) -> Floats:
+        """(R, D)."""
+        weights = np.ascontiguousarray(routing.weights, np.float32)
+        (rows, used), hidden = weights.shape, slots.shape[1]
+        out = self._array(rows, hidden) if shared is None else shared
+        self._api.lrt_combine_experts(
+            self._handle,
+            locate(slots),
+            locate(weights),
+            None if shared is None else locate(shared),
+            rows,
+            used,
+            hidden,
+            locate(out),
+        )
+        self._slots = slots
+        return out
+
+    def latent_rows(self, normed: Floats, weight: NativeWeight) -> Floats:
+        """(R, L)."""
+        return self.linear(normed, weight, self._array(len(normed), weight.stack.rows))
+
+    def widen_latents(self, rows: Floats, weight: NativeWeight, shared: Floats | None) -> Floats:
+        """(R, D)."""
+        out = self.linear(rows, weight, self._array(len(rows), weight.stack.rows))
+        self._spare[rows.shape] = rows
+        return out if shared is None else self.add(out, shared)
+
+    def shared_mlp(
+        self, normed: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
+    ) -> Floats:
+        """(R, D)."""
+        return self._gated_mlp(normed, weights, spec, gate)
+
+    # -- sums and logits -------------------------------------------------------------------------
+
+    def add(self, x: Floats, y: Floats, scale: float = 1.0, total: float = 1.0) -> Floats:
+        """Residual sum in place of ``x``."""
+        if scale != 1.0:
+            y *= np.float32(scale)
+        x += y
+        if total != 1.0:
+            x *= np.float32(total)
+        self._spare[y.shape] = y
+        return x
+
+    def head(
+        self,
+        x: Floats,
+        rows: npt.NDArray[np.intp],
+        norm: NativeVector,
+        eps: float,
+        weight: NativeWeight,
+        softcap: float | None = None,
+        first_row: int = 0,
+    ) -> Floats:
+        """(len(rows), V)."""
+        adapted = any(adapter.head for _, adapter in self._adapters.of_rows)
+        logits = large_floats((len(rows), weight.stack.rows))
+        wanted = np.ascontiguousarray(rows, np.int64)
+        args = HeadArgs(
+            x=x.ctypes.data,
+            wanted=wanted.ctypes.data,
+            logits=logits.ctypes.data,
+            norm=address_of(norm),
+            weight=weight.stack,
+            count=len(rows),
+            eps=eps,
+            softcap=0.0 if adapted else softcap or 0.0,
+        )
+        self._api.lrt_head(self._handle, args)
+        if adapted:
+
+            def normed(row: int) -> Floats:
+                scale = np.sqrt(np.square(x[row]).mean() + np.float32(eps))
+                inputs: Floats = x[row] if norm is None else x[row] / scale * norm.values
+                return inputs
+
+            head_deltas(self._adapters.of_rows, rows, normed, first_row, logits)
+            if softcap:
+                np.tanh(logits / np.float32(softcap), out=logits)
+                logits *= np.float32(softcap)
+        return logits
+
+    def linear(self, x: Floats, weight: NativeWeight, out: Floats | None = None) -> Floats:
+        """x (R, K) times the weight's rows: (R, out)."""
+        x = np.ascontiguousarray(x, np.float32)
+        if out is None:
+            out = np.empty((x.shape[0], weight.stack.rows), np.float32)
+        self._api.lrt_linear(self._handle, weight.stack, x.ctypes.data, x.shape[0], out.ctypes.data)
+        return out
+
+    def search_scales(self, args: SearchArgs) -> None:
+        self._api.lrt_search_scales(self._handle, args)
+
+    def multiply(self, rounds: int) -> float:
+        """Int8 products from registers on all threads; the operations done, two a product."""
+        operations: float = self._api.lrt_multiply_peak(self._handle, rounds)
+        return operations
+
+    def read_all(self, data: npt.NDArray[np.uint8]) -> None:
+        """Read every byte once, on all threads."""
+        self._api.lrt_read_all(self._handle, data.ctypes.data, data.nbytes)
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _turns_of(self, weights: AttentionWeights, spec: AttentionSpec) -> Turns | None:
+        """If the keys are kept without a bias that they have."""
+        kept = self._kv_format == "bf16" or weights.k_norm is not None
+        if kept or weights.qkv_bias is None or spec.rope is None:
+            return None
+        if spec.rope not in self._turns:
+            self._turns[spec.rope] = Turns(spec.rope)
+        return self._turns[spec.rope]
+
+    def _gated_mlp(
+        self, x: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
+    ) -> Floats:
+        out = self._array(x.shape[0], weights.down.stack.rows)
+        args = MlpArgs(
+            x=locate(x),
+            out=locate(out),
+            norm=address_of(weights.norm),
+            post_norm=address_of(weights.post_norm),
+            gate_up=weights.gate_up.stack,
+            down=weights.down.stack,
+            rows=x.shape[0],
+            activation=ACTIVATIONS[spec.activation],
+            eps=spec.eps,
+            cut=spec.cutoff is not None,
+            cutoff=spec.cutoff or 0.0,
+            gate_scale=spec.gate_scale,
+        )
+        if gate is not None:
+            args.row_gate = gate.stack
+        self._api.lrt_norm_gated_mlp(self._handle, args)
+        return out
+
+    def _array(self, rows: int, cols: int) -> Floats:
+        """An array that the pass before gave up, or a new one: fresh pages cost more than a row."""
+        spare = self._spare.pop((rows, cols), None)
+        return np.empty((rows, cols), np.float32) if spare is None else spare
+
+
+def fast_tiler() -> Callable[[PackedTensor], TiledTensor]:
+    """Rows to tiles by the compiled kernels where they are installed, else by numpy: the same."""
+    try:
+        return NativeOps().tile
+    except MissingExtraError:
+        return tile_tensor
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,338 @@
+"""A pass as the compiled kernels are told of it: caches, masks, rotary tables, arguments of layers.
+
+Arguments are made once for both steps of a layer. It calls no kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.quant.cpu.abi import (
+    RECURRENT_KINDS,
+    AttentionArgs,
+    IndexArgs,
+    LatentArgs,
+    RecurrentArgs,
+    SpanArgs,
+    StateSpanArgs,
+)
+from localrt.quant.cpu.kv import (
+    BLOCK,
+    KV_FORMATS,
+    LATENT_FORMATS,
+    NativeKVCache,
+)
+from localrt.quant.cpu.weights import NativeVector, address_of
+from localrt.quant.ops.attention import (
+    AttentionSpec,
+    AttentionWeights,
+    IndexSpec,
+    IndexWeights,
+    LatentSpec,
+    LatentWeights,
+    Rope,
+)
+from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
+from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.states import StatePass
+
+Floats = npt.NDArray[np.float32]
+
+_CACHE_FORMATS = (*KV_FORMATS, *LATENT_FORMATS.values())  # as the kernels number them
+
+
+class _Places:
+    """Where a sequence's states lie: asking numpy for each layer would take longer than a step."""
+
+    __slots__ = ("held", "parents", "source", "source_rows", "target", "target_rows")
+
+    def __init__(self, span: Span, states: StatePass) -> None:
+        source, target = states.source, states.target
+        self.source, self.source_rows = source.states.ctypes.data, source.rows.ctypes.data
+        self.target, self.target_rows = target.states.ctypes.data, target.rows.ctypes.data
+        self.parents, self.held = _address(states.parents), span.cache.length
+
+
+@dataclass(slots=True)
+class NativePass:
+    """A batch, and what all layers share of it: masks, rotary tables, arguments made once."""
+
+    batch: Batch
+    rows: int
+    positions: int  # where they lie
+    reach: int  # all positions of the pass and its caches are below
+    attention: dict[int, AttentionArgs] = field(default_factory=dict)  # of each layer
+    latent: dict[int, LatentArgs] = field(default_factory=dict)
+    masks: list[npt.NDArray[np.uint8] | None] = field(default_factory=list)
+    tables: dict[tuple[Rope, int], tuple[NativeVector, NativeVector]] = field(default_factory=dict)
+    states: list[StatePass] = field(default_factory=list)  # of recurrent layers
+    places: list[_Places] = field(default_factory=list)  # where these lie
+
+    def span_args(self, layer: int) -> ctypes.Array[SpanArgs]:
+        """Every sequence's cache of a layer, and what its rows see."""
+        spans = (SpanArgs * len(self.masks))()
+        for index, span in enumerate(self.batch.spans):
+            cache = native_cache(span)
+            data, stride = cache.layer_ready(layer)
+            spans[index] = SpanArgs(
+                data,
+                _address(self.masks[index]),
+                stride,
+                _CACHE_FORMATS.index(cache.kv_format),
+                cache.length,
+                span.rows,
+                0 if span.mask is None else span.mask.shape[1] - span.rows,
+            )
+        return spans
+
+    def state_args(self, layer: int) -> ctypes.Array[StateSpanArgs]:
+        """Every sequence's memory of a recurrent layer, and its rows."""
+        if not self.states:
+            self.states = begin_states(self.batch.spans)
+            self.places = list(map(_Places, self.batch.spans, self.states))
+        spans = (StateSpanArgs * len(self.states))()
+        for index, (span, states, at) in enumerate(
+            zip(self.batch.spans, self.states, self.places, strict=True)
+        ):
+            source, target = states.source, states.target
+            state, row = 4 * source.layout.states[layer], 4 * source.layout.rows[layer]
+            spans[index] = StateSpanArgs(
+                at.source + state,
+                at.target + state,
+                at.source_rows + source.ring * row,
+                at.target_rows + target.ring * row,
+                at.parents,
+                source.ring,
+                target.ring,
+                int(source.positions[layer]),
+                states.fold,
+                at.held,
+                span.rows,
+                states.extra,
+            )
+        return spans
+
+    def rope_tables(self, rope: Rope | None, back: int = 0) -> tuple[int, int] | tuple[None, None]:
+        """Where the cosines and sines of the pass lie, each (R, rotary / 2).
+
+        They are those of positions so many tokens ``back``.
+        """
+        if rope is None:
+            return None, None
+        if (rope, back) not in self.tables:
+            frequencies = np.asarray(rope.inv_freq, np.float32)
+            angles = (self.batch.positions - back).astype(np.float32)[:, None] * frequencies
+            scale = np.float32(rope.scale)
+            self.tables[rope, back] = (
+                NativeVector(np.cos(angles) * scale),
+                NativeVector(np.sin(angles) * scale),
+            )
+        cos, sin = self.tables[rope, back]
+        return cos.address, sin.address
+
+
+def attention_args(
+    weights: AttentionWeights,
+    spec: AttentionSpec,
+    step: NativePass,
+    layer: int,
+    turns: Turns | None,
+) -> AttentionArgs:
+    """Of both steps: the second finds them in the pass. ``turns`` if keys leave out their bias."""
+    cos, sin = step.rope_tables(spec.rope)
+    near, far = (None, None) if turns is None else turns.addresses(step.reach)
+    spans = step.span_args(layer)
+    args = step.attention[layer] = AttentionArgs(
+        norm=address_of(weights.norm),
+        qkv_bias=address_of(weights.qkv_bias),
+        q_norm=address_of(weights.q_norm),
+        k_norm=address_of(weights.k_norm),
+        v_norm=address_of(weights.v_norm),
+        out_bias=address_of(weights.out_bias),
+        post_norm=address_of(weights.post_norm),
+        sinks=address_of(weights.sinks),
+        cos=cos,
+        sin=sin,
+        near_turns=near,
+        far_turns=far,
+        positions=step.positions,
+        spans=spans,
+        qkv=weights.qkv.stack,
+        proj=weights.out.stack,
+        rows=step.rows,
+        span_count=len(spans),
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
+        window=spec.window or 0,
+        joint_norms=spec.joint_norms,
+        projections=spec.projections,
+        gated=spec.gated,
+        head_gates=spec.head_gates,
+        norms_last=spec.norms_last,
+        eps=spec.eps,
+        scale=spec.scale,
+        softcap=spec.softcap or 0.0,
+    )
+    return args
+
+
+def index_args(weights: IndexWeights, spec: IndexSpec, step: NativePass, layer: int) -> IndexArgs:
+    """Of an indexer's only step."""
+    spans = step.span_args(layer)
+    cos, sin = step.rope_tables(spec.rope)
+    block_cos, block_sin = step.rope_tables(spec.rope, spec.block - 1)
+    return IndexArgs(
+        q_norm=address_of(weights.q_norm),
+        k_norm=address_of(weights.k_norm),
+        cos=cos,
+        sin=sin,
+        block_cos=block_cos,
+        block_sin=block_sin,
+        spans=spans,
+        qk=weights.qk.stack,
+        rows=step.rows,
+        span_count=len(spans),
+        heads=spec.heads,
+        head_dim=spec.head_dim,
+        rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
+        block=spec.block,
+        budget=spec.budget,
+        eps=spec.eps,
+    )
+
+
+def latent_args(
+    weights: LatentWeights, spec: LatentSpec, step: NativePass, layer: int
+) -> LatentArgs:
+    """Of both steps: the second finds them in the pass."""
+    cos, sin = step.rope_tables(spec.rope)
+    spans = step.span_args(layer)
+    args = step.latent[layer] = LatentArgs(
+        norm=address_of(weights.norm),
+        query_norm=address_of(weights.query_norm),
+        latent_norm=address_of(weights.latent_norm),
+        cos=cos,
+        sin=sin,
+        spans=spans,
+        down=weights.down.stack,
+        key_up=weights.key_up.stack,
+        value_up=weights.value_up.stack,
+        proj=weights.out.stack,
+        rows=step.rows,
+        span_count=len(spans),
+        heads=spec.heads,
+        rotary=spec.rope_dim,
+        latent=spec.latent,
+        nope=spec.nope,
+        value=spec.value,
+        interleaved=spec.interleaved,
+        eps=spec.eps,
+        latent_eps=spec.latent_eps,
+        scale=spec.scale,
+    )
+    if weights.query_up is not None:
+        args.query_up = weights.query_up.stack
+    return args
+
+
+def recurrent_args(
+    weights: RecurrentWeights, spec: RecurrentSpec, step: NativePass, layer: int
+) -> RecurrentArgs:
+    """Of a recurrent layer's only step; those that stay are made once."""
+    kept = weights.mix.call
+    if kept is None or kept[0] is not weights or kept[1] is not spec:
+        kept = weights.mix.call = weights, spec, _recurrent_args(weights, spec)
+    args: RecurrentArgs = kept[2]
+    args.spans, args.rows = step.state_args(layer), step.rows
+    args.span_count = len(step.states)
+    return args
+
+
+def _recurrent_args(weights: RecurrentWeights, spec: RecurrentSpec) -> RecurrentArgs:
+    args = RecurrentArgs(
+        norm=address_of(weights.norm),
+        conv=address_of(weights.taps),
+        taps_bias=address_of(weights.taps_bias),
+        decay=address_of(weights.decay),
+        decay_bias=address_of(weights.decay_bias),
+        skip=address_of(weights.skip),
+        out_norm=address_of(weights.out_norm),
+        mix_bias=address_of(weights.mix_bias),
+        out_bias=address_of(weights.out_bias),
+        post_norm=address_of(weights.post_norm),
+        mix_scale=address_of(weights.mix_scale),
+        mix=weights.mix.stack,
+        proj=weights.out.stack,
+        kind=RECURRENT_KINDS[spec.kind],
+        heads=spec.heads,
+        key_heads=spec.key_heads,
+        key_size=spec.key_size,
+        value_size=spec.value_size,
+        taps=spec.taps,
+        dilation=spec.dilation,
+        width=spec.width,
+        tiled=spec.tiled,
+        channel_decay=spec.channel_decay,
+        norm_size=spec.norm_size,
+        norm_width=0 if weights.out_norm is None else weights.out_norm.values.size,
+        gate_sigmoid=spec.gate == "sigmoid",
+        gate_first=spec.gate_first,
+        eps=spec.eps,
+        norm_eps=spec.norm_eps or spec.eps,
+        strength=spec.strength,
+        least_step=spec.time_steps[0],
+        most_step=spec.time_steps[1],
+    )
+    if weights.gate_up is not None and weights.decay_up is not None:
+        args.gate_up, args.decay_up = weights.gate_up.stack, weights.decay_up.stack
+    return args
+
+
+def native_cache(span: Span) -> NativeKVCache:
+    """Its cache of keys and values."""
+    cache = span.cache
+    if isinstance(cache, HybridCache):
+        cache = cache.kv
+    assert isinstance(cache, NativeKVCache), "caches belong to one implementation"
+    return cache
+
+
+def _address(array: npt.NDArray[Any] | None) -> int | None:
+    return None if array is None else array.ctypes.data
+
+
+class Turns:
+    """Cosines and sines by which attention adds the bias that quantized keys leave out.
+
+    See ``KeyBias`` in ``quant/cpu/csrc/kv.h``: a position is a block of 256 and a place in it, and
+    the angle of the one is turned by that of the other. As many positions as were asked for.
+    """
+
+    def __init__(self, rope: Rope) -> None:
+        self._rope = rope
+        places = self._angles(np.arange(BLOCK), 1.0)  # (256, pairs, 2)
+        tiles = places.reshape(BLOCK // 16, 16, *places.shape[1:])
+        self._near = np.ascontiguousarray(tiles.transpose(0, 2, 3, 1))  # (16, pairs, 2, 16)
+        self._far: Floats = np.empty((0, *places.shape[1:]), np.float32)
+
+    def addresses(self, positions: int) -> tuple[int, int]:
+        """Where the tables of places and of blocks lie; the latter reach ``positions``.
+
+        They stay there until more positions are asked for.
+        """
+        blocks = -(-positions // BLOCK)
+        if blocks > len(self._far):
+            self._far = self._angles(BLOCK * np.arange(2 * blocks), self._rope.scale)
+        return self._near.ctypes.data, self._far.ctypes.data
+
+    def _angles(self, positions: npt.NDArray[np.int64], scale: float) -> Floats:
+        angles = positions[:, None] * np.asarray(self._rope.inv_freq, np.float64)
+        return (np.stack([np.cos(angles), np.sin(angles)], axis=-1) * scale).astype(np.float32)

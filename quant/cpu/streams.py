@@ -1,0 +1,217 @@
+"""The CPU's steps of layers' own inputs and of several residual streams: see ``Ops``."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.quant.cpu.abi import (
+    ACTIVATIONS,
+    ConnectionArgs,
+    InputArgs,
+    NgramArgs,
+    StreamArgs,
+)
+from localrt.quant.cpu.passes import NativePass
+from localrt.quant.cpu.weights import NativeWeight, address_of, locate
+from localrt.quant.ops.hybrid_cache import states_of
+from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.streams import (
+    ConnectionWeights,
+    InputGateSpec,
+    InputGateWeights,
+    InputProjection,
+    LowRankWeights,
+    NgramWeights,
+    StreamSpec,
+    StreamWeights,
+)
+
+Floats = npt.NDArray[np.float32]
+
+
+class StreamSteps:
+    """A part of ``NativeOps``."""
+
+    _api: ctypes.CDLL
+    _handle: Any
+
+    def _array(self, rows: int, cols: int) -> Floats:
+        raise NotImplementedError
+
+    def project_inputs(self, x: Floats, rows: Floats, weights: InputProjection) -> Floats:
+        """(R, L * P), in the place of ``rows``."""
+        inputs = rows.reshape(len(x), -1)
+        self._api.lrt_project_inputs(
+            self._handle,
+            weights.matrix.stack,
+            locate(x),
+            len(x),
+            weights.width,
+            address_of(weights.norm),
+            weights.eps,
+            locate(inputs),
+        )
+        return inputs
+
+    def gate_inputs(
+        self, x: Floats, inputs: Floats, weights: InputGateWeights, spec: InputGateSpec
+    ) -> Floats:
+        """(R, D)."""
+        out = self._array(len(x), weights.out.stack.rows)
+        args = InputArgs(
+            x=locate(x),
+            inputs=locate(inputs),
+            out=locate(out),
+            post_norm=address_of(weights.post_norm),
+            gate=weights.gate.stack,
+            proj=weights.out.stack,
+            rows=len(x),
+            stride=inputs.shape[1],
+            first=spec.layer * spec.width,
+            activation=ACTIVATIONS[spec.activation],
+            eps=spec.eps,
+        )
+        self._api.lrt_gate_inputs(self._handle, args)
+        return out
+
+    def low_rank(self, x: Floats, weights: LowRankWeights) -> Floats:
+        """(R, D)."""
+        out = self._array(*x.shape)
+        self._api.lrt_low_rank(
+            self._handle,
+            weights.left.stack,
+            weights.right.stack,
+            locate(x),
+            len(x),
+            address_of(weights.norm),
+            address_of(weights.post_norm),
+            weights.eps,
+            locate(out),
+        )
+        return out
+
+    def split_streams(self, x: Floats, projections: NativeWeight) -> Floats:
+        """(R, S * D)."""
+        out = np.empty((len(x), projections.stack.rows + x.shape[1]), np.float32)
+        self._api.lrt_split_streams(self._handle, projections.stack, locate(x), len(x), locate(out))
+        return out
+
+    def predict_streams(
+        self, streams: Floats, weights: StreamWeights, spec: StreamSpec
+    ) -> tuple[Floats, Floats]:
+        """(R, S * D) and (R, D)."""
+        args, out, active = self._stream_args(streams, weights, spec)
+        self._api.lrt_predict_streams(self._handle, args)
+        return out, active
+
+    def correct_streams(
+        self, streams: Floats, activated: Floats, weights: StreamWeights, spec: StreamSpec
+    ) -> tuple[Floats, Floats]:
+        """(R, S * D) and (R, D)."""
+        args, out, active = self._stream_args(streams, weights, spec)
+        args.activated = locate(activated)
+        self._api.lrt_correct_streams(self._handle, args)
+        return out, active
+
+    def add_to_streams(self, streams: Floats, y: Floats) -> Floats:
+        """In place."""
+        streams.reshape(*y.shape[:1], -1, y.shape[1])[:, 1:] += y[:, None]
+        return streams
+
+    def join_streams(self, streams: Floats, projections: NativeWeight) -> Floats:
+        """(R, D)."""
+        out = self._array(len(streams), projections.stack.cols)
+        self._api.lrt_join_streams(
+            self._handle, projections.stack, locate(streams), len(streams), locate(out)
+        )
+        return out
+
+    def repeat_stream(self, x: Floats, count: int) -> Floats:
+        """(R, S * D)."""
+        return np.tile(x, (1, count))
+
+    def read_streams(
+        self, streams: Floats, weights: ConnectionWeights
+    ) -> tuple[Floats, Floats | None]:
+        """(R, D) and (R, S)."""
+        rows, count = len(streams), weights.count
+        out = self._array(rows, streams.shape[1] // count)
+        shares = None if weights.share is None else np.empty((rows, count), np.float32)
+        args = ConnectionArgs(
+            streams=locate(streams),
+            out=locate(out),
+            norm=address_of(weights.norm),
+            down=weights.down.stack,
+            up=weights.up.stack,
+            rows=rows,
+            count=count,
+            eps=weights.eps,
+        )
+        if weights.share is not None and shares is not None:
+            args.share, args.shares = weights.share.stack, locate(shares)
+        self._api.lrt_read_streams(self._handle, args)
+        return out, shares
+
+    def share_out(self, streams: Floats, y: Floats, shares: Floats) -> Floats:
+        """In place."""
+        streams.reshape(*shares.shape, -1)[:] += y[:, None] * shares[:, :, None]
+        return streams
+
+    def add_ngrams(
+        self,
+        streams: Floats,
+        rows: Floats,
+        weights: NgramWeights,
+        spec: RecurrentSpec,
+        step: NativePass,
+        layer: int,
+    ) -> Floats:
+        """In place."""
+        tokens, spans = step.batch.tokens.astype(np.float32), step.state_args(layer)
+        args = NgramArgs(
+            streams=locate(streams),
+            ngrams=locate(rows),
+            tokens=locate(tokens),
+            key_norm=address_of(weights.key_norm),
+            stream_norm=address_of(weights.stream_norm),
+            value_norm=address_of(weights.value_norm),
+            conv=address_of(weights.taps),
+            spans=spans,
+            key=weights.key.stack,
+            value=weights.value.stack,
+            rows=len(streams),
+            span_count=len(spans),
+            count=weights.count,
+            taps=spec.taps,
+            dilation=spec.dilation,
+            eps=weights.eps,
+        )
+        self._api.lrt_add_ngrams(self._handle, args)
+        for span in step.batch.spans:
+            states_of(span.cache).layer_done(layer)
+        return streams
+
+    def _stream_args(
+        self, streams: Floats, weights: StreamWeights, spec: StreamSpec
+    ) -> tuple[StreamArgs, Floats, Floats]:
+        """Arguments, and what the step fills."""
+        rows, hidden = len(streams), weights.router.stack.cols
+        out, active = np.empty_like(streams), self._array(rows, hidden)
+        args = StreamArgs(
+            streams=locate(streams),
+            out=locate(out),
+            active=locate(active),
+            norm=address_of(weights.norm),
+            coefficients=address_of(weights.coefficients),
+            scale=address_of(weights.scale),
+            router=weights.router.stack,
+            rows=rows,
+            count=spec.count,
+            which=spec.active,
+            eps=spec.eps,
+        )
+        return args, out, active

@@ -1,0 +1,190 @@
+"""Adapters on a card: A and B in bf16, added to the products of a pass's rows.
+
+Weights know their tensors' names and this; so adapters may come and go while the weights stay, and
+weights that are streamed find theirs again. Short passes have kernels of their own, in which every
+row may have another adapter; long ones take a sequence at a time by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from localrt.quant.cuda.device import upload
+from localrt.quant.cuda.kernels.low_rank import Change, add_low_rank
+from localrt.quant.cuda.kernels.products import MOST_ROWS, Records
+from localrt.quant.ops.adapters import (
+    Adapter,
+    AdapterTable,
+    LowRank,
+    adapted_rows,
+    joined_factors,
+)
+from localrt.quant.ops.protocol import Batch
+
+_KEPT = 4  # kinds of passes whose changes stay on the device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaLowRank:
+    """A ``LowRank`` on the device: a (rank, columns), b (rows, rank), bf16; factors (rows,)."""
+
+    a: Tensor
+    b: Tensor
+    factors: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        factors = 0 if self.factors is None else self.factors.nbytes
+        return int(self.a.nbytes + self.b.nbytes + factors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """Of a product's rows in one kind of pass."""
+
+    array: Tensor  # of ``Change``
+    rank: int  # the most of any
+    rows: int
+    where: Tensor  # rows of the pass, each once
+
+
+class CudaAdapters:
+    """What a card's products add for the rows of the pass that has begun last."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.table = _Table(self)
+        self.of_rows: list[tuple[slice, Adapter[CudaLowRank]]] = []
+        self._rows = 0
+        # By the pass's adapters and rows, then by the matrix's tensors.
+        self._kept: dict[tuple[object, ...], dict[tuple[str, ...], _Changes | None]] = {}
+        self._changes: dict[tuple[str, ...], _Changes | None] = {}
+
+    def begin(self, batch: Batch) -> None:
+        """A pass begins."""
+        self.of_rows = adapted_rows(self.table, batch.mixes)
+        self._rows = len(batch.tokens)
+        if not self.of_rows:
+            return
+        kind = tuple((part.start, part.stop, adapter) for part, adapter in self.of_rows)
+        self._changes = self._kept.pop(kind, {})
+        self._kept[kind] = self._changes
+        while len(self._kept) > _KEPT:
+            del self._kept[next(iter(self._kept))]
+
+    def forget(self) -> None:
+        """An adapter has gone: nothing keeps it on the device."""
+        self._kept.clear()
+        self._changes, self.of_rows = {}, []
+
+    def changed_rows(self, starts: Mapping[str, int]) -> Tensor | None:
+        """The rows of the pass with changes of the matrix whose tensors begin at ``starts``."""
+        found = self._of(starts)
+        return None if found is None else found.where
+
+    def add_to(
+        self, y: Tensor, x: Tensor | Records, starts: Mapping[str, int], bias: Tensor | None
+    ) -> None:
+        """Change y (R, n), the product of x (R, columns) with the matrix, ``bias`` included."""
+        found = self._of(starts)
+        if found is None:
+            return
+        if isinstance(x, Records) or self._rows <= MOST_ROWS:
+            columns = x.columns if isinstance(x, Records) else x.shape[1]
+            if isinstance(x, Tensor) and x.stride(1) != 1:
+                x = x.contiguous()
+            add_low_rank(
+                found.array,
+                x,
+                y,
+                columns=columns,
+                rank=found.rank,
+                rows=found.rows,
+                bias=None if bias is None else bias.float(),
+            )
+            return
+        for name, first in starts.items():
+            for part, adapter in self.of_rows:
+                if (low := adapter.matrices.get(name)) is None:
+                    continue
+                own = y[part, first : first + len(low.b)]
+                if low.factors is not None:
+                    known = 0 if bias is None else bias[first : first + len(low.b)]
+                    own.copy_((own.float() - known) * low.factors + known)
+                own += ((x[part] @ low.a.T) @ low.b.T).to(own.dtype)
+
+    def _of(self, starts: Mapping[str, int]) -> _Changes | None:
+        if not self.of_rows:
+            return None
+        names = tuple(starts)
+        if names not in self._changes:
+            self._changes[names] = self._make(starts)
+        return self._changes[names]
+
+    def _make(self, starts: Mapping[str, int]) -> _Changes | None:
+        found = [
+            (row, first, low)
+            for name, first in starts.items()
+            for part, adapter in self.of_rows
+            if (low := adapter.matrices.get(name)) is not None
+            for row in range(part.start, part.stop)
+        ]
+        if not found:
+            return None
+        array = (Change * len(found))()
+        for place, (row, first, low) in enumerate(found):
+            factors = None if low.factors is None else low.factors.data_ptr()
+            a, b = low.a.data_ptr(), low.b.data_ptr()
+            array[place] = Change(a, b, factors, len(low.a), len(low.b), row, first)
+        lows = [low for _, _, low in found]
+        return _Changes(
+            upload(np.frombuffer(bytes(array), np.uint8), self._device),
+            max(len(low.a) for low in lows),
+            max(len(low.b) for low in lows),
+            torch.tensor(sorted({row for row, _, _ in found}), device=self._device),
+        )
+
+    def packed(self, matrices: Mapping[str, LowRank]) -> dict[str, CudaLowRank]:
+        """On the device."""
+        return {name: self._pack(part) for name, part in matrices.items()}
+
+    def _pack(self, part: LowRank) -> CudaLowRank:
+        a, b = (
+            torch.from_numpy(np.ascontiguousarray(each)).to(self._device, torch.bfloat16)
+            for each in (part.a, part.b)
+        )
+        factors = None
+        if part.factors is not None:
+            factors = torch.from_numpy(part.factors).to(self._device, torch.float32)
+        return CudaLowRank(a, b, factors)
+
+
+class _Table(AdapterTable[CudaLowRank]):
+    """What a device has; one that goes leaves it at once."""
+
+    def __init__(self, owner: CudaAdapters) -> None:
+        super().__init__(owner.packed, _joined)
+        self._owner = owner
+
+    def remove(self, key: str) -> None:
+        super().remove(key)
+        self._owner.forget()
+
+
+def _joined(parts: Sequence[tuple[CudaLowRank, float]]) -> CudaLowRank:
+    """Several changes of one matrix as one: their ranks side by side."""
+    a = torch.cat([part.a for part, _ in parts])
+    b = torch.cat([(part.b.float() * weight).bfloat16() for part, weight in parts], dim=1)
+    of_rows = [
+        (None if part.factors is None else part.factors.cpu().numpy(), weight)
+        for part, weight in parts
+    ]
+    factors = joined_factors(of_rows)
+    there = None if factors is None else torch.from_numpy(factors).to(a.device)
+    return CudaLowRank(a, b.contiguous(), there)

@@ -1,0 +1,210 @@
+"""A CUDA card's memory and copies for the offloading pipeline, on torch.
+
+One stream copies to the card, one to the host, torch's current stream computes; they wait for each
+other's events, and the host waits only for a copy whose source it is about to change, and for what
+it has to know. On ``device="cpu"`` the same
+calls copy in RAM, for tests without a card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localrt.quant.cuda.device import FullCard, upload
+from localrt.quant.cuda.routing import CudaRouting
+from localrt.quant.cuda.stream import Stream
+from localrt.quant.ops.experts import Routing
+
+Bytes = npt.NDArray[np.uint8]
+
+_PAGE = 4096
+_SAMPLE = 256 << 20
+
+
+class CudaCopies:
+    """Copies to ``device``. Only ``copy_in`` may be called by several threads."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self._device = torch.device(device)
+        self._real = self._device.type == "cuda"
+        self.name = torch.cuda.get_device_name(self._device) if self._real else "cpu"
+        cuda: Any = torch.cuda  # not typed throughout
+        self._cuda = cuda
+        self._stream = cuda.Stream(self._device) if self._real else None
+        self._back = cuda.Stream(self._device) if self._real else None
+        self._lock = threading.Lock()
+        self._pinned: list[Bytes] = []
+        self.unpinned = 0  # bytes of buffers that the system would not pin
+
+    def alloc(self, nbytes: int) -> Tensor:
+        """Uninitialized bytes on the card.
+
+        Raises:
+            MemoryBudgetError: so much is not free.
+        """
+        with FullCard():
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        if self._stream is not None:
+            # Kernels that are still at work may be reading what these bytes held before.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return memory
+
+    def free(self, memory: Tensor) -> None:
+        """Give bytes back to the system, whoever still holds the tensor: it is empty then."""
+        if self._stream is not None:
+            self._stream.synchronize()  # what is still being copied there
+            memory.untyped_storage().resize_(0)
+            torch.cuda.empty_cache()  # torch would keep it, and other programs would not see it
+            return
+        with contextlib.suppress(RuntimeError):  # what numpy has seen of RAM cannot be resized
+            memory.untyped_storage().resize_(0)
+
+    def host_buffer(self, nbytes: int) -> Bytes:
+        """Pinned RAM, page-aligned: exactly ``nbytes``, where torch's own pool would round up.
+
+        Where the system does not let it be pinned it is plain RAM, from which copies are slower.
+        """
+        from localrt.quant.ops.arrays import aligned_buffer
+
+        data = aligned_buffer(nbytes)
+        if self._real and nbytes:
+            status = self._cuda.cudart().cudaHostRegister(data.ctypes.data, nbytes, 0)
+            if int(status) == 0:
+                self._pinned.append(data)
+            else:
+                self.unpinned += nbytes
+                # CUDA remembers the error, and torch would raise it at the next kernel.
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device=self._device)
+        return data
+
+    def copy_in(self, source: Bytes, out: Tensor, after: Any, *, wait: bool = True) -> Any:
+        """Copy ``source`` to ``out`` once ``after`` has happened; returns when the copy is done.
+
+        The event that is returned is one that kernels may wait for. Without ``wait`` it says when
+        ``source`` may be changed, too.
+        """
+        tensor = torch.from_numpy(source)
+        if self._stream is None:
+            out.copy_(tensor)
+            return None
+        with self._lock, torch.cuda.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)
+            out.copy_(tensor, non_blocking=True)
+            event = self._cuda.Event(blocking=True)
+            event.record(self._stream)
+        if wait:
+            event.synchronize()
+        return event
+
+    def settled(self, event: Any) -> None:
+        """Return when ``event`` has happened."""
+        if self._real and event is not None:
+            event.synchronize()
+
+    def ended(self, event: Any) -> bool:
+        """Whether ``event`` has happened."""
+        return not self._real or event is None or bool(event.query())
+
+    def wait(self, event: Any) -> None:
+        """Kernels started from now on wait for ``event``."""
+        if self._real and event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def record(self) -> Any:
+        """An event after all kernels started so far."""
+        if not self._real:
+            return None
+        event = self._cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def to_card(self, x: npt.NDArray[np.float32]) -> Stream:
+        """Activations (R, D) of the CPU as the card's residual stream."""
+        return Stream(upload(np.asarray(x, np.float32), self._device))
+
+    def to_host(self, x: Stream | Tensor) -> npt.NDArray[np.float32]:
+        """The card's residual stream, or normed rows, as the CPU's activations (R, D)."""
+        with torch.inference_mode():
+            there = x if isinstance(x, Tensor) else x.settle()
+            values: npt.NDArray[np.float32] = there.float().cpu().numpy()
+        return values if self._real else values.copy()
+
+    def send(self, x: Tensor, routing: Routing) -> Callable[[], npt.NDArray[np.float32]]:
+        """Begin to copy normed rows and the results of ``routing`` to pinned RAM.
+
+        What is returned waits for both, and gives the rows as the CPU's activations (R, D).
+        """
+        if self._back is None:
+            return lambda: self.to_host(x)
+        event = self._cuda.Event()
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.inference_mode(), torch.cuda.stream(self._back):
+            rows = self._pinned_copy(x)
+            if isinstance(routing, CudaRouting):
+                routing.copy_to(self._pinned_copy(routing.results), event)
+            event.record(self._back)
+
+        def received() -> npt.NDArray[np.float32]:
+            event.synchronize()
+            with torch.inference_mode():
+                values: npt.NDArray[np.float32] = rows.float().numpy()
+            return values
+
+        return received
+
+    def _pinned_copy(self, there: Tensor) -> Tensor:
+        """A copy in RAM, once the current stream has come to it."""
+        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        here.copy_(there, non_blocking=True)
+        there.record_stream(torch.cuda.current_stream(self._device))
+        return here
+
+    def measure(self) -> tuple[float, float]:
+        """Bytes per second from pinned RAM to the card, and of reading the card's own memory.
+
+        Medians of five; takes a fraction of a second and 512 MB of each.
+        """
+        source = self.host_buffer(_SAMPLE)
+        source[::_PAGE] = 1
+        out, other = self.alloc(_SAMPLE), self.alloc(_SAMPLE)
+        link, memory = [], []
+        for _ in range(6):
+            started = time.perf_counter()
+            self.copy_in(source, out, None)
+            link.append(time.perf_counter() - started)
+            started = time.perf_counter()
+            other.copy_(out)
+            if self._real:
+                torch.cuda.current_stream(self._device).synchronize()
+            memory.append(time.perf_counter() - started)
+        self.free_host(source)
+        self.free(out)
+        self.free(other)
+        return _SAMPLE / float(np.median(link[1:])), 2 * _SAMPLE / float(np.median(memory[1:]))
+
+    def close(self) -> None:
+        """Unpin the RAM, and give torch's cached memory back to the card."""
+        for data in list(self._pinned):
+            self.free_host(data)
+        if self._real:
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
+
+    def free_host(self, data: Bytes) -> None:
+        """Unpin a buffer of ``host_buffer``: whoever holds it last frees it."""
+        if any(data is other for other in self._pinned):
+            if self._stream is not None:
+                self._stream.synchronize()  # what is still being copied from there
+            self._pinned = [other for other in self._pinned if other is not data]
+            self._cuda.cudart().cudaHostUnregister(data.ctypes.data)

@@ -1,0 +1,134 @@
+"""What was measured of a card, kept in the cache folder: ``cards.json``, an entry for each card.
+
+Figures belong to a key of all that they depend on; with another key they are measured again. This
+module imports nothing heavy, and does not know what the figures mean.
+
+What a card computes and copies per second, as it was measured on the card itself.
+
+Plain values, kept with the card's other figures; ``measuring.py`` finds them. This module imports
+nothing heavy: who plans for a card need not load what computes on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from localrt.common.files import write_text
+
+_NAME = "cards.json"
+
+
+def kept_of(folder: Path, name: str) -> dict[str, Any]:
+    """What is kept in ``folder`` of the card ``name``, whatever it was measured with: ``key``, and
+    parts by their names. Nothing, if the file is damaged.
+    """
+    values = _read(folder / _NAME).get(name)
+    return values if isinstance(values, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class CardFile:
+    """The entry of the card ``name`` in ``folder``, as far as it was measured with ``key``."""
+
+    folder: Path
+    name: str
+    key: Sequence[str]
+
+    def read(self, part: str) -> dict[str, Any]:
+        """A part; nothing if it is not there, or was measured with another key."""
+        kept = kept_of(self.folder, self.name)
+        values = kept.get(part) if kept.get("key") == list(self.key) else None
+        return values if isinstance(values, dict) else {}
+
+    def write(self, part: str, values: Mapping[str, Any]) -> None:
+        """Replace a part. What cannot be written is measured again by the next process."""
+        path = self.folder / _NAME
+        cards, kept = _read(path), kept_of(self.folder, self.name)
+        if kept.get("key") != list(self.key):
+            kept = {"key": list(self.key)}
+        cards[self.name] = {**kept, part: dict(values)}
+        with suppress(OSError):
+            write_text(path, json.dumps(cards, indent=1), private=True, sync=False, folder=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+RATES, FINE_RATES = "rates", "rates of 15 bits"
+"""The parts of a card's file that have them, for rows in 8 bits and in 15."""
+ROWS = (1, 8, 64, 128, 512, 2048)
+"""Rows of the products that are timed. From 65 on weights are unpacked first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardRates:
+    """Bytes and seconds of one card.
+
+    ``products`` are seconds per weight of products with ``ROWS`` rows at once, by format; weights
+    come from the card's memory. ``memory_bytes_s`` is read and written by a copy within it.
+
+    ``to_card_bytes_s`` and ``to_host_bytes_s`` are copies from and to pinned RAM, ``both_bytes_s``
+    those to the card while others go back. While the CPU reads RAM, copies have ``busy_link`` of
+    their rate, and the CPU ``busy_cpu`` of its own.
+
+    ``crossing_s`` is the way of a row of activations from one side to the other, with all waits.
+    ``replay_s`` is what a small kernel of a recorded pass takes, and ``launch_s`` what the host
+    spends to start one that is not recorded.
+    """
+
+    products: Mapping[str, tuple[float, ...]]
+    memory_bytes_s: float
+    to_card_bytes_s: float
+    to_host_bytes_s: float
+    both_bytes_s: float
+    busy_link: float
+    busy_cpu: float
+    crossing_s: float
+    launch_s: float
+    replay_s: float
+
+    def __post_init__(self) -> None:
+        for name, values in self.products.items():
+            if len(values) != len(ROWS):
+                raise ValueError(f"products of {name}: {len(values)} rates, {len(ROWS)} rows")
+        rates = [getattr(self, each.name) for each in fields(self)[1:]]
+        for value in (*rates, *(s for values in self.products.values() for s in values)):
+            if not (isinstance(value, float) and math.isfinite(value) and value > 0):
+                raise ValueError(f"rates must be above zero, one is {value!r}")
+
+    @property
+    def flops(self) -> float:
+        """Operations per second of the quickest long product."""
+        return 2 * ROWS[-1] / min(values[-1] for values in self.products.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CardRates | None:
+        """What ``to_dict`` gave; None for anything else."""
+        try:
+            products = {name: tuple(rates) for name, rates in values["products"].items()}
+            return cls(**{**values, "products": products}) if products else None
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None
+
+
+def known_rates(cache: Path, name: str) -> CardRates | None:
+    """What ``cache`` has of the card that its driver calls ``name``, whatever it was measured with.
+
+    Nothing is measured: for whoever must not load the card.
+    """
+    return CardRates.from_dict(kept_of(cache, name).get(RATES, {}))

@@ -1,0 +1,369 @@
+"""CUDA graphs of short passes: a decode step costs a few launches instead of hundreds.
+
+A pass over one sequence with a number of rows seen before (1 in decoding, K in verifying a tree) is
+recorded with static inputs and replayed from then on: whole, or run by run where only some of its
+parts lie on the card. A recording belongs to one cache as it is allocated; growth makes a new one.
+It knows a ``forward`` and the steps under it, not models. Off a GPU, "replaying" runs the pass
+again on the static inputs, so that tests cover the rest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localrt.quant.cuda.device import upload
+from localrt.quant.cuda.kernels.products import MOST_ROWS
+from localrt.quant.cuda.recurrent import SequenceTable
+from localrt.quant.cuda.stream import (
+    CudaPass,
+    Logits,
+    Numbers,
+    Recording,
+    Stream,
+)
+from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
+from localrt.quant.ops.protocol import Batch, Forward, KVCache, Span
+from localrt.quant.reference.kv import kv_of
+
+_RECORDED = 8  # shapes of passes at once
+_NOTED = 64
+_WAITING = 8  # rows that wait for a state, rounded up: few shapes
+_IDLE = 64  # passes after which a shape that does not come any more gives way to another
+
+
+class RecordedOps(Protocol):
+    """What recording asks of ``CudaOps``."""
+
+    recording: Recording | None  # set while a pass is recorded
+
+    @property
+    def device(self) -> str:
+        """``"cuda:0"``."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Held around a pass."""
+
+    def begin(self, batch: Batch) -> CudaPass: ...
+
+    def begin_plain(self) -> None:
+        """A recorded pass begins: it has no adapters."""
+
+    def tree(self, mask: npt.NDArray[np.bool_]) -> Tensor:
+        """A span's mask as the kernels read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What recordings are valid for, beside their cache."""
+
+    cache: int  # its id
+    allocated: int
+    rows: int
+    wanted: tuple[int, ...]
+    nodes: int  # of a tree
+    waiting: int  # rows for a recurrent layer's state, at most
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A shape that came once, and its recordings from the second time on."""
+
+    cache: weakref.ref[KVCache]
+    static: StaticPass | None = None
+    used: int = 0  # the number of the latest pass
+
+
+class Recordings:
+    """See ``Recorder``. What came twice is recorded, of a few shapes of passes: where many take
+    turns, as trees of all sizes do, recording them again and again would cost more than it brings.
+    """
+
+    def __init__(self, ops: RecordedOps) -> None:
+        self._ops = ops
+        self._seen: OrderedDict[_Shape, _Seen] = OrderedDict()
+        # Graphs run one at a time and leave nothing behind: they can share their scratch memory.
+        self._pool = torch.cuda.graph_pool_handle() if ops.device != "cpu" else None
+        self._passes = 0
+
+    def begin(self, batch: Batch, wanted: Sequence[int]) -> CudaPass:
+        with self._ops.scope():
+            static = self.of(batch, wanted)
+            return self._ops.begin(batch) if static is None else static.fill(batch)
+
+    def takes(self, step: CudaPass | None) -> bool:
+        return isinstance(step, StaticStep)
+
+    def run(
+        self,
+        step: CudaPass,
+        x: Stream,
+        key: object,
+        body: Callable[[CudaPass, Stream], Stream],
+    ) -> Logits | None:
+        assert isinstance(step, StaticStep), "it takes the pass"
+        static, before = step.static, x.settle()
+        values = static.values(before)
+
+        def settled(step: CudaPass) -> None:
+            after = body(step, Stream(values)).settle()
+            assert after is values, "steps add to the stream where it is"
+
+        logits = static.run(key, step, settled, before)
+        x.values = values
+        return None if logits is None else np.array(logits.cpu().numpy())
+
+    def forget(self) -> None:
+        self._seen.clear()
+
+    def of(self, batch: Batch, rows: Sequence[int] | None) -> StaticPass | None:
+        """Of passes of this shape; None where it comes for the first time, or none is recorded."""
+        self._passes += 1
+        shape = self._shape(batch, rows)
+        if shape is None:
+            return None
+        seen = self._seen.get(shape)
+        if seen is None or seen.cache() is not batch.spans[0].cache:
+            self._note(shape, batch.spans[0].cache)
+            return None
+        self._seen.move_to_end(shape)
+        seen.used = self._passes
+        if seen.static is None and self._has_room():
+            seen.static = StaticPass(self._ops, batch, shape, self._pool)
+        if seen.static is not None:
+            self._ops.begin_plain()
+        return seen.static
+
+    def _has_room(self) -> bool:
+        """Whether one more shape may be recorded."""
+        recorded = [seen for seen in self._seen.values() if seen.static is not None]
+        if len(recorded) < _RECORDED:
+            return True
+        oldest = min(recorded, key=lambda seen: seen.used)
+        idle = self._passes - oldest.used > _IDLE
+        if idle:
+            oldest.static = None
+        return idle
+
+    def _note(self, shape: _Shape, cache: KVCache) -> None:
+        """Remember a new shape; forget recordings of caches that are gone or have grown."""
+        for other, seen in list(self._seen.items()):
+            grown = other.cache == shape.cache and other.allocated != shape.allocated
+            if grown or seen.cache() is None:
+                del self._seen[other]
+        self._seen[shape] = _Seen(weakref.ref(cache))
+        self._seen.move_to_end(shape)
+        while len(self._seen) > _NOTED:
+            self._seen.popitem(last=False)
+
+    def _shape(self, batch: Batch, rows: Sequence[int] | None) -> _Shape | None:
+        """None: the pass is not worth recording."""
+        if len(batch.spans) != 1 or len(batch.tokens) > MOST_ROWS:
+            return None
+        if batch.spans[0].cache.mix:  # its adapters may leave while a recording stays
+            return None
+        if rows is not None and not len(rows):
+            return None
+        (span,) = batch.spans
+        cache = span.cache
+        cache.reserve(cache.length + span.rows)
+        wanted = tuple(range(span.rows)) if rows is None else tuple(int(row) for row in rows)
+        nodes = 0 if span.mask is None else span.mask.shape[1]
+        waiting = 0
+        if isinstance(cache, HybridCache):
+            waiting = max(_WAITING, 1 << (cache.states.waiting - 1).bit_length())
+        return _Shape(id(cache), kv_of(span).allocated, span.rows, wanted, nodes, waiting)
+
+
+class GraphedForward:
+    """A decoder's ``forward`` that records what comes twice, and replays it."""
+
+    def __init__(self, ops: RecordedOps, forward: Forward) -> None:
+        self._ops = ops
+        self._forward = forward
+        self._recordings = Recordings(ops)
+
+    def __call__(
+        self,
+        batch: Batch,
+        *,
+        rows: Sequence[int] | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> Logits:
+        with self._ops.scope():
+            static = self._recordings.of(batch, rows)
+        if static is None:
+            return self._forward(batch, rows=rows, check=check)
+        if check is not None:
+            check()
+        (span,) = batch.spans
+        counter, wanted = kv_of(span), static.wanted
+        again = Batch(batch.tokens, batch.positions, (Span(counter, span.rows),))
+
+        def whole(step: CudaPass) -> None:
+            """The cache counts nothing."""
+            length = counter.length
+            try:
+                self._forward(again, rows=wanted)
+            finally:
+                counter.trim(length)
+
+        with self._ops.scope():
+            logits = static.run("pass", static.fill(batch), whole)
+            assert logits is not None, "the pass has left its logits"
+            host = static.to_host(logits)
+        span.cache.advance(span.rows)
+        return host
+
+
+def record(body: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """What replays the kernels that ``body`` starts; ``pool`` has their scratch memory: None is off
+    a card, where that is ``body`` itself.
+
+    Meanwhile other threads may allocate, copy and pin: recording looks at its own thread's calls.
+    """
+    if pool is None:
+        return body
+    torch.cuda.current_stream().synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        body()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What replays a recording, and where its logits are if it has the head."""
+
+    replay: Callable[[], None]
+    recording: Recording
+
+
+@dataclass(slots=True, kw_only=True)
+class StaticStep(CudaPass):
+    """A pass whose inputs are ``static``."""
+
+    static: StaticPass
+
+
+class StaticPass:
+    """The inputs of passes of one shape, where recordings read them, and those recordings."""
+
+    def __init__(self, ops: RecordedOps, batch: Batch, shape: _Shape, pool: Any = None) -> None:
+        (span,) = batch.spans
+        self._ops, self._pool = ops, pool
+        self.wanted = list(shape.wanted)
+        self._device = device = torch.device(ops.device)
+        self._numbers = Numbers(span.rows, 1)
+        self._inputs = torch.zeros_like(self._numbers.staged, device=device)
+        self._tree = None if span.mask is None else ops.tree(span.mask)
+        whole = self.wanted == list(range(span.rows))
+        self._index = None if whole else torch.tensor(self.wanted, device=device)
+        self._limit = (shape.allocated,)
+        self._table: SequenceTable | None = None
+        if isinstance(span.cache, HybridCache):
+            layers = len(span.cache.states.layout.specs)
+            self._table = SequenceTable(
+                [span.rows], [shape.waiting], layers=layers, nodes=shape.nodes
+            )
+        self._sequences: Tensor | None = None  # the table's copy
+        self._values: Tensor | None = None
+        self._host: Tensor | None = None
+        self._runs: dict[object, _Run] = {}
+
+    def fill(self, batch: Batch) -> StaticStep:
+        """Begin the pass of ``batch``, whose shape is this one's."""
+        (span,) = batch.spans
+        self._numbers.fill(batch.tokens, batch.positions, [span.cache.length])
+        upload(self._numbers.staged.numpy(), self._device, out=self._inputs)
+        if self._tree is not None:
+            assert span.mask is not None
+            upload(np.ascontiguousarray(span.mask, np.int8), self._device, out=self._tree)
+        numbers = self._numbers.split(self._inputs)
+        step = StaticStep(*numbers, batch.spans, (self._tree,), self._limit, static=self)
+        if self._table is not None:
+            self._table.fill(batch.spans, begin_states(batch.spans))
+            step.sequences = self._table.split(self._upload(self._table))
+        return step
+
+    def _upload(self, table: SequenceTable, *, dry: bool = False) -> Tensor:
+        self._sequences = table.upload(self._device, self._sequences, dry=dry)
+        return self._sequences
+
+    def values(self, like: Tensor) -> Tensor:
+        """Of the residual stream, where recordings read it and leave it."""
+        if self._values is None:
+            self._values = torch.empty_like(like)
+        return self._values
+
+    def run(
+        self,
+        key: object,
+        step: CudaPass,
+        body: Callable[[CudaPass], None],
+        x: Tensor | None = None,
+    ) -> Tensor | None:
+        """Replay ``body``, recorded if ``key`` is new, for the pass ``step``.
+
+        ``x`` goes to the residual stream before. Returns the logits if it has made some, which stay
+        until the next run.
+        """
+        made = self._runs.get(key)
+        if made is None:
+            kept = None if x is None else x.clone()  # it is run before it is recorded
+            self._load(x)
+            made = self._runs[key] = self._record(step, body)
+            x = kept
+        self._load(x)
+        made.replay()
+        for layer in made.recording.step.mixed:
+            step.layer_done(layer)
+        return made.recording.logits
+
+    def to_host(self, logits: Tensor) -> Logits:
+        """A copy, by way of RAM that is pinned for it."""
+        if self._host is None:
+            pinned = self._device.type == "cuda"
+            self._host = torch.empty(logits.shape, dtype=torch.float32, pin_memory=pinned)
+        self._host.copy_(logits, non_blocking=True)
+        if self._host.is_pinned():
+            torch.cuda.current_stream().synchronize()
+        host: Logits = self._host.numpy().copy()
+        return host
+
+    def _load(self, x: Tensor | None) -> None:
+        if x is not None:
+            values = self.values(x)
+            if x is not values:
+                values.copy_(x)
+
+    def _record(self, step: CudaPass, body: Callable[[CudaPass], None]) -> _Run:
+        recording = Recording(replace(step, tables={}, masks={}, mixed=set()), self._index)
+
+        def once() -> None:
+            recording.step.tables.clear()
+            self._ops.recording = recording
+            try:
+                body(recording.step)
+            finally:
+                self._ops.recording = None
+
+        if self._table is not None:
+            self._upload(self._table, dry=True)
+        once()  # compiles what is left to compile, which recording must not do
+        if self._table is not None:
+            self._upload(self._table)
+        replay = record(once, self._pool)
+        if self._device.type == "cuda":
+            recording.step.spans = ()  # the cache is not this recording's to keep alive
+        return _Run(replay, recording)

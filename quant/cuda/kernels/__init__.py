@@ -1,0 +1,1 @@
+"""Our own CUDA kernels (``quant/cuda/src``): compiling, launching, and who asks for which."""

@@ -1,0 +1,247 @@
+"""Launching the kernels of ``quant/cuda/src`` on torch's current stream.
+
+A card's machine code is loaded once for each program. ``noting`` finds out which programs steps
+would launch; ``prepare`` compiles one before it is needed. On ``device="cpu"`` somebody else runs
+them: ``emulate`` says who, for tests.
+
+Seconds that a card takes for what is launched, by its own clock.
+
+The second-level cache is overwritten before each run: a matrix comes from memory, as in a pass. The
+same writes keep the card busy while the host prepares the launch, so that its time is not measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from localrt.common.errors import LocalrtError
+from localrt.common.settings import Settings
+from localrt.common.version import __version__
+from localrt.quant.cuda.gpu_file import CardFile
+from localrt.quant.cuda.kernels.programs import (
+    OLDEST,
+    Program,
+    machine_code,
+    toolchain,
+)
+
+Grid = tuple[int, int, int]
+
+
+class Launcher(Protocol):
+    """Runs kernels on one device."""
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        """Start ``grid`` blocks of ``threads``, with ``args`` as the kernel's one argument."""
+
+    def prepare(self, program: Program) -> None:
+        """Have its machine code, so that launching need not compile. Any thread may call it."""
+
+
+_emulator: Launcher | None = None
+_noted = threading.local()
+
+
+def emulate(launcher: Launcher | None) -> Launcher | None:
+    """Run what is launched on the CPU by ``launcher``; returns who did before."""
+    global _emulator
+    before, _emulator = _emulator, launcher
+    return before
+
+
+def launch(
+    device: torch.device, program: Program, grid: Grid, threads: int, args: ctypes.Structure
+) -> None:
+    """Start a kernel whose pointers are memory of ``device``.
+
+    Raises:
+        LocalrtError: the card is too old, or refuses.
+    """
+    noted: dict[Program, None] | None = getattr(_noted, "programs", None)
+    if noted is not None:
+        noted[program] = None
+        return
+    _launcher(device).launch(program, grid, threads, args)
+
+
+@contextmanager
+def noting(programs: dict[Program, None]) -> Iterator[None]:
+    """What this thread would launch is put into ``programs``, in order, and nothing is started."""
+    before = getattr(_noted, "programs", None)
+    _noted.programs = programs
+    try:
+        yield
+    finally:
+        _noted.programs = before
+
+
+def is_noting() -> bool:
+    """Whether what this thread launches is only noted."""
+    return getattr(_noted, "programs", None) is not None
+
+
+def prepare(device: torch.device, program: Program) -> None:
+    """Compile a kernel for ``device``, or find it on the disk. Any thread may call it.
+
+    Raises:
+        LocalrtError: it does not compile.
+    """
+    _launcher(device).prepare(program)
+
+
+def _launcher(device: torch.device) -> Launcher:
+    if device.type == "cuda":
+        return _card(torch.cuda.current_device() if device.index is None else device.index)
+    assert _emulator is not None, "kernels run on a card"
+    return _emulator
+
+
+def card_file(device: torch.device) -> CardFile:
+    """Where the figures of a CUDA card are kept, with what they depend on."""
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    compiler, digest = toolchain()
+    key = (
+        f"driver for CUDA {version // 1000}.{version % 1000 // 10}",
+        f"NVRTC {compiler}",
+        f"kernels {digest}",
+        f"torch {torch.__version__}",
+        f"localrt {__version__}",
+    )
+    return CardFile(Settings.from_environment().cache_dir, torch.cuda.get_device_name(device), key)
+
+
+@cache
+def _card(index: int) -> Launcher:
+    return _Card(index)
+
+
+class _Card:
+    def __init__(self, index: int) -> None:
+        from cuda.bindings import driver
+
+        self._driver: Any = driver
+        major, minor = torch.cuda.get_device_capability(index)
+        self._capability, self._index = 10 * major + minor, index
+        if self._capability < OLDEST:
+            raise LocalrtError(
+                f"{torch.cuda.get_device_name(index)} is too old: localrt computes on cards of "
+                f"compute capability {OLDEST / 10} and later"
+            )
+        self._folder = Settings.from_environment().cache_dir / "kernels"
+        self._functions: dict[Program, Any] = {}
+        self._prepared: dict[Program, bytes] = {}
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+
+    def launch(self, program: Program, grid: Grid, threads: int, args: ctypes.Structure) -> None:
+        if not hasattr(self._thread, "entered"):
+            self._enter()
+        function = self._functions.get(program) or self._load(program)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(args))
+        stream = torch.cuda.current_stream(self._index).cuda_stream
+        self._check(
+            self._driver.cuLaunchKernel(
+                function, *grid, threads, 1, 1, 0, stream, ctypes.addressof(pointers), 0
+            )
+        )
+
+    def _enter(self) -> None:
+        """A thread that has used nothing of torch's on the card has no context yet."""
+        if not int(self._check(self._driver.cuCtxGetCurrent())):
+            context = self._check(self._driver.cuDevicePrimaryCtxRetain(self._index))
+            self._check(self._driver.cuCtxSetCurrent(context))
+        self._thread.entered = True
+
+    def prepare(self, program: Program) -> None:
+        if program not in self._functions and program not in self._prepared:
+            self._prepared[program] = machine_code(program, self._capability, self._folder)
+
+    def _load(self, program: Program) -> Any:
+        with self._lock:
+            code = self._prepared.pop(program, None)
+            if code is None:
+                code = machine_code(program, self._capability, self._folder)
+            module = self._check(self._driver.cuModuleLoadData(code))
+            name = program.name.encode()
+            function = self._check(self._driver.cuModuleGetFunction(module, name))
+            self._functions[program] = function
+            return function
+
+    def _check(self, answer: tuple[Any, ...]) -> Any:
+        status, *values = answer
+        if int(status) != 0:
+            name = self._driver.cuGetErrorString(status)[1]
+            said = name.decode() if isinstance(name, bytes) else str(status)
+            raise LocalrtError(f"the card refuses a kernel: {said}")
+        return values[0] if values else None
+
+
+_RUNS = 5
+_WRITES = 4
+_WAKING_S = 0.2
+_LEAST_CACHE = 16 << 20
+
+
+class Stopwatch(Protocol):
+    """Times what is launched on one device."""
+
+    def ready(self) -> bool:
+        """Whether anything can be timed now: not while a pass is recorded."""
+
+    def seconds(self, launch: Callable[[], object]) -> float:
+        """Of what ``launch`` starts, which it does several times."""
+
+
+class CudaStopwatch:
+    """See ``Stopwatch``; by events on torch's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+        self._overwritten = 2 * max(cache, _LEAST_CACHE)
+        self._awake = False
+
+    def ready(self) -> bool:
+        return not torch.cuda.is_current_stream_capturing()
+
+    def seconds(self, launch: Callable[[], object]) -> float:
+        """See ``Stopwatch``. The median of five runs; what is not compiled is compiled before.
+
+        Raises:
+            torch.OutOfMemoryError: the card has no room for the bytes that fill its cache.
+        """
+        launch()
+        cuda: Any = torch.cuda  # not typed throughout
+        filler = torch.empty(self._overwritten, dtype=torch.uint8, device=self._device)
+        if not self._awake:
+            self._wake(filler)
+        runs = []
+        for _ in range(_RUNS):
+            first, last = (cuda.Event(enable_timing=True) for _ in range(2))
+            for _ in range(_WRITES):
+                filler.zero_()
+            first.record()
+            launch()
+            last.record()
+            runs.append((first, last))
+        runs[-1][1].synchronize()
+        return float(statistics.median(first.elapsed_time(last) for first, last in runs) / 1e3)
+
+    def _wake(self, filler: torch.Tensor) -> None:
+        """Keep the card busy until its clocks are those of work: what is timed first would lose."""
+        end = time.perf_counter() + _WAKING_S
+        while time.perf_counter() < end:
+            filler.zero_()
+            torch.cuda.current_stream(self._device).synchronize()
+        self._awake = True

@@ -1,0 +1,356 @@
+"""Products of 1 to 64 rows with packed matrices: the kernels' arguments.
+
+Rows are quantized to 8 bits once (``quantize``) and may be multiplied with several matrices. A
+result's bits depend on its row and the matrix alone: variants differ in speed only.
+
+Rows of packed weights as numbers: an embedding's rows, or all rows for a product of many.
+
+Values are those of the formats' reference, bit for bit, but NF4's, whose levels are 127ths as in
+the products.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from localrt.quant.cuda.kernels.formats import HEAVY, format_macros, steps_at_once
+from localrt.quant.cuda.kernels.launch import launch
+from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.kernels.variants import (
+    Case,
+    Cut,
+    groups_of,
+    variants,
+)
+
+MOST_ROWS = 64
+"""For more rows it is quicker to unpack the weights once."""
+GATES = {"silu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "relu2": 4}
+_MOST_CHAINS = 8
+_SUMS_OF_A_PAIR = 32 * 8  # rows, and columns of results
+_RECORD = 144  # bytes of 64 columns: quant/cuda/src/records.cuh
+OUT = {torch.float32: "float", torch.bfloat16: "Bf16"}
+"""Types of tensors, as the kernels call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiledMatrix:
+    """A matrix in tiles on a device, ``data`` (bytes,) uint8.
+
+    ``factor`` (tiles,), float32, multiplies the values of each tile; None is 1.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    data: Tensor
+    factor: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Tiles of 16 rows."""
+        return -(-self.shape[0] // 16)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Bytes of a tile."""
+        return self.data.numel() // self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Rows in 8 bits: (heads, rows rounded up to what a warp takes, bytes of a row).
+
+    With ``fine`` in 15 bits, and a row takes two rows of ``data``.
+    """
+
+    data: Tensor
+    heads: int
+    rows: int
+    columns: int
+    fine: bool = False
+
+    @property
+    def count(self) -> int:
+        """Rows of ``data`` that are in use."""
+        return self.rows * (2 if self.fine else 1)
+
+    @property
+    def stride(self) -> int:
+        """Bytes from a row to the next."""
+        return -(-self.columns // 64) * _RECORD
+
+    def values(self) -> Tensor:
+        """What they stand for: (heads, rows, columns), float64, for checks."""
+        records = self.data[:, : self.count].reshape(self.heads, self.count, -1, _RECORD)
+        codes = records[..., :64].view(torch.int8).reshape(*records.shape[:3], 4, 2, 2, 4)
+        scales = records[..., 128:].contiguous().view(torch.float32)
+        steps = codes.permute(0, 1, 2, 4, 5, 3, 6).reshape(*records.shape[:3], 2, 32).double()
+        whole = steps * scales.reshape(*records.shape[:3], 2, 2)[..., :1]
+        parts = whole.reshape(self.heads, self.rows, self.count // self.rows, -1)
+        return parts.sum(2)[..., : self.columns]
+
+
+class _Quantize(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("records", c_void_p),
+        ("x_head", c_int64),
+        ("records_head", c_int64),
+        ("x_stride", c_int),
+        ("records_stride", c_int),
+        ("m", c_int),
+        ("columns", c_int),
+    )
+
+
+class _Dense(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("w", c_void_p),
+        ("y", c_void_p),
+        ("bias", c_void_p),
+        ("x_head", c_int64),
+        ("y_head", c_int64),
+        ("x_stride", c_int),
+        ("y_stride", c_int),
+        ("m", c_int),
+        ("rows", c_int),
+        ("columns", c_int),
+    )
+
+
+class _Linear(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("w", c_void_p),
+        ("y", c_void_p),
+        ("bias", c_void_p),
+        ("factors", c_void_p),
+        ("partial", c_void_p),
+        ("arrived", c_void_p),
+        ("x_head", c_int64),
+        ("y_head", c_int64),
+        ("tile_bytes", c_int64),
+        ("x_stride", c_int),
+        ("y_stride", c_int),
+        ("m", c_int),
+        ("rows", c_int),
+        ("tiles", c_int),
+        ("steps", c_int),
+        ("chains", c_int),
+        ("limit", c_float),
+    )
+
+
+def empty_records(
+    heads: int, rows: int, columns: int, device: torch.device, *, fine: bool = False
+) -> Records:
+    """Room for records that a kernel writes."""
+    count = rows * (2 if fine else 1)
+    whole = 8 * groups_of(count)  # a warp loads rows that are not there, and leaves their results
+    size = heads, -(-count // whole) * whole, -(-columns // 64) * _RECORD
+    data = torch.empty(size, dtype=torch.uint8, device=device)
+    return Records(data, heads, rows, columns, fine)
+
+
+def quantize(x: Tensor, *, fine: bool = False) -> Records:
+    """x (R, columns) or (H, R, columns), bf16 or float32, as records; columns lie together."""
+    heads = x.shape[0] if x.dim() == 3 else 1
+    rows, columns = x.shape[-2:]
+    records = empty_records(heads, rows, columns, x.device, fine=fine)
+    args = _Quantize(
+        x.data_ptr(),
+        records.data.data_ptr(),
+        x.stride(0) if heads > 1 else 0,
+        records.data.stride(0),
+        x.stride(-2),
+        records.stride,
+        rows,
+        columns,
+    )
+    program = Program.of("quantize", IN=OUT[x.dtype], FINE=int(fine))
+    launch(x.device, program, (rows, -(-columns // 256), heads), 256, args)
+    return records
+
+
+def product(
+    x: Records,
+    weight: TiledMatrix,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gate: str | None = None,
+    limit: float = 0.0,
+    cut: Cut | None = None,
+) -> None:
+    """out (R, rows) = x (R, columns) times the weight's rows; made for R up to 64.
+
+    With ``gate``, the weight stacks F gate rows and F up rows, F a multiple of 16, and out (R, F)
+    is activation(gate) * up; ``limit`` is ``swiglu_oai``'s. With H heads the weight stacks H
+    matrices of whole tiles, and out is (H, R, rows / H).
+    """
+    heads = x.heads
+    rows, columns = weight.shape[0] // heads, weight.shape[1]
+    tiles, steps = -(-rows // 16), columns // 32
+    if cut is None:
+        case = Case.of(weight.format, x.count, tiles * heads, columns, gate=bool(gate), fine=x.fine)
+        cut = variants(out.device).cut(
+            case, lambda cut: product(x, weight, out, bias=bias, gate=gate, limit=limit, cut=cut)
+        )
+    program = linear_program(weight.format, x.count, cut, gate, out.dtype, fine=x.fine)
+    chains = chains_of(weight.format, columns)
+    # Sums of chains are joined as a tree of so many leaves, wherever its branches are.
+    leaves = 1 << (chains - 1).bit_length()
+    parts = min(cut.parts, leaves)
+    warps = leaves // parts if parts > 1 else chains
+    blocks = -(-(tiles // 2 if gate else tiles) // (cut.pairs * (1 if gate else 2)))
+    grid = (blocks, parts, heads * -(-x.count // (8 * cut.groups)))
+    partial = arrived = None
+    if parts > 1:
+        size = blocks * grid[2] * parts * cut.groups * cut.pairs * _SUMS_OF_A_PAIR
+        partial = torch.empty(size, dtype=torch.float32, device=out.device)
+        arrived = _counters(out.device)
+        assert blocks * grid[2] <= len(arrived), "only short products are shared out"
+    args = _Linear(
+        x.data.data_ptr(),
+        weight.data.data_ptr(),
+        out.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        None if weight.factor is None else weight.factor.data_ptr(),
+        None if partial is None else partial.data_ptr(),
+        None if arrived is None else arrived.data_ptr(),
+        x.stride * x.data.shape[-2],
+        out.stride(0) if heads > 1 else 0,
+        weight.tile_bytes,
+        x.stride,
+        out.stride(-2),
+        x.count,
+        rows // 2 if gate else rows,
+        tiles,
+        steps,
+        chains,
+        limit,
+    )
+    launch(out.device, program, grid, 32 * warps, args)
+
+
+def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None = None) -> None:
+    """out (R, rows) = x (R, columns) @ weight (rows, columns).T, x and weight bf16, R at most 64.
+
+    ``columns`` is a multiple of 8. With x (H, R, columns) the weight stacks H matrices, and out is
+    (H, R, rows / H). cuBLAS would choose its order of sums by R.
+    """
+    heads = x.shape[0] if x.dim() == 3 else 1
+    rows, count = weight.shape[0] // heads, x.shape[-2]
+    args = _Dense(
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        x.stride(0) if heads > 1 else 0,
+        out.stride(0) if heads > 1 else 0,
+        x.stride(-2),
+        out.stride(-2),
+        count,
+        rows,
+        weight.shape[1],
+    )
+    grid = (-(-rows // 8), -(-count // 8), heads)
+    launch(out.device, Program.of("dense", OUT=OUT[out.dtype]), grid, 256, args)
+
+
+@cache
+def linear_program(
+    format_: str,
+    rows: int,
+    cut: Cut,
+    gate: str | None,
+    out: torch.dtype,
+    *,
+    fine: bool = False,
+) -> Program:
+    """The variant of the kernel for ``rows`` rows of records."""
+    return Program.of(
+        "linear",
+        **format_macros(format_),
+        PAIRS_=cut.pairs,
+        WIDTH="ONE" if rows == 1 else "FEW" if rows <= 4 else "MANY",
+        NT_=cut.groups,
+        GATE=GATES[gate] if gate else 0,
+        OUT=OUT[out],
+        BLOCKS=2 if cut.groups == 1 and format_ not in HEAVY else 1,  # of a processor at once
+        FINE=int(fine),
+    )
+
+
+@cache
+def chains_of(format_: str, columns: int) -> int:
+    """Warps that share a row's columns, as few as take no longer than eight.
+
+    It is a function of the columns alone, as the order of sums must be.
+    """
+    turns = -(-columns // (32 * steps_at_once(format_)))
+    return -(-turns // -(-turns // _MOST_CHAINS))
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    """Zeros, which kernels count up from and leave as they were."""
+    return torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+_WARPS = 8
+
+
+class _Unpack(Structure):
+    _fields_ = (
+        ("w", c_void_p),
+        ("factors", c_void_p),
+        ("index", c_void_p),
+        ("y", c_void_p),
+        ("tile_bytes", c_int64),
+        ("n", c_int),
+        ("first", c_int),
+        ("steps", c_int),
+        ("factor", c_float),
+    )
+
+
+def unpack_rows(
+    weight: TiledMatrix,
+    out: Tensor,
+    *,
+    first: int = 0,
+    index: Tensor | None = None,
+    factor: float = 1.0,
+) -> None:
+    """out (n, columns), contiguous, bf16 or float32: rows from ``first`` on, or those of ``index``.
+
+    ``index`` (n,) is int64 on the device. ``factor`` multiplies every value.
+    """
+    n, steps = len(out), weight.shape[1] // 32
+    args = _Unpack(
+        weight.data.data_ptr(),
+        None if weight.factor is None else weight.factor.data_ptr(),
+        None if index is None else index.data_ptr(),
+        out.data_ptr(),
+        weight.tile_bytes,
+        n,
+        first,
+        steps,
+        factor,
+    )
+    lines = n if index is not None else -(-(first + n) // 4) - first // 4
+    program = Program.of(
+        "unpack",
+        **format_macros(weight.format),
+        OUT=OUT[out.dtype],
+        INDEXED=0 if index is None else 1,
+    )
+    grid = (-(-steps // 8), -(-lines // _WARPS), 1)
+    launch(out.device, program, grid, 32 * _WARPS, args)

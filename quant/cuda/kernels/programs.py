@@ -1,0 +1,158 @@
+"""The kernels of ``quant/cuda/src`` as machine code: compiled by NVRTC for one card, kept on the
+disk.
+
+A ``Program`` is one kernel with its macros. Only those that a model needs are compiled. What is
+kept belongs to the sources, the macros, the card's generation and the compiler's version, so
+nothing is ever out of date. It knows neither tensors nor launches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from localrt.common.errors import LocalrtError, MissingExtraError
+from localrt.common.files import write_bytes
+
+OLDEST = 75
+"""The first generation of cards with products of 8-bit integers: Turing."""
+
+NO_COMPILER = "CUDA's compiler is missing: pip install 'localrt[gpu]' nvidia-cuda-nvrtc"
+
+_FLAGS = ("--std=c++17", "--fmad=false", "--ptxas-options=-v")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The kernel of ``quant/cuda/src/NAME.cu``, compiled for ``macros``."""
+
+    name: str
+    macros: tuple[tuple[str, str], ...]
+
+    @classmethod
+    @lru_cache(maxsize=None, typed=True)  # a launch asks each time
+    def of(cls, name: str, **macros: object) -> Program:
+        """Macros by their names."""
+        return cls(name, tuple((key, str(value)) for key, value in macros.items()))
+
+    @property
+    def text(self) -> str:
+        """What is compiled."""
+        defined = "".join(f"#define {key} {value}\n" for key, value in self.macros)
+        return f'{defined}#include "{self.name}.cu"\n'
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Machine code, and what the compiler said: registers, shared memory, spills."""
+
+    code: bytes
+    log: str
+
+
+@cache
+def sources() -> Mapping[str, bytes]:
+    """The files of ``quant/cuda/src`` by their names."""
+    folder = files("localrt.quant.cuda").joinpath("src")
+    return {
+        entry.name: entry.read_bytes()
+        for entry in sorted(folder.iterdir(), key=lambda entry: entry.name)
+        if entry.name.endswith((".cu", ".cuh"))
+    }
+
+
+def machine_code(program: Program, capability: int, folder: Path) -> bytes:
+    """``program`` for cards of ``capability`` (89 is 8.9), from ``folder`` if it was made before.
+
+    Raises:
+        MissingExtraError: there is no NVRTC.
+        LocalrtError: it does not compile, which says that the card is too new or too old.
+    """
+    version, _ = toolchain()
+    made_from = "\0".join((version, str(capability), *_FLAGS, program.text, *sources())).encode()
+    key = hashlib.sha256(b"\0".join((made_from, *sources().values())))
+    path = folder / f"{program.name}-{key.hexdigest()[:24]}.cubin"
+    try:
+        return path.read_bytes()
+    except OSError:
+        code = compile_program(program, capability).code
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, code, sync=False)
+    except OSError:
+        pass  # it is compiled again the next time
+    return code
+
+
+def compile_program(program: Program, capability: int) -> Compiled:
+    """See ``machine_code``; compiles in any case."""
+    nvrtc, found = _nvrtc(), sources()
+    names = [name.encode() for name in found]
+    (made,) = _checked(
+        nvrtc.nvrtcCreateProgram(
+            program.text.encode(), b"program.cu", len(names), [*found.values()], names
+        )
+    )
+    try:
+        options = [f"--gpu-architecture=sm_{capability}", *_FLAGS]
+        encoded = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(made, len(encoded), encoded)
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(made))[0]
+        _checked(nvrtc.nvrtcGetProgramLog(made, log))
+        said = log.rstrip(b" \0").decode(errors="replace")
+        if int(status) != 0:
+            first = next((line for line in said.splitlines() if "error" in line), str(status))
+            raise LocalrtError(
+                f"the kernel {program.name} does not compile for a card of compute capability "
+                f"{capability / 10}: {first}"
+            )
+        code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(made))[0]
+        _checked(nvrtc.nvrtcGetCUBIN(made, code))
+        return Compiled(code, said)
+    finally:
+        nvrtc.nvrtcDestroyProgram(made)
+
+
+@cache
+def toolchain() -> tuple[str, str]:
+    """NVRTC's version, and a digest of the sources.
+
+    Raises:
+        MissingExtraError: there is no NVRTC.
+    """
+    version = ".".join(map(str, _checked(_nvrtc().nvrtcVersion())))
+    digest = hashlib.sha256(b"\0".join((*map(str.encode, sources()), *sources().values())))
+    return version, digest.hexdigest()[:24]
+
+
+def has_compiler() -> bool:
+    """Whether NVRTC is installed, and works."""
+    try:
+        _nvrtc()
+    except MissingExtraError:
+        return False
+    return True
+
+
+@cache
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:
+        raise MissingExtraError(f"{NO_COMPILER} ({error})") from error
+    return nvrtc
+
+
+def _checked(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call returns beside its status."""
+    status, *values = answer
+    if int(status) != 0:
+        raise LocalrtError(f"the CUDA compiler failed: {status}")
+    return tuple(values)

@@ -1,0 +1,186 @@
+"""The small steps round the products, one kernel each. A row's bits depend on that row alone."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_float, c_int, c_void_p
+
+import torch
+from torch import Tensor
+
+from localrt.quant.cuda.kernels.launch import launch
+from localrt.quant.cuda.kernels.products import (
+    GATES,
+    OUT,
+    Records,
+    empty_records,
+)
+from localrt.quant.cuda.kernels.programs import Program
+
+_THREADS = 256
+# Widest block of the Hadamard rotation: a block of threads holds it.
+_MOST_HADAMARD = 256
+
+
+class _Norm(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("pending", c_void_p),
+        ("weight", c_void_p),
+        ("y", c_void_p),
+        ("width", c_int),
+        ("x_stride", c_int),
+        ("y_stride", c_int),
+        ("eps", c_float),
+    )
+
+
+class _NormGate(Structure):
+    _fields_ = (
+        ("seen", c_void_p),
+        ("gates", c_void_p),
+        ("norm", c_void_p),
+        ("out", c_void_p),
+        ("width", c_int),
+        ("size", c_int),
+        ("norm_width", c_int),
+        ("gate_stride", c_int),
+        ("out_stride", c_int),
+        ("gate_first", c_int),
+        ("with_sigmoid", c_int),
+        ("eps", c_float),
+    )
+
+
+class _Rotate(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("y", c_void_p),
+        ("width", c_int),
+        ("size", c_int),
+        ("scale", c_float),
+    )
+
+
+class _Gate(Structure):
+    _fields_ = (("x", c_void_p), ("y", c_void_p), ("width", c_int))
+
+
+def norm(
+    x: Tensor, weight: Tensor, eps: float, *, pending: Tensor | None = None, out: torch.dtype
+) -> Tensor:
+    """RMSNorm of x (R, D), float32, times weight (D,); ``pending`` (R, D) is added to x first.
+
+    x keeps the sum; its rows may lie apart. The result is of type ``out``, bf16 or float32.
+    """
+    y = torch.empty(x.shape, dtype=out, device=x.device)
+    _norm(x, weight, eps, pending, y, y.shape[1], OUT=OUT[out], RECORDS=0)
+    return y
+
+
+def norm_records(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    pending: Tensor | None = None,
+    fine: bool = False,
+) -> Records:
+    """``norm``, as the products of packed weights read it."""
+    records = empty_records(1, x.shape[0], x.shape[1], x.device, fine=fine)
+    macros = {"OUT": "float", "RECORDS": 1, "FINE": int(fine)}
+    _norm(x, weight, eps, pending, records.data, records.stride, **macros)
+    return records
+
+
+def _norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    pending: Tensor | None,
+    y: Tensor,
+    stride: int,
+    **macros: object,
+) -> None:
+    assert pending is None or pending.is_contiguous(), "rows of a sum follow one another"
+    args = _Norm(
+        x.data_ptr(),
+        None if pending is None else pending.data_ptr(),
+        weight.data_ptr(),
+        y.data_ptr(),
+        x.shape[1],
+        x.stride(0),
+        stride,
+        eps,
+    )
+    launch(x.device, Program.of("rms_norm", **macros), (x.shape[0], 1, 1), _THREADS, args)
+
+
+def norm_gate(
+    seen: Tensor,
+    gates: Tensor,
+    weight: Tensor | None = None,
+    *,
+    size: int = 0,
+    eps: float = 0.0,
+    gate: str = "sigmoid",
+    gate_first: bool = False,
+    records: Records | None = None,
+) -> Tensor:
+    """Rows (R, W), normed over each ``size`` numbers where there is a ``weight`` (W or fewer that
+    come in turn), times gate(gates), (R, W) of the same type, whose rows may lie apart: bf16.
+
+    They may go to ``records`` instead, if ``size`` and W are whole steps of 32.
+    """
+    rows, width = seen.shape
+    size = size or width
+    out = torch.empty(0 if records else rows, width, dtype=torch.bfloat16, device=seen.device)
+    args = _NormGate(
+        seen=seen.data_ptr(),
+        gates=gates.data_ptr(),
+        norm=None if weight is None else weight.data_ptr(),
+        out=(records.data if records else out).data_ptr(),
+        width=width,
+        size=size,
+        norm_width=0 if weight is None else len(weight),
+        gate_stride=gates.stride(0),
+        out_stride=records.stride if records else 0,
+        gate_first=gate_first,
+        with_sigmoid=gate == "sigmoid",
+        eps=eps,
+    )
+    fine = int(records is not None and records.fine)
+    program = Program.of(
+        "norm_gate", IN=OUT[seen.dtype], RECORDS=int(records is not None), FINE=fine
+    )
+    grid = (rows, width // size, 1)
+    launch(seen.device, program, grid, min(_THREADS, -(-size // 32) * 32), args)
+    return out
+
+
+def gate(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of gate_up (R, 2F), bf16, gate first: (R, F) in bf16."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(rows, width, dtype=torch.bfloat16, device=gate_up.device)
+    args = _Gate(gate_up.data_ptr(), y.data_ptr(), width)
+    program = Program.of("gate", GATE=GATES[activation])
+    launch(y.device, program, (-(-width // _THREADS), rows, 1), _THREADS, args)
+    return y
+
+
+def rotate_blocks(x: Tensor, size: int) -> Tensor:
+    """Every ``size`` consecutive columns of x (R, D), bf16, times the Hadamard matrix / sqrt(size).
+
+    Natural order, as in ``quant/methods/rotation.py``; rounded to bf16.
+
+    Raises:
+        ValueError: ``size`` is not a power of two up to 256 that divides D.
+    """
+    rows, width = x.shape
+    if size & (size - 1) or not 2 <= size <= _MOST_HADAMARD or width % size:
+        raise ValueError(f"no Hadamard rotation in blocks of {size} for {width} columns")
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    args = _Rotate(x.data_ptr(), y.data_ptr(), width, size, size**-0.5)
+    grid = (-(-width // _MOST_HADAMARD), rows, 1)
+    launch(x.device, Program.of("rotate"), grid, _MOST_HADAMARD, args)
+    return y

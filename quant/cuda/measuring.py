@@ -1,0 +1,308 @@
+"""Measuring a card: products, copies, the link beside a busy CPU, and what a launch costs.
+
+It takes a second or two beside compiling, about 200 MB of RAM and as much of the card's memory, and
+is done once: ``card_rates`` keeps what it finds. It knows no model, only formats.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.gpu_file import (
+    FINE_RATES,
+    RATES,
+    ROWS,
+    CardFile,
+    CardRates,
+)
+from localrt.quant.cuda.graph import record
+from localrt.quant.cuda.kernels.formats import TYPES
+from localrt.quant.cuda.kernels.launch import CudaStopwatch, Stopwatch, card_file, noting, prepare
+from localrt.quant.cuda.kernels.products import TiledMatrix, quantize
+from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import linear
+from localrt.quant.cuda.weight import CudaWeight
+from localrt.quant.formats import FORMATS
+from localrt.quant.formats.tiled import tile_span
+from localrt.quant.ops.arrays import aligned_buffer
+
+_FORMATS = ("int4-g32", "q4_k")
+_RUNS = 5
+_THREADS = 4  # that compile
+
+Step = Callable[[int, int], None]
+"""Is told how many steps are done, and of how many."""
+
+
+class Size:
+    """What is measured with; tests take less. A matrix, bytes, and how many copies and launches."""
+
+    shape = (4096, 4096)
+    copied = 64 << 20
+    read = 96 << 20  # beyond the CPU's caches
+    copies = 16
+    launches = 100
+
+
+def card_rates(
+    ops: CudaOps,
+    formats: Iterable[str],
+    *,
+    host: NativeOps | None = None,
+    file: CardFile | None = None,
+    on_step: Step | None = None,
+) -> CardRates:
+    """The rates of the card of ``ops``: what is kept, and what is missing measured and kept too.
+
+    ``formats`` are those to know products of; others than packed ones are left out.
+
+    Raises:
+        LocalrtError: the card cannot be measured.
+    """
+    file = file or card_file(torch.device(ops.device))
+    part = FINE_RATES if ops.fine else RATES
+    known = CardRates.from_dict(file.read(part))
+    wanted = _packed(formats) or (_FORMATS[:1] if known is None else ())
+    missing = [name for name in wanted if known is None or name not in known.products]
+    if known is not None and not missing:
+        return known
+    rates = measure_card(ops, missing, host=host, known=known, on_step=on_step)
+    file.write(part, rates.to_dict())
+    if torch.device(ops.device).type == "cuda":
+        torch.cuda.empty_cache()  # so that what was used to measure counts as free
+    return rates
+
+
+def measure_card(
+    ops: CudaOps,
+    formats: Iterable[str] = _FORMATS,
+    *,
+    host: NativeOps | None = None,
+    known: CardRates | None = None,
+    on_step: Step | None = None,
+    stopwatch: Stopwatch | None = None,
+    size: type[Size] = Size,
+) -> CardRates:
+    """Measure the card of ``ops``; of one that is ``known``, products in other ``formats`` only.
+
+    ``host`` computes beside the card. Nothing is kept.
+
+    Raises:
+        LocalrtError: the card refuses a kernel, or has no memory left.
+    """
+    device = torch.device(ops.device)
+    stopwatch = stopwatch or CudaStopwatch(device)
+    names = _packed(formats)
+    steps = len(names) + (3 if known is None else 0)
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        if on_step is not None:
+            on_step(done, steps)
+
+    products: dict[str, tuple[float, ...]] = {}
+    with ops.scope():
+        weights = {name: _weight(ops, name, size) for name in names}
+        _compile(ops, weights.values())
+        for name, weight in weights.items():
+            products[name] = _product_seconds(ops, weight, stopwatch)
+            step()
+        if known is not None:
+            return replace(known, products={**known.products, **products})
+        memory = _memory_bytes_s(device, stopwatch, size)
+        launch_s, replay_s = _launch_seconds(device, stopwatch, size)
+        step()
+        link = _Link(ops, size)
+        try:
+            to_card, to_host, both = link.rates()
+            step()
+            busy_link, busy_cpu = link.beside(host or _host(), to_card)
+            crossing_s = link.crossing_s()
+            step()
+        finally:
+            link.close()
+    return CardRates(
+        products=products,
+        memory_bytes_s=memory,
+        to_card_bytes_s=to_card,
+        to_host_bytes_s=to_host,
+        both_bytes_s=both,
+        busy_link=busy_link,
+        busy_cpu=busy_cpu,
+        crossing_s=crossing_s,
+        launch_s=launch_s,
+        replay_s=replay_s,
+    )
+
+
+def _packed(formats: Iterable[str]) -> tuple[str, ...]:
+    """Those with a kernel of their own that take the measured columns."""
+    return tuple(
+        name
+        for name in sorted(set(formats))
+        if name in TYPES and Size.shape[1] % tile_span(FORMATS[name]) == 0
+    )
+
+
+def _weight(ops: CudaOps, name: str, size: type[Size]) -> CudaWeight:
+    rows, columns = size.shape
+    nbytes = rows * FORMATS[name].row_bytes(columns)
+    # Any two of these bytes are a sane float16.
+    data = torch.randint(0x20, 0x40, (nbytes,), dtype=torch.uint8, device=ops.device)
+    return CudaWeight(size.shape, (TiledMatrix(name, size.shape, data),), fine=ops.fine)
+
+
+def _products(ops: CudaOps, weight: CudaWeight) -> Iterator[Callable[[], object]]:
+    """What starts a product at each of ``ROWS``, with what brings rows to 8 bits."""
+    for count in ROWS:
+        x = torch.randn(count, weight.shape[1], device=ops.device).bfloat16()
+        yield partial(linear, x, weight, dtype=torch.float32)
+
+
+def _compile(ops: CudaOps, weights: Iterable[CudaWeight]) -> None:
+    """What will be timed, side by side."""
+    programs: dict[Program, None] = {}
+    with noting(programs):
+        for weight in weights:
+            for start in _products(ops, weight):
+                start()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(partial(prepare, torch.device(ops.device)), programs))
+
+
+def _product_seconds(ops: CudaOps, weight: CudaWeight, stopwatch: Stopwatch) -> tuple[float, ...]:
+    """Seconds per weight at each of ``ROWS``."""
+    rows, columns = weight.shape
+    return tuple(stopwatch.seconds(start) / (rows * columns) for start in _products(ops, weight))
+
+
+def _memory_bytes_s(device: torch.device, stopwatch: Stopwatch, size: type[Size]) -> float:
+    source = torch.zeros(size.copied, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size.copied / stopwatch.seconds(lambda: target.copy_(source))
+
+
+def _launch_seconds(
+    device: torch.device, stopwatch: Stopwatch, size: type[Size]
+) -> tuple[float, float]:
+    """Of a small kernel: on the host, and on the card in a recorded pass."""
+    x = torch.ones(1, 64, device=device)
+
+    def body() -> None:
+        for _ in range(size.launches):
+            quantize(x)
+
+    body()
+    _finish(device)
+    started = time.perf_counter()
+    body()
+    launch_s = (time.perf_counter() - started) / size.launches
+    replay = record(body, torch.cuda.graph_pool_handle() if device.type == "cuda" else None)
+    return launch_s, stopwatch.seconds(replay) / size.launches
+
+
+class _Link:
+    """Copies between pinned RAM and the card, and the RAM and memory for them."""
+
+    def __init__(self, ops: CudaOps, size: type[Size]) -> None:
+        self._device, self._size = torch.device(ops.device), size
+        self._copies = CudaCopies(ops.device)
+        self._source = self._copies.host_buffer(size.copied)
+        self._back = self._copies.host_buffer(size.copied)
+        self._source[:] = 1
+        self._back[:] = 1
+        self._there, self._other = (self._copies.alloc(size.copied) for _ in range(2))
+
+    def close(self) -> None:
+        """Give RAM and memory back."""
+        _finish(self._device)
+        self._copies.close()
+        self._copies.free(self._there)
+        self._copies.free(self._other)
+
+    def rates(self) -> tuple[float, float, float]:
+        """Bytes per second to the card, from it, and to it while others come back."""
+        nbytes = self._size.copied
+        to_card = nbytes / _median(lambda: self._copies.copy_in(self._source, self._there, None))
+
+        def back() -> None:
+            self._take_back()
+            _finish(self._device)
+
+        to_host = nbytes / _median(back)
+        started = time.perf_counter()
+        for _ in range(self._size.copies):
+            end = self._send()
+            self._take_back()
+        self._copies.settled(end)
+        both = self._size.copies * nbytes / (time.perf_counter() - started)
+        _finish(self._device)
+        return to_card, to_host, both
+
+    def beside(self, host: NativeOps | None, to_card: float) -> tuple[float, float]:
+        """What the link and the CPU keep of their rates while both read RAM; all without a CPU."""
+        if host is None:
+            return 1.0, 1.0
+        data = aligned_buffer(self._size.read)
+        data[:] = 1
+        alone = _median(lambda: host.read_all(data))
+        started = time.perf_counter()
+        for _ in range(self._size.copies):
+            end = self._send()
+        count = 0
+        while not count or not _happened(end):
+            host.read_all(data)
+            count += 1
+        seconds = time.perf_counter() - started
+        link = self._size.copies * self._size.copied / seconds / to_card
+        return min(1.0, link), min(1.0, alone * count / seconds)
+
+    def crossing_s(self) -> float:
+        """Seconds that a row takes from one side to the other, the host waiting for it."""
+        row = np.zeros((1, self._size.shape[1]), np.float32)
+        return _median(lambda: self._copies.to_host(self._copies.to_card(row))) / 2
+
+    def _send(self) -> Any:
+        return self._copies.copy_in(self._source, self._there, None, wait=False)
+
+    def _take_back(self) -> None:
+        torch.from_numpy(self._back).copy_(self._other, non_blocking=True)
+
+
+def _host() -> NativeOps | None:
+    return NativeOps() if find_library() else None
+
+
+def _happened(event: Any) -> bool:
+    return event is None or bool(event.query())
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _median(call: Callable[[], object]) -> float:
+    """Seconds of one call that waits for its end."""
+    call()
+    samples = []
+    for _ in range(_RUNS):
+        started = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - started)
+    return statistics.median(samples)

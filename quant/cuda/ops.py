@@ -1,0 +1,366 @@
+"""``Ops`` on CUDA through our own kernels: matrices stay packed, and are computed on so.
+
+Passes of up to 64 rows are batch-invariant. Longer ones (prefill) unpack a matrix at a time and use
+torch's products; attention is a kernel of its own for them. The residual stream is float32;
+what a product reads is bf16. It knows no architecture; the kernels are in ``kernels``.
+
+Steps that have no kernels here: models that take them compute with torch on a card.
+
+``quant/choose.py`` sees to it: by their attention, which norms values or chooses tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localrt.quant.cpu.ops import fast_tiler
+from localrt.quant.cuda.adapters import CudaAdapters, CudaLowRank
+from localrt.quant.cuda.attention import (
+    AttentionSteps,
+    LatentSteps,
+    Rotations,
+    cache_nbytes,
+    new_cache,
+)
+from localrt.quant.cuda.device import FullCard, upload
+from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
+from localrt.quant.cuda.graph import GraphedForward, Recordings
+from localrt.quant.cuda.kernels.kv import CardKvFormat
+from localrt.quant.cuda.kernels.products import unpack_rows
+from localrt.quant.cuda.kernels.routing import combined, put_rows
+from localrt.quant.cuda.kernels.steps import norm, rotate_blocks
+from localrt.quant.cuda.products import gate_up, linear, normed_for
+from localrt.quant.cuda.recurrent import RecurrentSteps
+from localrt.quant.cuda.routing import on_card
+from localrt.quant.cuda.stream import (
+    CudaPass,
+    Logits,
+    Numbers,
+    Recording,
+    Stream,
+)
+from localrt.quant.cuda.weight import (
+    CudaWeight,
+    Tile,
+    build_weight,
+    is_packed,
+)
+from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import TiledTensor, padded_rows
+from localrt.quant.ops.adapters import AdapterTable, head_deltas
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    ExpertWeights,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import (
+    Batch,
+    Forward,
+    LayerSpec,
+    MlpSpec,
+    MlpWeights,
+)
+from localrt.quant.reference.experts import gated
+
+
+def _missing(self: object, *args: Any) -> NoReturn:
+    """See ``Ops``."""
+    raise NotImplementedError("models that take this step compute with torch on a card")
+
+
+class StreamSteps:
+    """A part of ``CudaOps``."""
+
+    norm = project_inputs = gate_inputs = low_rank = _missing
+    repeat_stream = read_streams = share_out = add_ngrams = choose_tokens = _missing
+    split_streams = predict_streams = correct_streams = add_to_streams = join_streams = _missing
+
+
+class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
+    """See the ``Ops`` protocol. On ``device="cpu"`` it needs ``launch.emulate``, for tests."""
+
+    name = "cuda"
+    compute_format = "packed"
+
+    def __init__(
+        self, *, device: str = "cuda", kv_format: CardKvFormat = "bf16", fine: bool = False
+    ) -> None:
+        self.kv_format: CardKvFormat = kv_format
+        self.fine = fine
+        self._device = torch.device(device)
+        if device == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self.device = str(self._device)
+        self._rotations = Rotations(self._device)
+        self._adapters = CudaAdapters(self._device)
+        self._tile: Tile | None = None
+        self.recording: Recording | None = None
+
+    @property
+    def adapters(self) -> AdapterTable[CudaLowRank]:
+        return self._adapters.table
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Inference mode, on this device; quick where it is entered a second time.
+
+        Raises:
+            MemoryBudgetError: the device has no memory left for what is computed within.
+        """
+        entered = torch.is_inference_mode_enabled() and (
+            self._device.type != "cuda" or torch.cuda.current_device() == self._device.index
+        )
+        return FullCard() if entered else self._enter()
+
+    @contextmanager
+    def _enter(self) -> Iterator[None]:
+        device = nullcontext() if self._device.type != "cuda" else torch.cuda.device(self._device)
+        with torch.inference_mode(), device, FullCard():
+            yield
+
+    def free_memory(self) -> int | None:
+        """What CUDA says is free."""
+        if self._device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(free)
+
+    def graphed(self, forward: Forward) -> Forward:
+        """``forward`` (a decoder's) with short passes of one sequence recorded as CUDA graphs."""
+        return GraphedForward(self, forward)
+
+    def recorder(self) -> Recordings:
+        """Runs of steps recorded as CUDA graphs."""
+        return Recordings(self)
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def weight(
+        self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+    ) -> CudaWeight:
+        """Tiles, or bf16 where the kernels do not know the format."""
+        if self._tile is None:
+            self._tile = fast_tiler()
+        return build_weight(
+            shape, blocks, self._device, self._tile, fine=self.fine, adapters=self._adapters
+        )
+
+    def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
+        """A norm weight or bias in float32."""
+        return torch.tensor(values, dtype=torch.float32, device=self._device)
+
+    def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
+        """Packed bytes, rows rounded up to whole tiles; or bf16."""
+        if is_packed(format, shape[1]):
+            return padded_rows(shape[0]) * format.row_bytes(shape[1])
+        return shape[0] * shape[1] * 2
+
+    def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
+        return cache_nbytes(layers, length, self.kv_format)
+
+    def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
+        """An empty cache."""
+        return new_cache(layers, capacity, self.kv_format, self._device)
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> CudaPass:
+        """Reserve room in every cache, and copy the batch to the device."""
+        if self.recording is not None:
+            return self.recording.step
+        self.begin_adapters(batch)
+        for span in batch.spans:
+            span.cache.reserve(span.cache.length + span.rows)
+        held = [span.cache.length for span in batch.spans]
+        numbers = Numbers(len(batch.tokens), len(batch.spans))
+        numbers.fill(batch.tokens, batch.positions, held)
+        trees = [None if s.mask is None else self.tree(s.mask) for s in batch.spans]
+        return CudaPass(
+            *numbers.split(upload(numbers.staged.numpy(), self._device)),
+            batch.spans,
+            tuple(trees),
+            tuple(h + s.rows for h, s in zip(held, batch.spans, strict=True)),
+        )
+
+    def begin_plain(self) -> None:
+        """A recorded pass begins: it has no adapters."""
+        self._adapters.of_rows = []
+
+    def tree(self, mask: npt.NDArray[np.bool_]) -> Tensor:
+        """A span's mask as the kernels read it."""
+        return upload(np.ascontiguousarray(mask, np.int8), self._device)
+
+    def embed(
+        self,
+        table: CudaWeight,
+        step: CudaPass,
+        scale: float = 1.0,
+        *,
+        tokens: npt.NDArray[np.int64] | None = None,
+        each: int = 1,
+    ) -> Stream:
+        """(R, D)."""
+        assert each == 1, "models with rows for each layer compute with torch"
+        ids = step.tokens if tokens is None else upload(tokens, self._device)
+        (part,) = table.parts
+        if isinstance(part, Tensor):
+            return Stream(F.embedding(ids, part).float() * scale)
+        shape = (ids.shape[0], table.shape[1])
+        values = torch.empty(shape, dtype=torch.float32, device=self._device)
+        unpack_rows(part, values, index=ids, factor=scale)
+        if table.hadamard:  # its own inverse
+            values = rotate_blocks(values.bfloat16(), table.hadamard).float()
+        return Stream(values)
+
+    def begin_adapters(self, batch: Batch) -> None:
+        self._adapters.begin(batch)
+
+    def adapt_tokens(self, x: Stream, step: CudaPass, scale: float) -> Stream:
+        """In place."""
+        for part, adapter in self._adapters.of_rows:
+            if (low := adapter.embedding) is not None:
+                a, b = (torch.from_numpy(each).to(self._device) for each in (low.a, low.b))
+                x.values[part] += (a[:, step.tokens[part]].T @ b.T) * scale
+        return x
+
+    def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
+        """(R, D), float32."""
+        h = normed_for(x, weights.norm, spec.eps, weights.gate_up)
+        inner = gate_up(h, weights.gate_up, spec)
+        y = linear(inner, weights.down, dtype=torch.float32)
+        if weights.post_norm is None:
+            return y
+        return norm(y, weights.post_norm, spec.eps, out=torch.float32)
+
+    # -- a mixture of experts --------------------------------------------------------------------
+
+    def expert_table(self, count: int) -> CudaExpertTable:
+        """An empty table."""
+        return CudaExpertTable(count)
+
+    def norm_route(
+        self, x: Stream, weights: RouterWeights, spec: RouterSpec
+    ) -> tuple[Tensor, Routing]:
+        """The normed rows (R, D), bf16, and their experts; the router sees them in float32."""
+        normed = x.normed(weights.norm, spec.eps, torch.float32)
+        rows = normed.bfloat16()
+        return rows, route_rows(normed, rows, weights, spec)
+
+    def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
+        """(R * K, D), float32."""
+        shape = (normed.shape[0] * routing.used, normed.shape[1])
+        return torch.empty(shape, dtype=torch.float32, device=self._device)
+
+    def run_experts(
+        self,
+        normed: Tensor,
+        routing: Routing,
+        table: ExpertTable,
+        spec: ExpertSpec,
+        slots: Tensor,
+        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        assert isinstance(table, CudaExpertTable), "tables belong to one implementation"
+
+        def apart(expert: int, rows: Tensor) -> Tensor:
+            return self.expert_apart(rows, table[expert], spec)
+
+        run_kinds(normed, routing, table, spec, slots, experts, apart)
+
+    def expert_apart(self, rows: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
+        """One expert's results of its rows, (n, D), by products of its own."""
+        if weights.gate_up_bias is None and spec.activation != "swiglu_oai":
+            inner = gate_up(rows, weights.gate_up, spec)
+        else:
+            both = linear(rows, weights.gate_up, weights.gate_up_bias, dtype=torch.float32)
+            inner = gated(both, spec).bfloat16()
+        return linear(inner, weights.down, weights.down_bias, dtype=torch.float32)
+
+    def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
+        """In place. Rows of the CPU may come as a residual stream."""
+        values = rows if isinstance(rows, Tensor) else rows.settle()
+        put_rows(values.float().contiguous(), index, slots)
+        return slots
+
+    def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+        """(R, D), float32: summed one k after another."""
+        return combined(slots, on_card(routing, self._device).weights_there, shared)
+
+    def latent_rows(self, normed: Tensor, weight: CudaWeight) -> Tensor:
+        """(R, L), bf16."""
+        return linear(normed, weight)
+
+    def widen_latents(self, rows: Tensor, weight: CudaWeight, shared: Tensor | None) -> Tensor:
+        """(R, D), float32."""
+        y = linear(rows.bfloat16(), weight, dtype=torch.float32)
+        return y if shared is None else y.add_(shared)
+
+    def shared_mlp(
+        self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: CudaWeight | None
+    ) -> Tensor:
+        """(R, D), float32."""
+        inner = gate_up(normed, weights.gate_up, spec)
+        y = linear(inner, weights.down, dtype=torch.float32)
+        if gate is None:
+            return y
+        return y * linear(normed, gate, dtype=torch.float32).sigmoid()
+
+    # -- sums and logits -------------------------------------------------------------------------
+
+    def add(self, x: Stream, y: Tensor, scale: float = 1.0, total: float = 1.0) -> Stream:
+        """The residual sum, made when it is next read."""
+        assert total == 1.0, "models that scale their layers compute with torch"
+        x.add(y if scale == 1.0 else y * scale)
+        return x
+
+    def head(
+        self,
+        x: Stream,
+        rows: npt.NDArray[np.intp],
+        norm: Tensor,
+        eps: float,
+        weight: CudaWeight,
+        softcap: float | None = None,
+        first_row: int = 0,
+    ) -> Logits:
+        """(len(rows), V) float32 on the host; while recording, zeros: the logits stay there."""
+        chosen = x
+        if self.recording is not None:
+            wanted = self.recording.wanted
+        elif len(rows) < x.values.shape[0]:
+            wanted = upload(rows, self._device)
+        else:
+            wanted = None
+        if wanted is not None:
+            chosen = Stream(x.settle()[wanted])
+        if not len(rows):
+            return np.zeros((0, weight.shape[0]), np.float32)
+        normed: Tensor | None = None
+        if any(adapter.head for _, adapter in self._adapters.of_rows):
+            normed = Stream(chosen.settle().clone()).normed(norm, eps, torch.float32)
+        h = normed_for(chosen, norm, eps, weight)
+        logits = linear(h, weight, dtype=torch.float32)
+        if normed is not None:
+            inputs, changed = normed.cpu().numpy(), logits.cpu().numpy()
+            place = {row: at for at, row in enumerate(rows.tolist())}
+            of_rows = self._adapters.of_rows
+            head_deltas(of_rows, rows, lambda row: inputs[place[row]], first_row, changed)
+            logits = torch.from_numpy(changed).to(self._device)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        if self.recording is not None:
+            self.recording.logits = logits
+            return np.zeros((len(rows), weight.shape[0]), np.float32)
+        host: Logits = logits.cpu().numpy()
+        return host

@@ -1,0 +1,174 @@
+"""Products of rows with a part of a matrix, or with a matrix for each head, of any number of rows.
+
+Up to 64 rows go to the kernels on packed tiles; more unpack the weights, a piece at a time, and use
+torch's products. It knows which kernel takes what, which rotation the inputs need, and no steps of
+a model.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localrt.quant.cuda.device import multiplies_bf16
+from localrt.quant.cuda.kernels.products import (
+    MOST_ROWS,
+    Records,
+    TiledMatrix,
+    dense_product,
+    product,
+    quantize,
+    unpack_rows,
+)
+from localrt.quant.cuda.kernels.steps import gate, rotate_blocks
+from localrt.quant.cuda.stream import Stream
+from localrt.quant.cuda.weight import CudaWeight
+from localrt.quant.ops.experts import ExpertSpec
+from localrt.quant.ops.protocol import MlpSpec
+from localrt.quant.reference.experts import gated
+
+# Weights unpacked at once for a long pass: large enough for cuBLAS, small beside a model.
+_UNPACKED = 32 << 20
+
+
+def reads_records(weight: CudaWeight, rows: int) -> bool:
+    """Whether ``rows`` rows are multiplied with it in 8 bits, and in no other form."""
+    packed = all(isinstance(part, TiledMatrix) for part in weight.parts)
+    return packed and _by_kernels(rows, weight.parts[0]) and not weight.hadamard
+
+
+def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
+    """Whether our kernels multiply ``rows`` rows, and not torch: few, or all on a card that does
+    not multiply bf16 (Turing).
+    """
+    device = part.device if isinstance(part, Tensor) else part.data.device
+    return part.shape[1] % 32 == 0 and (rows <= MOST_ROWS or not multiplies_bf16(device))
+
+
+def linear(
+    x: Tensor | Records,
+    weight: CudaWeight,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """x (R, columns), bf16 or records, times the weight's rows: (R, rows) in ``dtype``.
+
+    With what the pass's adapters add.
+    """
+    given = x
+    if isinstance(x, Tensor):
+        x = _rotated(x, weight)
+        if reads_records(weight, len(x)):
+            x = quantize(x, fine=weight.fine)
+    out = torch.empty(_rows(x), weight.shape[0], dtype=dtype, device=_device(x))
+    first = 0
+    for part in weight.parts:
+        rows = part.shape[0]
+        y, own = out[:, first : first + rows], None if bias is None else bias[first : first + rows]
+        first += rows
+        if isinstance(x, Records):
+            assert isinstance(part, TiledMatrix), "records are for packed weights"
+            product(x, part, y, bias=own)
+        elif not _by_kernels(len(x), part):
+            _multiply_unpacked(x, part, y, own)
+        elif isinstance(part, Tensor):
+            dense_product(x, part, y, bias=own)
+        else:
+            product(quantize(x, fine=weight.fine), part, y, bias=own)
+    if weight.adapters is not None:
+        weight.adapters.add_to(out, given, weight.starts, bias)
+    return out
+
+
+def normed_for(
+    x: Stream, weight: Tensor | None, eps: float, reader: CudaWeight
+) -> Tensor | Records:
+    """The norm of x (x itself without ``weight``), as the product with ``reader`` reads it."""
+    if weight is None:
+        return x.settle().bfloat16()
+    if reads_records(reader, len(x.values)):
+        return x.normed_records(weight, eps, fine=reader.fine)
+    return x.normed(weight, eps)
+
+
+def gate_up(x: Tensor | Records, weight: CudaWeight, spec: MlpSpec | ExpertSpec) -> Tensor:
+    """activation(gate) * up of stacked halves, (R, rows / 2) in bf16: in one kernel where they are
+    whole tiles. Without a gate, the activation of all rows.
+    """
+    if not spec.gated or (isinstance(spec, MlpSpec) and spec.gate_scale != 1.0):
+        return gated(linear(x, weight, dtype=torch.float32), spec).bfloat16()
+    activation = spec.activation
+    part, inner, rows = weight.parts[0], weight.shape[0] // 2, _rows(x)
+    if (
+        len(weight.parts) > 1
+        or not isinstance(part, TiledMatrix)
+        or inner % 16
+        or not _by_kernels(rows, part)
+    ):
+        return gate(linear(x, weight), activation)
+    given = x
+    if isinstance(x, Tensor):
+        x = quantize(_rotated(x, weight), fine=weight.fine)
+    out = torch.empty(rows, inner, dtype=torch.bfloat16, device=_device(x))
+    product(x, part, out, gate=activation)
+    if weight.adapters is not None:
+        changed = weight.adapters.changed_rows(weight.starts)
+        if changed is not None:  # others keep the bits that they have alone
+            out[changed] = gate(linear(given, weight), activation)[changed]
+    return out
+
+
+def _rotated(x: Tensor, weight: CudaWeight) -> Tensor:
+    return rotate_blocks(x, weight.hadamard) if weight.hadamard else x
+
+
+def _rows(x: Tensor | Records) -> int:
+    return x.rows if isinstance(x, Records) else len(x)
+
+
+def _device(x: Tensor | Records) -> torch.device:
+    return x.data.device if isinstance(x, Records) else x.device
+
+
+def _multiply_unpacked(
+    x: Tensor, part: TiledMatrix | Tensor, out: Tensor, bias: Tensor | None
+) -> None:
+    rows, columns = part.shape
+    at_once = max(16, _UNPACKED // columns // 16 * 16)
+    for first in range(0, rows, at_once):
+        stop = min(rows, first + at_once)
+        y = F.linear(x, _unpacked(part, first, stop))
+        out[:, first:stop] = y if bias is None else y + bias[first:stop]
+
+
+def multiply_heads(x: Tensor, weight: CudaWeight, out: Tensor) -> None:
+    """out (H, R, rows) = x (H, R, columns), bf16, times H matrices that ``weight`` stacks.
+
+    Rows of x and out may lie apart.
+    """
+    heads, count, columns = x.shape
+    if weight.hadamard:
+        x = _rotated(x.reshape(-1, columns), weight).view(x.shape)
+    part, rows = weight.parts[0], weight.shape[0] // heads
+    if _by_kernels(count, part) and len(weight.parts) == 1:
+        if isinstance(part, Tensor):
+            dense_product(x, part, out)
+            return
+        if rows % 16 == 0:
+            product(quantize(x, fine=weight.fine), part, out)
+            return
+    whole = [_unpacked(part, 0, part.shape[0]) for part in weight.parts]
+    stacked = (whole[0] if len(whole) == 1 else torch.cat(whole)).view(heads, rows, columns)
+    out.copy_(torch.bmm(x, stacked.transpose(1, 2)))
+
+
+def _unpacked(part: TiledMatrix | Tensor, first: int, stop: int) -> Tensor:
+    """Rows of a matrix in bf16."""
+    if isinstance(part, Tensor):
+        return part[first:stop]
+    shape = (stop - first, part.shape[1])
+    dense = torch.empty(shape, dtype=torch.bfloat16, device=part.data.device)
+    unpack_rows(part, dense, first=first)
+    return dense

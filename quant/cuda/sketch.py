@@ -1,0 +1,121 @@
+"""``CudaOps`` that start nothing: which kernels a model's passes will launch, before it is there.
+
+Weights take no memory and results hold nothing; what is chosen between kernels is chosen by the
+same code as later. It knows no models: who asks runs the steps (``models/rehearsal.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localrt.quant.cuda.experts import CudaExpertTable, run_kind
+from localrt.quant.cuda.kernels.grouped import plan_slots, rows_at_once
+from localrt.quant.cuda.kernels.launch import noting, prepare
+from localrt.quant.cuda.kernels.products import MOST_ROWS, TiledMatrix
+from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.stream import Stream
+from localrt.quant.cuda.weight import CudaWeight, is_packed
+from localrt.quant.formats.packed import PackedTensor
+from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, padded_rows
+from localrt.quant.ops.experts import ExpertSpec, ExpertTable, RouterSpec, RouterWeights, Routing
+
+_LONGEST = 2048  # rows of a prompt's pass
+
+
+class SketchOps(CudaOps):
+    """See ``CudaOps``. ``programs`` are what its steps would have launched, in order.
+
+    Passes of ``lengths`` rows launch all that passes of any length do.
+    """
+
+    lengths = (1, 4, 8, 16, MOST_ROWS, MOST_ROWS + 1)
+
+    def __init__(self, ops: CudaOps) -> None:
+        super().__init__(device=ops.device, kv_format=ops.kv_format, fine=ops.fine)
+        self.programs: dict[Program, None] = {}
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        with super().scope(), noting(self.programs):
+            yield
+
+    def prepare(self, program: Program) -> None:
+        """Compile it for this card, or find it on the disk. Any thread may call it.
+
+        Raises:
+            LocalrtError: it does not compile.
+        """
+        prepare(self._device, program)
+
+    def stream(self, rows: int, width: int) -> Stream:
+        """Activations, from wherever they come: (rows, width)."""
+        return Stream(torch.zeros(rows, width, device=self._device))
+
+    def weight(
+        self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+    ) -> CudaWeight:
+        """Parts as ``build_weight`` makes them, of one byte, and one number, that is repeated."""
+        parts: list[TiledMatrix | Tensor] = []
+        hadamard = 0
+        for block in blocks:
+            rows, columns = block.shape[0], block.shape[1]
+            hadamard = block.hadamard if isinstance(block, TiledTensor) else 0
+            last = parts[-1] if parts else None
+            if not is_packed(block.format, columns):
+                if isinstance(last, Tensor):
+                    rows += len(last)
+                    parts.pop()
+                parts.append(self._nothing(torch.bfloat16).expand(rows, columns))
+                continue
+            name = block.format.name
+            same = isinstance(last, TiledMatrix) and last.format == name
+            if same and last is not None and last.shape[0] % TILE_ROWS == 0:
+                rows += last.shape[0]
+                parts.pop()
+            nbytes = padded_rows(rows) * block.format.row_bytes(columns)
+            data = self._nothing(torch.uint8).expand(nbytes)
+            parts.append(TiledMatrix(name, (rows, columns), data))
+        return CudaWeight(shape, tuple(parts), hadamard, self.fine)
+
+    def norm_route(
+        self, x: Stream, weights: RouterWeights, spec: RouterSpec
+    ) -> tuple[Tensor, Routing]:
+        """See ``CudaOps``: experts in turn."""
+        normed, _ = super().norm_route(x, weights, spec)
+        rows = len(normed)
+        experts = np.arange(rows * spec.ranked, dtype=np.int32).reshape(rows, -1) % spec.count
+        ones = np.ones((rows, spec.used), np.float32)
+        return normed, Routing(experts, np.zeros(experts.shape, np.float32), ones)
+
+    def run_experts(
+        self,
+        normed: Tensor,
+        routing: Routing,
+        table: ExpertTable,
+        spec: ExpertSpec,
+        slots: Tensor,
+        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """See ``CudaOps``: all kinds, for any number of their slots."""
+        assert isinstance(table, CudaExpertTable), "tables belong to one implementation"
+        count, rows = len(table.kind_of), len(normed)
+        sizes = {rows_at_once(n, routing.used, count) for n in range(1, _LONGEST)}
+        for expert in (table.kind_of < 0).nonzero()[0].tolist():
+            self.expert_apart(normed, table[expert], spec)
+        chosen = torch.zeros(rows, routing.used, dtype=torch.int32, device=self._device)
+        for number, kind in enumerate(table.kinds):
+            plan = plan_slots(chosen, table.kind_of == number)
+            entries = table.entries(self._device)
+            for size in sizes:
+                run_kind(normed, replace(plan, size=size), entries, kind, spec, slots)
+
+    def _nothing(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(1, dtype=dtype, device=self._device)

@@ -1,1 +1,0 @@
-"""Our own CUDA kernels (``quant/cuda``): compiling, launching, and who asks for which."""

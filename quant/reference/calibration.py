@@ -1,0 +1,57 @@
+"""The torch implementation, watched: sums H = X^T X of what chosen matrices are multiplied with.
+
+For quantizers, which need a layer's inputs. It does not know which layer a matrix belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from localrt.quant.methods.gptq import HessianSum
+from localrt.quant.reference.ops import TorchOps
+
+
+def calibration_format() -> str:
+    """What passes over calibration text are computed in on this machine's processor.
+
+    bf16 where it multiplies bf16 itself, four times as fast as float32; else float32, since what is
+    emulated is slow.
+    """
+    able = torch.cpu.get_capabilities()
+    return "bf16" if able.get("avx512_bf16") or able.get("amx_bf16") else "f32"
+
+
+class CalibrationOps(TorchOps):
+    """See ``TorchOps``. Chosen weights are watched."""
+
+    def __init__(self, *, compute_format: str = "bf16", threads: int | None = None) -> None:
+        super().__init__(compute_format=compute_format, threads=threads)
+        self._sums: dict[int, tuple[Tensor, HessianSum]] = {}
+
+    def watch(self, weights: Iterable[Tensor]) -> None:
+        """Forget all sums, and begin those of ``weights``: columns^2 * 4 bytes each."""
+        self._sums = {id(weight): (weight, HessianSum(weight.shape[1])) for weight in weights}
+
+    def take_hessian(self, weight: Tensor) -> npt.NDArray[np.float32]:
+        """H of a watched weight's inputs as estimated, (columns, columns); it is forgotten."""
+        return self._sums.pop(id(weight))[1].estimate()
+
+    def copy(self, x: Tensor) -> Tensor:
+        """An array of its own: a block may overwrite the one that it gets."""
+        return x.clone()
+
+    def distance(self, one: Tensor, other: Tensor) -> float:
+        """The sum of the squared differences."""
+        return float((one.float() - other.float()).square().sum())
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product; inputs of a watched weight are counted."""
+        watched = self._sums.get(id(weight))
+        if watched is not None:
+            watched[1].add(x.float().numpy())
+        return super().linear(x, weight, bias)

@@ -1,0 +1,497 @@
+"""``Ops`` on torch, on any device torch has: simple, and the oracle of the others.
+
+Matrices are unpacked on loading, block by block, to bf16 or float32; a model is never held twice.
+It knows packed formats through their float32 reference alone, and no architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.tiled import TiledTensor
+from localrt.quant.methods.rotation import restored_rows
+from localrt.quant.ops.adapters import (
+    Adapter,
+    AdapterTable,
+    LowRank,
+    adapted_rows,
+    head_deltas,
+    joined,
+)
+from localrt.quant.ops.attention import IndexSpec, IndexWeights, LatentSpec, LatentWeights
+from localrt.quant.ops.experts import (
+    ExpertSpec,
+    ExpertTable,
+    RouterSpec,
+    RouterWeights,
+    Routing,
+)
+from localrt.quant.ops.hybrid_cache import begin_states, split_layers
+from localrt.quant.ops.kv import KVCache, grown_capacity
+from localrt.quant.ops.protocol import (
+    AttentionSpec,
+    AttentionWeights,
+    Batch,
+    Forward,
+    LayerSpec,
+    MlpSpec,
+    MlpWeights,
+    Rope,
+    Span,
+)
+from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
+from localrt.quant.ops.states import StateLayout, StatePass
+from localrt.quant.reference.attention import (
+    attend_latents,
+    attend_rows,
+    choose_rows,
+    latent_queries,
+    latent_values,
+    visible_keys,
+)
+from localrt.quant.reference.experts import (
+    TorchExpertTable,
+    combined,
+    cut_gates,
+    gated,
+    route,
+    run_each,
+)
+from localrt.quant.reference.kv import kv_of, sequence_cache
+from localrt.quant.reference.recurrent import mix_rows, widen
+from localrt.quant.reference.streams import StreamSteps, rows_of_tokens
+
+STARTS = "localrt_starts"  # of a weight: an attribute that torch lets a tensor have
+
+
+@dataclass(slots=True)
+class _Pass:
+    tokens: Tensor  # (R,)
+    positions: Tensor  # (R,)
+    spans: tuple[Span, ...]
+    tables: dict[Rope, tuple[Tensor, Tensor]]
+    masks: dict[tuple[int, int | None], Tensor | None]
+    states: list[StatePass] = field(default_factory=list)
+
+
+class TorchOps(StreamSteps):
+    """See the ``Ops`` protocol. ``compute_format`` is ``"bf16"`` or ``"f32"``."""
+
+    name = "torch"
+
+    def __init__(
+        self, *, compute_format: str = "bf16", device: str = "cpu", threads: int | None = None
+    ) -> None:
+        if compute_format not in ("bf16", "f32"):
+            raise ValueError(f"compute_format must be bf16 or f32, is {compute_format!r}")
+        self.compute_format = compute_format
+        self._dtype = torch.float32 if compute_format == "f32" else torch.bfloat16
+        self._device = torch.device(device)
+        self.device = str(self._device)
+        self.adapters: AdapterTable[LowRank] | None = AdapterTable(dict, joined)
+        self._adapted: list[tuple[slice, Adapter[LowRank]]] = []  # rows of the latest pass
+        if threads is not None:
+            torch.set_num_threads(threads)
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Inference mode: no autograd bookkeeping."""
+        return torch.inference_mode()
+
+    def free_memory(self) -> int | None:
+        """What CUDA says is free."""
+        if self._device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return int(free)
+
+    def graphed(self, forward: Forward) -> Forward:
+        """As it is."""
+        return forward
+
+    def recorder(self) -> None:
+        """Nothing is recorded."""
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def weight(
+        self, shape: tuple[int, int], blocks: Iterable[PackedTensor | TiledTensor]
+    ) -> Tensor:
+        """Unpack row blocks into one matrix of the compute dtype; a rotation is undone."""
+        out = torch.empty(shape, dtype=self._dtype, device=self._device)
+        row = 0
+        starts: dict[str, int] = {}  # where each tensor's rows begin, for adapters
+        for block in blocks:
+            starts.setdefault(block.name, row)
+            for values in restored_rows(block):
+                out[row : row + len(values)] = torch.from_numpy(values).to(self._device)
+                row += len(values)
+        if row != shape[0]:
+            raise ValueError(f"blocks hold {row} rows, the matrix has {shape[0]}")
+        setattr(out, STARTS, starts)
+        return out
+
+    def vector(self, values: npt.NDArray[np.float32]) -> Tensor:
+        """A norm weight or bias in the compute dtype."""
+        return torch.tensor(values, dtype=self._dtype, device=self._device)
+
+    def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
+        """Bytes of an unpacked matrix."""
+        return shape[0] * shape[1] * self._dtype.itemsize
+
+    def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
+        """Bytes of keys, values and states once grown to ``length`` tokens."""
+        attending, states = split_layers(layers)
+        row = sum(spec.cached_heads * (spec.head_dim + spec.value_dim) for spec in attending)
+        in_states = StateLayout(states).sequence_nbytes(length)
+        return in_states + row * grown_capacity(length) * self._dtype.itemsize
+
+    def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
+        """An empty cache."""
+        attending, states = split_layers(layers)
+        shapes = [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in attending]
+        return sequence_cache(shapes, self._dtype, states, capacity, self._device)
+
+    # -- a pass ----------------------------------------------------------------------------------
+
+    def begin(self, batch: Batch) -> _Pass:
+        """Reserve room in every cache."""
+        for span in batch.spans:
+            span.cache.reserve(span.cache.length + span.rows)
+        self.begin_adapters(batch)
+        tokens = torch.from_numpy(batch.tokens).to(self._device)
+        positions = torch.from_numpy(batch.positions).to(self._device)
+        return _Pass(tokens, positions, batch.spans, {}, {})
+
+    def embed(
+        self,
+        table: Tensor,
+        step: _Pass,
+        scale: float = 1.0,
+        *,
+        tokens: npt.NDArray[np.int64] | None = None,
+        each: int = 1,
+    ) -> Tensor:
+        """(R * each, D)."""
+        ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)
+        x = F.embedding(ids if each == 1 else rows_of_tokens(ids, each, len(table)), table)
+        # Gemma rounds the factor to the compute dtype before multiplying.
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+
+    def begin_adapters(self, batch: Batch) -> None:
+        self._adapted = [] if self.adapters is None else adapted_rows(self.adapters, batch.mixes)
+
+    def adapt_tokens(self, x: Tensor, step: _Pass, scale: float) -> Tensor:
+        """In place."""
+        for part, adapter in self._adapted:
+            if (low := adapter.embedding) is not None:
+                a, b = self._tensor(low.a), self._tensor(low.b)
+                x[part] += (a[:, step.tokens[part]].T @ b.T) * scale
+        return x
+
+    def norm_qkv_rope_append(
+        self, x: Tensor, weights: AttentionWeights, spec: AttentionSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, H, E); keys and values are written to the caches."""
+        heads, groups, size = spec.heads, spec.kv_heads, spec.head_dim
+        qkv = self.linear(self._norm(x, weights.norm, spec.eps), weights.qkv, weights.qkv_bias)
+        gates = None
+        if spec.head_gates:
+            qkv, gates = qkv[:, :-heads], qkv[:, -heads:, None].expand(-1, -1, size)
+        qkv = qkv.reshape(len(qkv), -1, size)  # (R, heads, E)
+        q = qkv[:, :heads]
+        if spec.gated:
+            q, gates = qkv[:, 0 : 2 * heads : 2], qkv[:, 1 : 2 * heads : 2]
+            qkv = qkv[:, heads:]
+        q = self._norm_and_turn(q, weights.q_norm, spec, step)
+        if (temperature := spec.temperature) is not None:
+            factors = 1 + temperature.beta * torch.log1p(step.positions // temperature.length)
+            q = q * factors.to(q.dtype)[:, None, None]
+        if spec.reads is not None:
+            return q
+        k, v = qkv[:, heads : heads + groups], qkv[:, -groups:]
+        k = self._norm_and_turn(k, weights.k_norm, spec, step)
+        if weights.v_norm is not None:
+            v = self._norm(v, weights.v_norm, spec.eps)
+        _append(k, v, step, layer)
+        return q if gates is None else torch.cat([q, gates])
+
+    def choose_tokens(
+        self, x: Tensor, weights: IndexWeights, spec: IndexSpec, step: _Pass, layer: int
+    ) -> list[Tensor]:
+        """Of each sequence (rows, held + rows), True where a row sees a token."""
+        qk = self.linear(x, weights.qk).view(len(x), -1, spec.head_dim)
+        q = self._norm_and_turn(qk[:, :-1], weights.q_norm, spec, step)
+
+        def finish(mean: Tensor, position: int) -> Tensor:
+            normed = self._norm(mean, weights.k_norm, spec.eps)[None, None]
+            if spec.rope is None:
+                return normed[0, 0]
+            at = torch.tensor([position], device=self._device)
+            return _rotate(normed, *self._turns(spec.rope, at))[0, 0]
+
+        chosen, row = [], 0
+        for span in step.spans:
+            part = slice(row, row + span.rows)
+            places = step.positions[part]
+            chosen.append(choose_rows(q[part], qk[part, -1], spec, span, places, layer, finish))
+            row += span.rows
+        return chosen
+
+    def attention_output(
+        self,
+        q: Tensor,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        step: _Pass,
+        layer: int,
+        chosen: list[Tensor] | None = None,
+    ) -> Tensor:
+        """(R, D)."""
+        outputs = []
+        row = 0
+        q, gates = q.chunk(2) if spec.has_gates else (q, None)
+        for index, span in enumerate(step.spans):
+            rows = q[row : row + span.rows]
+            mask = self._mask(index, span, spec.window, step) if chosen is None else chosen[index]
+            cache = kv_of(span)
+            outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
+            row += span.rows
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if gates is not None:
+            joined = joined * gates.flatten(1).sigmoid()
+        y = self.linear(joined, weights.out, weights.out_bias)
+        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
+
+    def norm_latent_append(
+        self, x: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, H, E); the latents are written to the caches."""
+        assert spec.rope is not None, "latent attention rotates a part of its keys"
+        q, rows = latent_queries(self, x, weights, spec, self._rope_tables(spec.rope, step))
+        _append(rows, rows[..., :0], step, layer)
+        return q
+
+    def latent_output(
+        self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, D)."""
+        seen = []
+        row = 0
+        for index, span in enumerate(step.spans):
+            mask = self._mask(index, span, None, step)
+            rows = q[row : row + span.rows]
+            seen.append(attend_latents(rows, kv_of(span), layer, mask, spec))
+            row += span.rows
+        return self.linear(latent_values(torch.cat(seen), weights, spec), weights.out)
+
+    def norm_recurrent(
+        self, x: Tensor, weights: RecurrentWeights, spec: RecurrentSpec, step: _Pass, layer: int
+    ) -> Tensor:
+        """(R, D)."""
+        if not step.states:
+            step.states = begin_states(step.spans)
+        mixed = self.linear(self._norm(x, weights.norm, spec.eps), weights.mix, weights.mix_bias)
+        if weights.mix_scale is not None:
+            mixed = mixed * weights.mix_scale
+        mixed = widen(mixed, weights, spec, self.linear)
+        seen = mix_rows(mixed.float(), weights, spec, step.spans, step.states, layer)
+        y = self.linear(seen.to(self._dtype), weights.out, weights.out_bias)
+        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
+
+    def norm_gated_mlp(self, x: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
+        """(R, D)."""
+        y = self._gated_mlp(self._norm(x, weights.norm, spec.eps), weights, spec)
+        return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """(R, D)."""
+        return self._norm(x, weight, eps)
+
+    def add(self, x: Tensor, y: Tensor, scale: float = 1.0, total: float = 1.0) -> Tensor:
+        """Residual sum in place of ``x``."""
+        x.add_(y, alpha=scale)
+        return x if total == 1.0 else x.mul_(total)
+
+    def head(
+        self,
+        x: Tensor,
+        rows: npt.NDArray[np.intp],
+        norm: Tensor,
+        eps: float,
+        weight: Tensor,
+        softcap: float | None = None,
+        first_row: int = 0,
+    ) -> npt.NDArray[np.float32]:
+        """(len(rows), V) float32 on the host."""
+        if len(rows) < x.shape[0]:
+            x = x[torch.from_numpy(rows).to(self._device)]
+        normed = self._norm(x, norm, eps)
+        logits = self.linear(normed, weight).float()
+        if any(adapter.head for _, adapter in self._adapted):
+            inputs, changed = normed.float().cpu().numpy(), logits.cpu().numpy()
+            place = {row: at for at, row in enumerate(rows.tolist())}
+            head_deltas(self._adapted, rows, lambda row: inputs[place[row]], first_row, changed)
+            logits = torch.from_numpy(changed).to(self._device)
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        host: npt.NDArray[np.float32] = logits.cpu().numpy()
+        return host
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The one matrix product that every step goes through, so that calibration can watch it."""
+        if not self._adapted:
+            return F.linear(x, weight, bias)
+        y = F.linear(x, weight)
+        for name, start in getattr(weight, STARTS, {}).items():
+            for part, adapter in self._adapted:
+                if (low := adapter.matrices.get(name)) is not None:
+                    own = y[part, start : start + len(low.b)]
+                    if low.factors is not None:
+                        own *= self._tensor(low.factors)
+                    own += x[part] @ self._tensor(low.a).T @ self._tensor(low.b).T
+        return y if bias is None else y + bias
+
+    def _tensor(self, values: npt.NDArray[np.float32]) -> Tensor:
+        return torch.from_numpy(values).to(self._device, self._dtype)
+
+    # -- a mixture of experts --------------------------------------------------------------------
+
+    def expert_table(self, count: int) -> TorchExpertTable:
+        """An empty table."""
+        return TorchExpertTable(count)
+
+    def norm_route(
+        self, x: Tensor, weights: RouterWeights, spec: RouterSpec
+    ) -> tuple[Tensor, Routing]:
+        """The normed rows (R, D), and their experts."""
+        normed = self._norm(x, weights.norm, spec.eps)
+        bias = None if weights.gate_bias is None else weights.gate_bias.float()
+        seen = normed
+        if weights.gate_norm is not None:
+            seen = self._norm(x, weights.gate_norm, spec.eps)
+        logits = F.linear(seen.float(), weights.gate.float(), bias)
+        return normed, route(logits, weights.choice_bias, spec, weights.expert_scale)
+
+    def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
+        """(R * K, D)."""
+        return normed.new_empty(normed.shape[0] * routing.used, normed.shape[1])
+
+    def run_experts(
+        self,
+        normed: Tensor,
+        routing: Routing,
+        table: ExpertTable,
+        spec: ExpertSpec,
+        slots: Tensor,
+        experts: Sequence[int] | npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """One expert after another."""
+        assert isinstance(table, TorchExpertTable), "tables belong to one implementation"
+
+        def compute(expert: int, rows: Tensor) -> Tensor:
+            weights = table[expert]
+            hidden = gated(self.linear(rows, weights.gate_up, weights.gate_up_bias), spec)
+            return self.linear(hidden, weights.down, weights.down_bias)
+
+        run_each(normed, routing, slots, experts, compute)
+
+    def put_slots(self, slots: Tensor, index: npt.NDArray[np.intp], rows: Any) -> Tensor:
+        """In place. Rows of the CPU may come as a residual stream."""
+        values = rows if isinstance(rows, Tensor) else rows.settle()
+        slots[torch.from_numpy(index).to(self._device)] = values.to(slots.dtype)
+        return slots
+
+    def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
+        """(R, D)."""
+        return combined(slots, routing, shared)
+
+    def latent_rows(self, normed: Tensor, weight: Tensor) -> Tensor:
+        """(R, L)."""
+        return self.linear(normed, weight)
+
+    def widen_latents(self, rows: Tensor, weight: Tensor, shared: Tensor | None) -> Tensor:
+        """(R, D)."""
+        y = self.linear(rows, weight)
+        return y if shared is None else y + shared
+
+    def shared_mlp(
+        self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: Tensor | None
+    ) -> Tensor:
+        """(R, D)."""
+        y = self._gated_mlp(normed, weights, spec)
+        return y if gate is None else y * self.linear(normed, gate).sigmoid()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _gated_mlp(self, normed: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
+        wide = self.linear(normed, weights.gate_up)
+        if spec.cutoff is not None:
+            wide = cut_gates(wide, spec.cutoff)
+        return self.linear(gated(wide, spec), weights.down)
+
+    def _norm_and_turn(
+        self, x: Tensor, weight: Tensor | None, spec: AttentionSpec, step: _Pass
+    ) -> Tensor:
+        """Queries or keys (R, heads, E) with the norms and rotation that a layer has."""
+        if not spec.norms_last:
+            x = self._norm_heads(x, weight, spec)
+        if spec.rope is not None:
+            x = _rotate(x, *self._rope_tables(spec.rope, step))
+        return self._norm_heads(x, weight, spec) if spec.norms_last else x
+
+    def _norm_heads(self, x: Tensor, weight: Tensor | None, spec: AttentionSpec) -> Tensor:
+        """Norms of queries or keys (R, heads, E): each head's, or one over all."""
+        if not spec.joint_norms:
+            return self._norm(x, weight, spec.eps)
+        return self._norm(x.reshape(x.shape[0], -1), weight, spec.eps).view(x.shape)
+
+    def _norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def _rope_tables(self, rope: Rope, step: _Pass) -> tuple[Tensor, Tensor]:
+        """cos and sin of the pass, (R, 1, len(inv_freq)), computed once per pass in float32."""
+        if rope not in step.tables:
+            step.tables[rope] = self._turns(rope, step.positions)
+        return step.tables[rope]
+
+    def _turns(self, rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
+        inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=self._device)
+        angles = positions.float()[:, None, None] * inv_freq
+        cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
+        return cos.to(self._dtype), sin.to(self._dtype)
+
+    def _mask(self, index: int, span: Span, window: int | None, step: _Pass) -> Tensor | None:
+        """(rows, held + rows), True where seen; None when every key is seen."""
+        key = (index, window)
+        if key not in step.masks:
+            held = span.cache.length
+            step.masks[key] = visible_keys(held, span, window, step.positions, index, step.spans)
+        return step.masks[key]
+
+
+def _append(k: Tensor, v: Tensor, step: _Pass, layer: int) -> None:
+    """Write new keys and values (R, G, E) to the caches of their sequences."""
+    row = 0
+    for span in step.spans:
+        kv_of(span).write(layer, k[row : row + span.rows], v[row : row + span.rows])
+        row += span.rows
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate-half on the first 2 * cos.shape[-1] elements of x (R, heads, E)."""
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    rotated = (a * cos - b * sin, b * cos + a * sin)
+    if 2 * half == x.shape[-1]:
+        return torch.cat(rotated, dim=-1)
+    return torch.cat((*rotated, x[..., 2 * half :]), dim=-1)

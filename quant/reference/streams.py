@@ -1,0 +1,180 @@
+"""Torch's steps of layers' own inputs and of several residual streams: see ``Ops``.
+
+Streams (R, S * D) are looked at as (R, S, D). The sums over streams are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from localrt.quant.ops.hybrid_cache import begin_states
+from localrt.quant.ops.recurrent import RecurrentSpec
+from localrt.quant.ops.streams import (
+    LEAST_PRODUCT,
+    ConnectionWeights,
+    InputGateSpec,
+    InputGateWeights,
+    InputProjection,
+    LowRankWeights,
+    NgramWeights,
+    StreamSpec,
+    StreamWeights,
+)
+from localrt.quant.reference.recurrent import convolve_rows
+
+_LEAST_SQUARE = 1e-5  # of what is brought to another's magnitude
+
+
+def rows_of_tokens(ids: Tensor, each: int, rows: int) -> Tensor:
+    """See ``layer_inputs.rows_of_tokens``; ``ids`` may be on a device."""
+    known = torch.where(ids < rows // each, ids, 0)
+    return (known[:, None] * each + torch.arange(each, device=ids.device)).flatten()
+
+
+class StreamSteps:
+    """A part of ``TorchOps``."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A product."""
+        raise NotImplementedError
+
+    def _norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        raise NotImplementedError
+
+    def project_inputs(self, x: Tensor, rows: Tensor, weights: InputProjection) -> Tensor:
+        """(R, L * P)."""
+        projected = self.linear(x, weights.matrix).view(len(x), -1, weights.width)
+        normed = self._norm(projected, weights.norm, weights.eps)
+        return rows.view(len(x), -1) + normed.flatten(1)
+
+    def gate_inputs(
+        self, x: Tensor, inputs: Tensor, weights: InputGateWeights, spec: InputGateSpec
+    ) -> Tensor:
+        """(R, D)."""
+        gate = self.linear(x, weights.gate)
+        first = spec.layer * spec.width
+        open_ = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
+        y = self.linear(open_ * inputs[:, first : first + spec.width], weights.out)
+        return self._norm(y, weights.post_norm, spec.eps)
+
+    def low_rank(self, x: Tensor, weights: LowRankWeights) -> Tensor:
+        """(R, D)."""
+        normed = self._norm(x, weights.norm, weights.eps)
+        y = self.linear(self.linear(normed, weights.left), weights.right)
+        return normed + self._norm(y, weights.post_norm, weights.eps)
+
+    def split_streams(self, x: Tensor, projections: Tensor) -> Tensor:
+        """(R, S * D)."""
+        others = self.linear(x, projections).view(len(x), -1, x.shape[1])
+        return torch.cat([x, _as_large(others, x[:, None]).flatten(1)], dim=1)
+
+    def predict_streams(
+        self, streams: Tensor, weights: StreamWeights, spec: StreamSpec
+    ) -> tuple[Tensor, Tensor]:
+        """(R, S * D) and (R, D)."""
+        apart = streams.view(len(streams), spec.count, -1)
+        modes = self._modes(apart[:, spec.active], weights, spec)
+        coefficients = weights.coefficients.float().view(spec.count, spec.count, spec.count)
+        mixing = torch.einsum("stp,rp->rst", coefficients, modes)
+        out = apart + (mixing @ apart.float()).to(apart.dtype)
+        return out.flatten(1), out[:, spec.active].clone()
+
+    def correct_streams(
+        self, streams: Tensor, activated: Tensor, weights: StreamWeights, spec: StreamSpec
+    ) -> tuple[Tensor, Tensor]:
+        """(R, S * D) and (R, D)."""
+        apart = streams.view(len(streams), spec.count, -1)
+        modes = self._modes(activated, weights, spec)
+        coefficients = weights.coefficients.float().view(spec.count, spec.count)
+        factors = (modes @ coefficients.T + 1)[:, :, None]
+        error = (activated - apart[:, spec.active])[:, None].float()
+        out = apart + (error * factors).to(apart.dtype)
+        active = out[:, spec.active]
+        return out.flatten(1), active.clone() if weights.scale is None else active * weights.scale
+
+    def add_to_streams(self, streams: Tensor, y: Tensor) -> Tensor:
+        """In place."""
+        streams.view(len(y), -1, y.shape[1])[:, 1:] += y[:, None]
+        return streams
+
+    def join_streams(self, streams: Tensor, projections: Tensor) -> Tensor:
+        """(R, D)."""
+        hidden = projections.shape[1]
+        apart = streams.view(len(streams), -1, hidden)  # (R, S, D)
+        matrices = projections.view(-1, hidden, hidden)
+        total = apart[:, 0].clone()
+        for number, matrix in enumerate(matrices, 1):
+            total += _as_large(self.linear(apart[:, number], matrix), apart[:, 0])
+        joined: Tensor = total / (1 + len(matrices))
+        return joined
+
+    def repeat_stream(self, x: Tensor, count: int) -> Tensor:
+        """(R, S * D)."""
+        return x.repeat(1, count)
+
+    def read_streams(
+        self, streams: Tensor, weights: ConnectionWeights
+    ) -> tuple[Tensor, Tensor | None]:
+        """(R, D) and (R, S)."""
+        count = weights.count
+        apart = streams.view(len(streams), count, -1)
+        normed = F.rms_norm(apart, apart.shape[-1:], None, weights.eps)
+        joined = normed.flatten(1) * weights.norm
+        narrow = F.silu(self.linear(joined, weights.down) / count)
+        gates = self.linear(narrow, weights.up).sigmoid()
+        x = (gates * joined).view_as(apart).mean(1)
+        if weights.share is None:
+            return x, None
+        return x, 2 * (self.linear(joined, weights.share) / count).sigmoid()
+
+    def share_out(self, streams: Tensor, y: Tensor, shares: Tensor) -> Tensor:
+        """In place."""
+        streams.view(len(y), -1, y.shape[1]).addcmul_(y[:, None], shares[:, :, None])
+        return streams
+
+    def add_ngrams(
+        self,
+        streams: Tensor,
+        rows: Tensor,
+        weights: NgramWeights,
+        spec: RecurrentSpec,
+        step: Any,
+        layer: int,
+    ) -> Tensor:
+        """(R, S * D), in place."""
+        if not step.states:
+            step.states = begin_states(step.spans)
+        count, eps = weights.count, weights.eps
+        rows = rows.view(len(streams), -1)
+        keys = _norm_each(self.linear(rows, weights.key), weights.key_norm, count, eps)
+        seen = _norm_each(streams, weights.stream_norm, count, eps)
+        size = keys.shape[1] // count
+        products = (keys * seen).view(-1, count, size).sum(2, keepdim=True) / size**0.5
+        gates = (products.abs().clamp(min=LEAST_PRODUCT).sqrt() * products.sign()).sigmoid()
+        values = (gates * self.linear(rows, weights.value).float()[:, None]).flatten(1)
+        normed = _norm_each(values, weights.value_norm, count, eps)
+        kept = torch.cat([normed, step.tokens[:, None].float()], dim=1)
+        mixed = convolve_rows(kept, weights.taps, spec, step.spans, step.states, layer)
+        return streams.add_((values + F.silu(mixed)).to(streams.dtype))
+
+    def _modes(self, x: Tensor, weights: StreamWeights, spec: StreamSpec) -> Tensor:
+        """(R, S), float32: what coefficients are made of."""
+        normed = self._norm(x, weights.norm, spec.eps)
+        return F.linear(normed.float(), weights.router.float()).tanh()
+
+
+def _norm_each(x: Tensor, weight: Tensor, count: int, eps: float) -> Tensor:
+    """(R, S * D), float32: RMSNorm of each stream for itself."""
+    apart = x.float().view(len(x), count, -1)
+    return F.rms_norm(apart, apart.shape[-1:], None, eps).flatten(1) * weight.float()
+
+
+def _as_large(y: Tensor, x: Tensor) -> Tensor:
+    """y brought to the magnitude of x."""
+    wanted = x.float().square().mean(-1, keepdim=True).sqrt()
+    own = y.float().square().mean(-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()
+    return (y.float() * (wanted / own)).to(y.dtype)

@@ -1,0 +1,215 @@
+"""Calls that must be made: in the words of the template, with arguments that fit the schema."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+
+import localrt
+from localrt.chat_format.call_grammar import call_grammar
+from localrt.chat_format.harmony import HARMONY_CALL, is_harmony
+from localrt.chat_format.structured import SPACES
+from localrt.chat_format.template_syntax import TemplateSyntax
+from localrt.chat_format.templates.chat_template import ChatTemplate
+from tests.chat_format.call_templates import TEMPLATES, chat, each
+from tests.chat_format.test_call_syntax import answer_of, fed, parser_of
+from tests.conftest import write_tiny_model
+from tests.inside import core_of
+
+PAINT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "colour": {"type": "string", "enum": ["red", "dark blue"]},
+        "note": {"type": "string"},
+        "coats": {"type": "integer", "minimum": 1, "maximum": 9},
+        "dry": {"type": "boolean"},
+        "where": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}, "tags": {"$ref": "#/$defs/tags"}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["colour", "where"],
+    "additionalProperties": False,
+    "$defs": {"tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2}},
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "paint", "parameters": PAINT}},
+    {"type": "function", "function": {"name": "stop-it"}},
+]
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("paint", {"colour": "dark blue", "where": {"x": -1.5}}),
+    ("paint", {"colour": "red", "note": 'a\n"b" é', "coats": 2, "dry": True, "where": {"x": 1}}),
+    ("paint", {"colour": "red", "dry": False, "where": {"x": 2, "tags": ["a", "b c"]}}),
+    ("stop-it", {}),
+]
+# Written otherwise than grammars have it: Python's True, and objects in another order.
+_PYTHON = ("Qwen Coder, Qwen 3.5, Nemotron 3", "Seed-OSS", "MiniCPM", "LFM 2.5", "Gemma 4")
+
+
+class _Bytes:
+    """A tokenizer of bytes, as llguidance takes one."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+    special_token_ids = (256,)
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@cache
+def tokenizer() -> Any:
+    wrapper = llguidance.TokenizerWrapper(_Bytes())
+    return llguidance.LLTokenizer(wrapper, n_vocab=257, slices=[])
+
+
+@cache
+def known(name: str) -> tuple[ChatTemplate, TemplateSyntax, Any]:
+    template = ChatTemplate(TEMPLATES[name])
+    syntax = TemplateSyntax.of(template)
+    spelling = HARMONY_CALL if is_harmony(template.source) else syntax.calls.spelling
+    assert spelling is not None
+    functions = [tool["function"] for tool in TOOLS]
+    grammar = call_grammar(spelling, functions, json.dumps, spaces=SPACES)
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar)
+    matcher = llguidance.LLMatcher(tokenizer(), lark, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return template, syntax, matcher
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gpt-oss"])
+@pytest.mark.parametrize("call", CALLS, ids=["least", "most", "some", "none"])
+def test_what_a_template_writes_is_allowed(name: str, call: tuple[str, dict[str, Any]]) -> None:
+    tool, given = call
+    if name in _PYTHON and not all(isinstance(each, str) for each in given.values()):
+        pytest.skip("such values are written as Python's, and asked for as JSON")
+    template, syntax, matcher = known(name)
+    call_id = f"functions.{tool}:0" if name == "Kimi K2" else "abcdefgh1"
+    function = {"name": tool, "arguments": json.dumps(given, ensure_ascii=False)}
+    calls = [{"id": call_id, "type": "function", "function": function}]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    answer, _ = answer_of(template, syntax, message, TOOLS)
+    matcher = matcher.deep_copy()
+    for number, byte in enumerate(answer.strip().encode()):
+        assert matcher.consume_token(byte), answer.strip().encode()[: number + 1].decode()
+    assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_allowed_is_read(name: str, seed: int) -> None:
+    template, syntax, matcher = known(name)
+    matcher, draw, written = matcher.deep_copy(), random.Random(seed), bytearray()
+    likely = set(b"<>\"}]'/|,abcxp1:_ \n")
+    while not matcher.is_stopped():
+        packed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(packed, count=256, bitorder="little")).tolist()
+        usual = [byte for byte in allowed if byte in likely or byte > 127]
+        if len(written) > 600:  # a text need not end by chance
+            pytest.skip("a text without an end")
+        written.append(draw.choice(usual or allowed))
+        assert matcher.consume_token(written[-1])
+    parser = parser_of(template, syntax, TOOLS, "")
+    text = written.decode("utf-8", "replace")
+    assert fed(parser, text, [5]).strip() == ""
+    (call,) = parser.calls
+    given = json.loads(call.arguments)
+    assert call.name in ("paint", "stop-it")
+    if call.name == "paint":
+        assert given["colour"] in ("red", "dark blue")
+        assert isinstance(given["where"]["x"], int | float)
+        assert 1 <= given.get("coats", 1) <= 9
+        assert set(given) <= set(PAINT["properties"])
+    else:
+        assert given == {}
+
+
+# -- with a model ----------------------------------------------------------------------------------
+
+_SHORT: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "blue"]}, "coats": {"enum": [1, 2]}},
+            "required": ["colour", "coats"],
+            "additionalProperties": False,
+        },
+    },
+}
+_PREFILLED = chat(
+    each("<call>{{ f.name }}<args>{{ f.arguments | tojson }}</call>"),
+    prompt="<think>\n",
+    think="{{ m.reasoning_content }}\n</think>\n\n",
+)
+
+
+@pytest.mark.parametrize("name", ["Hermes, Qwen", "GLM", "Gemma 4", "functionary 3.2", "gpt-oss"])
+def test_a_tool_that_must_be_called_is_called(name: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, template=TEMPLATES[name], context=2048)
+    with localrt.load(folder) as model:
+        tools = [_SHORT, TOOLS[1]]
+        for choice in ("required", "paint"):
+            answer = model.generate("?", tools=tools, tool_choice=choice, seed=3, max_tokens=400)
+            call, *others = answer.tool_calls
+            assert not others or choice == "required"
+            assert answer.finish_reason == "tool_calls"
+            assert answer.text == ""
+            given = json.loads(call.arguments)
+            assert call.name in ("paint", "stop-it")[: 1 + (choice == "required")]
+            assert call.name == "stop-it" or given["colour"] in ("red", "blue")
+
+
+def test_a_bound_answer_begins_where_the_template_begins_answers(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, template=TEMPLATES["functionary 3.2"], context=2048)
+    with localrt.load(folder) as model:
+        made = core_of(model).requests.make("?", {"regex": "yes|no"})
+        assert model.detokenize(made.prompt).endswith(">>>all\n")
+        for tools in (None, [_SHORT]):
+            assert model.generate("?", tools=tools, regex="yes|no").text in ("yes", "no")
+
+
+def test_a_call_that_must_be_made_comes_behind_a_thought(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, template=_PREFILLED, context=2048)
+    with localrt.load(folder) as model:
+        for limit in (0, 5):
+            thinking = {"thinking": True, "thinking_tokens": limit, "seed": 3}
+            answer = model.generate("?", tools=[_SHORT], tool_choice="paint", **thinking)
+            assert answer.metrics.thinking_tokens == limit
+            assert localrt.split_thinking(answer.text).answer == ""
+            assert [call.name for call in answer.tool_calls] == ["paint"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tool_choice": "sing", "tools": [_SHORT]}, "no such tool"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"tool_choice": ""}, "tool_choice must be"),
+        ({"tool_choice": 3}, "tool_choice must be"),
+        ({"tool_choice": "paint", "tools": [_SHORT], "regex": "a"}, "excludes regex"),
+        ({"tool_choice": "required", "raw": True}, "needs messages"),
+    ],
+)
+def test_a_choice_that_cannot_be_made(
+    tiny: localrt.Model, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(localrt.OptionError, match=message):
+        tiny.generate("hi", **options)
+
+
+def test_no_tool_is_shown_where_none_may_be_called(tiny: localrt.Model) -> None:
+    plain = tiny.generate("hi", max_tokens=4, temperature=0)
+    unused = tiny.generate("hi", tools=[_SHORT], tool_choice="none", max_tokens=4, temperature=0)
+    assert unused.metrics.prompt_tokens == plain.metrics.prompt_tokens

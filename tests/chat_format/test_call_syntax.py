@@ -1,0 +1,324 @@
+"""Calls are read back as templates write them, in every syntax, and nothing else is a call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from localrt import split_thinking
+from localrt.chat_format.harmony import HarmonyParser, is_harmony
+from localrt.chat_format.known_syntaxes import known_syntax
+from localrt.chat_format.messages import for_template
+from localrt.chat_format.parser import TextParser
+from localrt.chat_format.template_syntax import TemplateSyntax
+from localrt.chat_format.templates.chat_template import ChatTemplate
+from localrt.chat_format.thinking import thoughts_apart
+from tests.chat_format.call_templates import (
+    ALONE,
+    TEMPLATES,
+    UNWRITABLE,
+    WORDLESS,
+    chat,
+)
+
+_USER = {"role": "user", "content": "Hello?"}
+_ENDS = ("<|im_end|>\n", "<|message_sep|>\n\n", "[e~[\n", "<turn|>\n", "<|return|>", "<|end|>")
+
+_strings = st.text(
+    st.sampled_from("\"'\\\n\t<>{}[]()|,:=&%é日🎈ab1 /"), max_size=12
+) | st.sampled_from(
+    [
+        "",
+        "2",
+        "true",
+        "True",
+        "null",
+        "None",
+        "-1.5",
+        "[]",
+        "{}",
+        '{"a": 1}',
+        "</",
+        "a, b",
+        "\n",
+        " x ",
+    ]
+)
+_numbers = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+_keys = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
+_values = st.recursive(
+    st.none() | st.booleans() | _numbers | _strings,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=3),
+    max_leaves=6,
+)
+_arguments = st.dictionaries(_keys, _values, max_size=4)
+_names = st.sampled_from(["weather", "get-it", "a.b_c", "x2"])
+_calls = st.lists(
+    st.tuples(_names, _arguments), min_size=1, max_size=3, unique_by=lambda call: call[0]
+)
+_words = st.text(st.sampled_from("Hi! \nyou,é'"), max_size=20).map(str.strip)
+_cuts = st.lists(st.integers(1, 30), min_size=1, max_size=8)
+
+
+@cache
+def known(name: str) -> tuple[ChatTemplate, TemplateSyntax]:
+    template = ChatTemplate(TEMPLATES[name])
+    return template, TemplateSyntax.of(template)
+
+
+def tools_of(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The tools that were called, each argument with its type."""
+    found = []
+    for name, arguments in calls:
+        properties = {key: {"type": kind(value)} for key, value in arguments.items()}
+        schema = {"type": "object", "properties": properties}
+        found.append({"type": "function", "function": {"name": name, "parameters": schema}})
+    return found
+
+
+def kind(value: Any) -> str:
+    names = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
+    return "null" if value is None else names.get(type(value), "object")
+
+
+def strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for item in value.values() for text in strings(item)]
+    if isinstance(value, list):
+        return [text for item in value for text in strings(item)]
+    return [value] if isinstance(value, str) else []
+
+
+def answer_of(
+    template: ChatTemplate, syntax: TemplateSyntax, message: dict[str, Any], tools: Any
+) -> tuple[str, str]:
+    """What an assistant writes that gives ``message``, and the prompt before it."""
+    prompt = template.render([_USER], tools=tools)
+    given = [_USER, message]
+    if is_harmony(template.source):
+        given = thoughts_apart(given)
+    shaped = for_template(given, arguments_as_text=syntax.calls.as_text)
+    whole = template.render(shaped, tools=tools, add_generation_prompt=False)
+    assert whole.startswith(prompt)
+    answer = whole[len(prompt) :]
+    return next((answer.removesuffix(end) for end in _ENDS if answer.endswith(end)), answer), prompt
+
+
+def parser_of(template: ChatTemplate, syntax: TemplateSyntax, tools: Any, prompt: str) -> Any:
+    if is_harmony(template.source):
+        return HarmonyParser()
+    opened = syntax.opened(prompt)
+    return TextParser(syntax.calls, tools, thinking=opened, frame=syntax.frame)
+
+
+def fed(parser: Any, text: str, cuts: Sequence[int]) -> str:
+    shown, at, step = "", 0, 0
+    while at < len(text):
+        shown += parser.push(text[at : at + cuts[step % len(cuts)]])
+        at, step = at + cuts[step % len(cuts)], step + 1
+    return shown + str(parser.flush())
+
+
+def as_json(calls: Sequence[Any]) -> list[str]:
+    """For comparison: to Python, 1 is True."""
+    return [json.dumps(call, sort_keys=True) for call in calls]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=25)
+@given(calls=_calls, text=_words, thought=_words, cuts=_cuts)
+def test_what_a_template_writes_is_read_back(
+    name: str, calls: list[tuple[str, dict[str, Any]]], text: str, thought: str, cuts: list[int]
+) -> None:
+    template, syntax = known(name)
+    calls = calls[:1] if name in ALONE else calls
+    unwritable = UNWRITABLE.get(name)
+    if unwritable:
+        assume(not any(re.search(unwritable, each) for each in strings([a for _, a in calls])))
+    text = "" if name in WORDLESS else text
+    thought = "" if "reasoning_content" not in TEMPLATES[name] else thought
+    ids = ["functions.{}:{}" if name == "Kimi K2" else "abcdefgh{1}"] * len(calls)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": text,
+        "reasoning_content": thought,
+        "tool_calls": [
+            {
+                "id": ids[index].format(tool, index),
+                "type": "function",
+                "function": {"name": tool, "arguments": json.dumps(given)},
+            }
+            for index, (tool, given) in enumerate(calls)
+        ],
+    }
+    tools = tools_of(calls)
+    answer, prompt = answer_of(template, syntax, message, tools)
+    parser = parser_of(template, syntax, tools, prompt)
+    shown = fed(parser, answer, cuts)
+    found = [(call.name, json.loads(call.arguments)) for call in parser.calls]
+    assert as_json(found) == as_json(calls)
+    parts = split_thinking(shown)
+    assert (parts.thinking, parts.answer.strip()) == (thought, text)
+    if name == "Kimi K2" or "CALL_ID" in answer:  # ids that are shown stay
+        assert [call.id for call in parser.calls] == [c["id"] for c in message["tool_calls"]]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=15)
+@given(text=st.text(st.sampled_from("<>|[]{}():\"'`,=/tol_caTHfun\n é"), max_size=40), cuts=_cuts)
+def test_text_without_calls_stays_as_it_is(name: str, text: str, cuts: list[int]) -> None:
+    template, syntax = known(name)
+    message = {"role": "assistant", "content": text}
+    answer, prompt = answer_of(template, syntax, message, None)
+    tools = tools_of([("weather", {"city": "Oslo"})])
+    parser = parser_of(template, syntax, tools, prompt)
+    assert fed(parser, answer, cuts) == text
+    assert parser.calls == ()
+
+
+def test_a_closing_mark_within_a_string_does_not_end_a_call() -> None:
+    for name in ("Hermes, Qwen", "GLM", "DeepSeek V3.2", "Gemma 4", "Apertus", "Kimi K2"):
+        template, syntax = known(name)
+        given = {"code": f"a {syntax.calls.closing} b {syntax.calls.opening} c"}
+        call = {"name": "weather", "arguments": json.dumps(given)}
+        message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "functions.weather:0", "type": "function", "function": call}],
+        }
+        tools = tools_of([("weather", given)])
+        answer, prompt = answer_of(template, syntax, message, tools)
+        parser = parser_of(template, syntax, tools, prompt)
+        assert fed(parser, f"{answer}\nDone.", [1]).strip() == "Done."
+        assert [json.loads(found.arguments) for found in parser.calls] == [given]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Qwen Coder, Qwen 3.5, Nemotron 3", '<tool_call>{"name": "f", "arguments": {"a": 1}}'),
+        (
+            "Hermes, Qwen",
+            "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
+        ),
+        ("GLM", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'),
+        ("Hermes, Qwen", '{"name": "f", "arguments": {"a": 1}}'),
+        ("DeepSeek V3.2", '{0}<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>{1}'),
+        ("Cohere's actions", '<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]'),
+        ("Gemma 4", "<|tool_call>call:f{ a: 1 }<tool_call|>"),
+        ("LFM 2.5", "<|tool_call_start|>[f(a=1)]"),
+    ],
+)
+def test_calls_in_other_words_are_read_too(name: str, text: str) -> None:
+    """What models write that is not quite what their templates do."""
+    invoke = '<｜DSML｜function_calls><｜DSML｜invoke name="f">'
+    text = (
+        text.format(invoke, "</｜DSML｜invoke></｜DSML｜function_calls>") if "{0}" in text else text
+    )
+    parser = TextParser(known(name)[1].calls, tools_of([("f", {"a": 1})]))
+    assert fed(parser, text, [3]) == ""
+    assert [(call.name, json.loads(call.arguments)) for call in parser.calls] == [("f", {"a": 1})]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_half_a_call_is_text(name: str) -> None:
+    template, syntax = known(name)
+    call = {"name": "weather", "arguments": json.dumps({"city": "Oslo"})}
+    calls = [{"id": "functions.weather:0", "type": "function", "function": call}]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    tools = tools_of([("weather", {"city": "Oslo"})])
+    answer, prompt = answer_of(template, syntax, message, tools)
+    parser = parser_of(template, syntax, tools, prompt)
+    shown = fed(parser, answer[: answer.index("slo")], [4])
+    assert parser.calls == ()
+    assert "city" in shown
+
+
+# -- templates that tell little, or mean harm ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mark", "opening"),
+    [
+        ("<tool_call>", "<tool_call>"),
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_begin|>"),
+        ("<｜DSML｜function_calls>", "<｜DSML｜function_calls>"),
+        ("<|tool_call>...<tool_call|>", "<|tool_call>"),
+        ("<|tool_list_start|>", "<|tool_call_start|>"),
+        ("nothing", "<tool_call>"),
+    ],
+)
+def test_a_template_that_writes_no_calls_is_known_by_its_marks(mark: str, opening: str) -> None:
+    syntax = TemplateSyntax.of(ChatTemplate("{# " + mark + " #}" + chat("")))
+    assert syntax.calls.opening == opening
+
+
+def test_a_template_without_any_mark_is_known_by_the_models_own_tokens() -> None:
+    for token, opening in (
+        ("<|tool_call_start|>", "<|tool_call_start|>"),
+        ("｜DSML｜", "<｜DSML｜function_calls>"),
+        ("functools", "<tool_call>"),  # a word of any vocabulary
+    ):
+        assert known_syntax(chat(""), {token}.__contains__).opening == opening
+    assert known_syntax("[TOOL_CALLS]", {"<tool_call|>"}.__contains__).opening == "[TOOL_CALLS]"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "{{ raise_exception('no') }}",
+        "{{ messages | tojson }}",
+        "{{ messages }}",
+        "{% for i in range(10 ** 9) %}{{ i }}{% endfor %}",
+        "{% for m in messages %}{{ (m | string) * 100 }}{% endfor %}",
+        "{% for m in messages %}{{ m | string | reverse }}{% endfor %}",
+        chat("{{ m.tool_calls }}"),
+        chat("{{ m.tool_calls | tojson | upper }}"),
+        chat("{{ (m.tool_calls | tojson) * 3 }}"),
+        chat("{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"),
+        chat("{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"),
+        chat("{% for c in m.tool_calls or [] %}<<<<{{ c.function.name * 99 }}>>>>{% endfor %}"),
+        chat("{% for c in m.tool_calls or [] %}{{ '(((((a+)+)+)+' }}{{ c }}{% endfor %}"),
+    ],
+)
+def test_no_template_breaks_the_search(body: str) -> None:
+    syntax = TemplateSyntax.of(ChatTemplate(body))
+    parser = TextParser(syntax.calls, tools_of([("weather", {})]), frame=syntax.frame)
+    assert fed(parser, "A plain (answer).", [2]) == "A plain (answer)."
+    assert parser.calls == ()
+
+
+def test_a_template_that_shows_arguments_as_they_are_is_given_json() -> None:
+    """As a mapping, they would come out as Python shows one."""
+    source = chat(
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}<args>"
+        "{{ c.function.arguments }}</call>{% endfor %}"
+    )
+    syntax = TemplateSyntax.of(ChatTemplate(source))
+    assert syntax.calls.as_text
+    text = '<call>weather<args>{"city": "Oslo", "days": null}</call>'
+    parser = TextParser(syntax.calls, [])
+    assert fed(parser, text, [3]) == ""
+    assert json.loads(parser.calls[0].arguments) == {"city": "Oslo", "days": None}
+
+
+class _Counted(ChatTemplate):
+    renders = 0
+
+    def render(self, *args: Any, **options: Any) -> str:
+        self.renders += 1
+        return super().render(*args, **options)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_is_asked_a_few_times_only(name: str) -> None:
+    template = _Counted(TEMPLATES[name])
+    TemplateSyntax.of(template)
+    assert template.renders <= 40

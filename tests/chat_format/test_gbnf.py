@@ -1,0 +1,284 @@
+"""Grammars in llama.cpp's notation: what they allow, and what is said of those that are wrong."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import localrt
+from localrt.chat_format.gbnf import gbnf_to_lark
+from localrt.chat_format.structured import Grammars
+from localrt.cli import main
+from localrt.common.errors import OptionError
+from localrt.engine.options import read_options
+
+llguidance = pytest.importorskip("llguidance")
+
+SUM = r"""
+# sums of numbers, one a line
+root ::= (sum "=" ws num "\n")+
+sum  ::= num ([-+] ws num)*
+num  ::= [0-9]+ ws | "(" ws sum ")" ws   # a line's end is white space, too
+ws   ::= [ \t\n]*
+"""
+JSON = r"""
+root   ::= value
+value  ::= (object | list | string | "true" | "null") ws
+object ::= "{" ws (string ":" ws value ("," ws string ":" ws value)*)? "}"
+list   ::= "[" ws (
+    value ("," ws value)*
+  )? "]"
+string ::= "\"" ([^"\\\x7F\x00-\x1F] | "\\" (["\\nt] | "u" [0-9a-fA-F]{4}))* "\"" ws
+ws     ::= | " " | "\n" [ \t]{0,20}
+"""
+TOKENS = {"<think>": ord("T"), "</think>": ord("E")}
+
+
+class Bytes:
+    """A vocabulary of single bytes."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    tokens = [bytes([value]) for value in range(256)] + [b"<end>"]
+    special_token_ids = [256]  # noqa: RUF012
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+@cache
+def matcher(grammar: str) -> Any:
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=257, slices=[])
+    lark = gbnf_to_lark(grammar, TOKENS.get)
+    made = llguidance.LLMatcher(
+        tokenizer, llguidance.LLMatcher.grammar_from_lark(lark), log_level=0
+    )
+    assert not made.is_error(), made.get_error()
+    return made
+
+
+def follows(grammar: str, text: str) -> bool:
+    own, data = matcher(grammar).deep_copy(), list(text.encode())
+    return own.try_consume_tokens(data) == len(data) and own.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "yes", "no"),
+    [
+        (SUM, ["1=1\n", "1 + (2 -3)\n=0 \n\n4=4\n"], ["1=1", "=1\n", "1=\n"]),
+        (JSON, ['{"a": [true,\n  null]}', '"\\u00e9"', "[]"], ["[1]", '{"a"}', '"\n"']),
+        ('root ::= "x" [a-z]* "end"', ["xend", "xenend"], ["xen"]),
+        ('root ::= a b\na ::= "x"+\nb ::= "xy"', ["xxy", "xxxy"], ["xy"]),
+        ('root ::= ("ab" "c"?){1,2}', ["ab", "abcab"], ["", "ababab"]),
+        ('root ::= "a"{2} "b"{1,} "c"{0,1}', ["aab", "aabbbc"], ["ab", "aaabcc"]),
+        ('root ::= "a" | ', ["a", ""], ["b"]),
+        ('root ::= "a"\n  | "b" |\n  # a comment\n  "c"', ["a", "b", "c"], ["d"]),
+        ("root ::= .", ["a", "\n", "é", "𝄞"], ["", "ab"]),
+        (r'root ::= "é" [\u00e8-\u00ea\U0001D11E] "\x85"', ["éê\x85", "é𝄞\x85"], ["ée\x85"]),
+        (r"root ::= [^a-c\n] [a-] [+/\]#]", ["x-]", "-a/"], ["a-]", "\n-]"]),
+        ('root ::= fooBar foo-bar start\nfooBar ::= "a"\nfoo-bar ::= "b"\nstart ::= "c"',
+         ["abc"], ["ab"]),
+        ('root ::= root "+" "1" | "1"', ["1", "1+1+1"], ["+1"]),  # llama.cpp refuses it
+        ("root ::= ws [x] ws\nws ::= ([ \\t\\n] ws)?", ["x", " \n x\n"], ["xx"]),
+        ("root ::= <think> !</think>* <[69]>", ["TabcE", "TE"], ["TEE", "aE"]),
+    ],
+)  # fmt: skip
+def test_a_grammar_allows_what_it_says(grammar: str, yes: list[str], no: list[str]) -> None:
+    assert [text for text in yes if not follows(grammar, text)] == []
+    assert [text for text in no if follows(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("grammar", "expression"),
+    [
+        ('root ::= ("a"{1,3}){1,3}', "a{1,9}"),
+        ('root ::= ("a"{2,3}){1,2}', "(a{2,3}){1,2}"),
+        ('root ::= ("a"{3,4}){1,3} "b"', "(aaaa?){1,3}b"),  # five are none
+        ('root ::= ("a"{3}){0,2}', "(aaa){0,2}"),
+        ('root ::= ("a"*){2} | ("b"+)* | ("c"{2,}){0,1}', "a*|b*|(c{2,})?"),
+        ('root ::= ("a"{0,0} "b"){2}', "bb"),
+        ('root ::= ("" | "a" | "a"){2,3} ("" ""){4}', "a{0,3}"),
+        ('root ::= w w? "b" w{2}\nw ::= "a"? | ""', "a{0,2}ba{0,2}"),
+        ('root ::= w{2} w\nw ::= v\nv ::= ("a" | "bb")?', "(a|bb){0,3}"),
+        ('root ::= d d\nd ::= e e\ne ::= f? f?\nf ::= "a"', "a{0,8}"),
+        ('root ::= "a" root root? | ""', "a*"),
+        ('root ::= ("ab" "b"?){2} "ab"', "(abb?){2}ab"),
+        ('root ::= "a" ("b" "c"* "c"){1,2}', "a(bc+){1,2}"),
+    ],
+)
+def test_repetitions_of_repetitions_allow_what_they_say(grammar: str, expression: str) -> None:
+    texts = [
+        "".join(text)
+        for n in range(10)
+        for text in itertools.product("abc"[: 3 - n // 6], repeat=n)
+    ]
+    wrong = [
+        text for text in texts if follows(grammar, text) != bool(re.fullmatch(expression, text))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= ("a"{1,1000}){1,1000} "x"',
+        'root ::= (("a"{1,1000}){1,1000}){1,1000} "x"',
+        'root ::= ("a"?){1,3000} "x"',
+        'root ::= "a"{0,3000} "x"',
+        "root ::= " + '"a"? ' * 3000 + '"x"',
+        "root ::= " + "w " * 3000 + '"x"\nw ::= "a"?',
+        "root ::= " + "w " * 3000 + '"x"\nw ::= "a" | ""',
+        'root ::= d0 "x"\n'
+        + "".join(f"d{n} ::= d{n + 1}? d{n + 1}?\n" for n in range(20))
+        + 'd20 ::= "a"',
+    ],
+)
+def test_what_could_be_read_in_many_ways_is_read_in_one(grammar: str) -> None:
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), n_vocab=257, slices=[])
+    limits = llguidance.LLParserLimits(max_items_in_row=150, step_max_items=10_000)
+    lark = llguidance.LLMatcher.grammar_from_lark(gbnf_to_lark(grammar, TOKENS.get))
+    made = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
+    for byte in b"a" * 900:
+        made.compute_bitmask()
+        assert made.consume_token(byte), made.get_error()
+    assert made.consume_token(ord("x")), made.get_error()
+    assert made.is_accepting()
+
+
+@given(st.text("ab=\n ", max_size=8))
+def test_a_regular_grammar_is_its_expression(text: str) -> None:
+    grammar = 'root ::= (word " "* "=" ws)+ "\\n"?\nword ::= [ab]+ | "b" "a"?\nws ::= [ \\n]*'
+    expected = re.fullmatch(r"(([ab]+|ba?) *=[ \n]*)+\n?", text) is not None
+    assert follows(grammar, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ('root ::= "a" b', "line 1, rule 'root': there is no rule 'b'"),
+        ('item ::= "a"', "there is no rule 'root'"),
+        ("", "there is no rule 'root'"),
+        ('root ::= "a"\nb := "c"', "line 2, rule 'b': '::=' must follow"),
+        ('root ::= "a"\n\nb ::= (\n"c"', "line 3, rule 'b': the parenthesis is not closed"),
+        ('root ::= "a', "line 1, rule 'root': what begins here is not closed"),
+        ("root ::= [a", "line 1, rule 'root': what begins here is not closed"),
+        ('root ::= "a" ) "b"', "line 1, rule 'root': '\\)' is not expected here"),
+        (r'root ::= "\q"', "line 1, rule 'root': a backslash must not be followed by 'q'"),
+        (r'root ::= "\u12"', "needs 4 hexadecimal digits"),
+        (r'root ::= "\ud800"', "is no character"),
+        ("root ::= [b-a]", "the range 'b' to 'a' is empty"),
+        ("root ::= []", "nothing between the brackets"),
+        ('root ::= "a"{3,1}', "from 3 to 1 repetitions are none"),
+        ('root ::= "a"{x}', "a repetition must be"),
+        ('root ::= "a"{1000001}', "more than 1000000 repetitions"),
+        ("root ::= " + "(" * 300, "more than 200 parentheses"),
+        ("root ::= <nothing>", "the model has no token <nothing>"),
+        ('{"type": "object"}', "line 1: a rule must begin with its name"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(grammar: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gbnf_to_lark(grammar, TOKENS.get)
+
+
+@given(st.text('ro:=t "[]()|*{},1\\\n#<>!.-', max_size=30))
+def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
+    said = ""
+    try:
+        gbnf_to_lark("root ::= " + text, TOKENS.get)
+    except ValueError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+def test_answers_follow_a_grammar(tiny: localrt.Model) -> None:
+    grammar = 'root ::= item{2,3}\nitem ::= "- " [a-z]{1,8} "\\n"'
+    for seed in range(3):
+        answer = tiny.generate("hi", grammar=grammar, seed=seed, temperature=1.5, top_k=0)
+        assert re.fullmatch(r"(- [a-z]{1,8}\n){2,3}", answer.text)
+        assert answer.finish_reason == "stop"
+    plain = tiny.generate("hi", grammar=grammar, seed=1, draft="off")
+    guessed = tiny.generate("hi", grammar=grammar, seed=1, draft="ngram", tree_budget=8)
+    assert guessed.token_ids == plain.token_ids
+    batch = tiny.generate_batch(["hi", "ho"], grammar=grammar, seed=1)
+    assert batch[0].text == plain.text
+    assert re.fullmatch(r"(- [a-z]{1,8}\n){2,3}", batch[1].text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grammar": 'root ::= "a" b'}, "grammar cannot be used: line 1, rule 'root'"),
+        ({"grammar": ""}, "grammar must be a non-empty string"),
+        ({"grammar": 'root ::= "a"', "regex": "a"}, "regex and grammar exclude one another"),
+    ],
+)
+def test_what_cannot_be_followed_is_one_line(
+    tiny: localrt.Model, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        tiny.generate("hi", temperature=1.0, max_tokens=600, ignore_eos=True, **options)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= ("x" | "xx"){0,3000} "y"',
+        'root ::= (a b){0,3000} "y"\na ::= "x"?\nb ::= "z"?',
+        'root ::= ("x"{1,1000} "z"?){1,1000} "y"',
+    ],
+)
+def test_a_grammar_that_is_read_in_many_ways_is_refused(grammar: str, tiny: localrt.Model) -> None:
+    def follow(text: str) -> None:
+        make = Grammars(tiny.tokenizer).constraint(read_options({"grammar": grammar}))
+        assert make is not None
+        bound = make()
+        for token in tiny.tokenizer.encode(text, add_special=False):
+            bound.allowed()
+            bound.accept(token)
+
+    with pytest.raises(OptionError, match="can be read in too many ways"):
+        follow("x" * 400)
+
+
+def test_thousands_of_rules_that_lead_to_one_another_are_followed(tiny: localrt.Model) -> None:
+    """llguidance does that by recursion, which took the process with it."""
+    rules = ["root ::= r0", *(f"r{n} ::= r{n + 1}" for n in range(5000)), 'r5000 ::= "z"']
+    assert tiny.generate("hi", grammar="\n".join(rules), temperature=0.0).text == "z"
+    parts: dict[str, Any] = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(3000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**parts, "d3000": {"const": "z"}}}
+    assert tiny.generate("hi", json_schema=schema, temperature=0.0).text == '"z"'
+
+
+def test_a_chat_refuses_a_malformed_grammar_at_once(tiny: localrt.Model) -> None:
+    chat = tiny.chat()
+    with pytest.raises(OptionError, match="there is no rule 'b'"):
+        chat.set(grammar="root ::= b")
+    assert chat.options == {}
+
+
+@pytest.mark.usefixtures("nothing_on_stdin")
+def test_command_line(
+    tiny_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "answer.gbnf"
+    file.write_text('root ::= "yes" | "no"')
+    run = ["run", str(tiny_folder), "hi"]
+    for flags in (["--grammar", str(file)], ["--grammar-file", str(file)],
+                  ["--grammar", file.read_text()]):  # fmt: skip
+        assert main([*run, *flags]) == 0
+        assert capsys.readouterr().out.strip() in ("yes", "no")
+    for flags in (["--grammar", "nowhere.gbnf"], ["--grammar", "root ::= a"]):
+        assert main([*run, *flags]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert "grammar" in error

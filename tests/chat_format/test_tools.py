@@ -1,0 +1,448 @@
+"""Calls of tools: found in every spelling, however the text is cut; in streams, batches, chats."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import localrt
+from localrt.chat_format.harmony import HarmonyParser
+from localrt.chat_format.known_syntaxes import known_syntax
+from localrt.chat_format.messages import arguments_of, for_template
+from localrt.chat_format.parser import TextParser
+from localrt.chat_format.templates.chat_template import ChatTemplate
+from localrt.chat_format.thinking import thoughts_apart
+from localrt.engine.types import ToolCall
+from tests.conftest import write_tiny_model
+from tests.inside import core_of
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+PARIS = {"city": "Paris", "days": 2}
+_JSON = json.dumps({"name": "weather", "arguments": PARIS})
+_LLAMA = json.dumps({"name": "weather", "parameters": PARIS})
+_CODER = (
+    "<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>"
+)
+_GLM = (
+    "weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
+)
+_SEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+
+# The marks of a template, what its model writes, and what of it is shown.
+SPELLINGS: dict[str, tuple[str, str, str]] = {
+    "hermes": ("<tool_call>", f"Let me see.\n<tool_call>\n{_JSON}\n</tool_call>", "Let me see.\n"),
+    "qwen-thinking": (
+        "<tool_call>",
+        f"<think>I use <tool_call>.</think>\n<tool_call>\n{_JSON}\n</tool_call>\n",
+        "<think>I use <tool_call>.</think>\n",
+    ),
+    "qwen-coder": ("<tool_call>", f"<tool_call>\n{_CODER}\n</tool_call>", ""),
+    "glm": ("<tool_call>", f"<tool_call>{_GLM}</tool_call>", ""),
+    "not closed": ("<tool_call>", f"<tool_call>\n{_JSON}", ""),
+    "qwen, fenced": ("<tool_call>", f"```json\n{_JSON}\n```", ""),
+    "llama": ("<|python_tag|>", _LLAMA, ""),
+    "llama, space first": ("<|python_tag|>", f"\n\n{_LLAMA}", ""),
+    "llama, marked": ("<|python_tag|>", f"<|python_tag|>{_LLAMA}", ""),
+    "llama, built in": ("<|python_tag|>", '<|python_tag|>weather.call(city="Paris", days=2)', ""),
+    "llama, python": ("<|python_tag|>", '[weather(city="Paris", days=2)]', ""),
+    "mistral": ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_JSON}]", ""),
+    "mistral, named": ("[TOOL_CALLS]", f"So:[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS)}", "So:"),
+    "mistral, numbered": (
+        "[TOOL_CALLS]",
+        f"[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{json.dumps(PARIS)}",
+        "",
+    ),
+    "deepseek": (
+        "<｜tool▁calls▁begin｜>",
+        _SEEK.format(f"function<｜tool▁sep｜>weather\n```json\n{json.dumps(PARIS)}\n```"),
+        "",
+    ),
+    "deepseek 3.1": (
+        "<｜tool▁calls▁begin｜>",
+        _SEEK.format(f"weather<｜tool▁sep｜>{json.dumps(PARIS)}"),
+        "",
+    ),
+    "phi": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]<|/tool_call|>", ""),
+    "granite": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]", ""),
+    "functools": ("functools", f"functools[{_JSON}]", ""),
+    "gemma": ("tool_code", '```tool_code\nprint(weather("Paris", days=2))\n```', ""),
+}
+
+
+def pieces(text: str, cuts: list[int]) -> Iterator[str]:
+    edges = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
+    return (text[a:b] for a, b in itertools.pairwise(edges))
+
+
+def read(reader: TextParser | HarmonyParser, parts: Iterator[str]) -> tuple[str, list[Any]]:
+    shown = "".join([*map(reader.push, parts)])
+    shown += reader.flush()
+    return shown, [(call.name, json.loads(call.arguments)) for call in reader.calls]
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+@given(cuts=st.lists(st.integers(0, 400), max_size=12))
+def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> None:
+    template, text, shown = SPELLINGS[name]
+    reader = TextParser(known_syntax(f"{{% {template} %}}"), [WEATHER])
+    found, calls = read(reader, pieces(text, cuts))
+    assert calls == [("weather", PARIS)]
+    assert found.strip() == shown.strip()
+    whole, _ = read(TextParser(known_syntax(template), [WEATHER]), iter([text]))
+    assert whole == found
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("<tool_call>", f"<tool_call>\n{_JSON}\n</tool_call>\n<tool_call>\n{_JSON}\n</tool_call>"),
+        ("<|python_tag|>", f"{_LLAMA}; {_LLAMA}"),
+        ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_JSON}, {_JSON}]"),
+        ("[TOOL_CALLS]", '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}' * 2),
+        ("functools", f"functools[{_JSON}, {_JSON}]"),
+    ],
+)
+def test_several_calls(template: str, text: str) -> None:
+    reader = TextParser(known_syntax(template), [WEATHER])
+    shown, calls = read(reader, iter(text))
+    assert calls == [("weather", PARIS)] * 2
+    assert shown.strip() == ""
+    assert len({call.id for call in reader.calls}) == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("<tool_call>", "<tool_call>\n{not json}\n</tool_call> and more"),
+        ("<tool_call>", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+        ("<tool_call>", '<tool_call>{"name": "weather", "argum'),
+        ("<tool_call>", "a < b, <tool and <tool_"),
+        ("<|python_tag|>", '{"answer": 42}'),
+        ("<|python_tag|>", '{"name": "unknown", "parameters": {}}'),
+        ("<|python_tag|>", '{"name": "weather", '),
+        ("<|python_tag|>", "[1, 2, 3]"),
+        ("<|python_tag|>", "<|python_tag|>import os\nos.remove('/')"),
+        ("[TOOL_CALLS]", "[TOOL_CALLS] nonsense"),
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>"),
+        ("functools", "functools[1]"),
+        ("functools", "The module functools is fine."),
+        ("tool_code", "```tool_code\nx = 1\n```"),
+        ("tool_code", "```tool_code\nweather(__import__('os'))\n```"),
+    ],
+)
+def test_what_is_malformed_stays_text(template: str, text: str) -> None:
+    shown, calls = read(TextParser(known_syntax(template), [WEATHER]), iter(text))
+    assert calls == []
+    assert shown == text
+
+
+@given(text=st.text(st.sampled_from('<>|[]{}":,tol_caTHfuns`\n ')), cuts=st.lists(st.integers(0)))
+def test_any_text_survives(text: str, cuts: list[int]) -> None:
+    for template in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "tool_code"):
+        shown, calls = read(TextParser(known_syntax(template), [WEATHER]), pieces(text, cuts))
+        assert calls or shown == text
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>I look it up.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.weather <|constrain|>json<|message|>{"city": "Paris", "days": 2}<|call|>'
+)
+HARMONY_ROLE_FIRST = (
+    "<|channel|>analysis<|message|>I look it up.<|end|><|start|>assistant to=functions.weather"
+    '<|channel|>commentary json<|message|>{"city": "Paris", "days": 2}'
+)
+
+
+@pytest.mark.parametrize("text", [HARMONY, HARMONY_ROLE_FIRST])
+@given(cuts=st.lists(st.integers(0, 400), max_size=12))
+def test_channels(text: str, cuts: list[int]) -> None:
+    shown, calls = read(HarmonyParser(), pieces(text, cuts))
+    assert calls == [("weather", PARIS)]
+    parts = localrt.split_thinking(shown)
+    assert (parts.thinking, parts.answer, parts.open) == ("I look it up.", "", False)
+
+
+@given(cuts=st.lists(st.integers(0, 400), max_size=12))
+def test_channels_of_an_answer(cuts: list[int]) -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "First this. <|end|><|start|>assistant<|channel|>final<|message|>Four.<|return|>"
+    )
+    shown, calls = read(HarmonyParser(), pieces(text, cuts))
+    assert calls == []
+    assert localrt.split_thinking(shown).answer == "First this. Four."
+    assert read(HarmonyParser(), pieces('{"a": 1}', cuts)) == ('{"a": 1}', [])
+
+
+def test_a_malformed_call_in_a_channel_stays_text() -> None:
+    text = "<|channel|>commentary to=functions.weather<|message|>{oops"
+    assert read(HarmonyParser(), iter(text)) == ("{oops", [])
+
+
+def test_thinking_that_the_prompt_has_opened() -> None:
+    reader = TextParser(known_syntax("<tool_call>"), [WEATHER], thinking="<think>")
+    text = f"A <tool_call> may help.</think><tool_call>{_JSON}</tool_call>"
+    shown, calls = read(reader, iter(text))
+    assert localrt.split_thinking(shown).thinking == "A <tool_call> may help."
+    assert calls == [("weather", PARIS)]
+    assert (
+        read(TextParser(None, thinking="<think>"), iter("Hm</think>x"))[0] == "<think>\nHm</think>x"
+    )
+
+
+@given(text=st.text(st.sampled_from("<think>/a \n"), max_size=40))
+def test_splitting_thinking_never_fails_and_grows(text: str) -> None:
+    parts = localrt.split_thinking(text)
+    assert parts.answer in text
+    for cut in range(len(text)):
+        early = localrt.split_thinking(text[:cut])
+        assert early.open or text.lstrip().startswith(early.answer.lstrip()) or early.thinking
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+def test_messages_for_templates() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"a":1}'}}
+    messages: list[Any] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": {"t": 20}},
+    ]
+    shaped = for_template(messages)
+    assert shaped[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert shaped[2] == {
+        "role": "tool",
+        "tool_call_id": "c1",
+        "content": '{"t": 20}',
+        "name": "weather",
+    }
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a":1}'  # not changed
+    as_text = for_template(shaped, arguments_as_text=True)
+    assert json.loads(as_text[1]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+    same = ToolCall("c1", "weather", '{"a":1}')
+    again = for_template([{"role": "assistant", "content": "", "tool_calls": [same]}])
+    assert again[0]["tool_calls"] == shaped[1]["tool_calls"]
+    assert for_template([{"role": "assistant", "content": "x", "tool_calls": None}])
+    assert for_template([{"role": "assistant", "tool_calls": ["odd"], "content": ""}])
+    thought = thoughts_apart([{"role": "assistant", "content": "<think>Hm.</think>Yes."}])
+    assert thought[0].items() >= {"content": "Yes.", "thinking": "Hm."}.items()
+
+
+CUT = '{"city": "Par'
+NESTED = '{"a":' + "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("given", "right"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        *[(nothing, {}) for nothing in ("", "  ", "null", None, "[]", [], '""', "{}")],
+        (CUT, {"arguments": CUT}),
+        (NESTED, {"arguments": NESTED}),
+        ('"x"', {"arguments": '"x"'}),
+        ("[1]", {"arguments": "[1]"}),
+        ([1], {"arguments": "[1]"}),
+        ("7", {"arguments": "7"}),
+        ('{"a": 1e999}', {"arguments": '{"a": 1e999}'}),  # infinite: no JSON spells it
+        ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_arguments_in_a_history(given: Any, right: dict[str, Any]) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
+    messages: list[Any] = [{"role": "user", "content": "?"}]
+    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    values, text = (for_template(messages, arguments_as_text=as_text) for as_text in (False, True))
+    assert values[1]["tool_calls"][0]["function"]["arguments"] == right
+    assert json.loads(text[1]["tool_calls"][0]["function"]["arguments"]) == right
+    if isinstance(given, str):
+        assert arguments_of(ToolCall("c", "f", given)) == right
+    by_key = "{% for k, v in f.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+    read = "{% set args = f.arguments %}{% if args is string %}{% set args = args | from_json %}"
+    read += "{% endif %}{{ args | tojson }}"
+    calls = "{% for c in messages[1].tool_calls %}{% set f = c.function %}BODY{% endfor %}"
+    keys, whole = (ChatTemplate(calls.replace("BODY", body)) for body in (by_key, read))
+    assert keys.render(values) == "".join(f"{key}={value};" for key, value in right.items())
+    assert [json.loads(whole.render(each)) for each in (values, text)] == [right, right]
+
+
+def test_arguments_that_are_json_text_stay_as_they_were_written() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{ "a":1}'}}
+    shaped = for_template([{"role": "assistant", "tool_calls": [call]}], arguments_as_text=True)
+    assert shaped[0]["tool_calls"][0]["function"]["arguments"] == '{ "a":1}'
+
+
+@pytest.mark.parametrize("mark", ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "functools"])
+@pytest.mark.parametrize("nothing", ['""', "null", "[]", "{}", '" "'])
+def test_a_call_with_nothing_for_arguments(mark: str, nothing: str) -> None:
+    call = f'{{"name": "weather", "arguments": {nothing}}}'
+    text = f"{mark}[{call}]" if mark == "functools" else f"{mark}{call}"
+    reader = TextParser(known_syntax(f"{{% {mark} %}}"), [WEATHER])
+    assert read(reader, iter(text)) == ("", [("weather", {})])
+
+
+# -- with a model --------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }} <tool_call><|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %} {{ k }}={{ v }}{% endfor %}</tool_call>"
+    "{% endfor %}{% if m.role == 'tool' %} from {{ m.name }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SAYS_CALL = re.escape('Hm.<tool_call>{"name": "weather", "arguments": {"city": "X"}}</tool_call>')
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localrt.Model]:
+    pytest.importorskip("llguidance")  # makes a random model say what the tests want
+    folder = write_tiny_model(tmp_path_factory.mktemp("tools"), template=TEMPLATE, context=1024)
+    with localrt.load(folder, format="f32") as model:
+        yield model
+
+
+def test_a_stream_says_what_to_call(model: localrt.Model) -> None:
+    chunks = list(model.stream("?", tools=[WEATHER], regex=SAYS_CALL))
+    assert "".join(chunk.text for chunk in chunks) == "Hm."
+    assert chunks[-1].finish_reason == "tool_calls"
+    (call,) = chunks[-1].tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "X"})
+    assert re.fullmatch("[a-z0-9]{9}", call.id)
+    assert not any(chunk.tool_calls for chunk in chunks[:-1])
+    cut = model.generate("?", tools=[WEATHER], regex=SAYS_CALL, max_tokens=20)
+    assert (cut.finish_reason, cut.tool_calls) == ("length", ())
+    assert cut.text == "Hm."
+    plain = model.generate("?", regex=SAYS_CALL)
+    assert "<tool_call>" in plain.text
+    assert plain.finish_reason == "stop"
+    (answer,) = model.generate_batch(["?"], tools=[WEATHER], regex=SAYS_CALL)
+    assert (answer.text, answer.tool_calls[0].name) == ("Hm.", "weather")
+
+
+@pytest.mark.parametrize("tools", [["weather"], "weather", [WEATHER, None]])
+def test_tools_that_are_none(model: localrt.Model, tools: Any) -> None:
+    with pytest.raises(localrt.OptionError, match="tools must be a list"):
+        model.stream("?", tools=tools)
+
+
+def test_a_chat_goes_on_with_results(model: localrt.Model) -> None:
+    chat = model.chat("Be brief.", tools=[WEATHER], max_tokens=4)
+    answer = chat.send("How is it?", regex=SAYS_CALL, max_tokens=200)
+    (call,) = answer.tool_calls
+    assert chat.messages[-1]["content"] == "Hm."
+    assert chat.messages[-1]["tool_calls"][0]["id"] == call.id
+    with pytest.raises(localrt.OptionError, match="wait for their results"):
+        chat.send()
+    with pytest.raises(localrt.OptionError, match="no call"):
+        chat.add_tool_result("nothing", "x")
+    with pytest.raises(localrt.OptionError, match="JSON"):
+        chat.add_tool_result(call, object())
+    chat.add_tool_result(call, {"t": 20})
+    after = chat.send(ignore_eos=True)
+    assert after.metrics.cached_tokens > 100  # the conversation went on where it was
+    assert [m["role"] for m in chat.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    ids = core_of(model).requests.render(chat.messages, [WEATHER])
+    rendered = model.detokenize(ids, skip_special=False)
+    assert "<tool_call>weather city=X</tool_call>" in rendered
+    assert '{"t": 20} from weather' in rendered
+    with pytest.raises(localrt.OptionError, match="nothing to answer"):
+        chat.send()
+
+
+def test_calls_are_saved_with_a_chat(model: localrt.Model, tmp_path: Path) -> None:
+    chat = model.chat(tools=[WEATHER])
+    (call,) = chat.send("?", regex=SAYS_CALL).tool_calls
+    chat.save(tmp_path / "chat.json")
+    again = model.load_chat(tmp_path / "chat.json")
+    again.tools = [WEATHER]
+    again.add_tool_result(call.id, "fine")
+    assert again.send(max_tokens=2, ignore_eos=True).text
+    assert chat.send("never mind the call", max_tokens=2, ignore_eos=True).text
+
+
+def test_a_template_that_wants_arguments_as_text(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    folder = write_tiny_model(tmp_path, template=template)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages: list[Any] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    with localrt.load(folder) as model:
+        assert model.detokenize(core_of(model).requests.render(messages, None)) == 'xf{"a": 1}'
+
+
+def test_a_template_that_opens_thinking(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content.split('</think>')[-1] }}<|im_end|>"
+        "{% endfor %}<think>\n"
+    )
+    folder = write_tiny_model(tmp_path, template=template)
+    with localrt.load(folder) as model:
+        options: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        answer = model.generate("hi", **options)
+        assert answer.text.startswith("<think>\n")
+        assert localrt.split_thinking(answer.text).open
+        assert not model.generate("hi", raw=True, **options).text.startswith("<think>")
+        assert model.generate("hi", regex="no").text == "no"
+
+
+def test_what_hands_over_to_a_tool_ends_an_answer(tmp_path: Path) -> None:
+    """gpt-oss' files do not always say that ``<|call|>`` does."""
+    folder = write_tiny_model(
+        tmp_path,
+        template="<|channel|><|message|>{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    names = ["<|call|>", "<|channel|>", "<|message|>"]
+    file = folder / "tokenizer.json"
+    for name, old in zip(names, ["w", "x", "y"], strict=True):  # the vocabulary keeps its size
+        data = json.loads(file.read_text())
+        number = data["model"]["vocab"].pop(old)
+        data["model"]["vocab"][name] = number
+        special = {"id": number, "content": name, "special": True}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        data["added_tokens"].append({**special, **flags})
+        data["added_tokens"].sort(key=lambda token: token["id"])
+        file.write_text(json.dumps(data))
+    with localrt.load(folder) as model:
+        call = model.tokenizer.token_id("<|call|>")
+        assert call in model.tokenizer.special_ids
+        bias = {call: 1000.0}
+        answer = model.generate("hi", logit_bias=bias, max_tokens=5)
+        assert (answer.finish_reason, answer.token_ids) == ("stop", ())
+        raw = model.generate("hi", raw=True, logit_bias=bias, max_tokens=5)
+        assert raw.finish_reason == "length"

@@ -1,0 +1,162 @@
+"""Servers of the official SDK over stdio and HTTP: tools, calls, failures, ends."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from localrt.mcp.config import ServerConfig
+from localrt.mcp.servers import ToolServers
+from localrt.mcp.types import ServerStatus, Tool, ToolResult
+from tests.waits import wait_for
+
+SERVER = str(Path(__file__).with_name("server.py"))
+
+
+def stdio(name: str = "local", **settings: Any) -> ServerConfig:
+    return ServerConfig(name=name, command=sys.executable, args=(SERVER,), **settings)
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts the HTTP server, on the same port each time."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        started.append(subprocess.Popen([sys.executable, SERVER, str(port)], **quiet))  # type: ignore[call-overload]
+        wait_for(lambda: _listens(port))
+        return started[-1]
+
+    start.url = f"http://127.0.0.1:{port}/mcp"  # type: ignore[attr-defined]
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., ToolServers]]:
+    """Starts servers, and ends them with the test."""
+    all_of_them: list[ToolServers] = []
+
+    def start(*configs: ServerConfig) -> ToolServers:
+        all_of_them.append(servers := ToolServers(configs))
+        servers.start()
+        servers.wait(threading.Event())
+        return servers
+
+    yield start
+    for servers in all_of_them:
+        servers.close()
+
+
+def call(servers: ToolServers, server: str, tool: str, **arguments: Any) -> ToolResult:
+    return servers.call(Tool(server, tool, "", {}), arguments, most=200).result(60)
+
+
+def status(servers: ToolServers, name: str) -> ServerStatus:
+    return next(status for status in servers.statuses if status.name == name)
+
+
+def programs(servers: ToolServers) -> list[psutil.Process]:
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if p.status() != "zombie" and p.cmdline()[1:] == [SERVER]]
+
+
+def test_tools_of_both_transports_are_called(
+    http: Any, started: Callable[..., ToolServers]
+) -> None:
+    process = http()
+    far = ServerConfig(name="far", url=http.url, timeout=30)
+    servers = started(stdio(env={"SECRET": "cheese"}), far)
+    for name in ("local", "far"):
+        assert status(servers, name).state == "ready"
+        tools = {tool.name: tool for tool in status(servers, name).tools}
+        assert tools["add"].description == "Add two numbers."
+        assert set(tools["add"].schema["properties"]) == {"a", "b"}
+        assert call(servers, name, "add", a=1, b=2) == ToolResult("3")
+        assert call(servers, name, "fail", why="no").ending == "failed"
+        wrong = call(servers, name, "add", a="x", b=2)
+        assert (wrong.ending, "valid integer" in wrong.text) == ("failed", True)
+        assert call(servers, name, "picture").text == (
+            "Look:\n[image: left out, only text can be read]"
+        )
+        long = call(servers, name, "read.file", path="p")
+        assert long.text.endswith("\n[cut: 200 of 1,0" + long.text[-14:])
+        assert ("p has cheese" in long.text) == (name == "local")
+        stopped = servers.call(Tool(name, "sleep", "", {}), {"seconds": 60}, most=9)
+        time.sleep(0.1)
+        assert stopped.cancel()
+        assert call(servers, name, "sleep", seconds=0).text == "woke up"
+    process.kill()
+    process.wait()
+    lost = call(servers, "far", "add", a=1, b=2)
+    assert lost == ToolResult("The server far ended.", "failed")
+    wait_for(lambda: status(servers, "far").state == "failed")
+    again = call(servers, "far", "add", a=1, b=2)
+    assert again.text.startswith(f"The server far cannot be reached at {http.url}: ")
+    http()
+    assert call(servers, "far", "add", a=2, b=2) == ToolResult("4")
+
+
+def test_a_program_that_ends_is_told_and_started_again(started: Callable[..., ToolServers]) -> None:
+    servers = started(stdio())
+    assert call(servers, "local", "end").text == "The server local ended: out of cheese."
+    wait_for(lambda: status(servers, "local").problem == "ended: out of cheese")
+    assert status(servers, "local").tools  # they stay known, for the call that starts it again
+    assert call(servers, "local", "add", a=1, b=2) == ToolResult("3")
+    (process,) = programs(servers)
+    process.kill()  # nobody calls just then: it is noticed all the same
+    wait_for(lambda: status(servers, "local").state == "failed")
+    servers.start_again()
+    wait_for(lambda: status(servers, "local").state == "ready")
+    servers.close()
+    assert programs(servers) == []
+
+
+def test_why_a_server_does_not_start(started: Callable[..., ToolServers]) -> None:
+    python = sys.executable
+    wordy = "import sys; print('boo\\n', file=sys.stderr); sys.exit(1)"
+    servers = started(
+        ServerConfig(name="none", command="not-there"),
+        ServerConfig(name="wordy", command=python, args=("-c", wordy)),
+        ServerConfig(name="mute", command=python, args=("-c", "input()\ninput()"), timeout=1.0),
+        ServerConfig(name="far", url="http://me:secret@127.0.0.1:9/mcp?key=secret"),
+    )
+    assert {status.name: (status.state, status.problem) for status in servers.statuses} == {
+        "none": ("failed", "cannot be started: not-there: No such file or directory"),
+        "wordy": ("failed", "ended: boo"),
+        "mute": ("failed", "did not start within 1 s"),
+        "far": (
+            "failed",
+            "cannot be reached at http://127.0.0.1:9/mcp: All connection attempts failed",
+        ),
+    }
+    assert call(servers, "none", "add").text == (
+        "The server none cannot be started: not-there: No such file or directory."
+    )
+
+
+def test_a_call_has_a_time_limit(started: Callable[..., ToolServers]) -> None:
+    servers = started(stdio(timeout=5.0))
+    result = call(servers, "local", "sleep", seconds=60)
+    assert result == ToolResult("The server local did not answer within 5 s.", "failed")
+    assert call(servers, "local", "add", a=1, b=2) == ToolResult("3")

@@ -1,0 +1,425 @@
+"""Quantizing whole models into stores: what is computed with them, and that runs can be ended."""
+
+from __future__ import annotations
+
+import os
+import threading
+import tracemalloc
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from localrt.common.errors import (
+    CancelledError,
+    CheckpointError,
+    LocalrtError,
+    OptionError,
+)
+from localrt.common.progress import Progress
+from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
+from localrt.models.registry import load_decoder, read_config
+from localrt.offload.store import partial_folder
+from localrt.quant.cpu.abi import find_library
+from localrt.quant.formats import F32, PackedTensor, unpack
+from localrt.quant.formats.tiled import TiledTensor
+from localrt.quant.methods import METHODS, block_hadamard, restore
+from localrt.quant.ops.protocol import Batch
+from localrt.quant.reference.ops import TorchOps
+from localrt.quantize.calibration import calibration_windows
+from localrt.quantize.quantize import QuantizeReport, Recipe, quantize_model
+from tests.models.tiny import relative_error, save_tiny, tokens
+from tests.store.synthetic import SyntheticCheckpoint
+
+TEXT = tokens(64 * 40, seed=9)
+QKV = "model.layers.{}.self_attn.{}_proj.{}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other cost more than such small matrices."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Tiny models by name, made when they are first asked for."""
+
+    class Folders(dict[str, Path]):
+        def __missing__(self, name: str) -> Path:
+            self[name] = tmp_path_factory.mktemp(name)
+            save_tiny(name, self[name])
+            return self[name]
+
+    return Folders()
+
+
+def run(
+    source: Path | Checkpoint, out: Path, format: str = "int4-g32", **options: Any
+) -> QuantizeReport:
+    if options.get("method") == "rtn":
+        options.setdefault("calibration", None)
+    defaults = {"calibration": TEXT, "calibration_tokens": 64 * 16, "threads": 1}
+    options = {**defaults, **options}
+    own = {key: options.pop(key) for key in list(options) if key in Recipe.__slots__}
+    return quantize_model(source, out, Recipe(format, **own), **options)
+
+
+def logits(checkpoint: Checkpoint | Path, ops: Any = None) -> np.ndarray:
+    if isinstance(checkpoint, Path):
+        with closing(open_checkpoint(checkpoint)) as opened:
+            return logits(opened, ops)
+    ops = ops or TorchOps(compute_format="f32")
+    decoder = load_decoder(checkpoint, ops, read_config(checkpoint))
+    return decoder.forward(Batch.extend([(decoder.cache(48), tokens(48, seed=5))]))
+
+
+def distance(one: np.ndarray, other: np.ndarray) -> float:
+    return float(np.linalg.norm(one - other) / np.linalg.norm(other))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def stored(folder: Path) -> StoreCheckpoint:
+    checkpoint = open_checkpoint(folder)
+    assert isinstance(checkpoint, StoreCheckpoint)
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *(("llama", method) for method in METHODS),
+        *((name, "mr-gptq") for name in ("gemma3", "phi3", "qwen2", "deepseek-v2-dense")),
+        ("phi3", "rtn"),
+    ],
+)
+def test_eight_bits_change_next_to_nothing(
+    folders: Mapping[str, Path], tmp_path: Path, name: str, method: str
+) -> None:
+    report = run(folders[name], tmp_path / "s", "int8-g32", method=method)
+    assert (report.method, report.format, report.path) == (method, "int8-g32", tmp_path / "s")
+    assert 0 < distance(logits(tmp_path / "s"), logits(folders[name])) < 0.05
+
+
+def test_calibration_beats_rounding(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    wanted = logits(folders["llama"])
+    lost = {}
+    for method in METHODS:
+        run(folders["llama"], tmp_path / method, "int4-g32", method=method)
+        lost[method] = distance(logits(tmp_path / method), wanted)
+    assert lost["gptq"] < lost["rtn"]
+    assert lost["mr-gptq"] < lost["rtn"]
+
+
+class Unfolded:
+    """A store's weights without any rotation, as plain float32 matrices."""
+
+    def __init__(self, store: StoreCheckpoint, size: int) -> None:
+        self._store = store
+        self._size = size
+        for name in ("path", "kind", "architecture", "config", "tensors", "metadata"):
+            setattr(self, name, getattr(store, name))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        if name.endswith("v_proj.bias"):
+            values = block_hadamard(unpack(self._store.read(name)).reshape(-1), self._size)
+            return PackedTensor(name, F32, values.shape, values.view(np.uint8).reshape(1, -1))
+        return self._store.read(name, start, stop)
+
+    def blocks(self, name: str, max_bytes: int = 0) -> Iterator[PackedTensor]:
+        (block,) = self._store.blocks(name)
+        values = restore(block)
+        if name.endswith("v_proj.weight"):
+            values = np.ascontiguousarray(block_hadamard(values.T, self._size).T)
+        if name.endswith("o_proj.weight"):
+            values = block_hadamard(values, self._size)
+        data = np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
+        yield PackedTensor(name, F32, values.shape, data)
+
+
+def test_the_rotation_of_the_output_projection_is_folded_into_v(
+    folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    run(folders["llama-tied-bias"], tmp_path / "s", "int8-g32", method="mr-gptq")
+    with closing(stored(tmp_path / "s")) as store:
+        assert store.manifest.quantization is not None
+        assert store.manifest.quantization.folded == 32
+        rotations = {}
+        for stem in ("q", "k", "v", "o"):
+            (block,) = store.blocks(QKV.format(0, stem, "weight"))
+            assert isinstance(block, TiledTensor)
+            rotations[stem] = block.hadamard
+        assert rotations == {"q": 32, "k": 32, "v": 32, "o": 0}
+        folded = logits(store)
+        # Stored v and o are other matrices; without the rotation they are the model's own.
+        plain = Unfolded(store, 32)
+        np.testing.assert_allclose(logits(plain), folded, atol=1e-4 * np.abs(folded).max())  # type: ignore[arg-type]
+        with closing(open_checkpoint(folders["llama-tied-bias"])) as source:
+            for name in ("v", "o"):
+                tensor = QKV.format(1, name, "weight")
+                own = np.concatenate([restore(block) for block in source.blocks(tensor)])
+                (stored_block,) = store.blocks(tensor)
+                assert distance(restore(stored_block), own) > 0.5
+                assert distance(restore(next(plain.blocks(tensor))), own) < 0.02
+    assert distance(folded, logits(folders["llama-tied-bias"])) < 0.05
+
+
+def test_heads_that_the_rotation_does_not_divide_are_rotated_at_run_time(
+    folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    run(folders["llama"], tmp_path / "s", "int4-g32", method="mr-gptq")  # heads of 16
+    with closing(stored(tmp_path / "s")) as store:
+        (block,) = store.blocks(QKV.format(0, "o", "weight"))
+        assert isinstance(block, TiledTensor)
+        assert block.hadamard == 32
+        assert store.manifest.quantization is not None
+        assert store.manifest.quantization.folded == 0
+
+
+@pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+@pytest.mark.parametrize(
+    ("format_", "method"),
+    [
+        *((name, "rtn") for name in ("int4-g32m", "int5-g32", "int6-g32", "nf4", "bf16")),
+        *((name, "mr-gptq") for name in ("int4-g32", "int8-g32", "nf4", "mxfp4", "nvfp4")),
+        ("int4-g32", "rtn"),
+        ("nvfp4", "rtn"),
+    ],
+)
+def test_the_kernels_compute_what_the_reference_does(
+    folders: Mapping[str, Path], tmp_path: Path, format_: str, method: str
+) -> None:
+    from localrt.quant.cpu.ops import NativeOps
+
+    run(folders["llama-tied-bias"], tmp_path / "s", format_, method=method)
+    assert relative_error(logits(tmp_path / "s", NativeOps()), logits(tmp_path / "s")) < 0.05
+
+
+def test_q_k_v_and_gate_up_share_rotation_and_factor(
+    folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    for method in ("rtn", "mr-gptq"):
+        run(folders["llama"], tmp_path / method, "nvfp4", method=method)
+        with closing(stored(tmp_path / method)) as store:
+            for names in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
+                blocks = [
+                    next(store.blocks(f"model.layers.1.{name}_proj.weight")) for name in names
+                ]
+                assert all(isinstance(block, TiledTensor) for block in blocks)
+                assert len({(b.scale, getattr(b, "hadamard", 0)) for b in blocks}) == 1
+                assert blocks[0].scale != 1
+
+
+def test_the_same_arguments_give_the_same_bytes_and_a_seed_others(
+    folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        run(folders["qwen2"], tmp_path / name, "int4-g32", method="gptq", seed=seed)
+    a, b, c = (contents(tmp_path / name) for name in "abc")
+    assert a == b
+    assert a["layer-0001.safetensors"] != c["layer-0001.safetensors"]
+
+
+class KilledError(BaseException):
+    """Nothing in the code expects it."""
+
+
+@pytest.mark.parametrize("method", ["rtn", "mr-gptq"])
+def test_a_run_that_was_ended_goes_on_to_the_same_bytes(
+    folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    run(folders["llama"], tmp_path / "whole", method=method)
+    wanted = contents(tmp_path / "whole")
+    out = tmp_path / "ended"
+    fsync = os.fsync
+    endings = 0
+    while not out.exists():
+        count = 0
+
+        def counted(descriptor: int) -> None:
+            nonlocal count
+            count += 1
+            if count == 9:  # one file is finished by then
+                raise KilledError
+            fsync(descriptor)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", counted)
+            try:
+                run(folders["llama"], out, method=method)
+            except KilledError:
+                endings += 1
+    assert endings >= 2
+    assert contents(out) == wanted
+
+
+def test_a_cancelled_run_keeps_its_layers_and_goes_on(
+    folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    out, cancel = tmp_path / "s", threading.Event()
+
+    def progress(step: Progress) -> None:
+        if step.detail.startswith("layer 1"):
+            cancel.set()
+
+    with pytest.raises(CancelledError, match="the next run goes on from"):
+        run(folders["llama"], out, method="gptq", progress=progress, cancel=cancel)
+    assert (partial_folder(out) / "layer-0000.safetensors").exists()
+    assert not (partial_folder(out) / "layer-0001.safetensors").exists()
+    run(folders["llama"], out, method="gptq")
+    run(folders["llama"], tmp_path / "whole", method="gptq")
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_embedding_and_head_keep_up_to_eight_and_a_half_bits(tmp_path: Path) -> None:
+    def head(published: str, out: str, format_: str = "int4-g32", **options: Any) -> str:
+        source = SyntheticCheckpoint(tmp_path, formats={"lm_head": published})
+        report = quantize_model(source, tmp_path / out, Recipe(format_, **options))
+        return report.head_format
+
+    assert head("q8_0", "1") == "q8_0"
+    assert head("q5_0", "2", head_format="int4-g64") == "int4-g64"
+    assert head("f16", "3") == "int8-g32"
+    assert head("f32", "4", "bf16") == "bf16"
+
+
+def test_a_format_that_a_matrix_has_already_is_not_rounded_again(tmp_path: Path) -> None:
+    source = SyntheticCheckpoint(tmp_path, formats={"proj": "mxfp4"})
+    quantize_model(source, tmp_path / "s", Recipe("mxfp4"))
+    with closing(stored(tmp_path / "s")) as store:
+        name = "model.layers.0.mlp.up_proj.weight"
+        np.testing.assert_array_equal(store.read(name).data, source.read(name).data)
+
+
+def test_rows_that_are_no_whole_groups_fall_back_and_are_reported(
+    folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    source = SyntheticCheckpoint(tmp_path, hidden=128, inner=160)
+    report = quantize_model(source, tmp_path / "s", Recipe("int4-g128"))
+    assert set(report.fallbacks.values()) == {"int4-g32"}
+    assert all("down_proj" in name for name in report.fallbacks)
+    assert len(report.fallbacks) == 2
+    assert report.layer_bits_per_weight > 4.125
+    nf4 = quantize_model(source, tmp_path / "n", Recipe("nf4"))
+    assert set(nf4.fallbacks.values()) == {"int4-g32"}
+    odd = SyntheticCheckpoint(tmp_path, hidden=64, inner=72, formats={"down_proj": "f32"})
+    eight = quantize_model(odd, tmp_path / "o", Recipe("int8-g32"))
+    assert set(eight.fallbacks.values()) == {"bf16"}
+
+
+def test_rounding_needs_a_block_of_memory_not_a_model(tmp_path: Path) -> None:
+    source = SyntheticCheckpoint(
+        tmp_path, vocab=64, hidden=1024, inner=2048, layers=1, formats={"proj": "bf16"}
+    )
+    tracemalloc.start()
+    try:
+        quantize_model(source, tmp_path / "s", Recipe("mxfp4"))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    unit = 3 * 1024 * 2048 * 2
+    assert peak < unit / 3
+
+
+def test_progress_counts_bytes(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    steps: list[Progress] = []
+    report = run(folders["llama"], tmp_path / "s", method="gptq", progress=steps.append)
+    assert {step.stage for step in steps} == {"quantize"}
+    assert steps[-1].done == steps[-1].total == report.nbytes
+    assert [step.done for step in steps] == sorted(step.done for step in steps)
+
+
+class Poisoned(SyntheticCheckpoint):
+    """One weight of one matrix is not a number."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        tensor = super().read(name, start, stop)
+        if name.endswith("layers.1.mlp.up_proj.weight") and start == 0:
+            tensor.data.reshape(-1).view("<f4")[5] = np.nan
+        return tensor
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_weights_and_statistics_that_are_no_numbers_name_the_tensor(
+    tmp_path: Path, method: str
+) -> None:
+    text = [token % 250 for token in TEXT]
+    poisoned = Poisoned(tmp_path, formats={"proj": "f32"})
+    with pytest.raises(
+        LocalrtError, match=r"layers\.1\.mlp\.(up|down)_proj\.weight: .* hold NaN"
+    ) as caught:
+        run(poisoned, tmp_path / "s", "int4-g32", method=method, calibration=text)
+    assert isinstance(caught.value, CheckpointError)
+    assert not (tmp_path / "s").exists()
+
+    class Infinite(SyntheticCheckpoint):
+        def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+            tensor = super().read(name, start, stop)
+            if name == "model.layers.0.input_layernorm.weight":
+                tensor.data.view("<f4")[:] = np.inf
+            return tensor
+
+    if method == "gptq":
+        with pytest.raises(LocalrtError, match=r"layers\.0\.self_attn\.q_proj\.weight: the calib"):
+            run(
+                Infinite(tmp_path, formats={"proj": "f32"}),
+                tmp_path / "t",
+                method=method,
+                calibration=text,
+            )
+
+
+def test_what_cannot_be_done_is_said_in_one_line(
+    folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "s"
+    with pytest.raises(OptionError, match=r"format must be one of int4-g32 .*, is 'int3'"):
+        run(folders["llama"], out, "int3")
+    with pytest.raises(OptionError, match=r"format must be one of .*, is 'q4_k'"):
+        run(folders["llama"], out, head_format="q4_k")
+    with pytest.raises(OptionError, match="method must be one of rtn, gptq, mr-gptq, is 'awq'"):
+        run(folders["llama"], out, method="awq")
+    with pytest.raises(OptionError, match="gptq needs calibration text"):
+        run(folders["llama"], out, method="gptq", calibration=None)
+    with pytest.raises(OptionError, match="bf16 is only rounded to"):
+        run(folders["llama"], out, "bf16", method="gptq")
+    with pytest.raises(OptionError, match="calibration text has 63 tokens: at least"):
+        run(folders["llama"], out, calibration=TEXT[:63], method="gptq")
+    with pytest.raises(OptionError, match="calibration_tokens must be from"):
+        run(folders["llama"], out, calibration_tokens=10, method="gptq")
+    with pytest.raises(OptionError, match="token ids must be from 0"):
+        run(folders["llama"], out, calibration=[10**6] * 999, method="gptq")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        run(tmp_path / "nothing", out)
+    assert not list(tmp_path.iterdir())
+    out.mkdir()
+    with pytest.raises(OptionError, match="exists already"):
+        run(folders["llama"], out)
+
+
+def test_windows_come_from_all_over_the_text() -> None:
+    text = list(range(10_000))
+    windows, others = calibration_windows(text, length=100, count=5, seed=3)
+    assert [len(window) for window in windows] == [100] * 5
+    assert windows == sorted(windows)
+    assert windows[-1][0] > 3000
+    assert all(window == list(range(window[0], window[0] + 100)) for window in windows)
+    assert windows != calibration_windows(text, length=100, count=5, seed=4)[0]
+    assert others
+    assert not any(window in windows for window in others)
+    begun, again = calibration_windows(text[:250], length=100, bos=7)
+    assert [window[0] for window in begun] == [7, 7]
+    assert begun[1][1] == 101
+    assert again == begun  # there are no others
+    with pytest.raises(OptionError, match="has 31 tokens: at least 32"):
+        calibration_windows(text[:31], length=32)

@@ -1,0 +1,160 @@
+"""A running server on the tiny model, and clients for it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt.quant.cpu.abi import find_library
+from localrt.server import generating
+from localrt.server.app import create_app
+from localrt.server.guard import LogLine
+from localrt.server.models import Models
+from localrt.server.options import ServeOptions
+from localrt.server.running import Server, open_socket
+from localrt.server.service import Service
+from localrt.service.live import LiveModel
+from tests.api.test_thinking import TEMPLATE
+from tests.conftest import write_tiny_model
+from tests.inside import engine_of
+from tests.waits import wait_for
+
+# As the tiny model's own, and it knows tools: by their names, as its context is short.
+WITH_TOOLS = (
+    "{% for t in tools or [] %}<|im_start|>tool {{ t.function.name }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+    "<tool_call>{{ {'name': f.name, 'arguments': f.arguments} | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, model: localrt.Model, server: Server, port: int, service: Service) -> None:
+        self.model = model
+        self.server = server
+        self.port = port
+        self.service = service
+        self.log: list[LogLine] = []
+        self.notes: list[str] = []
+
+    @property
+    def live(self) -> LiveModel:
+        """The running batch of the one model."""
+        (served,) = self.service.models.at_work()
+        return served.live
+
+    @property
+    def name(self) -> str:
+        """The name that clients know the one model by."""
+        return self.service.models.find(None).name
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON (or text), headers."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+            connection.request(method, path, data, headers or {})
+            answer = connection.getresponse()
+            text = answer.read().decode()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            is_json = found.get("content-type") == "application/json"
+            return answer.status, json.loads(text) if is_json else text, found
+        finally:
+            connection.close()
+
+    def chat(self, text: str = "hi", **fields: Any) -> tuple[int, Any, dict[str, str]]:
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        return self.request("POST", "/v1/chat/completions", body)
+
+    def idle(self) -> bool:
+        """Whether nothing runs, waits or is inside."""
+        stats = self.live.stats()
+        return stats.running == stats.waiting == stats.paused == self.service._inside == 0
+
+
+@contextmanager
+def serving(model: localrt.Model | Models, **options: Any) -> Iterator[Running]:
+    """A server for ``model`` as long as the block runs."""
+    checked = ServeOptions(port=0, **{"drain_s": 1.0, **options})
+    bound = open_socket(checked)
+    lines: list[LogLine] = []
+    notes: list[str] = []
+    app = create_app(model, checked, log=lines.append, note=notes.append)
+    server = Server(app, checked)
+    running = Running(model, server, bound.getsockname()[1], app.state.service)
+    running.log, running.notes = lines, notes
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    try:
+        wait_for(lambda: server.started)
+        yield running
+    finally:
+        server.should_exit = True
+        thread.join(120)
+        bound.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localrt.Model]:
+    """The tiny model on the CPU kernels, whose rows do not depend on each other."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("served"), template=WITH_TOOLS)
+    with localrt.load(folder, draft="off") as loaded:
+        loaded.defaults["max_tokens"] = 16  # of requests that say nothing
+        yield loaded
+
+
+@pytest.fixture(scope="session")
+def server(model: localrt.Model) -> Iterator[Running]:
+    with serving(model, name="tiny") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server for a model that thinks, and never ends it by itself."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("thinker"), template=TEMPLATE)
+    with localrt.load(folder) as model:
+        model.defaults.update(temperature=0.0, max_tokens=40, ignore_eos=True)
+        with serving(model, name="thinker") as running:
+            yield running
+
+
+@pytest.fixture(params=[1000.0, 0.001], ids=["at pace", "silent"])
+def silence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether streams show signs of life in between, as they do when prompts take long to read."""
+    monkeypatch.setattr(generating, "_SILENT_S", request.param)
+    return request.param < 1
+
+
+@pytest.fixture
+def slow(model: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes take 20 ms: time enough to go away in the middle."""
+    engine: Any = engine_of(model)
+    extend = engine.extend_batch
+
+    def slowly(*parts: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return extend(*parts, **options)
+
+    monkeypatch.setattr(engine, "extend_batch", slowly, raising=False)

@@ -1,0 +1,383 @@
+"""What a server refuses, and how: OpenAI's error shape, a field's name, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.common.option_names import option
+from localrt.server import bodies
+from localrt.server.bodies import check_fields, parse_json
+from localrt.server.calls import chat_call, completion_call
+from localrt.server.errors import ApiError, api_error
+from localrt.server.options import ServeOptions, is_loopback
+from localrt.server.running import open_socket
+from tests.server.conftest import Running, serving
+from tests.waits import wait_for
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def refused(answer: tuple[int, Any, dict[str, str]], status: int, *words: str) -> Any:
+    got, body, _ = answer
+    assert got == status, body
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    for word in words:
+        assert word in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages[0]"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+        ({"messages": HI, "temperature": "hot"}, "temperature"),
+        ({"messages": HI, "temperature": True}, "temperature"),
+        ({"messages": HI, "temperature": -1}, "temperature"),
+        ({"messages": HI, "top_p": 1.5}, "top_p"),
+        ({"messages": HI, "max_tokens": 0}, "max_tokens"),
+        ({"messages": HI, "max_tokens": 2.5}, "max_tokens"),
+        ({"messages": HI, "n": 0}, "n"),
+        ({"messages": HI, "n": 500}, "n"),
+        ({"messages": HI, "seed": "x"}, "seed"),
+        ({"messages": HI, "seed": 1 << 70}, "seed"),
+        ({"messages": HI, "stop": [1]}, "stop[0]"),
+        ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias.1"),
+        ({"messages": HI, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": HI, "stream": "yes"}, "stream"),
+        ({"messages": HI, "tools": [{"type": "function"}]}, "tools[0]"),
+        ({"messages": HI, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"messages": HI, "response_format": {"type": "xml"}}, "response_format.type"),
+        ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format"),
+        ({"messages": HI, "presence_penalty": 3}, "presence_penalty"),
+        ({"messages": HI, "function_call": "sometimes"}, "function_call"),
+    ],
+)
+def test_wrong_fields_are_named(server: Running, fields: Any, param: str) -> None:
+    error = refused(server.request("POST", "/v1/chat/completions", fields), 400)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "n": 1, "best_of": 4}, "best_of"),
+        ({"prompt": "a", "suffix": "b", "echo": True, "logprobs": 1}, "suffix"),
+    ],
+)
+def test_wrong_fields_of_a_completion(server: Running, fields: Any, param: str) -> None:
+    error = refused(server.request("POST", "/v1/completions", fields), 400)
+    assert error["param"] == param
+
+
+def test_what_the_model_cannot_take(server: Running) -> None:
+    completions = "/v1/completions"
+    refused(server.request("POST", completions, {"prompt": ""}), 400, "empty")
+    refused(server.request("POST", completions, {"prompt": [99999]}), 400, "token ids")
+    biased = {"prompt": "a", "logit_bias": {"99999": 1}, "stream": True}
+    refused(server.request("POST", completions, {"prompt": ["a"] * 200}), 400, "200 answers")
+    refused(server.request("POST", completions, biased), 400, "logit_bias")
+    for kind in (MemoryBudgetError, OptionError, LocalrtError):
+        assert api_error(kind("no")).status == {"MemoryBudgetError": 503, "OptionError": 400}.get(
+            kind.__name__, 500
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": "hi"}, "messages must be a list"),
+        ({"messages": []}, "messages must not be empty"),
+        ({"messages": HI, "max_tokens": "9"}, "max_tokens must be a whole number"),
+        ({"messages": HI, "stream": "yes"}, "stream must be true or false"),
+        ({"messages": HI, "top_p": 1.5}, "top_p must be at most 1"),
+        ({"messages": HI, "tools": [{"type": "function"}]}, "tools[0] must have a name"),
+        ({"messages": HI, "response_format": {"type": "x"}}, 'must be "text" or "json_object" or'),
+        ([], "the body must be an object"),
+    ],
+)
+def test_messages_say_what_a_field_must_be(server: Running, fields: Any, message: str) -> None:
+    refused(server.request("POST", "/v1/chat/completions", fields), 400, message)
+
+
+def test_errors_are_spelled_for_clients() -> None:
+    """Files are told without their folders, and what is the server's to choose as its flag."""
+    for text, told in (
+        ("/home/jane/a.gguf: damaged; see /b/c.gguf", "a.gguf: damaged; see c.gguf"),
+        ("'/home/Jane Doe/my models/a b.gguf' is damaged", "'a b.gguf' is damaged"),
+        ("~/models/a.gguf or C:\\models\\b.gguf", "a.gguf or b.gguf"),
+        ("org/name of https://example.org/a/b as text/plain", None),
+        ("one / two or three/four", None),
+    ):
+        assert str(api_error(LocalrtError(text))) == (told or text)
+    error = OptionError(f"raise {option('ctx', 512)}, or lower {option('max_tokens')}")
+    assert str(api_error(error)) == "raise --ctx 512, or lower max_tokens"
+
+
+def test_what_is_no_json(server: Running) -> None:
+    path = "/v1/chat/completions"
+    for body, word in (
+        (b"", "empty"),
+        (b"{", "line 1"),
+        (b"\xff\xfe", "UTF-8"),
+        (b"[1]", "object"),
+        (b"null", "object"),
+        (b'{"messages": NaN}', "NaN"),
+        (b"[" * 200_000, "nested"),
+        (b'{"seed": ' + b"9" * 9999 + b"}", "digit"),
+    ):
+        refused(server.request("POST", path, body), 400, word)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [[1]] * 500_000},
+        {"messages": [{"a": 1}] * 300_000},
+        {"input": ["ab"] * 1_000_000},
+        {"prompt": ['\\",' * 1000, [{}] * 300_000]},
+    ],
+)
+def test_bodies_of_too_many_values_are_refused_unread(
+    body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = json.dumps(body).encode()
+    monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("it was read"))
+    with pytest.raises(ApiError, match="too many values"):
+        parse_json(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": '{"a": [1, 2, [3]], "b": "\\\\"},\n' * 200_000},
+        {"prompt": ["\\", '\\"', ",[{" * 700_000]},
+        {"prompt": [7] * 1_000_000},
+    ],
+    ids=["text of JSON", "texts with marks", "ids"],
+)
+def test_large_bodies_of_few_values_are_read(body: Any) -> None:
+    assert parse_json(json.dumps(body).encode()) == body
+
+
+@pytest.mark.parametrize("prompt", [[[1]] * 20_000, ["a"] * 20_000])
+def test_more_prompts_than_any_client_sends_are_refused(prompt: Any) -> None:
+    for kind, name in (("COMPLETION", "prompt"), ("EMBEDDINGS", "input")):
+        with pytest.raises(ApiError, match="lists of at most 16384"):
+            check_fields(kind, {name: prompt})
+        assert check_fields(kind, {name: prompt[:16384]})
+        assert check_fields(kind, {name: [1] * 20_000})
+
+
+def test_no_number_of_a_body_is_infinite() -> None:
+    most = sys.float_info.max
+    assert parse_json(b'{"a": [1e999, -1e999, 1e308, 0.5]}') == {"a": [most, -most, 1e308, 0.5]}
+
+
+def test_many_biases_are_refused_by_their_number(server: Running) -> None:
+    bias = {str(token): 1000 for token in range(5000)}
+    answer = server.request("POST", "/v1/completions", {"prompt": "a", "logit_bias": bias})
+    refused(answer, 400, "logit_bias must have at most 4096 fields")
+
+
+def test_what_users_of_llama_cpp_send_means_the_same_here() -> None:
+    given = {"max_tokens": -1, "seed": -1, "repeat_penalty": 1.1, "messages": HI}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    given["response_format"] = {"type": "json_object", "schema": schema}
+    call = chat_call(check_fields("CHAT", given))
+    assert call.options == {"repetition_penalty": 1.1, "json_schema": schema}
+    assert "seed" not in call.submissions()[0]
+    call = completion_call(check_fields("COMPLETION", {"prompt": "a", "seed": 3, "max_tokens": 5}))
+    assert call.options == {"seed": 3, "max_tokens": 5}
+
+
+def test_half_a_character_pair_becomes_a_mark(server: Running) -> None:
+    body = b'{"prompt": "a\\ud83d b \\ud83d\\ude00", "echo": true, "max_tokens": 1}'
+    status, got, _ = server.request("POST", "/v1/completions", body)
+    assert status == 200
+    assert got["choices"][0]["text"].startswith("a� b \U0001f600")
+
+
+def test_unknown_fields_and_nulls_are_ignored(server: Running) -> None:
+    fields = {
+        "metadata": {"a": "b"},
+        "user": "me",
+        "store": False,
+        "temperature": None,
+        "stop": None,
+        "tools": None,
+        "response_format": None,
+        "stream_options": None,
+        "max_tokens": 2.0,
+    }
+    status, got, _ = server.chat(**fields)
+    assert status == 200
+    assert got["usage"]["completion_tokens"] <= 2
+
+
+def test_paths_and_methods(server: Running) -> None:
+    refused(server.request("GET", "/nothing"), 404, "/openapi.json")
+    refused(server.request("GET", "/v1/nothing"), 404)
+    status, body, headers = server.request("GET", "/v1/chat/completions")
+    refused((status, body, headers), 405)
+    assert headers["allow"] == "POST"
+    refused(server.request("POST", "/v1/models", {}), 405)
+
+
+def test_paths_in_the_log_move_no_cursor(server: Running) -> None:
+    server.request("GET", "/v1/x%1b%5b2J%0a%c2%9b%e2%80%ae%7f%c3%a9")
+    wait_for(lambda: "x" in server.log[-1].path)
+    assert server.log[-1].path == r"/v1/x\x1b[2J\n\x9b\u202e\x7f\xe9"
+
+
+def test_large_requests_are_cut_off(model: Any) -> None:
+    with serving(model, max_body=2000, max_header=2048) as running:
+        long = {"messages": [{"role": "user", "content": "x" * 3000}]}
+        refused(running.request("POST", "/v1/chat/completions", long), 413, "2000 bytes")
+        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
+            # No length is given, and the body would not end.
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n" + b"x" * 1000 + b"\r\n"
+            )
+            raw.sendall((b"3e8\r\n" + b"x" * 1000 + b"\r\n") * 3)
+            assert b" 413 " in raw.recv(1000)
+        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"y" * 5000)
+            assert b" 400 " in raw.recv(1000)
+        assert running.request("GET", "/health")[0] == 200
+
+
+def test_a_request_that_does_not_come_is_given_up(model: Any) -> None:
+    with serving(model, read_timeout_s=1.0) as running:
+        with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+            )
+            assert b" 408 " in raw.recv(1000)
+        wait_for(running.idle)
+
+
+def test_keys(model: Any) -> None:
+    with serving(model, api_key="s3cret") as running:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+            status, body, found = running.request("GET", "/v1/models", headers=headers)
+            assert refused((status, body, found), 401)["code"] == "invalid_api_key"
+            assert found["www-authenticate"] == "Bearer"
+            refused(running.request("GET", "/metrics", headers=headers), 401)
+        right = {"Authorization": "Bearer s3cret"}
+        assert running.request("GET", "/v1/models", headers=right)[0] == 200
+        assert running.request("GET", "/health")[0] == 200
+        assert "s3cret" not in repr(running.service.options)
+
+
+def test_pages_of_the_web_may_not_ask(server: Running, model: Any) -> None:
+    evil = {"Origin": "https://evil.example"}
+    refused(server.request("POST", "/v1/completions", {"prompt": "a"}, evil), 403, "evil.example")
+    rebound = {"Host": "evil.example"}
+    refused(server.request("GET", "/v1/models", headers=rebound), 403, "evil.example")
+    own = {"Origin": server.url}
+    assert server.request("GET", "/v1/models", headers=own)[0] == 200
+    assert server.request("GET", "/v1/models", headers={"Host": "[::1]:80"})[0] == 200
+    with serving(model, origins=("https://app.example",), api_key="k") as running:
+        asked = {"Origin": "https://app.example", "Access-Control-Request-Method": "POST"}
+        status, _, found = running.request("OPTIONS", "/v1/completions", headers=asked)
+        assert status == 200
+        assert found["access-control-allow-origin"] == "https://app.example"
+        refused(running.request("POST", "/v1/completions", {}, evil), 401)
+        page = {"Origin": "https://app.example", "Authorization": "Bearer k"}
+        status, _, found = running.request("GET", "/v1/models", headers=page)
+        assert status == 200
+        assert found["access-control-allow-origin"] == "https://app.example"
+
+
+def test_options_of_a_server_are_checked() -> None:
+    for wrong in (
+        {"port": 70000},
+        {"port": True},
+        {"max_running": 0},
+        {"max_body": 0},
+        {"drain_s": -1},
+        {"api_key": " "},
+        {"api_key": "schlüssel"},
+        {"host": ""},
+    ):
+        with pytest.raises(OptionError, match=next(iter(wrong))):
+            ServeOptions(**wrong)
+    with pytest.raises(LocalrtError, match="cannot listen"):
+        open_socket(ServeOptions(host="203.0.113.7"))
+    for host, here in (("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)):
+        assert is_loopback(host) is here
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_json_or_refused(data: bytes) -> None:
+    with _refusing():
+        json.dumps(parse_json(data)).encode("ascii")
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=200)
+@given(
+    st.sampled_from(["CHAT", "COMPLETION", "EMBEDDINGS"]),
+    _JSON
+    | st.fixed_dictionaries(
+        {"messages": _JSON, "prompt": _JSON, "input": _JSON},
+        optional={"stop": _JSON, "n": _JSON, "tools": _JSON, "logit_bias": _JSON, "seed": _JSON},
+    ),
+)
+def test_any_value_follows_the_schema_or_is_refused(kind: str, value: Any) -> None:
+    with _refusing():
+        fields = check_fields(kind, value)
+        if kind != "EMBEDDINGS":
+            (chat_call if kind == "CHAT" else completion_call)(fields).submissions()
+
+
+def test_requests_find_their_checks_compiled(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several that come first at once would each compile them, in megabytes."""
+    bodies._validator.cache_clear()
+    with serving(model) as running:
+        monkeypatch.setattr(bodies.fastjsonschema, "compile", None)
+        for path in ("chat/completions", "completions", "embeddings"):
+            refused(running.request("POST", f"/v1/{path}", {}), 400, "must have")
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What may be refused, as a wrong request."""
+    refusals: list[ApiError] = []
+    try:
+        yield
+    except ApiError as error:
+        refusals.append(error)
+    assert all(error.status == 400 and str(error) for error in refusals)

@@ -1,0 +1,443 @@
+"""What clients send and look for, as tables: the next report of a client is one more row."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localrt
+from localrt.server import generating
+from localrt.server.about import facts_of
+from localrt.server.bodies import encodings
+from localrt.server.errors import ApiError
+from localrt.server.guard import Paths
+from localrt.server.models import meant
+from localrt.server.options import ServeOptions
+from localrt.server.pool import LocalFile, ModelPool
+from tests.checkpoints.make_gguf import write_gguf
+from tests.server.conftest import Running, serving
+from tests.waits import wait_for
+
+HI = [{"role": "user", "content": "hi"}]
+LONG = "x" * 600  # tokens, where 512 fit
+ROUTES = (
+    *("/", "/health", "/infill", "/v1/infill", "/api/tags", "/v1/models", "/v1/models/{name:path}"),
+    *("/v1/chat/completions", "/v1/messages/count_tokens"),
+)
+# path, and a body whose prompt is put in its last place
+ANSWERS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": HI, "max_tokens": 4},
+    "/api/chat": {"messages": HI, "stream": False, "options": {"num_predict": 4}},
+    "/api/generate": {"prompt": "hi", "stream": False, "options": {"num_predict": 4}},
+}
+
+
+# -- names of models -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["claude-haiku-4-5", "gpt-5-mini", "openai/tiny", "TINY:latest"])
+@pytest.mark.parametrize("path", ANSWERS)
+def test_any_name_of_a_model_is_answered_and_echoed(server: Running, path: str, name: str) -> None:
+    fields = {"model": name, "max_tokens": 4, **ANSWERS[path]}
+    status, body, _ = server.request("POST", path, fields)
+    assert (status, body["model"]) == (200, name)
+    status, text, _ = server.request("POST", path, {**fields, "stream": True})
+    assert status == 200
+    assert set(re.findall(r'"model":"([^"]*)"', text)) == {name}
+
+
+@pytest.mark.parametrize("path", [*ANSWERS, "/v1/embeddings"])
+def test_strict_models_refuse_unknown_names(model: localrt.Model, path: str) -> None:
+    fields = {"max_tokens": 4, "input": "hi", **ANSWERS.get(path, {})}
+    with serving(model, name="tiny", strict_models=True) as running:
+        status, body, _ = running.request("POST", path, {"model": "gpt-5", **fields})
+        assert status == 404
+        assert "'gpt-5' is not here: this server runs 'tiny'" in json.dumps(body)
+        assert running.request("POST", path, {"model": "org/Tiny", **fields})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("qwen3", "qwen3"),
+        ("Qwen/Qwen3", "qwen3"),
+        ("unsloth/qwen3:latest", "qwen3"),
+        ("gemma", "google/Gemma:Q4_K_M"),
+        ("Gemma:q4_k_m", "google/Gemma:Q4_K_M"),
+        ("google/gemma", "google/Gemma:Q4_K_M"),
+        ("other/gemma", None),  # another publisher's
+        ("phi", None),  # two
+        ("a/phi", "a/phi"),
+    ],
+)
+def test_a_publisher_may_be_left_out_or_added(name: str, found: str | None) -> None:
+    assert meant(name, ["qwen3", "google/Gemma:Q4_K_M", "a/phi", "b/phi"]) == found
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "asked", "found"),
+    [
+        ({"a": (), "b": ("*",)}, {}, "gpt-5", "b"),
+        ({"a": (), "b": ("*", "fast")}, {}, "Fast", "b"),
+        ({"a": (), "b": ("*",)}, {}, "a", "a"),
+        ({"a": (), "b": ("*",)}, {"strict_models": True}, "gpt-5", None),
+        ({"a": (), "b": ()}, {}, "gpt-5", None),
+        ({"a": ()}, {}, "gpt-5", "a"),
+        ({"a": ()}, {"strict_models": True}, "gpt-5", None),
+    ],
+)
+def test_of_several_models_an_alias_says_which(
+    names: dict[str, tuple[str, ...]], options: dict[str, Any], asked: str, found: str | None
+) -> None:
+    files = [LocalFile(name, name, 1, aliases=aliases) for name, aliases in names.items()]
+    pool = ModelPool(_no_load, lambda: files, ServeOptions(**options))
+    if found is None:
+        with pytest.raises(ApiError, match="not here"):
+            pool.find(asked)
+    else:
+        assert pool.find(asked).name == found
+    with pytest.raises(ApiError, match="not here"):
+        pool.find("gpt-5", exact=True)
+
+
+def _no_load(*_: Any) -> localrt.Model:
+    raise AssertionError("nothing is loaded")
+
+
+# -- paths -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("/v1/chat/completions", "/v1/chat/completions"),
+        ("//v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1//chat/completions/", "/v1/chat/completions"),
+        ("/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("/v1/models/", "/v1/models"),
+        ("/models", "/v1/models"),
+        ("/models/org/name", "/v1/models/org/name"),
+        ("/v1/api/tags", "/api/tags"),
+        ("//api/tags/", "/api/tags"),
+        ("/v1/infill", "/v1/infill"),
+        ("/infill/", "/infill"),
+        ("/v1/health", "/health"),
+        ("//", "/"),
+        ("/v1/nothing", "/v1/nothing"),
+        ("/nothing", "/nothing"),
+    ],
+)
+def test_paths_that_base_urls_make(given: str, found: str) -> None:
+    assert Paths(ROUTES).meant(given) == found
+
+
+def test_paths_are_the_same_for_keys_and_for_the_log(model: localrt.Model) -> None:
+    with serving(model, name="tiny", api_key="k") as running:
+        key = {"Authorization": "Bearer k"}
+        for path in ("//v1/models", "/v1/v1/models/", "/models"):
+            assert running.request("GET", path)[0] == 401
+            status, body, _ = running.request("GET", path, headers=key)
+            assert (status, body["object"]) == (200, "list")
+            wait_for(lambda path=path: path in [line.path for line in running.log])
+        assert running.request("GET", "/v1/health/")[0] == 200
+
+
+# -- compressed bodies -----------------------------------------------------------------------------
+
+BODY = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
+BOMB = gzip.compress(b" " * (2 << 20))
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "words"),
+    [
+        ("gzip", gzip.compress(BODY), 200, ""),
+        ("GZip", gzip.compress(BODY), 200, ""),
+        ("x-gzip", gzip.compress(BODY), 200, ""),
+        ("deflate", zlib.compress(BODY), 200, ""),
+        ("identity", BODY, 200, ""),
+        ("gzip", BODY, 400, "is not gzip"),
+        ("gzip", gzip.compress(BODY)[:-9], 400, "ends too early"),
+        ("gzip", gzip.compress(BODY) + b"more", 400, "goes on behind"),
+        ("gzip", BOMB, 413, "larger than 1048576 bytes"),
+        ("gzip", b"", 400, "ends too early"),
+        ("br", BODY, 415, "gzip, deflate"),
+        ("gzip, br", BODY, 415, "or identity"),
+    ],
+    ids=lambda value: f"{len(value)} bytes" if isinstance(value, bytes) else None,
+)
+def test_compressed_bodies(
+    packing: Running, encoding: str, body: bytes, status: int, words: str
+) -> None:
+    headers = {"Content-Encoding": encoding}
+    found, answer, given = packing.request("POST", "/v1/completions", body, headers)
+    assert found == status
+    assert words in json.dumps(answer)
+    assert ("gzip" in given.get("accept-encoding", "")) is (status == 415)
+
+
+def test_zstd_where_there_is_a_decoder(packing: Running) -> None:
+    if "zstd" not in encodings():
+        answer = packing.request("POST", "/v1/completions", BODY, {"Content-Encoding": "zstd"})
+        assert answer[0] == 415
+        pytest.skip("needs Python 3.14 or backports.zstd")
+    zstd = next(
+        import_module(name)
+        for name in ("compression.zstd", "backports.zstd")
+        if find_spec(name.partition(".")[0])
+    )
+    for data, status in ((BODY, 200), (b" " * (2 << 20), 413)):
+        headers = {"Content-Encoding": "zstd"}
+        body = zstd.compress(data)
+        assert packing.request("POST", "/v1/completions", body, headers)[0] == status
+
+
+@pytest.fixture(scope="module")
+def packing(model: localrt.Model) -> Iterator[Running]:
+    with serving(model, name="tiny", max_body=1 << 20) as running:
+        yield running
+
+
+# -- headers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/nothing", "/health"])
+def test_every_answer_has_a_request_id(server: Running, path: str) -> None:
+    _, _, found = server.request("GET", path)
+    assert re.fullmatch("req_[0-9a-f]{32}", found["x-request-id"])
+    assert found["request-id"] == found["x-request-id"]
+    wait_for(lambda: found["x-request-id"] in [line.request_id for line in server.log])
+    _, _, own = server.request("GET", path, headers={"X-Request-Id": "trace-7"})
+    assert own["x-request-id"] == "trace-7"
+    _, _, odd = server.request("GET", path, headers={"X-Request-Id": "a b\t<" + "c" * 200})
+    assert odd["x-request-id"].startswith("req_")
+
+
+def test_the_sdks_show_the_request_id(server: Running) -> None:
+    openai = pytest.importorskip("openai")
+    anthropic = pytest.importorskip("anthropic")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as client:
+        got = client.chat.completions.create(model="tiny", messages=HI, max_tokens=2)
+        assert got._request_id.startswith("req_")
+    with anthropic.Anthropic(base_url=server.url, api_key="any") as client:
+        got = client.messages.create(model="tiny", messages=HI, max_tokens=2)
+        assert got._request_id.startswith("req_")
+
+
+PAGE = "https://app.example"
+
+
+@pytest.mark.parametrize("case", ["401", "404", "500", "503"])
+def test_pages_can_read_refusals(
+    model: localrt.Model, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    with serving(model, origins=(PAGE,), api_key="k") as running:
+        headers = {"Origin": PAGE, "Authorization": f"Bearer {'x' if case == '401' else 'k'}"}
+        if case == "503":
+            running.service.open_requests = 1 << 20
+        if case == "500":
+            monkeypatch.setattr(running.service.models, "offered", lambda: 1 / 0)
+        path = "/v1/nothing" if case == "404" else "/v1/models"
+        status, body, found = running.request("GET", path, headers=headers)
+        assert (str(status), "error" in body) == (case, True)
+        assert found["access-control-allow-origin"] == PAGE
+        assert "x-request-id" in found["access-control-expose-headers"]
+        other = {**headers, "Origin": "https://evil.example"}
+        _, _, found = running.request("GET", path, headers=other)
+        assert "access-control-allow-origin" not in found
+
+
+def test_a_preflight_for_a_private_network_is_answered(model: localrt.Model) -> None:
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Private-Network": "true",
+    }
+    with serving(model, origins=(PAGE,), api_key="k") as running:
+        for origin, right in ((PAGE, True), ("https://evil.example", False)):
+            headers = {**asked, "Origin": origin}
+            status, _, found = running.request("OPTIONS", "/v1/completions", headers=headers)
+            assert (status == 200) is right
+            assert (found.get("access-control-allow-origin") == origin) is right
+            assert not right or found["access-control-allow-private-network"] == "true"
+
+
+# -- what there is, and how much it reads ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tiny_folder: Path) -> Iterator[Running]:
+    """A server for a model with less context than it was made for."""
+    with localrt.load(tiny_folder, ctx=256) as model, serving(model, name="tiny") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "where"),
+    [
+        ("GET", "/v1/models", ["data", 0, "max_model_len"]),
+        ("GET", "/v1/models/", ["data", 0, "context_length"]),
+        ("GET", "/v1/models/tiny", ["meta", "n_ctx"]),
+        ("GET", "/v1/models/tiny", ["max_model_len"]),
+        ("GET", "/v1/props", ["default_generation_settings", "n_ctx"]),
+        ("GET", "/props?model=any", ["default_generation_settings", "n_ctx"]),
+        ("GET", "/api/v0/models", ["data", 0, "loaded_context_length"]),
+        ("GET", "/api/v0/models/tiny", ["loaded_context_length"]),
+        ("POST", "/api/show", ["model_info", "LlamaForCausalLM.context_length"]),
+        ("GET", "/api/ps", ["models", 0, "context_length"]),
+        ("POST", "/tokenize", ["max_model_len"]),
+    ],
+)
+def test_the_served_context_is_where_clients_look(
+    small: Running, method: str, path: str, where: list[Any]
+) -> None:
+    body = {"model": "tiny", "prompt": "a"} if method == "POST" else None
+    status, found, _ = small.request(method, path, body)
+    assert status == 200
+    for name in where:
+        found = found[name]
+    assert found == 256
+
+
+def test_what_show_and_props_say(server: Running) -> None:
+    _, shown, _ = server.request("POST", "/api/show", {"model": "gpt-5"})
+    assert re.search(r"^num_ctx +512$", shown["parameters"], re.MULTILINE)
+    _, props, _ = server.request("GET", "/props")
+    assert (props["model_alias"], props["total_slots"]) == ("tiny", 16)
+    assert "<|im_start|>" in props["chat_template"]
+    _, listed, _ = server.request("GET", "/api/v0/models")
+    (found,) = listed["data"]
+    assert (found["id"], found["state"], found["type"]) == ("tiny", "loaded", "llm")
+
+
+def test_pulling_a_model_that_is_here_succeeds(server: Running) -> None:
+    for fields in ({"model": "tiny"}, {"name": "Tiny:latest", "stream": False}):
+        status, text, _ = server.request("POST", "/api/pull", fields)
+        last = text if isinstance(text, dict) else json.loads(text.splitlines()[-1])
+        assert (status, last) == (200, {"status": "success"})
+    assert server.request("POST", "/api/pull", {"model": "gpt-5"})[0] == 403
+
+
+# -- a context that overflows ----------------------------------------------------------------------
+
+OPENAI = r"This model's maximum context length is 512 tokens\. However, the request has \d+ tokens"
+ANTHROPIC = r"prompt is too long: \d+ tokens > 512 maximum"
+OVERFLOWS: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, OPENAI),
+    ("/v1/completions", {"prompt": LONG}, OPENAI),
+    ("/v1/completions", {"prompt": LONG, "echo": True}, OPENAI),
+    ("/v1/embeddings", {"input": LONG}, OPENAI),
+    ("/v1/responses", {"input": LONG}, OPENAI),
+    (
+        "/v1/messages",
+        {"max_tokens": 4, "messages": [{"role": "user", "content": LONG}]},
+        ANTHROPIC,
+    ),
+    ("/api/chat", {"messages": [{"role": "user", "content": LONG}], "truncate": False}, OPENAI),
+    ("/api/chat", {"messages": [{"role": "user", "content": LONG}]}, OPENAI),
+    ("/api/generate", {"prompt": LONG}, OPENAI),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields", "words"), OVERFLOWS)
+def test_an_overflow_has_the_words_that_clients_match(
+    server: Running, silence: bool, path: str, fields: dict[str, Any], words: str, stream: bool
+) -> None:
+    body = {"model": "tiny", "max_tokens": 4, **fields, "stream": stream}
+    status, found, _ = server.request("POST", path, body)
+    assert re.search(words, found if isinstance(found, str) else json.dumps(found))
+    if stream and (silence or path == "/v1/responses"):
+        return  # it may have begun before that was known
+    assert status == 400
+    error = found["error"]
+    if words == OPENAI and not path.startswith("/api"):
+        assert (error["code"], error["type"]) == (
+            "context_length_exceeded",
+            "exceed_context_size_error",
+        )
+        assert error["n_ctx"] == 512 <= error["n_prompt_tokens"]
+
+
+def test_a_streamed_response_fails_with_the_code_that_agents_match(server: Running) -> None:
+    body = {"input": LONG, "stream": True}
+    status, text, _ = server.request("POST", "/v1/responses", body)
+    last = json.loads(text.strip().rpartition("data: ")[2])
+    assert (status, last["type"]) == (200, "response.failed")
+    assert last["response"]["error"]["code"] == "context_length_exceeded"
+
+
+# -- a model that takes long to load ---------------------------------------------------------------
+
+
+@pytest.fixture
+def loading(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """A server whose model takes a while to load, and clients who are soon told that it does."""
+    monkeypatch.setattr(generating, "_SILENT_S", 0.01)
+
+    def load(name: str, *_: Any) -> localrt.Model:
+        time.sleep(0.3)
+        if name == "broken":
+            raise localrt.CheckpointError("the file is damaged")
+        return localrt.load(tiny_folder, ctx=512)
+
+    files = [LocalFile(name, name, 1 << 20) for name in ("tiny", "broken")]
+    with serving(ModelPool(load, lambda: files, ServeOptions())) as running:
+        yield running
+
+
+SIGNS = {
+    "/v1/chat/completions": '"delta":{}',
+    "/v1/completions": '"text":""',
+    "/v1/responses": "response.in_progress",
+    "/v1/messages": "event: ping",
+    "/api/chat": '"content":""},"done":false',
+    "/api/generate": '"response":"","done":false',
+}
+
+
+@pytest.mark.parametrize("path", SIGNS)
+def test_a_stream_begins_while_the_model_loads(loading: Running, path: str) -> None:
+    fields = {**ANSWERS[path], "stream": True, "max_tokens": 4}
+    status, text, _ = loading.request("POST", path, {**fields, "model": "tiny"})
+    assert status == 200
+    assert text.count(SIGNS[path]) > 2
+    wait_for(lambda: not loading.service._inside)
+    _, text, _ = loading.request("POST", path, {**fields, "model": "broken"})
+    assert "damaged" in text
+    wait_for(lambda: not loading.service._inside)
+
+
+def test_a_client_that_leaves_while_the_model_loads_leaves_nothing(loading: Running) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", loading.port, timeout=60)
+    connection.request("POST", "/v1/completions", '{"prompt": "hi", "stream": true}')
+    assert connection.getresponse().status == 200
+    connection.close()
+    wait_for(lambda: not loading.service._inside)
+
+
+def test_facts_of_a_file_that_was_exchanged(tmp_path: Path) -> None:
+    path, found = tmp_path / "model.gguf", []
+    for width in (32, 64):
+        tensors = {"output_norm.weight": (np.zeros(8, np.float32), "f32")}
+        write_gguf(path, "qwen3", {"qwen3.embedding_length": width}, tensors)
+        os.utime(path, (1, 1))
+        found.append(facts_of(path).width)
+    assert found == [32, 64]

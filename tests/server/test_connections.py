@@ -1,0 +1,296 @@
+"""Connections that say little, too much or no HTTP, and more of them than there is room for."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from localrt.server import bodies, guard
+from tests.inside import engine_of
+from tests.server.conftest import Running, serving
+from tests.server.test_bad_input import refused
+from tests.waits import wait_for
+
+pytestmark = pytest.mark.timeout(300)
+
+UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+HALF_A_HEAD = b"GET /health HTTP/1.1\r\nHost: "
+
+
+def connected(port: int, sent: bytes = b"") -> socket.socket:
+    raw = socket.create_connection(("127.0.0.1", port), timeout=120)
+    raw.sendall(sent)
+    return raw
+
+
+def answered(port: int, sent: bytes) -> bytes:
+    """All that a raw request is answered, until the server has no more."""
+    received = b""
+    with connected(port, sent) as raw, suppress(ConnectionResetError):
+        while piece := raw.recv(1 << 16):
+            received += piece
+    return received
+
+
+# -- too many --------------------------------------------------------------------------------------
+
+
+def test_health_beside_idle_connections(tiny_folder: Path) -> None:
+    """The server raises its own limit of open files as far as the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = 1200 if hard == resource.RLIM_INFINITY else min(1200, hard - 200)
+    limited = (
+        "import resource, sys;"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE);"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard));"
+        "from localrt.cli import main; sys.exit(main())"
+    )
+    with (
+        raised_open_files(),
+        command(limited, tiny_folder) as (process, port),
+        ExitStack() as stack,
+    ):
+        for number in range(count):
+            stack.enter_context(connected(port, HALF_A_HEAD if number % 2 else b""))
+        assert health(port) == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=120)[1] == ""
+        assert process.returncode == 0
+
+
+@contextmanager
+def raised_open_files() -> Iterator[None]:
+    """Room for a test's own ends of many connections."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4096 if before[1] == resource.RLIM_INFINITY else min(4096, before[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], wanted), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def command(code: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", str(folder), "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        yield process, int(json.loads(process.stdout.readline())["url"].split(":")[2].split("/")[0])
+
+
+def health(port: int) -> int:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as asking:
+        asking.request("GET", "/health")
+        return asking.getresponse().status
+
+
+def test_health_beside_too_many_requests(model: Any) -> None:
+    with serving(model, max_connections=2) as running, ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(connected(running.port, UNFINISHED))
+        wait_for(lambda: running.request("GET", "/v1/models")[0] == 503)
+        error = refused(running.request("GET", "/v1/models"), 503, "try again")
+        assert error["code"] == "overloaded"
+        assert running.request("GET", "/health")[0] == 200
+        assert running.request("GET", "/metrics")[0] == 200
+        stack.close()
+        wait_for(lambda: running.request("GET", "/v1/models")[0] == 200)
+
+
+def test_a_process_without_open_files_goes_on_and_is_silent(tiny_folder: Path) -> None:
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160));"
+        "from localrt.cli import main; sys.exit(main())"
+    )
+    with command(limited, tiny_folder) as (process, port):
+        with ExitStack() as stack:
+            for _ in range(300):
+                stack.enter_context(connected(port))
+        assert health(port) == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=120)[1] == ""
+        assert process.returncode == 0
+
+
+# -- heads -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"y" * 65536,
+        b"GET /health HTTP/1.1\r\nHost: localhost" + b"\r\nX: y" * 9000,
+        b"GET /" + b"u" * 60000 + b" HTTP/1.1\r\nHost: localhost",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Longer: " + b"y" * 2_000_000,
+    ],
+    ids=["a header", "many headers", "a long URL", "more than is read at once"],
+)
+def test_a_large_head_is_refused_however_it_comes(server: Running, head: bytes) -> None:
+    received = answered(server.port, head + b"\r\n\r\n").lower()
+    # By uvicorn or by us; a client that has more to send may only see that it is closed.
+    assert received.startswith((b"http/1.1 400 ", b"http/1.1 431 ")) or not received
+    assert b"connection: close" in received or not received
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"no http at all\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",  # TLS
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n",
+        UNFINISHED.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked") + b"zz\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused(server: Running, sent: bytes) -> None:
+    assert answered(server.port, sent).startswith(b"HTTP/1.1 400 ")
+    assert server.request("GET", "/health")[0] == 200
+
+
+CHUNKED = UNFINISHED.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        UNFINISHED.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n") + b"0\r\n\r\n",
+        CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n") + b"0\r\n\r\n",
+        b"GET /health HTTP/1.1\nHost: localhost\n\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\rZ: z\r\n\r\n",
+        CHUNKED + b"2\n{}\r\n0\r\n\r\n",
+        CHUNKED + b"2;a\nb\r\n{}\r\n0\r\n\r\n",
+        CHUNKED + b"2\r\n{}\n0\r\n\r\n",
+        CHUNKED + b"2\r\n{}\r\n0\n\n",
+        CHUNKED + b"2\r\n{}\r\n0\r\n\n",
+        CHUNKED + b"2\r\n{}\r\n0\r\nX: y\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\x01z\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\x00z\r\n\r\n",
+        b"GET /hea\x01lth HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX : y\r\n\r\n",
+        UNFINISHED.replace(b"\r\n\r\n", b"\r\nContent-Length: 8\r\n\r\n") + b"x" * 9,
+    ],
+)
+def test_what_a_proxy_may_read_differently_is_refused_and_closed(
+    server: Running, sent: bytes
+) -> None:
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    received = answered(server.port, sent + hidden)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.count(b"HTTP/1.1") == received.lower().count(b"connection: close") == 1
+
+
+def test_chunks_with_extensions_and_trailers_are_read(server: Running) -> None:
+    sent = CHUNKED + b'2;a="b"\r\n{}\r\n0;c\r\nX: y\r\n\r\n'
+    received = answered(server.port, sent.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
+    assert b"must have" in received
+
+
+def test_addresses_that_are_none(server: Running) -> None:
+    refused(server.request("GET", "/health", headers={"Host": "[::1"}), 403)
+    refused(server.request("GET", "/health", headers={"Origin": "http://[::1"}), 403)
+
+
+# -- bodies that nobody reads ----------------------------------------------------------------------
+
+
+LARGE = 40_000_000
+
+
+def pieces() -> Iterator[bytes]:
+    for _ in range(LARGE // 100_000):
+        yield b"x" * 100_000
+
+
+@pytest.mark.parametrize("headers", [{}, {"Connection": "close"}], ids=["kept", "closed"])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_refusal_is_seen_by_who_sends_all_first(
+    server: Running, model: Any, headers: dict[str, str], chunked: bool
+) -> None:
+    path, body = "/v1/completions", pieces() if chunked else b"x" * LARGE
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)) as asking:
+        asking.request("POST", path, body, headers, encode_chunked=chunked)
+        assert asking.getresponse().status == 413
+    content = pieces() if chunked else b"x" * LARGE
+    assert httpx2.post(server.url + path, content=content, headers=headers).status_code == 413
+    evil = {**headers, "Origin": "https://evil.example"}
+    content = pieces() if chunked else b"x" * LARGE
+    assert httpx2.post(server.url + path, content=content, headers=evil).status_code == 403
+
+
+def test_what_is_discarded_is_bounded(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_MOST_DISCARDED", 1_000_000)
+    for path in (b"/v1/completions", b"/nothing"):
+        head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n"
+        with connected(server.port, head) as raw, pytest.raises(ConnectionError):
+            raw.sendall(b"x" * 90_000_000)
+
+
+def test_a_short_body_that_nobody_reads_leaves_the_connection(server: Running) -> None:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)) as asking:
+        asking.request("POST", "/nothing", b"x" * 100_000)
+        assert asking.getresponse().read()
+        used = asking.sock
+        asking.request("GET", "/health")
+        assert asking.getresponse().status == 200
+        assert asking.sock is used
+
+
+def test_large_bodies_that_do_not_end_are_bounded_together(model: Any) -> None:
+    with serving(model, max_body=1 << 20) as running, ExitStack() as stack:
+        head = UNFINISHED.replace(b"9", str(1 << 20).encode())
+        for _ in range(12):
+            raw = stack.enter_context(connected(running.port, head))
+            raw.sendall(b" " * ((1 << 20) - 1))
+        large = {"prompt": "a", "user": "x" * 900_000, "max_tokens": 1}
+        wait_for(lambda: running.service.bodies._taken > 7 << 20)
+        refused(running.request("POST", "/v1/completions", large), 503, "large requests")
+        assert running.chat(max_tokens=1)[0] == 200
+        stack.close()
+        wait_for(lambda: running.service.bodies._taken == 0)
+        assert running.request("POST", "/v1/completions", large)[0] == 200
+
+
+# -- panics ----------------------------------------------------------------------------------------
+
+
+class PanicException(BaseException):
+    """As native libraries raise it."""
+
+
+def panicking(*_: Any, **__: Any) -> Any:
+    raise PanicException("index out of bounds")
+
+
+def test_a_panic_is_an_error_of_the_server(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, name in ((server.service.models, "find"), (bodies, "check_fields")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, panicking)
+            refused(server.chat(), 500, "PanicException")
+        wait_for(lambda: server.log[-1].status == 500)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_of(server.model), "extend_batch", panicking, raising=False)
+        refused(server.chat(), 500, "PanicException")
+        text = server.chat(stream=True)[1]
+        assert '"type":"server_error"' in text
+    assert server.chat(max_tokens=2)[0] == 200

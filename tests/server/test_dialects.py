@@ -1,0 +1,114 @@
+"""What every protocol must do, asked in each by its own client."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import Running, needs_kernels
+from tests.server.dialects import (
+    DIALECTS,
+    LACKS,
+    Answer,
+    Question,
+)
+
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+PAINT = {"name": "paint", "parameters": COLOUR}
+
+
+@pytest.fixture(params=DIALECTS)
+def dialect(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def ask(server: Running, dialect: str, **asked: Any) -> Answer:
+    """The answer; whole and streamed it is the same."""
+    if any(asked.get(name) for name in LACKS.get(dialect, ())):
+        pytest.skip(f"{dialect} has no field for it")
+    question = Question(**asked)
+    whole = DIALECTS[dialect](server.url, server.name, question)
+    streamed = DIALECTS[dialect](server.url, server.name, replace(question, stream=True))
+    assert streamed == whole
+    return whole
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_answer(server: Running, dialect: str, system: str | None, silence: bool) -> None:
+    got = ask(server, dialect, system=system)
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    expected = server.model.generate(messages, temperature=0, max_tokens=12)
+    assert got == Answer(expected.text, "length", expected.metrics.prompt_tokens, 12)
+
+
+def test_answer_that_is_begun(server: Running, dialect: str) -> None:
+    got = ask(server, dialect, begun="Well")
+    messages: list[Any] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Well", "prefix": True},
+    ]
+    assert got.text == server.model.generate(messages, temperature=0, max_tokens=12).text
+
+
+def test_stop_string(server: Running, dialect: str) -> None:
+    text = server.model.generate("hi", temperature=0, max_tokens=12).text
+    got = ask(server, dialect, stop=text[3])
+    assert (got.text, got.reason) == (text[: text.index(text[3])], "stop")
+
+
+def test_tool_call(server: Running, dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance", reason="needs the structured extra")
+    monkeypatch.setitem(server.model.defaults, "tool_choice", "required")
+    got = ask(server, dialect, tool=PAINT, most=300)
+    ((name, arguments),) = got.calls
+    assert (got.text, got.reason, name) == ("", "tool_calls", "paint")
+    assert arguments["colour"] in ("red", "blue")
+
+
+def test_schema(server: Running, dialect: str) -> None:
+    pytest.importorskip("llguidance", reason="needs the structured extra")
+    got = ask(server, dialect, schema=COLOUR, most=300)
+    assert json.loads(got.text)["colour"] in ("red", "blue")
+    assert got.reason == "stop"
+
+
+def test_thinking(thinker: Running, dialect: str) -> None:
+    got = ask(thinker, dialect, think="low", most=20)
+    assert (got.text, got.reason) == ("", "length")
+    assert got.thought
+    assert "think>" not in got.thought
+    plain = ask(thinker, dialect, think=False, most=20)
+    assert plain.text
+    assert not plain.thought
+
+
+def test_prompt_that_does_not_fit(server: Running, dialect: str) -> None:
+    for stream in (False, True):
+        question = Question("x" * 600, system="x" * 600, stream=stream)
+        if dialect == "ollama":  # which leaves out what is old, but not a message that is too long
+            question = replace(question, system=None)
+        with pytest.raises(Exception, match="context"):
+            DIALECTS[dialect](server.url, server.name, question)
+
+
+@needs_kernels
+def test_several_at_once(server: Running, dialect: str) -> None:
+    questions = [Question(text, stream=True) for text in ("hi", "why?", "Name rivers, " * 8)]
+
+    def text(question: Question) -> str:
+        return DIALECTS[dialect](server.url, server.name, question).text
+
+    alone = [text(question) for question in questions]
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(text, questions)) == alone

@@ -1,0 +1,378 @@
+"""Clients that go away or do not read, too many of them, and a server that stops."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt.server import generating
+from localrt.server.models import OneModel
+from localrt.server.options import ServeOptions
+from localrt.server.service import Service
+from localrt.service.live import LiveModel
+from tests.inside import engine_of
+from tests.server.conftest import Running, serving
+from tests.waits import wait_for
+
+pytestmark = pytest.mark.timeout(600)
+
+HI = [{"role": "user", "content": "hi"}]
+LONG: dict[str, Any] = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+def send(
+    running: Running,
+    fields: dict[str, Any],
+    *,
+    path: str = "/v1/chat/completions",
+    small: bool = False,
+) -> socket.socket:
+    """A request on a socket of its own; ``small``: one whose buffer takes little."""
+    raw = socket.socket()
+    if small:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.settimeout(120)
+    raw.connect(("127.0.0.1", running.port))
+    body = json.dumps(fields).encode()
+    raw.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\n".encode()
+        + f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    return raw
+
+
+LARGE = {"type": "object", "description": "a" * 40_000}
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"text": "a" * 40_000}, 400),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": LARGE},
+                }
+            },
+            200,
+        ),
+    ],
+    ids=["prompt", "schema"],
+)
+def test_what_takes_long_to_read_keeps_no_short_request_waiting(
+    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], status: int
+) -> None:
+    submit, go_on = LiveModel.submit, threading.Event()
+
+    def slowly(self: LiveModel, prompt: Any = None, **options: Any) -> Any:
+        if len(str(prompt)) + len(str(options)) > 30_000:
+            assert go_on.wait(60)
+        return submit(self, prompt, **options)
+
+    monkeypatch.setattr(LiveModel, "submit", slowly)
+    with ThreadPoolExecutor(6) as threads:
+        long = [threads.submit(server.chat, max_tokens=2, **fields) for _ in range(5)]
+        try:
+            assert server.chat(max_tokens=2)[0] == 200
+            assert [one.result() for one in long if one.done()] == []
+        finally:
+            go_on.set()
+        assert {one.result()[0] for one in long} == {status}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", LONG),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 400, "temperature": 0}),
+        ("/v1/messages", {**LONG, "model": "tiny"}),
+        ("/api/chat", {"model": "tiny", "messages": HI, "options": {"num_predict": 400}}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_disconnects(
+    slow: None, server: Running, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    lines = len(server.log)
+    raw = send(server, {**fields, "stream": stream}, path=path)
+    wait_for(lambda: server.live.stats().running == 1)
+    before = server.live.stats().completion_tokens
+    if stream:
+        assert raw.recv(100)
+    raw.close()
+    wait_for(server.idle)
+    assert server.live.stats().completion_tokens - before < 300
+    wait_for(lambda: len(server.log) > lines)
+    assert server.log[-1].status == 499
+
+
+def test_who_waits_in_the_queue_may_go_away(slow: None, model: Any) -> None:
+    with serving(model, max_running=1) as running:
+        first, second = send(running, LONG), send(running, LONG)
+        wait_for(lambda: running.live.stats().waiting == 1)
+        second.close()
+        wait_for(lambda: running.live.stats().waiting == 0)
+        assert running.live.stats().running == 1
+        first.close()
+        wait_for(running.idle)
+
+
+def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
+    fat = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 8}
+    with serving(model, write_timeout_s=1.0, max_running=9) as running:
+        # The listening socket's buffer is what accepted ones begin with.
+        raw = send(running, fat, small=True)
+        status, got, _ = running.chat(max_tokens=8, ignore_eos=True)
+        assert status == 200
+        assert got["usage"]["completion_tokens"] == 8
+        wait_for(running.idle)
+        wait_for(lambda: running.log[-1].status == 499)
+        assert running.live.stats().completion_tokens < 8 * 400
+        assert running.chat(max_tokens=2)[0] == 200
+        raw.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "sign"),
+    [
+        ("/v1/chat/completions", {"messages": HI}, '"delta":{}'),
+        ("/v1/completions", {"prompt": "hi"}, '"text":"","logprobs":null,"finish_reason":null'),
+        ("/v1/responses", {"input": "hi"}, "event: response.in_progress"),
+        ("/v1/messages", {"messages": HI, "model": "tiny", "max_tokens": 4}, "event: ping"),
+        ("/api/chat", {"messages": HI, "model": "tiny"}, '"content":""},"done":false'),
+        ("/api/generate", {"prompt": "hi", "model": "tiny"}, '"response":"","done":false'),
+    ],
+)
+def test_a_stream_shows_signs_of_life(
+    slow: None, server: Running, silence: bool, path: str, fields: dict[str, Any], sign: str
+) -> None:
+    status, text, _ = server.request("POST", path, {**fields, "stream": True})
+    assert status == 200
+    assert (text.count(sign) > 1) is silence
+
+
+def test_a_stream_shows_signs_of_life_while_a_call_is_written(
+    slow: None, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens come all the time, but there is nothing to show of them before the call's end."""
+    monkeypatch.setattr(generating, "_SILENT_S", 0.1)
+    word = {"type": "string", "minLength": 40, "maxLength": 60}
+    tool = {"name": "say", "parameters": {"type": "object", "properties": {"word": word}}}
+    fields = {
+        "messages": HI,
+        "tools": [{"type": "function", "function": {**tool, "required": ["word"]}}],
+        "tool_choice": "required",
+        "max_tokens": 80,
+        "stream": True,
+    }
+    status, text, _ = server.request("POST", "/v1/chat/completions", fields)
+    assert status == 200
+    assert text.count('"delta":{}') > 3
+
+
+def test_too_many_are_told_to_come_back(slow: None, model: Any) -> None:
+    with serving(model, max_running=1, max_queued=1) as running:
+        inside = [send(running, LONG), send(running, LONG)]
+        wait_for(lambda: running.service._inside == 2)
+        status, body, headers = running.chat()
+        assert status == 429
+        assert body["error"]["type"] == "rate_limit_error"
+        assert int(headers["retry-after"]) >= 1
+        status, body, _ = running.chat(n=3)
+        assert status == 400
+        assert body["error"]["param"] == "n"
+        assert "localrt_rejected_requests_total 1" in running.request("GET", "/metrics")[1]
+        for raw in inside:
+            raw.close()
+        wait_for(running.idle)
+        assert running.chat(max_tokens=2)[0] == 200
+
+
+def test_numbers_for_prometheus(model: Any) -> None:
+    with serving(model, name="tiny") as running:
+        assert running.chat(max_tokens=5, ignore_eos=True)[0] == 200
+        assert running.request("GET", "/v1/secret-path")[0] == 404
+        status, text, headers = running.request("GET", "/metrics")
+        assert status == 200
+        assert headers["content-type"].startswith("text/plain; version=0.0.4")
+        values = dict(
+            line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#")
+        )
+        named = '{model="tiny"}'
+        path = 'path="/v1/chat/completions"'
+        assert values[f'localrt_http_requests_total{{{path},status="200"}}'] == "1"
+        assert values['localrt_http_requests_total{path="other",status="404"}'] == "1"
+        assert values[f"localrt_generated_tokens_total{named}"] == "5"
+        assert values[f"localrt_requests_running{named}"] == "0"
+        assert int(values[f"localrt_prompt_tokens_total{named}"]) > 5
+        assert values["localrt_time_to_first_token_seconds_count"] == "1"
+        assert float(values["process_resident_memory_bytes"]) > 1e7
+        names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+        assert len(names) == text.count("# TYPE")
+
+
+def test_stopping_lets_answers_finish(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    results: list[Any] = []
+    engine: Any = engine_of(model)
+    extend = engine.extend_batch
+    with serving(model, drain_s=100.0) as running:
+
+        def held(*parts: Any, **options: Any) -> Any:
+            wait_for(lambda: running.server.should_exit)  # else the answer may be over before
+            return extend(*parts, **options)
+
+        monkeypatch.setattr(engine, "extend_batch", held, raising=False)
+        asked = threading.Thread(
+            target=lambda: results.append(running.chat(max_tokens=25, ignore_eos=True))
+        )
+        asked.start()
+        wait_for(lambda: running.live.stats().running == 1)
+    asked.join(120)
+    assert results[0][0] == 200
+    assert results[0][1]["usage"]["completion_tokens"] == 25
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stopping_cuts_off_what_takes_too_long(slow: None, model: Any, stream: bool) -> None:
+    began = time.monotonic()
+    with serving(model, drain_s=0.3) as running:
+        raw = send(running, {**LONG, "stream": stream})
+        wait_for(lambda: running.live.stats().running == 1)
+        received = raw.recv(100) if stream else b""
+    assert time.monotonic() - began < 60
+    with raw:
+        while piece := raw.recv(65536):
+            received += piece
+    assert b"the server is stopping" in received
+    assert (b" 200 " in received) is stream
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+SERVE = [sys.executable, "-m", "localrt", "serve"]
+
+
+def start(folder: Path, *args: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen(
+        [*SERVE, str(folder), "--port", "0", "--json", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "LOCALRT_OFFLINE": "1", **environment},
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.communicate()[1]
+    return process, json.loads(line)["url"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_serves_until_a_signal(tiny_folder: Path, number: int) -> None:
+    process, url = start(tiny_folder, "--name", "me", "--max-tokens", "4", LOCALRT_API_KEY="k")
+    connection = http.client.HTTPConnection(url.split("/")[2], timeout=120)
+    connection.request(
+        "POST",
+        "/v1/chat/completions",
+        json.dumps({"model": "me", "messages": HI, "ignore_eos": True}),
+        {"Authorization": "Bearer k"},
+    )
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    assert answer["usage"]["completion_tokens"] == 4
+    process.send_signal(number)
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert error == ""
+    (line,) = map(json.loads, out.splitlines())
+    assert (line["event"], line["status"], line["path"]) == (
+        "request",
+        200,
+        "/v1/chat/completions",
+    )
+
+
+def test_a_second_signal_does_not_wait(tiny_folder: Path) -> None:
+    process, url = start(tiny_folder, "--drain", "60")
+    address = "127.0.0.1", int(url.split("/")[2].split(":")[1])
+    with socket.create_connection(address, timeout=120) as raw:
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n"
+        )
+        assert b" 100 " in raw.recv(1000)  # it is inside, and waits for what does not come
+        process.send_signal(signal.SIGINT)
+        wait_for(lambda: refuses(address))
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(120) == 0
+        with suppress(ConnectionError):
+            assert b" 408 " not in raw.recv(1000)  # nor had the request's own time run out
+    process.communicate()
+
+
+def refuses(address: tuple[str, int]) -> bool:
+    """Whether nobody listens there any more."""
+    try:
+        socket.create_connection(address, timeout=120).close()
+    except ConnectionRefusedError:
+        return True
+    except ConnectionError:
+        pass
+    return False
+
+
+def failed(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*SERVE, *args],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "LOCALRT_OFFLINE": "1", **environment},
+    )
+
+
+def test_a_port_in_use_is_one_line(tiny_folder: Path, server: Running) -> None:
+    result = failed(str(tiny_folder), "--port", str(server.port))
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert "in use" in result.stderr
+    for args in (["--port", "99999"], ["--max-body", "lots"], ["--top-p", "7"]):
+        result = failed(str(tiny_folder), *args)
+        assert result.returncode == 2, result.stderr
+        assert result.stderr.count("\n") == 1
+
+
+def test_an_open_address_without_a_key_is_told(tiny_folder: Path) -> None:
+    process, _ = start(tiny_folder, "--host", "0.0.0.0", "--quiet")
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert error.count("\n") == 1
+    assert "LOCALRT_API_KEY" in error
+
+
+def test_notes_are_logged_once_a_kind(model: localrt.Model) -> None:
+    notes: list[str] = []
+    service = Service(OneModel(model, ServeOptions()), ServeOptions(), notes.append)
+    for kind, text in (("a", "first"), ("a", "again"), ("b", "line\x1b[2J\nend")):
+        service.note_once(kind, text)
+    assert notes == ["first", "line\\x1b[2J\\nend"]
+    for number in range(1000):
+        service.note_once(f"kind {number}", "many")
+    assert len(notes) < 300

@@ -1,0 +1,230 @@
+"""Ollama's own Python client against a running server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from localrt.common.progress import Progress
+from localrt.hub import ResolvedModel
+from localrt.server.bodies import check_fields
+from localrt.server.errors import ApiError
+from localrt.server.ollama import models
+from localrt.server.ollama.calls import chat_call, keep_alive_s
+from tests.server.conftest import Running, serving
+from tests.waits import wait_for
+
+ollama = pytest.importorskip("ollama")
+
+HI = [{"role": "user", "content": "hi"}]
+GREEDY: dict[str, Any] = {"model": "tiny", "options": {"temperature": 0, "num_predict": 12}}
+COLOUR = {
+    "type": "object",
+    "properties": {"colour": {"type": "string", "enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "paint", "parameters": COLOUR}}]
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[Any]:
+    made = ollama.Client(host=server.url)
+    yield made
+    made._client.close()
+
+
+def test_form_of_a_chat(client: Any) -> None:
+    got = client.chat(messages=HI, **GREEDY)
+    assert (got.model, got.message.role) == ("tiny", "assistant")
+    assert got.total_duration >= got.eval_duration > 0
+
+
+def test_a_prompt_with_and_without_the_template(client: Any, server: Running) -> None:
+    got = client.generate(prompt="hi", system="Be brief.", **GREEDY)
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, *HI]
+    expected = server.model.generate(messages, temperature=0, max_tokens=12)
+    assert got.response == expected.text
+    raw = client.generate(prompt="hi", raw=True, **GREEDY)
+    assert raw.response == server.model.generate("hi", raw=True, temperature=0, max_tokens=12).text
+    pieces = list(client.generate(prompt="hi", raw=True, stream=True, **GREEDY))
+    assert "".join(piece.response for piece in pieces) == raw.response
+
+
+def test_answers_that_are_json(client: Any) -> None:
+    pytest.importorskip("llguidance", reason="needs the structured extra")
+    some = client.generate(model="tiny", prompt="hi", format="json", options={"num_predict": 9})
+    assert some.response.lstrip()[0] == "{"
+
+
+def test_minus_one_is_no_seed() -> None:
+    for seed, options in ((-1, {}), (3, {"seed": 3})):
+        fields = {"model": "m", "messages": HI, "truncate": False, "options": {"seed": seed}}
+        call = chat_call(check_fields("OLLAMA_CHAT", fields))
+        assert call is not None
+        assert call.options == options
+
+
+def test_num_ctx_bounds_conversation_and_answer(client: Any, server: Running) -> None:
+    messages = [*HI, {"role": "assistant", "content": "a" * 60}, *HI]
+    options = {"temperature": 0, "num_predict": 200}
+    alone = client.chat(model="tiny", messages=HI, options={**options, "num_predict": 1})
+    whole = client.chat(model="tiny", messages=messages, options={**options, "num_ctx": 400})
+    cut = client.chat(model="tiny", messages=messages, options={**options, "num_ctx": 64})
+    assert whole.prompt_eval_count > cut.prompt_eval_count == alone.prompt_eval_count
+    assert cut.prompt_eval_count + cut.eval_count <= 64
+    # A prompt that alone is longer is read, as there is room for it.
+    long = client.chat(model="tiny", messages=HI, options={**options, "num_ctx": 4})
+    assert long.prompt_eval_count == alone.prompt_eval_count
+    server.notes.clear()
+    server.service._noted.clear()
+    for _ in range(2):
+        client.chat(model="tiny", messages=HI, options={**options, "num_ctx": 1 << 20})
+    assert sum("--ctx 1048576" in note for note in server.notes) == 1
+
+
+def test_tools_and_their_results() -> None:
+    messages: list[Any] = [
+        *HI,
+        {
+            "role": "assistant",
+            "thinking": "Hm.",
+            "tool_calls": [
+                {"function": {"name": "look", "arguments": {}}},
+                {"function": {"name": "paint", "arguments": {"colour": "red"}}},
+            ],
+        },
+        {"role": "tool", "content": "done", "tool_name": "paint"},
+        {"role": "tool", "content": "seen", "tool_name": "look"},
+    ]
+    fields = {"messages": messages, "tools": TOOLS, **GREEDY}
+    call = chat_call(check_fields("OLLAMA_CHAT", fields))
+    assert call is not None
+    (prompt,) = call.prompts
+    assert prompt["tools"] == TOOLS
+    _, said, painted, seen = prompt["prompt"]
+    look, paint = said["tool_calls"]
+    assert paint["function"] == {"name": "paint", "arguments": '{"colour": "red"}'}
+    assert (painted["tool_call_id"], seen["tool_call_id"]) == (paint["id"], look["id"])
+    assert said["reasoning_content"] == "Hm."
+
+
+def test_embeddings(client: Any, server: Running) -> None:
+    expected = server.model.embed(["hi", "ho"])
+    got = client.embed(model="tiny", input=["hi", "ho"])
+    assert [pytest.approx(row.tolist()) for row in expected] == [list(r) for r in got.embeddings]
+    assert got.prompt_eval_count == 4
+    one = client.embeddings(model="tiny", prompt="hi")
+    assert list(one.embedding) == pytest.approx(expected[0].tolist())
+    assert client.embed(model="tiny", input="x" * 600).prompt_eval_count == server.model.info.ctx
+    with pytest.raises(ollama.ResponseError, match="context"):
+        client.embed(model="tiny", input="x" * 600, truncate=False)
+
+
+def test_what_there_is(client: Any, server: Running) -> None:
+    (listed,) = client.list().models
+    assert (listed.model, listed.details.family) == ("tiny", "LlamaForCausalLM")
+    (runs,) = client.ps().models
+    assert (runs.name, runs.context_length) == ("tiny", server.model.info.ctx)
+    shown = client.show("tiny")
+    assert "completion" in shown.capabilities
+    assert shown.modelinfo["general.parameter_count"] > 0
+    assert "<|im_start|>" in shown.template
+    assert server.request("GET", "/")[:2] == (200, "localrt is running")
+    assert server.request("GET", "/api/version")[1]["version"]
+    body = json.dumps([client.list().model_dump(mode="json"), shown.model_dump(mode="json")])
+    assert str(server.model.info.path) not in body
+
+
+def test_loading_alone_and_how_long_it_stays(client: Any) -> None:
+    assert client.generate(model="tiny", keep_alive="10m").done_reason == "load"
+    assert client.chat(model="tiny", keep_alive=0).done_reason == "unload"
+    assert [keep_alive_s(given) for given in (None, 5, "5m", "-1", "-1m")] == [
+        *(None, 5, 300, -1, -60)
+    ]
+    with pytest.raises(ollama.ResponseError, match="keep_alive"):
+        client.generate(model="tiny", keep_alive="soon")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
+        ({"think": True}, "does not think"),
+    ],
+)
+def test_errors_have_ollamas_form(client: Any, fields: Any, words: str) -> None:
+    with pytest.raises(ollama.ResponseError, match=words):
+        client.chat(**{"messages": HI, **GREEDY, **fields})
+
+
+def test_models_are_pulled_where_that_is_allowed(
+    client: Any, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ollama.ResponseError, match="--allow-pull"):
+        client.pull("org/name")
+    cancelled = threading.Event()
+
+    def resolve(name: str, *, progress: Any, cancel: threading.Event, **_: Any) -> ResolvedModel:
+        for done in (0, 5, 10):
+            progress(Progress("download", done, 10, "bytes", "m.gguf"))
+        if name == "org/endless":
+            cancel.wait(60)
+            cancelled.set()
+        if name == "org/none":
+            raise ApiError(404, "no such model")
+        return ResolvedModel(name, Path("m.gguf"), None, "hub")
+
+    monkeypatch.setattr(models, "resolve", resolve)
+    with serving(server.model, name="tiny", allow_pull=True) as running:
+        puller = ollama.Client(host=running.url)
+        assert puller.pull("org/name").status == "success"
+        steps = list(puller.pull("org/name", stream=True))
+        assert [step.status for step in (steps[0], steps[-1])] == ["pulling manifest", "success"]
+        assert [(step.completed, step.total) for step in steps[1:-1]] == [
+            (0, 10),
+            (5, 10),
+            (10, 10),
+        ]
+        with pytest.raises(ollama.ResponseError, match="no such model"):
+            list(puller.pull("org/none", stream=True))
+        with pytest.raises(ollama.ResponseError, match="no model of the hub"):
+            puller.pull("/etc/passwd")
+        endless = puller.pull("org/endless", stream=True)
+        next(endless)
+        endless.close()
+        assert cancelled.wait(10)
+        puller._client.close()
+
+
+def test_downloads_take_turns_and_leave_room_for_answers(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on, begun = threading.Event(), list[str]()
+
+    def resolve(name: str, **_: Any) -> ResolvedModel:
+        begun.append(name)
+        going_on.wait(60)
+        return ResolvedModel(name, Path("m.gguf"), None, "hub")
+
+    monkeypatch.setattr(models, "resolve", resolve)
+    with (
+        serving(server.model, name="tiny", allow_pull=True) as running,
+        ThreadPoolExecutor() as pool,
+    ):
+        body = {"model": "org/name", "stream": False}
+        pulls = [pool.submit(running.request, "POST", "/api/pull", body) for _ in range(6)]
+        try:
+            wait_for(lambda: len(begun) == 1)
+            assert running.chat(max_tokens=1)[0] == 200
+            assert len(begun) == 1
+        finally:
+            going_on.set()
+        assert [pull.result(60)[0] for pull in pulls] == [200] * 6
+    assert len(begun) == 6

@@ -1,0 +1,344 @@
+"""OpenAI's own Python client against a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from tests.loading.test_engine_choice import write_model
+from tests.real_models import real_model
+from tests.server.conftest import Running, needs_kernels, serving
+
+openai = pytest.importorskip("openai")
+
+HI = [{"role": "user", "content": "hi"}]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
+PROMPTS = [
+    "hi",
+    "Tell me about rivers, " * 9,
+    "?",
+    "a b c",
+    "Name three colours",
+    "ho",
+    "x" * 90,
+    "why",
+]
+
+
+@pytest.fixture
+def client(server: Running) -> Any:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+def test_form_of_a_chat(client: Any, silence: bool) -> None:
+    whole = client.chat.completions.create(model="tiny", messages=HI, **GREEDY)
+    again = client.chat.completions.create(model="tiny", messages=HI, **GREEDY)
+    assert (whole.object, whole.choices[0].logprobs) == ("chat.completion", None)
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + 12
+    assert again.usage.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens - 1
+    events = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=HI,
+            stream=True,
+            stream_options={"include_usage": True},
+            **GREEDY,
+        )
+    )
+    assert events[0].choices[0].delta.role == "assistant"
+    assert events[-1].choices == []
+    assert len({event.id for event in events}) == 1
+    assert all(event.usage is None for event in events[:-1])
+    plain = list(client.chat.completions.create(model="", messages=HI, stream=True, **GREEDY))
+    assert all(event.usage is None for event in plain)
+    assert plain[-1].choices[0].finish_reason == "length"
+
+
+def test_messages_of_all_kinds(client: Any) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    got = client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        ],
+        max_completion_tokens=3,
+    )
+    assert got.usage.completion_tokens <= 3
+
+
+def test_choices_differ_by_seed_and_repeat(client: Any) -> None:
+    options: dict[str, Any] = {**GREEDY, "temperature": 1.5, "seed": 7, "n": 3}
+    one = client.chat.completions.create(model="tiny", messages=HI, **options)
+    two = client.chat.completions.create(model="tiny", messages=HI, **options)
+    texts = [choice.message.content for choice in one.choices]
+    assert [choice.index for choice in one.choices] == [0, 1, 2]
+    assert len(set(texts)) == 3
+    assert texts == [choice.message.content for choice in two.choices]
+    assert one.usage.completion_tokens == 36
+    streamed: dict[int, str] = {}
+    for event in client.chat.completions.create(model="tiny", messages=HI, stream=True, **options):
+        choice = event.choices[0]
+        streamed[choice.index] = streamed.get(choice.index, "") + (choice.delta.content or "")
+    assert [streamed[index] for index in range(3)] == texts
+    negative = client.chat.completions.create(model="tiny", messages=HI, **{**options, "seed": -1})
+    assert len(negative.choices) == 3
+
+
+def test_log_probabilities_of_a_chat(client: Any, server: Running) -> None:
+    got = client.chat.completions.create(
+        model="tiny", messages=HI, logprobs=True, top_logprobs=3, **GREEDY
+    )
+    content = got.choices[0].logprobs.content
+    assert len(content) == 12
+    assert b"".join(bytes(one.bytes) for one in content).decode("utf-8", "replace")
+    for one in content:
+        assert len(one.top_logprobs) == 3
+        assert one.logprob == max(top.logprob for top in one.top_logprobs) <= 0
+    streamed = client.chat.completions.create(
+        model="tiny", messages=HI, logprobs=True, top_logprobs=3, stream=True, **GREEDY
+    )
+    found = [
+        one
+        for event in streamed
+        if event.choices[0].logprobs
+        for one in event.choices[0].logprobs.content
+    ]
+    assert [one.logprob for one in found] == [one.logprob for one in content]
+
+
+def test_stops_bias_and_penalties(client: Any) -> None:
+    text = client.completions.create(model="tiny", prompt="hi", **GREEDY).choices[0].text
+    stop = text[4]
+    cut = client.completions.create(model="tiny", prompt="hi", stop=[stop, "@@@"], **GREEDY)
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+    forced = client.completions.create(model="tiny", prompt="hi", logit_bias={"70": 100}, **GREEDY)
+    assert len(set(forced.choices[0].text)) == 1
+    varied = client.completions.create(
+        model="tiny",
+        prompt="hi",
+        logit_bias={"70": 100},
+        frequency_penalty=2,
+        presence_penalty=2,
+        **GREEDY,
+    )
+    assert varied.choices[0].finish_reason == "length"
+
+
+def test_text_completions(client: Any, server: Running) -> None:
+    ids = server.model.tokenize("hi")
+    texts = [
+        client.completions.create(model="tiny", prompt=prompt, **GREEDY).choices[0].text
+        for prompt in ("hi", ["hi"], ids, [ids])
+    ]
+    expected = server.model.generate("hi", raw=True, temperature=0, max_tokens=12, ignore_eos=True)
+    assert texts == [expected.text] * 4
+    many = client.completions.create(model="tiny", prompt=["hi", "ho"], n=2, echo=True, **GREEDY)
+    assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
+    assert [choice.text[:2] for choice in many.choices] == ["hi", "hi", "ho", "ho"]
+    assert many.usage.prompt_tokens == 4
+    events = list(client.completions.create(model="tiny", prompt="hi", stream=True, **GREEDY))
+    assert "".join(event.choices[0].text for event in events) == expected.text
+    scored = client.completions.create(model="tiny", prompt="hi", logprobs=2, **GREEDY).choices[0]
+    assert len(scored.logprobs.tokens) == len(scored.logprobs.text_offset) == 12
+    assert scored.logprobs.text_offset[0] == 0
+    assert all(len(top) <= 2 for top in scored.logprobs.top_logprobs)
+
+
+def test_models(client: Any) -> None:
+    (listed,) = client.models.list().data
+    assert listed.id == "tiny"
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("org/other")
+    assert caught.value.code == "model_not_found"
+
+
+def test_embeddings(client: Any, server: Running) -> None:
+    expected = server.model.embed(["hi", "ho"])
+    got = client.embeddings.create(model="tiny", input=["hi", "ho"])  # asks for base64
+    plain = client.embeddings.create(model="tiny", input=["hi", "ho"], encoding_format="float")
+    for row, one, other in zip(expected, got.data, plain.data, strict=True):
+        assert one.embedding == pytest.approx(row.tolist())
+        assert other.embedding == pytest.approx(row.tolist())
+    assert got.usage.prompt_tokens == 4
+    by_ids = client.embeddings.create(model="tiny", input=server.model.tokenize("hi"))
+    assert by_ids.data[0].embedding == pytest.approx(expected[0].tolist())
+    for fields in ({"input": "x" * 600}, {"input": [10**6]}, {"input": "a", "dimensions": 4}):
+        with pytest.raises(openai.BadRequestError):
+            client.embeddings.create(model="tiny", **fields)
+
+
+def test_errors_have_their_kinds(client: Any) -> None:
+    def refused(kind: type[Exception], **fields: Any) -> Any:
+        with pytest.raises(kind) as caught:
+            client.chat.completions.create(**{"model": "tiny", "messages": HI, **fields})
+        error: Any = caught.value
+        return error
+
+    assert refused(openai.BadRequestError, temperature="hot").param == "temperature"
+    assert refused(openai.BadRequestError, messages=[]).param == "messages"
+    long = refused(openai.BadRequestError, messages=[{"role": "user", "content": "x" * 600}])
+    assert long.code == "context_length_exceeded"
+
+
+@needs_kernels
+async def test_eight_at_once_say_what_each_says_alone(server: Running) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="any", max_retries=0
+    ) as client:
+
+        async def ask(text: str) -> tuple[str, list[float]]:
+            messages = [{"role": "user", "content": text}]
+            pieces, logprobs = [], []
+            stream = await client.chat.completions.create(
+                model="tiny",
+                messages=messages,
+                stream=True,
+                logprobs=True,
+                temperature=0,
+                max_tokens=40,
+                extra_body={"ignore_eos": True},
+            )
+            async for event in stream:
+                pieces.append(event.choices[0].delta.content or "")
+                if event.choices[0].logprobs:
+                    logprobs += [one.logprob for one in event.choices[0].logprobs.content]
+            assert len(logprobs) == 40
+            return "".join(pieces), logprobs
+
+        alone = [await ask(text) for text in PROMPTS]
+        assert await asyncio.gather(*map(ask, PROMPTS)) == alone
+
+
+# -- forms of the answer ---------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}},
+    "required": ["colour"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+
+
+@pytest.fixture
+def bound(client: Any) -> Any:
+    return client
+
+
+def test_answers_that_follow_a_schema(bound: Any) -> None:
+    some = bound.chat.completions.create(
+        model="tiny", messages=HI, response_format={"type": "json_object"}, max_tokens=9
+    )
+    assert some.choices[0].message.content.lstrip()[0] == "{"
+    bad = {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "colour"}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        bound.chat.completions.create(model="tiny", messages=HI, response_format=bad)
+    assert caught.value.param == "response_format"
+
+
+def test_a_named_tool_is_called(bound: Any) -> None:
+    got = bound.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "stop"}},
+        max_tokens=300,
+        temperature=0,
+    )
+    call = got.choices[0].message.tool_calls[0]
+    assert call.id
+    assert (call.function.name, json.loads(call.function.arguments)) == ("stop", {})
+    assert got.choices[0].message.content is None
+
+
+def test_tools_go_with_a_choice(client: Any) -> None:
+    for choice in ("auto", "none"):
+        got = client.chat.completions.create(
+            model="tiny", messages=HI, tools=TOOLS, tool_choice=choice, **GREEDY
+        )
+        assert got.choices[0].finish_reason in ("length", "stop")
+    for fields in (
+        {"tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model="tiny", messages=HI, **fields)
+        assert caught.value.param == "tool_choice"
+
+
+# -- a real model ----------------------------------------------------------------------------------
+
+
+@pytest.mark.llamacpp
+def test_an_engine_that_cannot_share_passes_serves_too(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
+    path = write_model(tmp_path / "m.gguf", "llama", "F32")
+    with localrt.load(path, engine="llamacpp", ctx=128) as model:
+        expected = model.generate("ab", raw=True, temperature=0, max_tokens=6, ignore_eos=True)
+        with (
+            serving(model) as running,
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="any") as client,
+            ThreadPoolExecutor(3) as pool,
+        ):
+            options: dict[str, Any] = {**GREEDY, "max_tokens": 6, "model": running.model.name}
+            answers = list(
+                pool.map(lambda _: client.completions.create(prompt="ab", **options), range(3))
+            )
+            assert [one.choices[0].text for one in answers] == [expected.text] * 3
+
+
+@pytest.mark.real
+@needs_kernels
+def test_smollm2_answers_over_http() -> None:
+    with localrt.load(real_model("smollm2"), ctx=1024, draft="off") as model:
+        texts = ["Name three rivers.", "Say hello in French.", "What is 2 + 2?"] * 2
+        expected = [model.generate(text, temperature=0, max_tokens=16).text for text in texts]
+        with (
+            serving(model) as running,
+            openai.OpenAI(base_url=f"{running.url}/v1", api_key="any") as client,
+        ):
+            for text, said in zip(texts[:3], expected, strict=False):
+                got = client.chat.completions.create(
+                    model=running.model.name,
+                    messages=[{"role": "user", "content": text}],
+                    temperature=0,
+                    max_tokens=16,
+                )
+                assert got.choices[0].message.content == said
+
+
+def test_a_schema_that_is_followed_in_part_says_so(server: Running) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"enum": ["ab", "b"], "pattern": "^(?=a)ab"}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+    status, body, headers = server.chat("hi", response_format=wanted, max_tokens=20)
+    assert status == 200
+    assert headers["x-localrt-schema-loosened"] == "pattern"
+    said = json.loads(body["choices"][0]["message"]["content"])
+    assert headers["x-localrt-schema-followed"] == ("true" if said == "ab" else "false")
+    _, text, headers = server.chat("hi", response_format=wanted, max_tokens=20, stream=True)
+    assert headers["x-localrt-schema-loosened"] == "pattern"
+    pieces = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    said = "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces)
+    follows = "true" if json.loads(said) == "ab" else "false"
+    assert text.endswith(f"\n\n: x-localrt-schema-followed: {follows}\n\ndata: [DONE]\n\n")
+    told = any("an answer does not follow its schema" in line for line in server.notes)
+    assert told or follows == "true"
+    wanted["json_schema"]["schema"] = {"enum": ["ab", "b"]}  # type: ignore[index]
+    _, _, headers = server.chat("hi", response_format=wanted, max_tokens=20)
+    assert not any("schema" in name for name in headers)

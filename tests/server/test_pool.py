@@ -1,0 +1,375 @@
+"""Several models behind one server: which are loaded, who leaves memory to whom, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import localrt
+from localrt.common.errors import CancelledError, MemoryBudgetError
+from localrt.models.tokenizers.free_memory import return_free_memory
+from localrt.offload.memory.process import current_rss
+from localrt.server.errors import ApiError
+from localrt.server.options import ServeOptions
+from localrt.server.pool import LocalFile, ModelPool
+from tests.real_models import real_model
+from tests.server.conftest import needs_kernels, serving
+
+GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+TEXT = "Count from one to twenty in words. Then do it backwards, and say which was harder. " * 8
+
+
+class Pool:
+    """A pool of tiny models, and what has become of them."""
+
+    def __init__(self, folder: Path, names: Sequence[str] = "ab", **options: Any) -> None:
+        self.folder = folder
+        self.loaded: list[tuple[str, bool]] = []
+        self.said: list[str] = []
+        self.before_load: Callable[[str], None] = lambda name: None
+        files = [LocalFile(name, name, 1 << 20) for name in names]
+        self.pool = ModelPool(
+            self.load, lambda: files, ServeOptions(**options), on_change=self.said.append
+        )
+
+    def load(self, name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
+        self.before_load(name)
+        self.loaded.append((name, shrinkable))
+        return localrt.load(self.folder, ctx=512)
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {model.name: model.state for model in self.pool.offered()}
+
+
+@asynccontextmanager
+async def opened(folder: Path, **options: Any) -> AsyncIterator[Pool]:
+    """A pool that is closed in the end."""
+    pool = Pool(folder, **options)
+    try:
+        yield pool
+    finally:
+        pool.pool.close()
+
+
+async def tended(pool: Pool) -> None:
+    """What a server does once a second, to its end."""
+    pool.pool.tend()
+    assert pool.pool._tending is not None
+    await pool.pool._tending
+
+
+def run(work: Awaitable[None]) -> None:
+    async def timed() -> None:
+        async with asyncio.timeout(120):
+            await work
+
+    asyncio.run(timed())
+
+
+def test_a_model_is_loaded_when_it_is_asked_for_and_stays(tiny_folder: Path) -> None:
+    async def work() -> None:
+        async with opened(tiny_folder) as pool:
+            assert pool.states == {"a": "unloaded", "b": "unloaded"}
+            for _ in range(2):
+                async with pool.pool.using("b") as served:
+                    assert served.name == "b"
+            assert pool.states == {"b": "loaded", "a": "unloaded"}
+            async with pool.pool.using(None) as served:
+                assert served.name == "b"  # the one used last
+        assert pool.loaded == [("b", False)]
+
+    run(work())
+
+
+def test_many_who_ask_at_once_wait_for_one_loading(tiny_folder: Path) -> None:
+    async def work() -> None:
+        async with opened(tiny_folder) as pool:
+
+            async def ask() -> str:
+                async with pool.pool.using("a") as served:
+                    return served.name
+
+            go_on, began = threading.Event(), threading.Event()
+
+            def wait(name: str) -> None:
+                began.set()
+                assert go_on.wait(60)
+
+            pool.before_load = wait
+            first = asyncio.ensure_future(ask())
+            others = [asyncio.ensure_future(ask()) for _ in range(4)]
+            await asyncio.to_thread(began.wait, 60)
+            first.cancel()  # the others are not to suffer from it
+            go_on.set()
+            assert set(await asyncio.gather(*others)) == {"a"}
+            assert len(pool.loaded) == 1
+
+    run(work())
+
+
+def test_a_name_that_is_not_here(tiny_folder: Path) -> None:
+    async def work() -> None:
+        async with opened(tiny_folder) as pool:
+            with pytest.raises(ApiError, match="not here: this server runs 'a', 'b'"):
+                pool.pool.find("/etc/passwd")
+
+    run(work())
+
+
+def test_what_fails_to_load_tells_why_and_is_tried_again(tiny_folder: Path) -> None:
+    async def work() -> None:
+        async with opened(tiny_folder) as pool:
+
+            def fail(name: str) -> None:
+                raise localrt.CheckpointError("the file is damaged")
+
+            pool.before_load = fail
+            with pytest.raises(localrt.CheckpointError, match="damaged"):
+                async with pool.pool.using("a"):
+                    pass
+            pool.before_load = lambda name: None
+            async with pool.pool.using("a") as served:
+                assert served.live.generate("hi", **GREEDY).token_ids
+
+    run(work())
+
+
+def test_a_failed_load_is_told_without_paths_and_changes_no_order(tiny_folder: Path) -> None:
+    async def work() -> None:
+        async with opened(tiny_folder) as pool:
+
+            def fail(name: str) -> None:
+                raise localrt.CheckpointError("/home/jane/models/b.gguf: truncated")
+
+            async with pool.pool.using("a"):
+                pass
+            pool.before_load = fail
+            with pytest.raises(localrt.CheckpointError):
+                async with pool.pool.using("b"):
+                    pass
+            assert pool.said[-1] == "could not load b: b.gguf: truncated"
+            assert pool.pool.find(None).name == "a"
+
+    run(work())
+
+
+def test_names_as_clients_of_ollama_write_them(tiny_folder: Path) -> None:
+    pool = Pool(tiny_folder, names=("org/Model:Q4_K_M", "org/Model:Q8_0", "plain"))
+    for given, name in (
+        ("org/model:q8_0", "org/Model:Q8_0"),
+        ("plain:latest", "plain"),
+        ("PLAIN", "plain"),
+        (None, "org/Model:Q4_K_M"),  # the first that is listed
+    ):
+        assert pool.pool.find(given).name == name
+    assert pool.pool.offered()[0].name == "org/Model:Q4_K_M"
+    for given in ("org/model", "org/model:latest", "plain:q4_0"):
+        with pytest.raises(ApiError, match="not here"):
+            pool.pool.find(given)
+
+
+def test_closing_gives_up_what_is_being_loaded(tiny_folder: Path) -> None:
+    async def work() -> None:
+        pool = Pool(tiny_folder)
+        began = threading.Event()
+
+        def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
+            began.set()
+            assert cancel.wait(60)
+            raise CancelledError("loading was cancelled")
+
+        pool.pool._load = load
+
+        async def ask() -> None:
+            async with pool.pool.using("a"):
+                pass
+
+        asking = asyncio.ensure_future(ask())
+        await asyncio.to_thread(began.wait, 60)
+        await asyncio.to_thread(pool.pool.close)
+        with pytest.raises(CancelledError):
+            await asking
+        with pytest.raises(CancelledError, match="stopping"):
+            await ask()
+        assert pool.pool.at_work() == []
+
+    run(work())
+
+
+def test_it_waits_for_answers_of_others_where_memory_is_short(tiny_folder: Path) -> None:
+    async def work() -> None:
+        async with opened(tiny_folder) as pool:
+            order: list[str] = []
+            refused = threading.Event()
+
+            def refuse(name: str) -> None:
+                if pool.states["a"] == "loaded":
+                    refused.set()
+                    raise MemoryBudgetError("there is no room beside a")
+
+            async def ask() -> None:
+                async with pool.pool.using("b"):
+                    order.append("b")
+
+            async with pool.pool.using("a"):
+                pool.before_load = refuse
+                waiting = asyncio.ensure_future(ask())
+                await asyncio.to_thread(refused.wait, 60)
+                order.append("a")
+            await waiting
+            assert order == ["a", "b"]
+            assert pool.states == {"b": "loaded", "a": "unloaded"}
+
+    run(work())
+
+
+def test_nobody_waits_for_ever_where_it_fits_in_no_case(tiny_folder: Path) -> None:
+    async def work() -> None:
+        async with opened(tiny_folder) as pool:
+
+            def refuse(name: str) -> None:
+                raise MemoryBudgetError("it is too large")
+
+            pool.before_load = refuse
+            with pytest.raises(MemoryBudgetError, match="too large"):
+                async with pool.pool.using("b"):
+                    pass
+
+    run(work())
+
+
+def test_a_model_that_nobody_uses_gives_its_memory_back(tiny_folder: Path) -> None:
+    async def work() -> None:
+        async with opened(tiny_folder, keep_alive_s=0) as pool:
+            async with pool.pool.using("b"):
+                pool.pool.keep("b", -1)
+            async with pool.pool.using("a"):
+                for _ in range(3):
+                    await tended(pool)
+                assert pool.states["a"] == "loaded"
+            await tended(pool)
+            assert pool.states == {"b": "loaded", "a": "unloaded"}
+
+    run(work())
+
+
+def test_a_keep_alive_of_a_client_is_for_one_loading(tiny_folder: Path) -> None:
+    """A model that was only idle is loaded as before: no packed copy is written for it."""
+
+    async def work() -> None:
+        async with opened(tiny_folder) as pool:
+
+            async def used() -> float | None:
+                async with pool.pool.using("a"):
+                    pass
+                return pool.pool.find("a").unload_s
+
+            pool.pool.keep("a", 0)
+            await used()
+            await tended(pool)
+            assert pool.states["a"] == "unloaded"
+            left = await used()
+            assert left is not None
+            assert left > 100
+            assert pool.loaded == [("a", False), ("a", False)]
+
+    run(work())
+
+
+def test_unloading_what_is_not_loaded_leaves_the_next_one_time(tiny_folder: Path) -> None:
+    pool = Pool(tiny_folder)
+    with serving(pool.pool) as running:
+        body = {"model": "a", "keep_alive": 0}
+        status, said, _ = running.request("POST", "/api/generate", body)
+        assert (status, said["done_reason"]) == (200, "unload")
+        assert running.chat(model="a", max_tokens=1)[0] == 200
+        left = pool.pool.find("a").unload_s
+        assert left is not None
+        assert left > 100
+
+
+@pytest.mark.parametrize("seconds", ["1e12", "1e999", "-1"])
+def test_what_is_kept_for_ever_says_no_time(tiny_folder: Path, seconds: str) -> None:
+    pool = Pool(tiny_folder)
+    with serving(pool.pool) as running:
+        body = b'{"model": "a", "keep_alive": %s}' % seconds.encode()
+        assert running.request("POST", "/api/generate", body)[0] == 200
+        (listed,) = running.request("GET", "/api/ps")[1]["models"]
+        assert listed["name"] == "a"
+        assert pool.pool.find("a").unload_s is None
+        assert running.request("GET", "/v1/models")[0] == 200
+
+
+def test_a_server_without_a_model_offers_all(tiny_folder: Path) -> None:
+    pool = Pool(tiny_folder)
+    with serving(pool.pool) as running:
+        status, listed, _ = running.request("GET", "/v1/models")
+        assert status == 200
+        assert [(m["id"], m["status"]["value"]) for m in listed["data"]] == [
+            ("a", "unloaded"),
+            ("b", "unloaded"),
+        ]
+        for name in "ab":
+            status, answer, _ = running.chat(model=name, **GREEDY)
+            assert (status, answer["model"]) == (200, name)
+        assert running.chat(model="c")[0] == 404
+        text = running.request("GET", "/metrics")[1]
+        assert 'localrt_generated_tokens_total{model="a"} 4' in text
+        assert 'localrt_generated_tokens_total{model="b"} 4' in text
+    assert [name for name, _ in pool.loaded] == ["a", "b"]
+
+
+# -- within a budget, on real weights ------------------------------------------------------------
+
+
+@pytest.fixture
+def by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
+    """Two models of 98 MB each, and room for one and a half."""
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.delenv("LOCALRT_KV_DISK")
+    path = real_model("smollm2")
+    pool = Pool(tmp_path)
+    gc.collect()  # what other tests left is not to become room later
+    return_free_memory()
+    budget = current_rss() + int(2.2 * path.stat().st_size)
+
+    def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
+        pool.loaded.append((name, shrinkable))
+        options = {"ctx": 1024, "draft": "off", "ram": budget, "shrinkable": shrinkable}
+        return localrt.load(path, **options)
+
+    files = [LocalFile(name, name, path.stat().st_size) for name in "ab"]
+    pool.pool = ModelPool(load, lambda: files, ServeOptions(), ram=budget)
+    yield pool
+    pool.pool.close()
+
+
+@pytest.mark.real
+@needs_kernels
+def test_models_that_do_not_fit_together_shrink_by_turns(by_turns: Pool) -> None:
+    tokens: dict[str, list[tuple[int, ...]]] = {"a": [], "b": []}
+    cached: dict[str, list[int]] = {"a": [], "b": []}
+
+    async def work() -> None:
+        for _ in range(3):
+            for name in "ab":
+                async with by_turns.pool.using(name) as served:
+                    answer = await served.live.agenerate(TEXT, **GREEDY)
+                    tokens[name].append(answer.token_ids)
+                    cached[name].append(answer.metrics.cached_tokens)
+
+    run(work())
+    assert len({*tokens["a"], *tokens["b"]}) == 1
+    assert all(count > 100 for name in "ab" for count in cached[name][1:])
+    # Each was loaded whole at first, and then so that it can shrink: never a third time.
+    assert len(by_turns.loaded) <= 4
+    assert set(by_turns.states.values()) == {"loaded", "shrunk"}

@@ -1,0 +1,177 @@
+"""Texts that are scored through the server: the numbers are the library's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import localrt
+from localrt.evaluate import log_softmax
+from tests.real_models import real_model
+from tests.server.conftest import Running, serving
+
+# Beginnings, four ends each, and the one that makes sense; in the style of HellaSwag.
+ITEMS = (
+    (
+        "She put the kettle on the stove, waited until it whistled, and then she",
+        (
+            " poured the water over the tea leaves.",
+            " folded the stove into a boat.",
+            " whistled the leaves a kettle of.",
+            " drove the tea to the airport bank.",
+        ),
+    ),
+    (
+        "The boy kicked the ball over the fence. He asked the neighbour if he could",
+        (
+            " get his ball back.",
+            " boil the fence blue.",
+            " ball the get.",
+            " become a Tuesday of the moon.",
+        ),
+    ),
+    (
+        "It started to rain, so the people in the street",
+        (
+            " opened their umbrellas.",
+            " opened their refrigerators to the rain.",
+            " umbrella started the.",
+            " were eaten by the alphabet.",
+        ),
+    ),
+    (
+        "To change a flat tire, you first loosen the nuts and then",
+        (
+            " lift the car with a jack.",
+            " sing the car to the sleep of nuts.",
+            " jack the with a lift.",
+            " paint the soup with a bicycle.",
+        ),
+    ),
+)
+
+
+def own_scores(model: localrt.Model, ids: list[int]) -> list[float]:
+    """The log-probability of every token but the first."""
+    rows = np.concatenate(list(model.logits(ids[:-1])))
+    found: list[float] = log_softmax(rows)[np.arange(len(ids) - 1), ids[1:]].tolist()
+    return found
+
+
+def lm_eval_scores(choice: dict[str, Any], context: int, written: int) -> tuple[float, bool]:
+    """What lm-eval reads: the sum over the tokens behind the context, and whether all are the
+    likeliest. It takes away the one token that it asks for.
+    """
+    end = len(choice["logprobs"]["token_logprobs"]) - written
+    values = choice["logprobs"]["token_logprobs"][context:end]
+    best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][context:end]]
+    return sum(values), values == best
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("form", ["ids", "lists of ids", "text", "texts"])
+def test_echo_with_log_probabilities(server: Running, form: str, max_tokens: int) -> None:
+    texts = ["hello there", "hi"] if form in ("lists of ids", "texts") else ["hello there"]
+    ids = [server.model.tokenize(text) for text in texts]
+    prompts = {"ids": ids[0], "lists of ids": ids, "text": texts[0], "texts": texts}
+    fields = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0, "seed": 1}
+    body = {**fields, "model": "any", "prompt": prompts[form]}
+    status, got, _ = server.request("POST", "/v1/completions", body)
+    assert status == 200
+    assert [choice["index"] for choice in got["choices"]] == list(range(len(texts)))
+    for choice, text, tokens in zip(got["choices"], texts, ids, strict=True):
+        found = choice["logprobs"]
+        assert choice["text"].startswith(text)
+        assert choice["finish_reason"] == "length" or max_tokens
+        assert len(found["tokens"]) == len(found["top_logprobs"]) == len(tokens) + max_tokens
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        expected = own_scores(server.model, tokens)
+        assert found["token_logprobs"][1 : len(tokens)] == pytest.approx(expected, abs=1e-4)
+        assert all(len(top) == 1 for top in found["top_logprobs"][1:])
+        for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+            assert choice["text"][offset:].startswith(token) or not max_tokens
+    assert got["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert got["usage"]["completion_tokens"] in (0, max_tokens * len(texts))
+
+
+def test_a_stream_begins_with_the_prompt(server: Running) -> None:
+    fields = {"prompt": "hi", "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
+    _, whole, _ = server.request("POST", "/v1/completions", fields)
+    _, text, _ = server.request("POST", "/v1/completions", {**fields, "stream": True})
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    choices = [event["choices"][0] for event in events]
+    (expected,) = whole["choices"]
+    assert "".join(choice["text"] for choice in choices) == expected["text"]
+    for name, values in expected["logprobs"].items():
+        assert [one for choice in choices for one in choice["logprobs"][name]] == values
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"echo": True, "max_tokens": 0}, "hi"),
+        ({"max_tokens": 0}, ""),
+        ({"max_tokens": 0, "stream": True}, ""),
+        ({"echo": True, "max_tokens": 0, "n": 2}, "hi"),
+    ],
+)
+def test_nothing_need_be_written(server: Running, fields: dict[str, Any], text: str) -> None:
+    status, got, _ = server.request("POST", "/v1/completions", {"prompt": "hi", **fields})
+    assert status == 200
+    if fields.get("stream"):
+        got = json.loads(got.split("data: ")[1])
+    assert {choice["text"] for choice in got["choices"]} == {text}
+    assert {choice["finish_reason"] for choice in got["choices"]} == {"length"}
+    assert len(got["choices"]) == fields.get("n", 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": "", "max_tokens": 0}, None),
+        ({"prompt": [1 << 30], "max_tokens": 0, "echo": True}, None),
+        ({"prompt": "a", "suffix": "b", "max_tokens": 0}, "suffix"),
+        ({"prompt": "a", "suffix": "b", "echo": True, "logprobs": 1}, "suffix"),
+    ],
+)
+def test_what_cannot_be_scored(server: Running, fields: dict[str, Any], param: str | None) -> None:
+    status, got, _ = server.request("POST", "/v1/completions", fields)
+    assert (status, got["error"]["param"]) == (400, param)
+
+
+def test_the_token_that_ends_an_answer_is_counted(server: Running) -> None:
+    """lm-eval takes one token away from each answer: one must be there, whatever it is."""
+    end = min(server.model.tokenizer.eos_ids)
+    bias = {"logit_bias": {str(end): 100}, "temperature": 0, "max_tokens": 1}
+    body = {"prompt": "hi", "echo": True, "logprobs": 1, **bias}
+    _, got, _ = server.request("POST", "/v1/completions", body)
+    (choice,) = got["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hi", "stop")
+    assert len(choice["logprobs"]["tokens"]) == len(server.model.tokenize("hi")) + 1
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Iterator[Running]:
+    path = real_model("smollm2")
+    with localrt.load(path, ctx=512, draft="off") as model, serving(model) as running:
+        yield running
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_set_of_choices_scores_as_in_the_library(smollm2: Running, max_tokens: int) -> None:
+    model, right = smollm2.model, 0
+    for beginning, ends in ITEMS:
+        context = model.tokenize(beginning)
+        prompts = [context + model.tokenize(end, add_special=False) for end in ends]
+        fields = {"max_tokens": max_tokens, "logprobs": 1, "echo": True, "temperature": 0}
+        body = {"model": "any", "prompt": prompts, "seed": 1234, **fields}
+        _, got, _ = smollm2.request("POST", "/v1/completions", body)
+        scores = [lm_eval_scores(choice, len(context), max_tokens)[0] for choice in got["choices"]]
+        expected = [sum(own_scores(model, ids)[len(context) - 1 :]) for ids in prompts]
+        assert scores == pytest.approx(expected, abs=1e-3)
+        right += int(np.argmax(scores) == 0)
+    assert right == len(ITEMS)

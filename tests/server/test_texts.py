@@ -1,0 +1,146 @@
+"""Tokens, their texts, and documents by how well they answer, in the forms of several servers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import localrt
+from tests.server.conftest import Running, serving
+
+HI = [{"role": "user", "content": "hi"}]
+QUERY, DOCUMENTS = "What is the capital of France?", ["Paris.", "A cat sleeps.", "Berlin."]
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize", "//tokenize/"])
+@pytest.mark.parametrize(
+    ("fields", "special"),
+    [
+        ({"content": "hi there"}, False),  # llama.cpp
+        ({"content": "hi there", "add_special": True}, True),
+        ({"prompt": "hi there"}, True),  # vLLM
+        ({"prompt": "hi there", "add_special_tokens": False}, False),
+    ],
+)
+def test_tokens_of_a_text(
+    server: Running, path: str, fields: dict[str, Any], special: bool
+) -> None:
+    expected = server.model.tokenize("hi there", add_special=special)
+    status, got, _ = server.request("POST", path, {"model": "any", **fields})
+    assert (status, got["tokens"], got["count"]) == (200, expected, len(expected))
+    assert got["max_model_len"] == server.model.info.ctx
+
+
+def test_tokens_with_their_pieces(server: Running) -> None:
+    ids = server.model.tokenize("hi", add_special=False)
+    _, got, _ = server.request("POST", "/tokenize", {"content": "hi", "with_pieces": True})
+    assert [one["id"] for one in got["tokens"]] == ids
+    assert "".join(one["piece"] for one in got["tokens"]) == "hi"
+    body = {"prompt": "hi", "return_token_strs": True}
+    assert "".join(server.request("POST", "/tokenize", body)[1]["token_strs"]) == "hi"
+    assert server.request("POST", "/tokenize", {"content": ""})[1]["tokens"] == []
+
+
+def test_tokens_of_a_conversation_are_those_that_it_is_answered_with(server: Running) -> None:
+    _, got, _ = server.request("POST", "/tokenize", {"messages": HI})
+    _, chat, _ = server.chat("hi", max_tokens=1)
+    assert got["count"] == chat["usage"]["prompt_tokens"] == server.model.count(HI)
+    assert got["tokens"] == server.model.tokenize(HI)
+
+
+def test_control_tokens_are_read_as_other_servers_read_them(server: Running) -> None:
+    tokenizer = server.model.tokenizer
+    _, info, _ = server.request("GET", "/tokenizer_info")
+    assert info["model_max_length"] == server.model.info.ctx
+    assert "<|im_start|>" in info["chat_template"]
+    end = info["eos_token"]
+    body = {"prompt": end, "add_special_tokens": False}
+    _, got, _ = server.request("POST", "/tokenize", body)
+    assert got["tokens"] == [min(tokenizer.eos_ids)]
+    _, got, _ = server.request("POST", "/tokenize", {**body, "parse_special": False})
+    assert got["tokens"] == tokenizer.encode(end, add_special=False) != [min(tokenizer.eos_ids)]
+
+
+def test_text_of_tokens(server: Running) -> None:
+    ids = server.model.tokenize("hi <there>")
+    status, got, _ = server.request("POST", "/detokenize", {"tokens": ids})
+    assert (status, got) == (200, {"content": "hi <there>", "prompt": "hi <there>"})
+    assert server.request("POST", "/detokenize", {"tokens": []})[1]["content"] == ""
+    status, got, _ = server.request("POST", "/detokenize", {"tokens": [1 << 30]})
+    assert (status, "token ids" in got["error"]["message"]) == (400, True)
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["reranker", "embedder"])
+def ranking(request: pytest.FixtureRequest, model: localrt.Model) -> Iterator[Running]:
+    """A server for a model that takes itself for a reranker, or for an embedding model."""
+    pooling = {"reranker": "rank", "embedder": "mean"}[request.param]
+    info, model.info = model.info, replace(model.info, pooling=pooling)
+    try:
+        with serving(model, name="ranker") as running:
+            yield running
+    finally:
+        model.info = info
+
+
+def expected_scores(model: localrt.Model) -> list[float]:
+    if model.info.pooling == "mean":
+        asked, *found = model.embed([QUERY, *DOCUMENTS])
+        return [float(asked @ vector) for vector in found]
+    scores = []
+    for document in DOCUMENTS:
+        head = "Given a web search query, retrieve relevant passages that answer the query"
+        text = f"<Instruct>: {head}\n<Query>: {QUERY}\n<Document>: {document}"
+        system = (
+            "Judge whether the Document meets the requirements based on the Query and the "
+            'Instruct provided. Note that the answer can only be "yes" or "no".'
+        )
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        *_, rows = model.logits(model.tokenize(messages, thinking=False))
+        yes, no = (rows[-1][model.tokenize(word)[0]] for word in ("yes", "no"))
+        scores.append(math.exp(yes) / (math.exp(yes) + math.exp(no)))
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/rerank", {"documents": DOCUMENTS}),
+        ("/rerank", {"documents": [{"text": text} for text in DOCUMENTS]}),
+        ("/v1/rerank/", {"documents": DOCUMENTS, "top_n": 2}),
+    ],
+)
+def test_documents_by_how_well_they_answer(
+    ranking: Running, path: str, fields: dict[str, Any]
+) -> None:
+    body = {"model": "any", "query": QUERY, "return_documents": True, **fields}
+    status, got, _ = ranking.request("POST", path, body)
+    assert (status, got["model"]) == (200, "any")
+    expected = expected_scores(ranking.model)
+    order = sorted(range(3), key=lambda index: -expected[index])
+    assert [one["index"] for one in got["results"]] == order[: fields.get("top_n", 3)]
+    for one in got["results"]:
+        assert one["relevance_score"] == pytest.approx(expected[one["index"]], abs=1e-4)
+        assert one["document"]["text"] == DOCUMENTS[one["index"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        ({"query": "a", "documents": ["b"]}, 400, "no reranker"),
+        ({"query": "a", "documents": []}, 400, "documents"),
+        ({"query": "a"}, 400, "documents"),
+        ({"documents": ["b"]}, 400, "query"),
+    ],
+)
+def test_what_cannot_be_ranked(
+    server: Running, fields: dict[str, Any], status: int, words: str
+) -> None:
+    found, got, _ = server.request("POST", "/v1/rerank", fields)
+    assert (found, words in got["error"]["message"]) == (status, True)

@@ -1,0 +1,132 @@
+"""How servers are told whether to think, by their own names and by others'."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from localrt.client.model import connect
+from localrt.server.bodies import check_fields
+from localrt.server.calls import chat_call
+from tests.fake_endpoint import DONE, HEAD, delta, event, saying
+from tests.server.conftest import Running
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"reasoning_effort": None, "chat_template_kwargs": None}, {}),
+        ({"reasoning_effort": "none"}, {"thinking": False}),
+        ({"reasoning_effort": "minimal"}, {"thinking": "low"}),
+        ({"reasoning_effort": "xhigh"}, {"thinking": "high"}),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"thinking": False}),
+        ({"chat_template_kwargs": {"thinking": True, "other": 1}}, {"thinking": True}),
+        ({"chat_template_kwargs": {"reasoning_effort": "high"}}, {"thinking": "high"}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
+            {"thinking": "low"},
+        ),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"thinking": False},
+        ),
+        ({"thinking_tokens": 8}, {"thinking_tokens": 8}),
+        ({"thinking_token_budget": 0}, {"thinking_tokens": 0}),
+        ({"thinking_budget_tokens": -1}, {}),
+    ],
+)
+def test_fields_become_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
+    call = chat_call(check_fields("CHAT", {"messages": HI, **fields}))
+    assert call.options == options
+
+
+def test_answers_think_as_long_as_they_are_told(thinker: Running) -> None:
+    for fields, thought in (
+        ({}, 40),
+        ({"thinking_tokens": 5}, 5),
+        ({"reasoning_effort": "none"}, 0),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, 0),
+    ):
+        status, got, _ = thinker.chat(**fields)
+        assert status == 200, got
+        assert got["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
+    # From another localrt, too.
+    with connect(thinker.url) as remote:
+        chat = remote.chat(thinking_tokens=5)
+        assert chat.send("hi").metrics.thinking_tokens == 5
+        chat.set(thinking="off", thinking_tokens=None)
+        assert chat.send("hi").metrics.thinking_tokens == 0
+        chat.close()
+
+
+def test_thoughts_have_a_field_of_their_own_both_ways(thinker: Running) -> None:
+    messages: list[dict[str, str]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "ho", "reasoning_content": "zq thought"},
+        {"role": "user", "content": "so?"},
+    ]
+    body = {"messages": messages, "thinking_tokens": 5}
+    status, got, _ = thinker.request("POST", "/v1/chat/completions", body)
+    assert status == 200, got
+    with_thought = got["usage"]["prompt_tokens"]
+    said = got["choices"][0]["message"]
+    assert "think>" not in said["content"] + said["reasoning_content"]
+    _, events, _ = thinker.request("POST", "/v1/chat/completions", {**body, "stream": True})
+    lines = [line.removeprefix("data: ") for line in events.split("\n\n")[:-2]]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == said[name]
+    del messages[1]["reasoning_content"]
+    _, without, _ = thinker.request("POST", "/v1/chat/completions", body)
+    assert with_thought - without["usage"]["prompt_tokens"] > len("zq thought")
+
+
+def test_what_cannot_be_is_refused(server: Running) -> None:
+    status, got, _ = server.chat(chat_template_kwargs={"enable_thinking": True})
+    assert (status, got["error"]["message"][:26]) == (400, "this model does not think:")
+    for fields in (
+        {"reasoning_effort": 7},
+        {"chat_template_kwargs": {"enable_thinking": "no"}},
+        {"thinking_tokens": -2},
+    ):
+        assert server.chat(**fields)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"thinking": "low"}, {"reasoning_effort": "low"}),
+        (
+            {"thinking": True},
+            {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
+        ),
+        (
+            {"thinking": "off"},
+            {
+                "chat_template_kwargs": {"enable_thinking": False, "thinking": False},
+                "reasoning_effort": "none",
+            },
+        ),
+        (
+            {"thinking_tokens": 9},
+            dict.fromkeys(
+                ("thinking_tokens", "thinking_token_budget", "thinking_budget_tokens"), 9
+            ),
+        ),
+    ],
+)
+def test_other_servers_are_told_in_their_words(
+    options: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    usage = {"completion_tokens": 4, "completion_tokens_details": {"reasoning_tokens": 3}}
+    body = HEAD + delta(content="a") + delta("stop") + event(choices=[], usage=usage) + DONE
+    with saying(body) as running, connect(running.url) as model:
+        assert model.chat().send("hi", **options).metrics.thinking_tokens == 3
+        sent = running.asked[-1].body
+    assert {name: sent[name] for name in fields} == fields
+    assert not {"thinking"} & set(sent)
