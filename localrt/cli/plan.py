@@ -12,13 +12,11 @@ import json
 import shlex
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
 from localrt.common.errors import MemoryBudgetError, OptionError
-from localrt.common.files import write_text
 from localrt.common.option_names import on_command_line
 from localrt.common.settings import Settings
 from localrt.drafts.acceptance import known_acceptance, known_drafts
@@ -32,7 +30,6 @@ from localrt.offload.planner.pair import (
     plan_pair,
 )
 from localrt.offload.planner.pc import PRESETS
-from localrt.offload.planner.picture import to_html, to_svg
 from localrt.offload.planner.plan import Change
 from localrt.planning.inputs import Hardware
 from localrt.planning.models import find_model, has_weights, shape_of
@@ -75,7 +72,7 @@ _SPECULATION: tuple[Flag, ...] = (
 _DEFAULTS: dict[str, Any] = {"kv_format": "bf16", "batch": 1}
 _OF_A_MODEL = (
     *("ctx", "format", "kv_format", "batch", "kv_on_ssd", "draft", "acceptance", "details"),
-    *("svg", "html", "remeasure", "revision"),
+    *("remeasure", "revision"),
 )
 _MACHINE: tuple[Flag, ...] = (
     (
@@ -121,15 +118,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _HARDWARE,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="write a timeline as SVG to FILE (default: none)"
-    )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page with the timeline to FILE (default: none)",
-    )
     add_hub_arguments(parser)
 
 
@@ -143,10 +131,6 @@ def run(args: argparse.Namespace) -> int:
     pair = None if args.draft is None else _plan_draft(args, found)
     if pair is None and (guessing := _measured_guessing(args, found)) is not None:
         found = with_texts(replace(found, changes=(*found.changes, guessing)), args.model)
-    if args.svg is not None:
-        write_text(args.svg, to_svg(found))
-    if args.html is not None:
-        write_text(args.html, to_html(found))
     if args.json:
         print(json.dumps(_report(found, pair)))
     else:
