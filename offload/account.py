@@ -49,9 +49,6 @@ SERVER_NBYTES = 4 << 20
 MEASURING_NBYTES = 68 << 20
 """The process that measures this machine, beside the memory that it measures with."""
 
-SOLVER_NBYTES = 92 << 20
-"""The process that solves a placement's integer programme."""
-
 UNKNOWN_MODEL_NBYTES = 200 << 20
 """Process and conversation, beside a model of which nothing but its size is known."""
 

@@ -128,14 +128,6 @@ def tiny(tiny_folder: Path) -> Iterator[localrt.Model]:
 
 
 @pytest.fixture
-def by_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Placements on cards are not solved again by HiGHS, which takes seconds."""
-    from localrt.offload.planner import candidates
-
-    monkeypatch.setattr(candidates, "solve_exactly", lambda problems: [None] * len(problems))
-
-
-@pytest.fixture
 def given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading measures nothing: what the machine reads and computes per second is given."""
     from localrt.loading import placing

@@ -67,13 +67,11 @@ def first_plan(
     kv_format: KvFormat,
     *,
     rows: int = 1,
-    exact: bool = True,
 ) -> Plan:
     """For a short context, such that the whole one's caches will fit; or for all of it at once
     where some of its keys and values live on the SSD.
 
     ``rows`` are those of the passes to place for: more than one where guesses are verified.
-    ``exact`` is ``make_plan``'s.
 
     Raises:
         MemoryBudgetError: the whole context does not fit.
@@ -88,10 +86,10 @@ def first_plan(
         kv_on_ssd=choice.kv_on_ssd,
     )
     if choice.kv_on_ssd:
-        return make_plan(request, exact=exact)
+        return make_plan(request)
     first = min(ctx, FIRST_CONTEXT)
     while True:
-        plan = make_plan(replace(request, ctx=first, rows=rows), exact=exact)
+        plan = make_plan(replace(request, ctx=first, rows=rows))
         if first >= ctx or _can_grow(plan, ctx):
             # What is forecast from now on are plain passes.
             return replace(plan, request=replace(plan.request, rows=1))

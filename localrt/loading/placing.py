@@ -38,7 +38,6 @@ from localrt.offload.account import (
     GROWTH_NBYTES,
     LOADING_NBYTES,
     MARGIN_NBYTES,
-    SOLVER_NBYTES,
     Account,
     MemoryPart,
     ring_for_all_nbytes,
@@ -121,7 +120,7 @@ def load_placed(
     _announce(checkpoint, shape, options, stores, progress)
     store = cached_store(checkpoint, stores, progress=packed, cancel=cancel)
     shape = shape_from_checkpoint(store)
-    # What measures and solves runs beside this process, within the same budget.
+    # What measures runs beside this process, within the same budget.
     room = ram_budget(options.ram) - current_rss()
     formats = {unit.format for unit in shape.units}
     disk, machine = machine_profile(store.path, settings, formats=formats, room=room)
@@ -132,7 +131,6 @@ def load_placed(
         choice,
         kv_format,
         rows=options.pass_rows,
-        exact=room >= SOLVER_NBYTES,
     )
     if options.shrinkable:
         plan = _with_ring(plan)

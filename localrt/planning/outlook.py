@@ -74,7 +74,7 @@ def _resident(
     budgets = budgets_of(machine, ram_budget(ram), vram)
     ctx = min(parts.ctx, _CTX)
     request = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=ctx)
-    plan = make_plan(request, exact=False)
+    plan = make_plan(request)
     ceiling = rate / nbytes if nbytes else None
     if ceiling and plan.fits:
         ceiling = min(ceiling, plan.ceiling_tok_s)  # computing takes its time too

@@ -108,7 +108,7 @@ def preview(
         held = longest_context(held, lambda tokens: fits(replace(asked, ctx=tokens)))
         asked = replace(asked, ctx=held)
     try:
-        plan = make_plan(asked, exact=False)
+        plan = make_plan(asked)
     except MemoryBudgetError as error:
         return Preview(
             fits=False, weight_bytes=shape.nbytes, problem=f"does not fit: {error.marked}"

@@ -74,7 +74,7 @@ def _tenths(plan: Plan, goal: str, bits: float, least: float) -> list[float]:
 def _size(plan: Plan, bits: float, table: LossTable | None) -> tuple[Plan, PlannedSize]:
     format_ = min(MIX_FORMATS, key=lambda name: abs(FORMATS[name].bits_per_weight - bits))
     shape = in_bits(plan.request.shape, bits, format_)
-    found = make_plan(replace(plan.request, shape=shape), exact=False)
+    found = make_plan(replace(plan.request, shape=shape))
     loss = None if table is None else table.loss(bits)
     return found, PlannedSize(bits, found.weight_bytes, found.tok_s, _place(found), loss)
 

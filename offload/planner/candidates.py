@@ -24,11 +24,9 @@ from localrt.offload.planner.problem import (
     classes_of,
 )
 from localrt.offload.planner.simulate import Simulation, simulate
-from localrt.offload.planner.solve import SolverError, solve_exactly
 
 _PAGE = 4096
 _MOST_SLOTS = 6
-_FINALISTS = 3
 # Tokens of prompts that come with each token of an answer: 2,048 before 256.
 _PROMPT_TOKENS = 8
 
@@ -76,15 +74,11 @@ def best_candidate(
     rooms: Rooms,
     *,
     prefill_rows: int,
-    exact: bool = True,
-    notes: list[str] | None = None,
     rings: Placement | None = None,
 ) -> Candidate | None:
     """The fastest placement found, or None where nothing fits.
 
-    With ``exact`` the finalists for a machine with a card are solved again by HiGHS (without a card
-    rules are within 0.3 % of it); a solver that fails is noted. ``rings`` gives the sizes of the
-    rings: none are tried then but these, and what needs none.
+    ``rings`` gives the sizes of the rings: none are tried then but these, and what needs none.
     """
     search = _Search(costs, rooms, prefill_rows)
     if rings is not None:
@@ -93,24 +87,7 @@ def best_candidate(
     search.run()
     if not search.tried:
         return None
-    finalists = sorted(search.tried.values(), key=lambda candidate: candidate.seconds)[:_FINALISTS]
-    best = finalists[0]
-    if not exact or costs.machine.gpu is None:
-        return best
-    if not any(w.read or w.on_gpu for places in best.counts for w in places):
-        return best
-    try:
-        answers = solve_exactly([each.problem for each in finalists])
-    except SolverError as error:
-        if notes is not None:
-            notes.append(f"placed by rules, not by integer programming: {error}")
-        answers = []
-    for each, counts in zip(finalists, answers, strict=False):
-        shared = any(group.shared for group in each.problem.classes)  # their bound is about right
-        if counts is not None and (shared or bound(each.problem, counts) < best.seconds):
-            other = search.replay(each.problem, counts, each.rings)
-            best = min(best, other, key=lambda candidate: candidate.seconds)
-    return best
+    return min(search.tried.values(), key=lambda candidate: candidate.seconds)
 
 
 def can_place(costs: Costs, rooms: Rooms) -> bool:

@@ -1,4 +1,4 @@
-"""Placement by rules, in milliseconds: what HiGHS is compared with, and what stands in for it.
+"""Placement by rules, in milliseconds.
 
 VRAM takes what saves most per byte. The deficit of RAM, and only the deficit, goes to the SSD:
 first what few rows use, then a subset of the rest whose bytes come closest from above. What is left

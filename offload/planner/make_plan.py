@@ -21,11 +21,10 @@ _MEGABYTE = 1_000_000
 _MOST_OPTIONS = 3
 
 
-def make_plan(request: PlanRequest, *, exact: bool = True, advise: bool = False) -> Plan:
+def make_plan(request: PlanRequest, *, advise: bool = False) -> Plan:
     """The best plan for ``request``.
 
-    Without ``exact`` units are placed by rules, in tens of milliseconds; ``advise`` plans several
-    variations to say what would help.
+    ``advise`` plans several variations to say what would help.
 
     Raises:
         MemoryBudgetError: it cannot fit; says what does.
@@ -41,7 +40,7 @@ def make_plan(request: PlanRequest, *, exact: bool = True, advise: bool = False)
         note = f"the GPU is not used: this model needs localrt's own kernels, and {missing}"
         shape = replace(request.shape, notes=(*request.shape.notes, note))
         request = replace(request.without_gpu(), shape=shape)
-    plan = find_plan(request, exact=exact)
+    plan = find_plan(request)
     if plan is None:
         raise _refusal(request)
     return replace(plan, changes=helpful_changes(plan)) if advise else plan

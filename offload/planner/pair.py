@@ -261,7 +261,7 @@ def _best(
         empty = replace(empty, draft_ram=request.taken(on_card=False))
     best: PairCandidate | None = None
     for rows in _PLANNED_ROWS if drafting is not None else (1,):
-        plan = find_plan(replace(target, rows=rows), exact=False)
+        plan = find_plan(replace(target, rows=rows))
         if plan is None:
             continue
         found = _best_tree(request, replace(empty, plan=plan), plan, drafting)

@@ -1,8 +1,8 @@
-"""The placement as a small programme: how many units of each class go where.
+"""The placement as a small problem: how many units of each class go where.
 
 Units that cost the same form a class, so that fifteen thousand experts are one line. A pass cannot
 be shorter than its disk reads, its copies, or the computing that follows one another: the longest
-of the three is what the solvers make small (FlexGen's cost model with the CPU's computing in it).
+of the three is what the rules make small (FlexGen's cost model with the CPU's computing in it).
 Beside a card a mixture's experts cost what the scheduler makes of a layer of them. Which unit of a
 class goes where is ``arrange.py``'s.
 """

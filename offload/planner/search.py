@@ -49,24 +49,24 @@ def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> fl
     request, rooms, prefill_rows = prepare(request, longest)
     if like is not None and request.shape.experts is not None:
         costs = request.costs()
-        best = best_candidate(costs, rooms, prefill_rows=prefill_rows, exact=False, rings=like)
+        best = best_candidate(costs, rooms, prefill_rows=prefill_rows, rings=like)
     else:
-        best = _search(request, rooms, prefill_rows, False, [])
+        best = _search(request, rooms, prefill_rows, [])
     if best is None:
         return 0.0
     return request.sequences / simulate(request.costs(), best.placement).seconds
 
 
-def find_plan(request: PlanRequest, *, exact: bool = True) -> Plan | None:
+def find_plan(request: PlanRequest) -> Plan | None:
     """The best plan, or None where nothing fits."""
     notes: list[str] = list(request.shape.notes)
     request, rooms, prefill_rows = prepare(request, _best_rows(request))
-    best = _search(request, rooms, prefill_rows, exact, notes)
+    best = _search(request, rooms, prefill_rows, notes)
     if best is not None:
         return _finish(request, best, notes)
     if not request.uses_gpu:
         return None
-    plan = find_plan(request.without_gpu(), exact=exact)
+    plan = find_plan(request.without_gpu())
     if plan is None:
         return None
     note = f"{format_bytes(request.budgets.vram)} of GPU memory are too little to be of use"
@@ -83,9 +83,7 @@ def _best_rows(request: PlanRequest) -> int:
         return PREFILL_ROWS
     most = request.most_prefill_rows
     longer = card_rows_choices(request.shape.pass_sizes, request.budgets, most)
-    tried = (
-        (rows, _search(*prepare(request, rows), False, [])) for rows in (*longer, PREFILL_ROWS)
-    )
+    tried = ((rows, _search(*prepare(request, rows), [])) for rows in (*longer, PREFILL_ROWS))
     found = {rows: each for rows, each in tried if each is not None}
     least = _NEARLY * min((each.seconds for each in found.values()), default=0.0)
     able = {rows: each.prompt_s for rows, each in found.items() if each.seconds <= least}
@@ -94,14 +92,12 @@ def _best_rows(request: PlanRequest) -> int:
 
 
 def _search(
-    request: PlanRequest, rooms: Rooms, prefill_rows: int, exact: bool, notes: list[str]
+    request: PlanRequest, rooms: Rooms, prefill_rows: int, notes: list[str]
 ) -> Candidate | None:
     """With as few layers' keys and values on the SSD as it takes."""
     if rooms.ram <= 0 or rooms.vram < 0:
         return None
-    best = best_candidate(
-        request.costs(), rooms, prefill_rows=prefill_rows, exact=exact, notes=notes
-    )
+    best = best_candidate(request.costs(), rooms, prefill_rows=prefill_rows)
     attending = request.shape.on_ssd
     if best is not None or not request.kv_on_ssd or request.uses_gpu or not attending:
         return best
@@ -115,8 +111,6 @@ def _search(
         request.costs(),
         _with_kv_on_ssd(request, rooms, high),
         prefill_rows=prefill_rows,
-        exact=exact,
-        notes=notes,
     )
 
 

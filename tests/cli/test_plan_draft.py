@@ -20,7 +20,7 @@ TARGET, DRAFT = "phi-3-mini", "qwen2.5-coder-1.5b"
 CARD = ("--gpu", "virtual:2GB@12GB/s,256GB/s,20TFLOPS", "--ram", "3GB", "--ctx", "512")
 
 
-pytestmark = pytest.mark.usefixtures("quiet_machine", "by_rules")
+pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from tests.offload.gpu.fakes import FakeGpu
 
 pytestmark = [
     pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
-    pytest.mark.usefixtures("by_rules", "given_rates"),
+    pytest.mark.usefixtures("given_rates"),
 ]
 
 LARGE, SMALL, TOO_SMALL = "200MB", "1600kB", "1300kB"

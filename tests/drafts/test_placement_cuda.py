@@ -33,7 +33,7 @@ from tests.ops.cuda.emulator import Emulator
 
 pytestmark = [
     pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built"),
-    pytest.mark.usefixtures("by_rules", "given_rates"),
+    pytest.mark.usefixtures("given_rates"),
 ]
 
 VRAM = 2 << 30

@@ -32,15 +32,12 @@ CHILD = """
     from localrt.offload.memory.process import peak_rss
 
     job = json.loads(sys.argv[1])
-    if not job["measure"]:  # measuring takes seconds, and so does integer programming
-        import localrt.offload.planner as planner
+    if not job["measure"]:  # measuring takes seconds
         from localrt.offload.reading.disk_speed import DiskProfile
         from localrt.offload.reading.files import ReadMode
         from localrt.offload.planner.machine import typical_machine
         known = DiskProfile(ReadMode(direct=True, threads=2, block=1 << 20), 1e9, 0.0)
         localrt.machine.measuring.machine_profile = lambda *_, **__: (known, typical_machine())
-        make_plan = planner.make_plan
-        planner.make_plan = lambda *a, **k: make_plan(*a, **{**k, "exact": False})
 
     def threads(here):  # one that was joined is counted until the system has let go of it
         counts = []

@@ -458,10 +458,9 @@ def planned(
     machine: MachineProfile,
     budgets: Budgets,
     *,
-    exact: bool = True,
     advise: bool = False,
     **options: Any,
 ) -> Plan:
     """``make_plan``, with a request of these parts."""
     request = PlanRequest(shape=shape, machine=machine, budgets=budgets, **options)
-    return make_plan(request, exact=exact, advise=advise)
+    return make_plan(request, advise=advise)

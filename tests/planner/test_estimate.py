@@ -36,7 +36,7 @@ def test_near_the_plan(name: str, ram: int, card: bool, nearly: float) -> None:
     machine = with_card() if card else typical_machine()
     budgets = Budgets(ram=ram, vram=8 * GB if card else 0)
     request = PlanRequest(shape=published(name), machine=machine, budgets=budgets, ctx=2048)
-    expected, plan = estimate(request), make_plan(request, exact=False)
+    expected, plan = estimate(request), make_plan(request)
     assert expected is not None
     assert expected.tok_s == pytest.approx(plan.tok_s, rel=nearly)
     assert expected.needed == pytest.approx(request.shape.pass_nbytes, rel=0.001)

@@ -65,9 +65,7 @@ def test_a_link_that_brings_less_than_the_processor_computes_is_left_alone() -> 
 def llama(link: float = 12e9, vram: int = 12_000) -> Plan:
     """A 70B in ``vram`` MB of GPU memory and 64 GB of RAM."""
     budgets = Budgets(ram=64_000 * MB, vram=vram * MB)
-    return planned(
-        published("llama-3-70b"), machine(gpu=True, link=link), budgets, ctx=2048, exact=False
-    )
+    return planned(published("llama-3-70b"), machine(gpu=True, link=link), budgets, ctx=2048)
 
 
 def test_attention_is_on_the_card_and_mlps_cross_for_prompts() -> None:
@@ -117,7 +115,7 @@ def test_what_crosses_is_of_the_processor_and_passes_the_ring(
     model = shape(layers=3, experts=experts)
     budgets = Budgets(ram=ram * MB, vram=vram * MB, process=8 * MB, cuda_context=0, scratch=0)
     try:
-        plan = planned(model, machine(gpu=True, link=link), budgets, ctx=128, exact=False)
+        plan = planned(model, machine(gpu=True, link=link), budgets, ctx=128)
     except MemoryBudgetError:
         return
     placement = plan.placement

@@ -192,7 +192,7 @@ def test_layers_that_keep_nothing_are_in_no_memory() -> None:
     units = Counter(unit.kind for unit in shape.units if unit.layer is not None)
     assert units == {"attention": 29, "mlp": 23, "expert": 23 * 128}
     budgets = Budgets(ram=20 << 30, vram=16 << 30)
-    plan = planned(shape, machine(gpu=True), budgets, exact=False, ctx=512)
+    plan = planned(shape, machine(gpu=True), budgets, ctx=512)
     assert "keys and values: 29 layers in GPU memory" in explain(plan)
 
 

@@ -84,7 +84,7 @@ def test_a_forecast_never_exceeds_bytes_over_its_own_rate(
     request = PlanRequest(shape=model, machine=here, budgets=budgets, ctx=256)
     found = estimate(request)
     try:
-        plan = make_plan(request, exact=False)
+        plan = make_plan(request)
     except localrt.MemoryBudgetError:
         assert found is None
         return

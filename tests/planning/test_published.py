@@ -12,7 +12,7 @@ from localrt.offload.planner.config_shapes import shape_from_config
 from localrt.planning.published import PUBLISHED, forecast, published_of
 from tests.planner.models import published
 
-pytestmark = pytest.mark.usefixtures("quiet_machine", "by_rules")
+pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 
 def test_the_table_names_models_and_cards_that_are_known() -> None:
