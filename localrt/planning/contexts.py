@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from localrt.offload.account import shorter_contexts
 from localrt.offload.planner.estimate import estimate
-from localrt.offload.planner.plan import Plan, PlannedContext
+from localrt.offload.planner import Plan
+from localrt.offload.planner.plan import PlannedContext
 from localrt.offload.planner.verdict import READING_TOK_S
 
 _AS_FAST = 0.9  # of the plan's speed, where that is below reading speed

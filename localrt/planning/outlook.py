@@ -8,19 +8,20 @@ measured here, and no weight is read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from localrt.common.errors import LocalrtError
 from localrt.common.settings import Settings
-from localrt.loading.parts import LoadedModel
 from localrt.offload.memory.process import ram_budget
-from localrt.offload.planner import PlanRequest, make_plan
+from localrt.offload.planner import make_plan
 from localrt.offload.planner.advice import helpful_changes
 from localrt.offload.planner.measure import known_machine
-from localrt.offload.planner.plan import Change
+from localrt.offload.planner.plan import Change, PlanRequest
 from localrt.planning.inputs import Hardware, budgets_of, card_here, with_card
 from localrt.planning.models import shape_of
 
-__all__ = ["Change", "Outlook", "outlook"]
+if TYPE_CHECKING:
+    from localrt.loading.parts import LoadedModel
 
 _CTX = 4096
 
