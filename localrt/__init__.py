@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from localrt.offload.planner.plan import PlannedSize as PlannedSize
     from localrt.offload.planner.verdict import Verdict as Verdict
     from localrt.planning import plan as plan
-    from localrt.planning.outlook import Outlook as Outlook
+    from localrt.planning.preview import Outlook as Outlook
     from localrt.planning.preview import Preview as Preview
     from localrt.planning.preview import preview as preview
     from localrt.planning.preview import preview_size as preview_size
@@ -118,9 +118,8 @@ _NAMES = {
     "localrt.service.live": "LiveModel",
     "localrt.offload.planner.plan": "Change Plan PlannedContext PlannedSize",
     "localrt.offload.planner.verdict": "Verdict",
-    "localrt.planning.outlook": "Outlook",
     "localrt.planning.plan": "plan",
-    "localrt.planning.preview": "Preview preview preview_size",
+    "localrt.planning.preview": "Outlook Preview preview preview_size",
     "localrt.common.progress": "Progress",
     "localrt.common.settings": "Settings",
     "localrt.chat_format.thinking": "Thinking split_thinking",

@@ -45,7 +45,7 @@ from localrt.service.requests import whole_ids
 from localrt.service.status import ModelInfo, Status
 
 if TYPE_CHECKING:  # it brings the planner
-    from localrt.planning.outlook import Outlook
+    from localrt.planning.preview import Outlook
 
 __all__ = ["Model", "ModelInfo", "load"]
 

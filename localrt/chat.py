@@ -23,7 +23,7 @@ from localrt.service.arguments import check_path, check_text, check_tools, in_th
 from localrt.service.status import ModelInfo, Status
 
 if TYPE_CHECKING:  # it brings the planner
-    from localrt.planning.outlook import Outlook
+    from localrt.planning.preview import Outlook
 
 __all__ = ["ChatCache", "ChatHost", "ChatModel", "ChatSession", "Message"]
 

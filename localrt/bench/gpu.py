@@ -23,8 +23,7 @@ from localrt.offload.planner import PlanRequest, make_plan
 from localrt.offload.planner.cards import CARDS, DEFAULT_CARD, Card
 from localrt.offload.planner.explain import explain
 from localrt.offload.shapes import parse_kv_format
-from localrt.planning.inputs import Hardware, budgets_of, machine_of, with_card
-from localrt.planning.models import shape_of
+from localrt.planning.inputs import Hardware, budgets_of, machine_of, shape_of, with_card
 
 if TYPE_CHECKING:
     from localrt.api import Model

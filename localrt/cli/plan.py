@@ -31,8 +31,7 @@ from localrt.offload.planner.pair import (
 )
 from localrt.offload.planner.pc import PRESETS
 from localrt.offload.planner.plan import Change
-from localrt.planning.inputs import Hardware
-from localrt.planning.models import find_model, has_weights, shape_of
+from localrt.planning.inputs import Hardware, find_model, has_weights, shape_of
 from localrt.planning.plan import plan, with_texts
 from localrt.planning.what_runs import what_runs
 

@@ -1,16 +1,19 @@
-"""What to expect of a model before it is loaded, in a second and without measuring: ``preview``.
+"""What to expect of a model, unmeasured: before loading (``preview``) and after (``outlook``).
 
 ``localrt.plan`` answers the same at length, and measures the machine for it. Here rates are those
 that were measured before, else a typical desktop's, and a model that is not on this machine is
-judged by its size or its config. No weight is read.
+judged by its size or its config. A loaded model that is streamed is judged by the plan that it runs
+by; one that is all in memory is compared with what was measured of the machine. No weight is read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localrt.common.errors import (
+    LocalrtError,
     MemoryBudgetError,
     OptionError,
     UnsupportedModelError,
@@ -22,18 +25,21 @@ from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory.process import ram_budget
 from localrt.offload.planner import MachineProfile, Plan, make_plan
 from localrt.offload.planner.measure import known_machine
-from localrt.offload.planner.plan import PlanRequest, in_words
-from localrt.offload.planner.search import fits
+from localrt.offload.planner.plan import Change, PlanRequest, in_words
+from localrt.offload.planner.search import fits, helpful_changes
 from localrt.offload.shapes import parse_kv_format
 from localrt.planning.inputs import (
     Hardware,
     budgets_of,
     card_here,
+    find_model,
+    shape_of,
     unmeasured_machine,
     with_card,
 )
-from localrt.planning.models import find_model, shape_of
 
+if TYPE_CHECKING:
+    from localrt.loading.parts import LoadedModel
 _CTX = 4096
 
 
@@ -173,3 +179,59 @@ def machine_on_device(
     if device == "cpu" or card_here() is None:
         return machine, 0
     return with_card(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """``ceiling_tok_s`` is what this placement allows at most, a token a pass; ``token_bytes`` what
+    a token needs of the weights; ``changes`` pay, best first. None and empty where not known.
+    """
+
+    ceiling_tok_s: float | None = None
+    token_bytes: int | None = None
+    changes: tuple[Change, ...] = ()
+
+
+def outlook(
+    parts: LoadedModel,
+    *,
+    ram: int | None,
+    gpu_memory: int | None,
+    settings: Settings | None = None,
+) -> Outlook:
+    """Of a loaded model, within the budgets that the user gave."""
+    plan = parts.engine.plan
+    try:
+        if plan is not None:
+            nbytes = round(plan.request.shape.pass_nbytes)
+            return Outlook(plan.ceiling_tok_s, nbytes, helpful_changes(plan))
+        return _resident(parts, ram, gpu_memory, settings or Settings.from_environment())
+    except (LocalrtError, OSError):  # its files have gone, or the planner does not know it
+        return Outlook()
+
+
+def _resident(
+    parts: LoadedModel, ram: int | None, gpu_memory: int | None, settings: Settings
+) -> Outlook:
+    shape = shape_of(parts.path)
+    nbytes = round(shape.pass_nbytes)
+    machine = known_machine(settings.cache_dir, parts.path)
+    if machine is None or parts.engine.info.format in ("bf16", "f32"):
+        return Outlook(token_bytes=nbytes)
+    vram = 0
+    if parts.engine.info.device.startswith("cuda"):
+        here = card_here()
+        if here is None:
+            return Outlook(token_bytes=nbytes)
+        # Of the whole card: the model that is asked about has taken its part already.
+        machine, _ = with_card(machine, Hardware(), settings.cache_dir)
+        vram = gpu_memory or here[0].vram_bytes
+    rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s
+    budgets = budgets_of(machine, ram_budget(ram), vram)
+    ctx = min(parts.ctx, _CTX)
+    request = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=ctx)
+    plan = make_plan(request)
+    ceiling = rate / nbytes if nbytes else None
+    if ceiling and plan.fits:
+        ceiling = min(ceiling, plan.ceiling_tok_s)  # computing takes its time too
+    return Outlook(ceiling, nbytes, helpful_changes(plan))

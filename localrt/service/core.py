@@ -40,7 +40,7 @@ from localrt.service.requests import RequestBuilder
 from localrt.service.status import ModelInfo, Watch
 
 if TYPE_CHECKING:
-    from localrt.planning.outlook import Outlook
+    from localrt.planning.preview import Outlook
 
 _SHORT = 16  # characters of a blob's name
 _PATIENCE_S = 2.0  # for an answer that nobody reads any more
@@ -228,7 +228,7 @@ class Core:
 
     def advise(self) -> Outlook:
         # Brings the planner, a megabyte that a model in memory does without.
-        from localrt.planning.outlook import outlook
+        from localrt.planning.preview import outlook
 
         found = outlook(self.parts, ram=self.budgets.ram, gpu_memory=self.budgets.gpu_memory)
         self.watch.token_bytes = found.token_bytes

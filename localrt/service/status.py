@@ -3,7 +3,7 @@
 Memory against its budgets, what the pipeline has read and computed, the generation in progress.
 Counts grow from the loading on: two snapshots give rates (``Status.since``). Taking one costs well
 under a millisecond, waits for no pass, and works from any thread. What would help is another's
-business (``localrt/planning/outlook.py``).
+business (``localrt/planning/preview.py``).
 
 Makes the snapshots of ``Model.status()``: it sees every session and every chunk of a model.
 

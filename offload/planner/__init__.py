@@ -7,9 +7,9 @@ weight is read, no file but the cached measurements is written, and torch is nev
 from localrt.offload.account import Budgets
 from localrt.offload.planner.config_shapes import shape_from_config
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
-from localrt.offload.planner.make_plan import make_plan
 from localrt.offload.planner.measure import measure_machine
 from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
+from localrt.offload.planner.search import make_plan
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 
 __all__ = [

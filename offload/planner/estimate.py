@@ -12,12 +12,11 @@ from typing import Any
 
 from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.placement import Where
-from localrt.offload.planner.candidates import quick_solutions
+from localrt.offload.planner.candidates import costs_of_rows, quick_solutions
 from localrt.offload.planner.config_shapes import shape_from_config
 from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.long_passes import costs_of_rows
 from localrt.offload.planner.plan import PlanRequest
-from localrt.offload.planner.problem import Counts, Problem, bound
+from localrt.offload.planner.rules import Counts, Problem, bound
 from localrt.offload.planner.search import prepare
 from localrt.offload.planner.verdict import Expected
 from localrt.offload.shapes import Experts, ModelShape

@@ -11,7 +11,7 @@ import pytest
 from localrt.cli import main
 from localrt.common.errors import OfflineError
 from localrt.hub.resolving import Offer
-from localrt.planning import models as plan_models
+from localrt.planning import inputs as plan_models
 from localrt.planning import plan as planning
 from tests.planner.models import CONFIGS
 

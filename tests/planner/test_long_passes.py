@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from localrt.common.errors import MemoryBudgetError
 from localrt.offload.placement import LEAST_CARD_ROWS, Placement, Where
 from localrt.offload.planner import Budgets, Plan
+from localrt.offload.planner.candidates import with_long_passes
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.explain import explain
-from localrt.offload.planner.long_passes import with_long_passes
 from localrt.offload.planner.machine import KernelRate, MachineProfile
 from localrt.offload.planner.search import predicted_rate
 from localrt.offload.planner.simulate import simulate

@@ -18,13 +18,11 @@ from localrt.offload.planner import (
     Budgets,
     Plan,
 )
-from localrt.offload.planner.advice import in_format
 from localrt.offload.planner.cards import CARDS
 from localrt.offload.planner.explain import explain, one_line
 from localrt.offload.planner.machine import typical_machine
-from localrt.offload.planner.make_plan import least_ram
 from localrt.offload.planner.plan import PlanRequest
-from localrt.offload.planner.search import fits
+from localrt.offload.planner.search import fits, in_format, least_ram
 from tests.planner.models import MB, machine, planned, published, shape
 
 CODER = published("qwen2.5-coder-1.5b")

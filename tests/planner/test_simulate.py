@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from localrt.offload.placement import Placement, Where
 from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.ring_model import RingModel, Slot
-from localrt.offload.planner.simulate import Simulation, simulate
+from localrt.offload.planner.simulate import RingModel, Simulation, Slot, simulate
 from localrt.offload.shapes import ModelShape
 from tests.planner.models import machine, shape
 

@@ -9,9 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
-from localrt.offload.planner.arrange import arrange
-from localrt.offload.planner.greedy import closest_subset, solve_greedily
-from localrt.offload.planner.problem import Counts, Problem, UnitClass, bound, is_feasible
+from localrt.offload.planner.rules import (
+    Counts,
+    Problem,
+    UnitClass,
+    arrange,
+    bound,
+    closest_subset,
+    is_feasible,
+    solve_greedily,
+)
 
 PAGE = 4096
 

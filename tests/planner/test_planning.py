@@ -11,7 +11,7 @@ import pytest
 import localrt
 from localrt.machine import hardware
 from localrt.offload.store.pack import fingerprint
-from localrt.planning import sizes
+from localrt.planning import plan
 from localrt.planning.inputs import Hardware, with_card
 from localrt.quant.cuda.gpu_file import CardFile
 from localrt.quantize.mix import GroupLoss, LossTable
@@ -160,7 +160,7 @@ def test_smaller_weights_say_what_they_lose_where_that_was_measured(
     assert not localrt.plan(folder, ram="64GB").sizes
 
     model = SyntheticCheckpoint(tmp_path)
-    monkeypatch.setattr(sizes, "open_checkpoint", lambda path: model)
+    monkeypatch.setattr(plan, "open_checkpoint", lambda path: model)
     groups = (GroupLoss(("all",), 1000, {"q2_k": 0.5, "q3_k": 0.2, "iq4_nl": 0.1}),)
     settings = localrt.Settings.from_environment()
     LossTable(fingerprint(model), "text", 1024, groups, 0.5).save(settings.data_dir / "losses")
@@ -169,7 +169,7 @@ def test_smaller_weights_say_what_they_lose_where_that_was_measured(
     assert "loses 0.250 nats a token, perplexity about +28.4 %" in found.details
     # Much larger ones may be streamed in four and a half bits too.
     wide = localrt.plan(folder, ram="900MB", format="bf16", advise=False)
-    three = sizes.other_sizes(wide, folder, settings)
+    three = plan.other_sizes(wide, folder, settings)
     assert [(round(size.bits, 1), size.place, size.loss) for size in three[:2]] == [
         (16, "streamed", 0),
         (4.5, "streamed", 0.05),

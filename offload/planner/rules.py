@@ -1,0 +1,478 @@
+"""The placement as a small problem, and its answer by rules, in milliseconds.
+
+Units that cost the same form a class, so that fifteen thousand experts are one line. A pass cannot
+be shorter than its disk reads, its copies, or the computing that follows one another: the longest
+of the three is made small (FlexGen's cost model with the CPU's computing in it). VRAM takes what
+saves most per byte. The deficit of RAM, and only the deficit, goes to the SSD: first what few rows
+use, then a subset of the rest whose bytes come closest from above. What is left in RAM is computed
+by the CPU or copied, so that link and computing end together. ``arrange`` then spreads what moves
+evenly over the pass: reads and copies that come in lumps need large rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from localrt.offload.placement import PlacedUnit, UnitKind, Where
+from localrt.offload.planner.costs import Costs, expert_costs, layer_seconds
+
+AttentionPlace = Literal["card", "card first", "anywhere", "host"]
+Counts = Sequence[Mapping[Where, int]]
+"""Per class, how many of its units go to each place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitClass:
+    """Equal units, in the order of a pass: seconds of one on CPU and GPU.
+
+    ``kv`` are the bytes of a layer's keys and values, which lie where its attention is computed.
+    Those of ``shared`` units are computed by both at once: seconds are an equal part of what a
+    layer takes with none of them on the card, or all.
+    """
+
+    names: tuple[str, ...]
+    kind: UnitKind
+    nbytes: int
+    use: float
+    cpu_s: float
+    gpu_s: float = 0.0
+    reading_s: float = 0.0  # what reading it takes from the CPU
+    kv: int = 0
+    shared: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Room for weights, keys and values in bytes, rates in bytes per second.
+
+    ``ram_slot`` and ``vram_slot`` bound the units that may be read and copied: rings must hold
+    them. Without a GPU ``link_bytes_s`` is 0. ``attention``, and a mixture's routers, may have to
+    be on the card, or are put there first: prompts need them there, and keys and values cannot
+    change sides. It may have to be the CPU's, all of it: layers that share keys and values.
+    """
+
+    classes: tuple[UnitClass, ...]
+    ram: int
+    vram: int
+    ram_slot: int
+    vram_slot: int
+    ssd_bytes_s: float
+    link_bytes_s: float = 0.0
+    crossing_s: float = 0.0
+    fixed_s: float = 0.0
+    attention: AttentionPlace = "anywhere"
+
+    def attends(self, group: UnitClass) -> bool:
+        """Whether a class is attention, or routers."""
+        mixture = any(other.kind == "expert" for other in self.classes)
+        return group.kind == "attention" or (mixture and group.kind == "mlp")
+
+    def places(self, group: UnitClass) -> tuple[Where, ...]:
+        """Where a class may go, the fastest first."""
+        readable = group.nbytes <= self.ram_slot or group.use == 0
+        if group.kind == "embedding" or not self.link_bytes_s:
+            return (Where.RAM, Where.SSD) if readable else (Where.RAM,)
+        places = [Where.VRAM, Where.RAM]
+        if group.shared:  # what is copied of them, and when, is the scheduler's choice
+            return (*places, Where.SSD) if readable else tuple(places)
+        if group.nbytes <= self.vram_slot:
+            places.append(Where.LINK)
+            if readable:
+                places.append(Where.SSD_LINK)
+        if readable:
+            places.append(Where.SSD)
+        if self.attention == "card" and self.attends(group):
+            return tuple(place for place in places if place.on_gpu)
+        if self.attention == "host" and group.kind == "attention":
+            return tuple(place for place in places if not place.on_gpu)
+        return tuple(places)
+
+
+def classes_of(costs: Costs, kv: Sequence[int]) -> tuple[UnitClass, ...]:
+    """The classes of a model's units; ``kv`` are bytes per layer at the full context.
+
+    Units without arithmetic that are not read by row (norms) are left out: they are kilobytes.
+    """
+    groups: dict[tuple[object, ...], list[PlacedUnit]] = {}
+    for unit in costs.shape.units:
+        if unit.macs == 0 and unit.kind != "embedding":
+            continue
+        layer_kv = kv[unit.layer] if unit.kind == "attention" and unit.layer is not None else 0
+        groups.setdefault(
+            (unit.kind, unit.nbytes, unit.macs, unit.format, unit.use, layer_kv), []
+        ).append(unit)
+    return tuple(_class(costs, units, kv) for units in groups.values())
+
+
+def _class(costs: Costs, units: Sequence[PlacedUnit], kv: Sequence[int]) -> UnitClass:
+    first = units[0]
+    use, rows, hybrid = first.use, costs.rows, None
+    if first.kind == "expert":
+        use, rows = costs.touched(use)
+        hybrid = expert_costs(costs)
+    if hybrid is not None:
+        cpu_s, gpu_s = layer_seconds(costs, hybrid, first.use)
+    else:
+        cpu_s = costs.cpu(first, rows)
+        gpu_s = costs.gpu(first, rows) if costs.machine.gpu else 0.0
+    attends = first.kind == "attention" and first.layer is not None
+    return UnitClass(
+        names=tuple(unit.name for unit in units),
+        kind=first.kind,
+        nbytes=first.nbytes,
+        use=use,
+        cpu_s=cpu_s,
+        gpu_s=gpu_s,
+        reading_s=costs.reading_load(first.nbytes),
+        kv=kv[first.layer or 0] if attends else 0,
+        shared=hybrid is not None,
+    )
+
+
+def bound(problem: Problem, counts: Counts) -> float:
+    """Seconds of a pass: the longest of reading, copying, and computing one unit after another."""
+    read = copied = 0.0
+    chain = problem.fixed_s
+    for group, places in zip(problem.classes, counts, strict=True):
+        for where, count in places.items():
+            used = count * group.use
+            if where.read:
+                read += used * group.nbytes
+            if where.copied:
+                copied += used * group.nbytes
+            chain += used * compute_seconds(problem, group, where)
+    link = copied / problem.link_bytes_s if copied else 0.0
+    return max(read / problem.ssd_bytes_s, link, chain)
+
+
+def compute_seconds(problem: Problem, group: UnitClass, where: Where) -> float:
+    """A unit's computing at a place, with the crossings that a unit on the CPU costs."""
+    if where.on_gpu:
+        return group.gpu_s
+    crossing = problem.crossing_s if problem.link_bytes_s and not group.shared else 0.0
+    return group.cpu_s + crossing + (group.reading_s if where is Where.SSD else 0.0)
+
+
+def held_bytes(group: UnitClass, where: Where) -> tuple[int, int]:
+    """Bytes of (RAM, VRAM) that one unit keeps at a place."""
+    ram = group.nbytes if where in (Where.RAM, Where.LINK) else 0
+    vram = group.nbytes if where is Where.VRAM else 0
+    return (ram, vram + group.kv) if where.on_gpu else (ram + group.kv, vram)
+
+
+def is_feasible(problem: Problem, counts: Counts) -> bool:
+    """Whether every unit has a place that it may have, and all fit."""
+    ram = vram = 0
+    for group, places in zip(problem.classes, counts, strict=True):
+        if sum(places.values()) != group.count or min(places.values(), default=0) < 0:
+            return False
+        allowed = problem.places(group)
+        for where, count in places.items():
+            if count and where not in allowed:
+                return False
+            here, there = held_bytes(group, where)
+            ram, vram = ram + count * here, vram + count * there
+    return ram <= problem.ram and vram <= problem.vram
+
+
+# A subset's sum is exact to one step a unit: small beside the smallest, and not too many in all.
+_STEPS_OF_A_UNIT = 256
+_MOST_STEPS = 1 << 22
+_MOST_SHORT = 64  # steps that rounding down may take from a sum
+_PAGE = 4096
+
+
+def solve_greedily(problem: Problem) -> Counts | None:
+    """Counts that fit, or None where nothing does."""
+    kept = _fill_vram(problem)
+    rest = [group.count - count for group, count in zip(problem.classes, kept, strict=True)]
+    read = _choose_reads(problem, rest)
+    if read is None:
+        return None
+    copied = _balance(problem, kept, rest, read)
+    counts: list[dict[Where, int]] = []
+    for vram, left, ssd, link in zip(kept, rest, read, copied, strict=True):
+        # What is copied comes from RAM first.
+        from_ram = min(link, left - ssd)
+        places = {
+            Where.VRAM: vram,
+            Where.LINK: from_ram,
+            Where.SSD_LINK: link - from_ram,
+            Where.RAM: left - ssd - from_ram,
+            Where.SSD: ssd - (link - from_ram),
+        }
+        counts.append({where: count for where, count in places.items() if count})
+    return counts if is_feasible(problem, counts) else None
+
+
+def _fill_vram(problem: Problem) -> list[int]:
+    """How many of each class stay on the GPU."""
+    kept, room = [0] * len(problem.classes), problem.vram
+    if not problem.link_bytes_s:
+        return kept
+
+    def gain(number: int) -> float:
+        """Seconds saved per byte, at the least of what the other places cost."""
+        group = problem.classes[number]
+        seconds = min(group.cpu_s, group.nbytes / problem.link_bytes_s) - group.gpu_s
+        return group.use * seconds / (group.nbytes + group.kv)
+
+    candidates = [n for n, g in enumerate(problem.classes) if Where.VRAM in problem.places(g)]
+    candidates.sort(key=gain, reverse=True)
+    if problem.attention in ("card", "card first"):
+        candidates.sort(key=lambda n: not problem.attends(problem.classes[n]))
+    for number in candidates:
+        group = problem.classes[number]
+        kept[number] = min(group.count, room // (group.nbytes + group.kv))
+        room -= kept[number] * (group.nbytes + group.kv)
+    return kept
+
+
+def _choose_reads(problem: Problem, rest: Sequence[int]) -> list[int] | None:
+    """How many of each class live on the SSD, of those that are not in VRAM."""
+    read = [0] * len(rest)
+    deficit = -problem.ram + sum(
+        left * (group.nbytes + group.kv) for left, group in zip(rest, problem.classes, strict=True)
+    )
+    uses = sorted({group.use for group in problem.classes})
+    for use in uses:
+        if deficit <= 0:
+            return read
+        members = [
+            number
+            for number, group in enumerate(problem.classes)
+            if group.use == use and rest[number] and Where.SSD in problem.places(group)
+        ]
+        sizes = [problem.classes[number].nbytes for number in members]
+        limits = [rest[number] for number in members]
+        chosen = closest_subset(sizes, limits, deficit)
+        for number, count in zip(members, chosen or limits, strict=True):
+            read[number] = count
+            deficit -= count * problem.classes[number].nbytes
+    return read if deficit <= 0 else None
+
+
+def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> list[int] | None:
+    """Counts of each size, within ``limits``, whose sum is the least that reaches ``target``.
+
+    Sums are taken in steps, rounded so that the answer never falls short. None where all together
+    do not reach it.
+    """
+    if sum(size * limit for size, limit in zip(sizes, limits, strict=True)) < target:
+        return None
+    fine = min((size for size in sizes if size), default=_PAGE) // _STEPS_OF_A_UNIT
+    step = max(_PAGE, fine // _PAGE * _PAGE, target // _MOST_STEPS)
+    goal = -(-target // step)
+    floors = [size // step for size in sizes]
+    # Halves, quarters, ... of every class: as many items as the counts have digits.
+    items = [
+        (number, count)
+        for number, limit in enumerate(limits)
+        for count in _halves(limit)
+        if floors[number]
+    ]
+    reached = [1]  # bit n: some subset has n steps
+    mask = (1 << (goal + max((floors[n] * count for n, count in items), default=0) + 1)) - 1
+    for number, count in items:
+        reached.append((reached[-1] | reached[-1] << (floors[number] * count)) & mask)
+    beyond = reached[-1] >> goal
+    if beyond == 0:  # only rounding keeps it from reaching the target
+        return list(limits)
+    most = goal + (beyond & -beyond).bit_length() - 1
+    # Sizes were rounded down: a sum a few steps short may well reach the target.
+    least = max(0, goal - min(sum(limits), _MOST_SHORT))
+    best: tuple[int, list[int]] | None = None
+    for total in range(least, most + 1):
+        if not reached[-1] >> total & 1:
+            continue
+        counts = _decoded(reached, items, floors, total)
+        if sum(size * n for size, n in zip(sizes, counts, strict=True)) < target:
+            continue
+        counts = _without_surplus(sizes, counts, target)
+        found = sum(size * n for size, n in zip(sizes, counts, strict=True))
+        if best is None or found < best[0]:
+            best = found, counts
+    assert best is not None, "the sum rounded down reaches it"
+    return best[1]
+
+
+def _decoded(
+    reached: Sequence[int], items: Sequence[tuple[int, int]], floors: Sequence[int], total: int
+) -> list[int]:
+    """The counts behind a sum of ``total`` steps."""
+    chosen = [0] * len(floors)
+    for index in range(len(items) - 1, -1, -1):
+        if reached[index] >> total & 1:
+            continue
+        number, count = items[index]
+        chosen[number] += count
+        total -= floors[number] * count
+    return chosen
+
+
+def _without_surplus(sizes: Sequence[int], chosen: list[int], target: int) -> list[int]:
+    """Give back what rounding took too much."""
+    surplus = sum(size * count for size, count in zip(sizes, chosen, strict=True)) - target
+    for number in sorted(range(len(sizes)), key=lambda n: sizes[n], reverse=True):
+        if sizes[number]:
+            spare = min(chosen[number], surplus // sizes[number])
+            chosen[number] -= spare
+            surplus -= spare * sizes[number]
+    return chosen
+
+
+def _halves(count: int) -> list[int]:
+    """Numbers whose subsets sum to every number up to ``count``."""
+    parts, size = [], 1
+    while count > 0:
+        parts.append(min(size, count))
+        count -= parts[-1]
+        size *= 2
+    return parts
+
+
+def _balance(
+    problem: Problem, kept: Sequence[int], rest: Sequence[int], read: Sequence[int]
+) -> list[int]:
+    """How many of each class, of those not in VRAM, are copied rather than computed by the CPU."""
+    none = [0] * len(rest)
+    if not problem.link_bytes_s:
+        return none
+    groups = problem.classes
+    reading = sum(ssd * group.use * group.nbytes for ssd, group in zip(read, groups, strict=True))
+    order = sorted(
+        (
+            number
+            for number, group in enumerate(groups)
+            if rest[number] and group.kv == 0 and Where.LINK in problem.places(group)
+        ),
+        key=lambda number: (groups[number].cpu_s - groups[number].gpu_s) / groups[number].nbytes,
+        reverse=True,
+    )
+    base = problem.fixed_s
+    for group, vram, left in zip(groups, kept, rest, strict=True):
+        base += group.use * vram * group.gpu_s
+        base += group.use * left * compute_seconds(problem, group, Where.RAM)
+    low, best = reading / problem.ssd_bytes_s, none
+    if base <= low:
+        return none
+    high = base
+    for _ in range(40):
+        middle = (low + high) / 2
+        copied, chain = _copy_within(problem, order, rest, base, middle)
+        if chain <= middle:
+            high, best = middle, copied
+        else:
+            low = middle
+    return best
+
+
+def _copy_within(
+    problem: Problem, order: Sequence[int], rest: Sequence[int], chain: float, seconds: float
+) -> tuple[list[int], float]:
+    """Copy what the link can carry in ``seconds``, and as much as brings the chain below them."""
+    copied, room = [0] * len(rest), seconds * problem.link_bytes_s
+    for number in order:
+        group: UnitClass = problem.classes[number]
+        saved = group.use * (compute_seconds(problem, group, Where.RAM) - group.gpu_s)
+        if chain <= seconds or saved <= 0 or group.use == 0:
+            continue
+        wanted = int((chain - seconds) / saved) + 1
+        count = min(rest[number], wanted, int(room / (group.use * group.nbytes)))
+        copied[number] = count
+        room -= count * group.use * group.nbytes
+        chain -= count * saved
+    return copied, chain
+
+
+Pattern = Literal["spread", "block"]
+"""Units of the CPU between those of the GPU, or all of them first."""
+_SPECIAL = (
+    frozenset(where for where in Where if where.on_gpu),
+    frozenset(where for where in Where if where.read),
+    frozenset(where for where in Where if where.copied),
+)
+
+
+class _Flow:
+    """Takes its share of a stream of units, by bytes, as evenly as it goes."""
+
+    def __init__(self) -> None:
+        self.lag = 0.0
+
+    def takes(self, nbytes: int, share: float) -> bool:
+        """Whether the next unit is one of the ``share`` that is to be taken."""
+        self.lag += nbytes * share
+        if self.lag < nbytes / 2:
+            return False
+        self.lag -= nbytes
+        return True
+
+
+_Choice = Where | tuple[_Flow, float, "_Choice", "_Choice"]
+"""A place, or a flow that takes a share for the first of two choices."""
+
+
+def arrange(
+    units: Sequence[PlacedUnit],
+    classes: Sequence[UnitClass],
+    counts: Counts,
+    pattern: Pattern = "spread",
+) -> dict[str, Where]:
+    """Every unit of a class at a place, in the order of the pass."""
+    flows = (_Flow(), _Flow(), _Flow()) if pattern == "spread" else (None, _Flow(), _Flow())
+    of: dict[str, _Quota] = {}
+    for group, places in zip(classes, counts, strict=True):
+        of |= dict.fromkeys(group.names, _Quota(places, flows))
+    return {unit.name: of[unit.name].take(unit.nbytes) for unit in units if unit.name in of}
+
+
+class _Quota:
+    """What is left of a class's units for each place, and the questions that settle the next one's:
+    on the GPU or not, read or not, copied or not.
+    """
+
+    def __init__(self, places: Mapping[Where, int], flows: Sequence[_Flow | None]) -> None:
+        self._whole, self._flows = places, flows
+        self._left = {where: count for where, count in places.items() if count}
+        self._choice = self._choices()
+
+    def take(self, nbytes: int) -> Where:
+        """The place of the class's next unit."""
+        choice = self._choice
+        while not isinstance(choice, Where):
+            flow, share, taken, others = choice
+            choice = taken if flow.takes(nbytes, share) else others
+        self._left[choice] -= 1
+        if not self._left[choice]:
+            del self._left[choice]
+            if self._left:
+                self._choice = self._choices()
+        return choice
+
+    def _choices(self) -> _Choice:
+        """The questions while no place's quota is used up."""
+        return self._split(list(self._left), list(zip(self._flows, _SPECIAL, strict=True)))
+
+    def _split(
+        self, among: list[Where], questions: list[tuple[_Flow | None, frozenset[Where]]]
+    ) -> _Choice:
+        if len(among) == 1:
+            return among[0]
+        (flow, special), *others = questions
+        taken = [where for where in among if where in special]
+        rest = [where for where in among if where not in special]
+        if not taken or not rest:
+            return self._split(among, others)
+        if flow is None:  # what the CPU computes comes first
+            return self._split(rest, others)
+        count = sum(self._whole[where] for where in taken)
+        share = count / (count + sum(self._whole[where] for where in rest))
+        return flow, share, self._split(taken, others), self._split(rest, others)
