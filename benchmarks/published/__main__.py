@@ -17,7 +17,13 @@ from benchmarks.common.record import Record, save
 from benchmarks.published.tables import published_table
 from localrt.common.settings import Settings
 from localrt.common.version import __version__
-from localrt.planning.published import PUBLISHED, forecast
+from localrt.offload.planner import Plan, PlanRequest, make_plan
+from localrt.offload.planner.config_shapes import shape_from_config
+from localrt.planning.inputs import Hardware, known_hardware
+from localrt.planning.published import PUBLISHED, Published
+from localrt.planning.recommending import sized
+
+_CTX = 4096
 
 
 def rows() -> Iterator[Record]:
@@ -33,6 +39,27 @@ def rows() -> Iterator[Record]:
             "weight_bytes": plan.weight_bytes,
         }
         print(f"{each}; forecast {plan.tok_s:.1f} tok/s", flush=True)
+
+
+def forecast(published: Published, settings: Settings) -> Plan:
+    """Our plan for the PC of ``published``: what was not named of it is a usual PC's."""
+    machine, budgets = known_hardware(settings, Hardware(pc=published.pc))
+    known, ctx = published.known, published.ctx or _CTX
+    shape = shape_from_config(
+        known.config(), name=known.name, format="int4-g32" if published.bits else None
+    )
+    if published.bits:
+        nbytes = round(known.parameters * 1e9 * published.bits / 8)
+        shape = sized(shape, published.file or "Q4_K_M", nbytes)
+    request = PlanRequest(
+        shape=shape,
+        machine=machine,
+        budgets=budgets,
+        ctx=ctx,
+        held=published.ctx,
+        kv_format=published.kv_format,
+    )
+    return make_plan(request)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

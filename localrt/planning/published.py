@@ -12,17 +12,11 @@ from functools import cache
 from typing import Any
 
 from localrt.common.formatting import format_rate
-from localrt.common.settings import Settings
 from localrt.hub.known_models import KnownModel, find_known
-from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan
+from localrt.offload.planner import ModelShape
 from localrt.offload.planner.cards import DEFAULT_CARD
-from localrt.offload.planner.config_shapes import shape_from_config
 from localrt.offload.planner.estimate import outline
 from localrt.offload.shapes import KvFormat
-from localrt.planning.inputs import Hardware, known_hardware
-from localrt.planning.recommending import sized
-
-_CTX = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,27 +117,6 @@ def published_of(shape: ModelShape, card: str | None = None) -> tuple[Published,
         if (card is None or each.card == card)
         and _layout(_outlined(each.known.shape)) == _layout(shape)
     )
-
-
-def forecast(published: Published, settings: Settings) -> Plan:
-    """Our plan for the PC of ``published``: what was not named of it is a usual PC's."""
-    machine, budgets = known_hardware(settings, Hardware(pc=published.pc))
-    known, ctx = published.known, published.ctx or _CTX
-    shape = shape_from_config(
-        known.config(), name=known.name, format="int4-g32" if published.bits else None
-    )
-    if published.bits:
-        nbytes = round(known.parameters * 1e9 * published.bits / 8)
-        shape = sized(shape, published.file or "Q4_K_M", nbytes)
-    request = PlanRequest(
-        shape=shape,
-        machine=machine,
-        budgets=budgets,
-        ctx=ctx,
-        held=published.ctx,
-        kv_format=published.kv_format,
-    )
-    return make_plan(request)
 
 
 def _layout(shape: ModelShape) -> tuple[int, ...]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 import localrt
+from benchmarks.published.__main__ import forecast
 from localrt.common.settings import Settings
 from localrt.hub.known_models import find_known
 from localrt.offload.planner.cards import CARDS
 from localrt.offload.planner.config_shapes import shape_from_config
-from localrt.planning.published import PUBLISHED, forecast, published_of
+from localrt.planning.published import PUBLISHED, published_of
 from tests.planner.models import published
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
