@@ -23,7 +23,7 @@ BITS = {
     "Q8_0": 8.5,
     "BF16": 16.0,
 }
-CARD = "virtual:8GB@12GB/s,256GB/s,20TFLOPS"
+GPU = "virtual:8GB@12GB/s,256GB/s,20TFLOPS"
 
 
 @pytest.fixture(autouse=True)
@@ -130,11 +130,11 @@ def test_models_that_think(repo: str, thinks: bool) -> None:
     assert repo_thinks(repo) is thinks
 
 
-def test_a_card_makes_room_for_more(settings: Settings) -> None:
+def test_gpu_makes_room_for_more(settings: Settings) -> None:
     model = offer("qwen3.5:9b")
     alone = recommend(model, settings, ram="16GB", device="cpu")
-    with_card = recommend(model, settings, ram="16GB", device=CARD)
-    assert BITS[with_card.name] > BITS[alone.name]
+    with_gpu = recommend_on(model, *known_hardware(settings, Hardware(gpu=GPU, ram="16GB")))
+    assert BITS[with_gpu.name] > BITS[alone.name]
 
 
 def test_where_none_is_fast_enough_four_bits_are_taken_and_it_is_said(settings: Settings) -> None:

@@ -23,7 +23,7 @@ from tests.tui.fakes import FakeLoader, FakeModel
 from tests.tui.tool_fakes import FakeServers, call, toolbox
 
 Chat = Callable[..., str]
-SERVER = Path(__file__).parent.parent / "tools" / "server.py"
+SERVER = Path(__file__).parent.parent / "mcp" / "server.py"
 
 
 @pytest.fixture
