@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import localrt
+from localrt.common.progress import Progress
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
 
@@ -138,11 +139,14 @@ def test_files_that_cannot_be_used(tiny: localrt.Model, tmp_path: Path) -> None:
 
 def test_cancel_from_another_thread_during_prefill(tiny: localrt.Model) -> None:
     chat = tiny.chat(temperature=0, ignore_eos=True)
-    timer = threading.Timer(0.01, chat.cancel)
-    timer.start()
-    result = chat.send("z" * 400)
-    timer.join()
-    assert result.finish_reason in ("cancelled", "length")
+
+    def cancel(progress: Progress) -> None:
+        canceller = threading.Thread(target=chat.cancel)
+        canceller.start()
+        canceller.join()
+
+    result = chat.send("z" * 400, on_progress=cancel)
+    assert result.finish_reason == "cancelled"
     assert len(chat.messages) == 2
 
 
