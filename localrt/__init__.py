@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from localrt.offload.planner.plan import PlannedContext as PlannedContext
     from localrt.offload.planner.plan import PlannedSize as PlannedSize
     from localrt.offload.planner.verdict import Verdict as Verdict
-    from localrt.planning import plan as plan
+    from localrt.planning.plan import plan as plan
     from localrt.planning.preview import Outlook as Outlook
     from localrt.planning.preview import Preview as Preview
     from localrt.planning.preview import preview as preview

@@ -1,6 +1,6 @@
 """The on-disk store: a packed model as one folder, written layer by layer, atomic and resumable.
 
-Its manifest and reading are ``models/checkpoints/store_*.py``: a store opens as a checkpoint.
+Its manifest and reading are in ``models/checkpoints/store/``: a store opens as a checkpoint.
 """
 
 from localrt.offload.store.pack import Tiler, fast_tiler, pack_store

@@ -173,6 +173,11 @@ class ChatTemplate(MessageTemplate):
         self._with_tools = SandboxedTemplate(with_tools, name) if with_tools else self._template
 
     @cached_property
+    def _is_firefunction(self) -> bool:
+        """Whether this template may read variables that only firefunction's does."""
+        return "functions" in self.tool_source and "datetime" in self.tool_source
+
+    @cached_property
     def _wants_parts(self) -> bool:
         """Whether this template reads contents as lists of parts and ignores plain strings."""
 
@@ -194,7 +199,7 @@ class ChatTemplate(MessageTemplate):
     ) -> str:
         given = {
             **self._globals,
-            **(_firefunction_variables(tools) if "functions" in self.tool_source else {}),
+            **(_firefunction_variables(tools) if self._is_firefunction else {}),
             **extra,
             "messages": messages,
             "tools": list(tools) if tools else None,
