@@ -112,7 +112,7 @@ from localrt.quant.formats import unpack
 from localrt.engine.sampling import Sampling, distribution, draw
 from localrt.models.prefix import common_prefix
 from localrt.quant.cpu.abi import find_library
-import localrt.engine.native.engine, localrt.engine.pool, localrt.offload.memory.state
+import localrt.engine.native.engine, localrt.engine.pool, localrt.offload.memory
 import localrt.chat, localrt.api
 
 with closing(open_checkpoint(Path(sys.argv[1]))) as checkpoint:

@@ -12,7 +12,7 @@ from typing import Any
 
 import localrt
 from localrt import Model
-from localrt.offload.memory.process import peak_rss
+from localrt.offload.memory import peak_rss
 
 _TEXT = (
     "The lighthouse keeper wrote every evening what the sea had brought: a crate of oranges, a"

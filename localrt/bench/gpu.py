@@ -18,7 +18,7 @@ from localrt.common.formatting import format_bytes, format_rate
 from localrt.common.settings import Settings
 from localrt.engine.types import Metrics
 from localrt.machine import hardware
-from localrt.offload.memory.process import ram_budget
+from localrt.offload.memory import ram_budget
 from localrt.offload.planner import PlanRequest, make_plan
 from localrt.offload.planner.cards import CARDS, DEFAULT_CARD, Card
 from localrt.offload.planner.explain import explain

@@ -31,7 +31,7 @@ from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import format_rate
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
-from localrt.offload.memory.state import memory_state
+from localrt.offload.memory import memory_state
 
 # Several settings of an engine are measured, and its best counts.
 _SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {

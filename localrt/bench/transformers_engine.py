@@ -19,7 +19,7 @@ from localrt.common.errors import LocalrtError, UnsupportedModelError
 from localrt.engine.types import Metrics
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
-from localrt.offload.memory.process import peak_rss
+from localrt.offload.memory import peak_rss
 
 _FAILURES = (ValueError, KeyError, OSError, RuntimeError, TypeError, NotImplementedError)
 

@@ -28,7 +28,7 @@ from localrt.common.option_names import option
 from localrt.engine.options import Options
 from localrt.engine.request import MakeConstraint
 from localrt.offload.account import constraint_nbytes
-from localrt.offload.memory.process import current_rss
+from localrt.offload.memory import current_rss
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -387,7 +387,7 @@ class _Wrapped:
 def _prepared(tokenizer: Tokenizer) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    from localrt.models.tokenizers.free_memory import return_free_memory
+    from localrt.common.free_memory import return_free_memory
 
     wrapped = _Wrapped(tokenizer)
     # Without slices: they save a tenth of a millisecond for a token, and take 40 MB.

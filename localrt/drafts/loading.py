@@ -157,7 +157,7 @@ def _beside_draft(parts: LoadedModel | None, options: LoadOptions) -> LoadOption
     """
     from localrt.engine.native.engine import NativeEngine
     from localrt.offload.account import draft_growth_nbytes
-    from localrt.offload.memory.process import ram_budget
+    from localrt.offload.memory import ram_budget
 
     if parts is None:
         return options

@@ -118,7 +118,7 @@ def _place(
     settings: Settings,
 ) -> DraftPlace:
     from localrt.machine.measuring import machine_profile
-    from localrt.offload.memory.process import current_rss, ram_budget
+    from localrt.offload.memory import current_rss, ram_budget
     from localrt.offload.planner import Budgets, shape_from_checkpoint
     from localrt.offload.planner.pair import (
         PRIOR_ACCEPTANCE,

@@ -29,7 +29,7 @@ from localrt.engine.speculation import Guessing
 from localrt.engine.stopping import LineMatcher, Thinking
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob, ToolCall
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.offload.memory.process import peak_rss
+from localrt.offload.memory import peak_rss
 
 _CLOSE = "</think>"  # ends a thought in what a parser shows
 

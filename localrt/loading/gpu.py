@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from localrt.common.errors import LocalrtError
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
-from localrt.offload.device.clock import Clock
-from localrt.offload.device.gpu import Gpu
+from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.planner.cards import measured_profile
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
 from localrt.quant.cpu.kv import parse_kv_format

@@ -1,26 +1,170 @@
-"""A card's kernels are compiled while a model's weights load: its first prompt finds them all.
+"""A GPU's kernels are compiled while a model's weights load: its first prompt finds them all.
 
-Which ones is found by passes through the model's parts without weights (``models/rehearsal.py``).
+Which ones is found by passes through the model's parts without weights: tensors of which only
+shapes and formats are known, and ``Ops`` that compute nothing. Layers of one kind are run once.
 What was compiled once is on the disk. Other implementations bring their kernels with them.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
 
 from localrt.common.errors import CancelledError
+from localrt.common.free_memory import return_free_memory
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.models.checkpoints.base import TensorSource
+from localrt.models.checkpoints.base import TensorInfo, TensorSource, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
-from localrt.models.rehearsal import Share, rehearse
-from localrt.models.tokenizers.free_memory import return_free_memory
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, memory_places
+from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
+from localrt.models.layers.moe import ResidentExperts
+from localrt.models.layers.parts import (
+    Embedding,
+    Head,
+    Part,
+    PassState,
+)
+from localrt.models.weights import WeightLoader
 from localrt.offload.placement import Placement
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.formats import F32, PackedTensor
+from localrt.quant.formats.tiled import TiledTensor
+from localrt.quant.ops.protocol import Array, Batch, Ops
+
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+
+
+class RehearsedOps(Ops, Protocol):
+    """Starts nothing."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Rows of passes: all that differ."""
+
+    def stream(self, rows: int, width: int) -> Array:
+        """Activations, from wherever they come: (rows, width)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What of a model is computed: layers by number, the head in pieces of so many rows.
+
+    ``longest``: MLPs that are computed in the longest passes alone.
+    """
+
+    attention: frozenset[int]
+    mlp: frozenset[int]
+    longest: frozenset[int] = frozenset()
+    embedding: bool = False
+    head: tuple[int, ...] = ()
+
+    @classmethod
+    def whole(cls, config: DecoderConfig) -> Share:
+        """All of it."""
+        layers = range(config.layers)
+        return cls(
+            attention=frozenset(layer for layer in layers if config.memory_of(layer)),
+            mlp=frozenset(layer for layer in layers if config.has_mlp(layer)),
+            embedding=True,
+            head=(config.vocab_size,),
+        )
+
+
+class _Outline:
+    """The tensors of ``source`` without their values. See ``TensorSource``."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.path, self.architecture = source.path, source.architecture
+        self.tensors: Mapping[str, TensorInfo] = source.tensors
+        self.rotations: dict[str, int] = {}
+        if isinstance(source, StoreCheckpoint):
+            tensors = (tensor for unit in source.manifest.units for tensor in unit.tensors)
+            self.rotations = {tensor.name: tensor.hadamard for tensor in tensors}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """Zeros."""
+        shape = self.tensors[name].shape
+        return PackedTensor(name, F32, shape, np.zeros((1, 4 * shape[-1]), np.uint8))
+
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
+        """A matrix without bytes."""
+        yield self.matrix(name)
+
+    def matrix(self, name: str) -> TiledTensor:
+        """The same."""
+        info, nothing = self.tensors[name], np.zeros(0, np.uint8)
+        shape, rotation = (info.shape[0], info.shape[1]), self.rotations.get(name, 0)
+        return TiledTensor(name, info.format, shape, nothing, hadamard=rotation)
+
+    def kinds(self, config: DecoderConfig, share: Share) -> list[int]:
+        """A layer of each kind."""
+        tensors: dict[int, list[object]] = {layer: [] for layer in range(config.layers)}
+        for name, info in self.tensors.items():
+            if (found := _OF_LAYER.fullmatch(name)) is not None and int(found[1]) in tensors:
+                rotation = self.rotations.get(name, 0)
+                tensors[int(found[1])].append((found[2], info.shape, info.format.name, rotation))
+        kinds: dict[object, int] = {}
+        for layer in range(config.layers):
+            sides = [layer in side for side in (share.attention, share.mlp, share.longest)]
+            if any(sides):
+                own = (*sides, config.memory_of(layer), config.mixture(layer), *tensors[layer])
+                kinds.setdefault(own, layer)
+        return list(kinds.values())
+
+
+def rehearse(source: TensorSource, config: DecoderConfig, ops: RehearsedOps, share: Share) -> None:
+    """Run passes of all lengths through the ``share`` of a model; nothing of it is read."""
+    outline = _Outline(source)
+    weights = WeightLoader(outline, ops)
+    layers = outline.kinds(config, share)
+    attention = [layer for layer in layers if layer in share.attention]
+    with ops.scope():
+        always: list[Part] = []
+        if share.embedding:
+            table = weights.matrix((config.vocab_size, config.hidden_size), EMBEDDING)
+            always.append(Embedding(table, config.embedding_scale))
+        places = memory_places(config.memory_of(layer) for layer in attention)
+        for layer, at in zip(attention, places, strict=True):
+            always.append(load_attention(config, layer, weights, at))
+        experts = ResidentExperts()
+        mlps = {
+            layer: load_resident_mlp(config, layer, weights, ops, experts)
+            for layer in layers
+            if layer in share.mlp | share.longest
+        }
+        always += [part for layer, part in mlps.items() if layer in share.mlp]
+        long = [part for layer, part in mlps.items() if layer in share.longest]
+        head = _head(outline, config, weights, ops, share)
+        for rows in ops.lengths:
+            last = rows == max(ops.lengths)
+            memory = [spec for layer in attention for spec in config.memory_of(layer)]
+            cache = ops.kv_cache(memory, rows)
+            step = ops.begin(Batch.extend([(cache, [0] * rows)]))
+            wanted = np.arange(rows)[-1:] if last else np.arange(rows)
+            state = PassState(ops, step, ops.stream(rows, config.hidden_size), wanted)
+            for part in (*always, *(long if last else ()), *head):
+                part(state)
+
+
+def _head(
+    outline: _Outline, config: DecoderConfig, weights: WeightLoader, ops: Ops, share: Share
+) -> list[Part]:
+    if not share.head:
+        return []
+    norm, name = load_norm(config, weights), EMBEDDING if config.tied_head else HEAD
+    whole, parts = outline.matrix(name), list[Part]()
+    for rows in sorted(set(share.head)):
+        piece = replace(whole, shape=(rows, config.hidden_size))
+        parts.append(Head(config, norm, ops.weight(piece.shape, [piece])))
+    return parts
+
 
 _MOST_THREADS = 4  # each takes a core, and 30 MB of RAM
 _LOOK_S = 0.1

@@ -9,25 +9,24 @@ from __future__ import annotations
 import threading
 from math import prod
 
+from localrt.common.free_memory import return_free_memory
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
+from localrt.engine.native.meters import resident_forecast
 from localrt.engine.protocol import Engine, EngineInfo
+from localrt.loading.describing import most_used_format
 from localrt.loading.kernels import compiled_meanwhile
 from localrt.loading.options import LoadOptions, byte_counter, pick_context
-from localrt.loading.quantization_name import most_used_format
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import load_decoder, read_config
-from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.offload.account import (
     check_fits,
     resident_account,
     weight_nbytes,
 )
-from localrt.offload.memory.process import current_rss, ram_budget
-from localrt.offload.memory.state import memory_state
-from localrt.offload.ram_forecast import resident_forecast
+from localrt.offload.memory import current_rss, memory_state, ram_budget
 from localrt.quant.choose import make_ops, why_not_our_kernels
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.protocol import Ops

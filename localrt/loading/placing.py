@@ -1,14 +1,15 @@
 """From a model that is larger than its memory budget to an engine that streams what does not fit.
 
-It packs the model once, measures the machine once, asks the planner, and opens the pipeline. It
-knows neither kernels nor schedules.
+It chooses the context that the budget allows, packs the model once, measures the machine once, asks
+the planner, and opens the pipeline. A conversation begins with a plan for a short context, so the
+room of a long one's cache goes to weights. It knows neither kernels nor schedules.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,12 @@ from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback, note_to
 from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
+from localrt.engine.native.meters import placed_forecast
 from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
 from localrt.hub.names import shown_path
-from localrt.loading.choice import ContextChoice, choose_context, first_plan
 from localrt.loading.gpu import open_gpu
 from localrt.loading.kernels import compiled_meanwhile, share_of_card
-from localrt.loading.options import LoadOptions, byte_counter
+from localrt.loading.options import LoadOptions, byte_counter, pick_context
 from localrt.machine.measuring import machine_profile
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
@@ -35,31 +36,130 @@ from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
 from localrt.offload.account import (
+    FIRST_CONTEXT,
     GROWTH_NBYTES,
     LOADING_NBYTES,
     MARGIN_NBYTES,
     Account,
     MemoryPart,
     ring_for_all_nbytes,
+    unstreamable_card_nbytes,
+    unstreamable_nbytes,
 )
 from localrt.offload.kv.tier import KvTier
-from localrt.offload.memory.pressure import MemoryPressure
-from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.memory import MemoryPressure, current_rss, ram_budget
 from localrt.offload.pipeline.opening import open_pipeline
 from localrt.offload.pipeline.setup import Setup
 from localrt.offload.pipeline.streamed import Streamed
 from localrt.offload.placement import Where
-from localrt.offload.planner import Budgets, ModelShape, Plan, shape_from_checkpoint
+from localrt.offload.planner import (
+    Budgets,
+    MachineProfile,
+    ModelShape,
+    Plan,
+    PlanRequest,
+    make_plan,
+    shape_from_checkpoint,
+)
 from localrt.offload.planner.config_shapes import check_shapes
 from localrt.offload.planner.costs import expert_costs
 from localrt.offload.planner.machine import typical_machine
+from localrt.offload.planner.search import fits
 from localrt.offload.planner.simulate import simulate
-from localrt.offload.ram_forecast import placed_forecast
 from localrt.offload.shapes import KvFormat, parse_kv_format
-from localrt.offload.store.cached import cached_store, store_folder
-from localrt.offload.store.mending import mend_unit
+from localrt.offload.store.cached import cached_store, mend_unit, store_folder
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import AttentionSpec, Ops
+
+
+@dataclass(frozen=True, slots=True)
+class ContextChoice:
+    """A context in tokens, and whether some of its cache must live on the SSD."""
+
+    ctx: int
+    kv_on_ssd: bool = False
+
+
+def choose_context(
+    shape: ModelShape,
+    machine: MachineProfile,
+    budgets: Budgets,
+    ctx: int | None,
+    kv_format: KvFormat,
+    notes: list[str],
+) -> ContextChoice:
+    """The context as asked, or the longest whose cache fits in RAM; refused before reading.
+
+    One that is asked for and does not fit in RAM keeps layers of its cache on the SSD.
+
+    Raises:
+        MemoryBudgetError: it does not fit, not even so.
+    """
+    trained = shape.context_length
+    request = PlanRequest(
+        shape=shape, machine=machine, budgets=budgets, ctx=ctx or trained, kv_format=kv_format
+    )
+    wanted = pick_context(ctx, trained, lambda tokens: fits(replace(request, ctx=tokens)), notes)
+    request = replace(request, ctx=wanted)
+    if fits(request):
+        return ContextChoice(wanted)
+    if ctx is not None and machine.gpu is None and fits(replace(request, kv_on_ssd=True)):
+        return ContextChoice(wanted, kv_on_ssd=True)
+    make_plan(request)
+    return ContextChoice(wanted)  # for rules that disagree: the plan was possible
+
+
+def first_plan(
+    shape: ModelShape,
+    machine: MachineProfile,
+    limits: Budgets,
+    choice: ContextChoice,
+    kv_format: KvFormat,
+    *,
+    rows: int = 1,
+) -> Plan:
+    """For a short context, such that the whole one's caches will fit; or for all of it at once
+    where some of its keys and values live on the SSD.
+
+    ``rows`` are those of the passes to place for: more than one where guesses are verified.
+
+    Raises:
+        MemoryBudgetError: the whole context does not fit.
+    """
+    ctx = choice.ctx
+    request = PlanRequest(
+        shape=shape,
+        machine=machine,
+        budgets=limits,
+        ctx=ctx,
+        kv_format=kv_format,
+        kv_on_ssd=choice.kv_on_ssd,
+    )
+    if choice.kv_on_ssd:
+        return make_plan(request)
+    first = min(ctx, FIRST_CONTEXT)
+    while True:
+        plan = make_plan(replace(request, ctx=first, rows=rows))
+        if first >= ctx or _can_grow(plan, ctx):
+            # What is forecast from now on are plain passes.
+            return replace(plan, request=replace(plan.request, rows=1))
+        first = min(ctx, 2 * first)
+
+
+def _can_grow(plan: Plan, ctx: int) -> bool:
+    """Whether the caches of ``ctx`` tokens fit beside what cannot be streamed, on both sides."""
+    shape, placement = plan.request.shape, plan.placement
+    sizes = shape.kv_nbytes(plan.request.kv_format, ctx)
+    kv = {"ram": 0, "vram": 0, "ssd": 0}
+    for place, nbytes in zip(placement.kv, sizes, strict=True):
+        kv[place] += nbytes
+    memory = plan.memory
+    streamed = (memory.nbytes(what, "vram") for what in ("weights", "keys and values"))
+    stays = memory.total("vram") - sum(streamed) + unstreamable_card_nbytes(shape, placement)
+    on_card = not kv["vram"] or stays + kv["vram"] <= plan.request.budgets.vram
+    in_ram = unstreamable_nbytes(shape, placement) + kv["ram"] <= plan.for_weights_and_caches()
+    return in_ram and on_card
+
 
 # Less than this is too little to tell a disk's speed by.
 _LOAD_SAMPLE = 64 << 20

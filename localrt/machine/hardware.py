@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from localrt.offload.memory.state import MemoryState, memory_state
+from localrt.offload.memory import MemoryState, memory_state
 
 # The kernels' name for each feature, and how Linux and macOS spell it.
 _FEATURES = {

@@ -31,8 +31,7 @@ from localrt.hub.names import looks_like_path, parse_hub_ref
 from localrt.machine import hardware
 from localrt.machine.measuring import fingerprint, machine_profile
 from localrt.models.checkpoints import open_checkpoint
-from localrt.offload.memory.process import ram_budget
-from localrt.offload.memory.state import memory_state
+from localrt.offload.memory import memory_state, ram_budget
 from localrt.offload.planner import Budgets, MachineProfile, ModelShape
 from localrt.offload.planner.cards import (
     DEFAULT_CARD,

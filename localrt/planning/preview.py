@@ -22,7 +22,7 @@ from localrt.common.errors import (
 from localrt.common.formatting import format_bytes, parse_size
 from localrt.common.settings import Settings
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
-from localrt.offload.memory.process import ram_budget
+from localrt.offload.memory import ram_budget
 from localrt.offload.planner import MachineProfile, Plan, make_plan
 from localrt.offload.planner.measure import known_machine
 from localrt.offload.planner.plan import Change, PlanRequest, in_words

@@ -21,7 +21,7 @@ from localrt.hub.files import DEFAULT_LABEL
 from localrt.hub.known_models import KnownModel, repo_thinks
 from localrt.hub.names import HubRef
 from localrt.hub.resolving import Offer
-from localrt.offload.memory.process import ram_budget
+from localrt.offload.memory import ram_budget
 from localrt.offload.planner import Budgets, MachineProfile, ModelShape, PlanRequest
 from localrt.offload.planner.estimate import estimate, outline, whole_nbytes
 from localrt.offload.planner.plan import Change

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.base import WeightBlock
-from localrt.offload.store import fast_tiler
 from localrt.offload.store.pack import fingerprint, stored_infos
+from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.formats import CODECS, Format
 from localrt.quant.methods import ScaleSearch, fitting_format, quantize, restore
 from localrt.quantize.calibration import Calibration, HiddenStates

@@ -23,10 +23,10 @@ from localrt.models.checkpoints.store.manifest import Quantization
 from localrt.models.config import EMBEDDING, HEAD
 from localrt.models.registry import read_config, require_readable
 from localrt.models.units import list_units
-from localrt.offload.store import StoreWriter, fast_tiler
-from localrt.offload.store.layout import FilePlan, plan_files
-from localrt.offload.store.pack import describe_source, main_format, stored_infos
-from localrt.offload.store.text import text_files
+from localrt.offload.store import StoreWriter
+from localrt.offload.store.pack import describe_source, main_format, stored_infos, text_files
+from localrt.offload.store.writer import FilePlan, plan_files
+from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.cpu.scales import fast_search
 from localrt.quant.formats import CODECS, FORMATS, Format
 from localrt.quant.methods import (

@@ -20,7 +20,7 @@ import fastjsonschema
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from localrt.models.tokenizers.free_memory import return_free_memory
+from localrt.common.free_memory import return_free_memory
 from localrt.server import schemas
 from localrt.server.anthropic import schemas as anthropic
 from localrt.server.errors import ApiError, invalid

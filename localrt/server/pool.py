@@ -23,7 +23,7 @@ from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetErro
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import on_command_line
 from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
-from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.memory import current_rss, ram_budget
 from localrt.server.errors import ApiError, without_folders
 from localrt.server.models import (
     Models,

@@ -18,7 +18,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from localrt.offload.memory.process import current_rss
+from localrt.offload.memory import current_rss
 from localrt.server.bodies import BodyRoom, read_fields
 from localrt.server.errors import ApiError
 from localrt.server.models import Models, Offered, ServedModel

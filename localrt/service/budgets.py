@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.files import keep_private
 from localrt.common.formatting import format_bytes, parse_size
+from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
 from localrt.common.settings import KV_DISK, Settings
 from localrt.engine.batch.batch import kv_room
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.saved_caches import KvKeeper, PromptCache, Tier, model_key
 from localrt.loading.parts import LoadedModel
-from localrt.models.tokenizers.free_memory import return_free_memory
-from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.memory import current_rss, ram_budget
 
 
 class Budgets:

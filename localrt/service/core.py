@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
+from localrt.common.free_memory import return_free_memory
 from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import Settings
 from localrt.drafts.choice import Drafts
@@ -32,7 +33,6 @@ from localrt.hub.own_stores import note_use
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.tokenizers.free_memory import return_free_memory
 from localrt.planning.chooser import chooser
 from localrt.service.adapters import Adapters
 from localrt.service.budgets import Budgets, Parking, prompt_cache

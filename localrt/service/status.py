@@ -24,7 +24,7 @@ from localrt.common.errors import LocalrtError
 from localrt.engine.protocol import Engine, EngineInfo, EngineSession
 from localrt.engine.types import Chunk, Metrics
 from localrt.models.residency import Task
-from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.memory import current_rss, ram_budget
 from localrt.service.budgets import Budgets
 
 _NAMES = {"ssd": "The disk", "link": "The link to the card", "cpu": "The CPU", "gpu": "The card"}

@@ -20,12 +20,10 @@ import numpy as np
 
 from localrt.models.layers.moe import Routed, RoutingWatch
 from localrt.models.layers.parts import Check, PassState
-from localrt.offload.device.clock import Clock
-from localrt.offload.device.gpu import Event
+from localrt.offload.device.gpu import Clock, Event
 from localrt.offload.experts.cache import Demand, Key
-from localrt.offload.experts.gpu_slots import GpuSlots
 from localrt.offload.experts.memory import ExpertMemory
-from localrt.offload.experts.pool import Demanded
+from localrt.offload.experts.pool import Demanded, GpuSlots
 from localrt.offload.experts.scheduler import (
     Assignment,
     ExpertCosts,

@@ -1,9 +1,10 @@
-"""The memory of a mixture's experts, of what a placement gives them: in RAM, and on a GPU.
+"""The memory of a mixture's experts, in RAM and on a GPU, and sparse layers on the CPU alone.
 
 The bytes of all experts that are placed in RAM, and of the ring that would otherwise read the
 others, are slots: which experts are in them is the cache's, not the placement's. Slots are equal,
 but GGUF mixes (Q4_K_M, Q3_K_M) give some layers' down matrices more bits: there, layers of one size
-share a pool of slots, so that not every expert takes the room of the largest.
+share a pool of slots. A sparse layer on the CPU computes the experts that are there while the
+others are read; results are added in a fixed order, so the sum does not depend on it.
 """
 
 from __future__ import annotations
@@ -14,18 +15,17 @@ from typing import Any, Protocol
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.config import DecoderConfig
-from localrt.models.layers.moe import load_expert
+from localrt.models.layers.moe import Routed, RoutingWatch, load_expert
+from localrt.models.layers.parts import Check, PassState
 from localrt.models.weights import WeightLoader
-from localrt.offload.device.gpu import Gpu
+from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
-from localrt.offload.experts.gpu_slots import GpuSlots, SlotMemory
-from localrt.offload.experts.pool import Bytes, ExpertPool
+from localrt.offload.experts.pool import Bytes, ExpertPool, GpuSlots, SlotMemory
 from localrt.offload.placement import Where
-from localrt.offload.reading.demand_reader import DemandReader
 from localrt.offload.reading.files import ReadMode
-from localrt.offload.reading.reader import Source
+from localrt.offload.reading.reader import DemandReader, Source
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
-from localrt.quant.ops.protocol import Ops
+from localrt.quant.ops.protocol import Array, Ops
 
 _LEAST_SLOTS = 4  # of a pool, for each expert of a row
 _NEAR = 1.02  # sizes that are one class
@@ -253,3 +253,64 @@ def open_gpu_slots(mixture: Mixture, lane: WeightMaker, gpu: Gpu, *, ring: int) 
     memory = SlotMemory(gpu, size, slots)
     cache = mixture.cache(slots, mixture.tables(lane.ops), memory.take)
     return GpuSlots(gpu, units, cache, memory, build=build)
+
+
+class CpuExperts:
+    """Runs sparse layers on the CPU. See ``Experts``.
+
+    The CPU's time is the caller's task on ``clock``, which pauses while an expert is waited for.
+    ``hits`` and ``uses`` count the experts that were in memory when a layer asked for them, and all
+    that were asked for.
+    """
+
+    hostless = False
+
+    def __init__(self, memory: ExpertMemory, ops: Ops, clock: Clock) -> None:
+        self.watch: RoutingWatch | None = None
+        self.hits = self.uses = 0
+        self.memory = memory
+        self.ops = ops
+        self.clock = clock
+
+    def begin(self, routed: Routed, state: PassState) -> _Turn:
+        """Reads of what is absent begin."""
+        try:
+            return _Turn(self, routed, state.check)
+        except BaseException:
+            self.memory.pool(routed.place).done(routed.place)
+            raise
+
+
+class _Turn:
+    """See ``Turn``."""
+
+    def __init__(self, experts: CpuExperts, routed: Routed, check: Check | None) -> None:
+        self._experts, self._routed, self._check = experts, routed, check
+        self._pool = experts.memory.pool(routed.place)
+        self._wanted = wanted = self._pool.demand(routed.place, routed.routing)
+        experts.hits += len(wanted.present)
+        experts.uses += len(wanted.present) + len(wanted.absent)
+
+    def slots(self) -> Array:
+        """What is at hand, then what comes."""
+        pool, routed, wanted = self._pool, self._routed, self._wanted
+        slots = self._experts.ops.expert_slots(routed.rows, routed.routing)
+        if wanted.present:
+            self._compute(slots, wanted.present)
+        for expert in wanted.absent:
+            with self._experts.clock.pause("cpu", f"layers.{routed.layer}.mlp"):
+                pool.arrive(routed.place, expert, self._check)
+            self._compute(slots, [expert])
+        return slots
+
+    def end(self) -> None:
+        """What is on its way comes all the same; what failed is asked for when it is needed."""
+        self._pool.done(self._routed.place)
+
+    def _compute(self, slots: Array, experts: Sequence[int]) -> None:
+        routed = self._routed
+        table = self._pool.cache.tables[routed.place]
+        self._experts.ops.run_experts(
+            routed.rows, routed.routing, table, routed.spec, slots, experts
+        )
+        self._pool.computed(routed.place, experts)

@@ -1,23 +1,24 @@
 """A KV cache of which some layers live on an SSD: loaded before their attention, saved after it.
 
 Whole blocks of 256 tokens are in the file, the last, partial one is in RAM: a token costs no write.
-While a layer computes, the next one's blocks are loaded. Attention sees the same bytes in the same
-places as with a cache in RAM. What a pass has written counts from ``advance`` on, like everywhere;
-a pass that fails leaves the tokens held as they were, in the file and in RAM.
+While a layer computes, the next one's blocks are loaded into one of a few fixed buffers that all
+caches share; the buffer that is needed last is filled first, since layers come round in a circle.
+Attention sees the same bytes in the same places as with a cache in RAM. What a pass has written
+counts from ``advance`` on, like everywhere; a pass that fails leaves the tokens held as they were.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from localrt.common.errors import StorageError
-from localrt.offload.kv.file import PAGE, Bytes, KvFile
-from localrt.offload.kv.slots import Slot, SlotPool
-from localrt.offload.kv.tasks import IoTask, IoThread
+from localrt.common.errors import MemoryBudgetError, StorageError
+from localrt.offload.kv.file import PAGE, Bytes, IoTask, IoThread, KvFile
 from localrt.offload.placement import KvPlace
 from localrt.quant.cpu.kv import (
     BLOCK,
@@ -30,6 +31,96 @@ from localrt.quant.cpu.kv import (
 )
 from localrt.quant.ops.kv import grown_capacity
 from localrt.quant.ops.protocol import AttentionSpec
+
+
+class Slot:
+    """One buffer. It holds blocks [``first``, ``stop``) of ``layer`` of the cache ``owner``."""
+
+    __slots__ = ("address", "busy", "data", "first", "layer", "load", "owner", "stop", "task")
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+        self.address: int = data.ctypes.data
+        self.task: IoTask | None = None  # the last that reads or writes it, whoever's
+        self.free()
+
+    def free(self) -> None:
+        """Forget what it holds."""
+        self.owner: object = None
+        self.layer = -1
+        self.first = self.stop = 0
+        self.load: IoTask | None = None
+        self.busy = False  # a pass computes on it
+
+
+class SlotPool:
+    """``count`` buffers of ``nbytes`` each. One pass at a time; ``forget`` from anywhere."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        size = -(-nbytes // PAGE) * PAGE
+        memory = map_zeros(count * size)
+        self.nbytes = count * size
+        self._slots = [Slot(memory[i * size : (i + 1) * size]) for i in range(count)]
+        self._active: deque[object] = deque(maxlen=count)  # owners that passes began with
+        self._lock = threading.RLock()  # a finalizer may come in the middle
+
+    def begin(self, owner: object) -> None:
+        """A pass begins that ``owner`` takes part in: nothing is in use before its layers are."""
+        with self._lock:
+            self._active.append(owner)
+            for slot in self._slots:
+                slot.busy = False
+
+    def find(self, owner: object, layer: int) -> Slot | None:
+        """The buffer that holds ``layer`` of ``owner``, or is being filled with it."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.owner is owner and slot.layer == layer:
+                    return slot
+        return None
+
+    def take(
+        self, owner: object, layer: int, distance: Callable[[int], int], *, ahead: bool
+    ) -> Slot | None:
+        """An empty buffer for ``layer``. ``distance`` says in how many layers' time one is needed.
+
+        ``ahead``: not now, so that nothing goes that is needed sooner, or by another cache of the
+        same pass; None where there is no such buffer.
+
+        Raises:
+            MemoryBudgetError: every buffer is computed on.
+        """
+        with self._lock:
+            best, best_rank = None, -1
+            for slot in self._slots:
+                rank = self._rank(slot, owner, distance)
+                if not slot.busy and rank > best_rank:
+                    best, best_rank = slot, rank
+            if best is None and not ahead:
+                raise MemoryBudgetError(
+                    f"keys and values on the SSD have buffers for {len(self._slots)} sequences at "
+                    "once: run fewer together"
+                )
+            if best is None or (ahead and best_rank <= distance(layer)):
+                return None
+            best.free()
+            best.owner, best.layer = owner, layer
+            return best
+
+    def forget(self, owner: object) -> None:
+        """``owner`` is gone."""
+        with self._lock:
+            for slot in self._slots:
+                if slot.owner is owner:
+                    slot.free()
+
+    def _rank(self, slot: Slot, owner: object, distance: Callable[[int], int]) -> int:
+        """How late it is needed."""
+        if slot.owner is None:
+            return 1 << 30
+        if slot.owner is owner:
+            return distance(slot.layer)
+        return 0 if any(slot.owner is other for other in self._active) else 1 << 29
 
 
 def block_stride(spec: AttentionSpec, kv_format: KVFormat) -> int:

@@ -1,8 +1,9 @@
-"""A temporary file of keys and values: ranges in and out, whole pages at a time.
+"""A temporary file of keys and values, and the thread that reads and writes it.
 
-It has no name in its folder while it is used, so that it goes away however the process ends.
+The file has no name in its folder while it is used, so it goes away however the process ends.
 Direct I/O where the file system takes it; elsewhere pages are dropped once read or written, so that
-a memory budget means what it says. It knows ranges, not what they mean.
+a memory budget means what it says. The thread runs tasks in the order given: a buffer's save ends
+before its next load begins. Whoever needs a task waits for it alone.
 """
 
 from __future__ import annotations
@@ -11,15 +12,84 @@ import errno
 import os
 import tempfile
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import StorageError
 
-Bytes = npt.NDArray[np.uint8]
+IoTask: TypeAlias = "Future[None]"
 
+
+class IoThread:
+    """Starts with the first task. ``start`` may be called from anywhere, finalizers included.
+
+    An executor's ``submit`` takes a lock, in which a finalizer that submits as well would hang.
+    """
+
+    def __init__(self) -> None:
+        # A SimpleQueue's put can be interrupted by a finalizer that puts as well.
+        self._queue: SimpleQueue[tuple[IoTask, Callable[[], None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="localrt-kv", daemon=True)
+        self._started = False
+        self._closed = threading.Event()
+
+    def start(self, do: Callable[[], None]) -> IoTask:
+        """Queue a task."""
+        task: IoTask = Future()
+        if self._closed.is_set():
+            _refuse(task)
+            return task
+        self._queue.put((task, do))
+        if not self._started:
+            self._started = True
+            self._thread.start()
+        if self._closed.is_set():  # meanwhile, by another thread
+            self._queue.put(None)
+            if not self._thread.is_alive():
+                self._refuse_rest()
+        return task
+
+    def close(self) -> None:
+        """Finish what is queued, then end the thread."""
+        self._closed.set()
+        if self._started:
+            self._queue.put(None)
+            self._thread.join()
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Nobody waits for ever for what came too late."""
+        while True:
+            try:
+                job = self._queue.get_nowait()
+            except Empty:
+                return
+            if job is not None:
+                _refuse(job[0])
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            task, do = job
+            try:
+                do()
+            except Exception as error:  # noqa: BLE001 - it is whose that waits
+                task.set_exception(error)
+            else:
+                task.set_result(None)
+            del job, task, do  # they hold buffers
+
+
+def _refuse(task: IoTask) -> None:
+    task.set_exception(StorageError("the model is closed: load it again"))
+
+
+Bytes = npt.NDArray[np.uint8]
 PAGE = 4096  # offsets, sizes and addresses are multiples, as direct I/O wants
 _REQUEST = 8 << 20
 _NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)

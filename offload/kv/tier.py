@@ -12,9 +12,8 @@ from pathlib import Path
 from weakref import WeakSet
 
 from localrt.common.errors import OptionError
-from localrt.offload.kv.cache import SsdKVCache, block_stride
-from localrt.offload.kv.slots import SlotPool
-from localrt.offload.kv.tasks import IoThread
+from localrt.offload.kv.cache import SlotPool, SsdKVCache, block_stride
+from localrt.offload.kv.file import IoThread
 from localrt.offload.placement import KvPlace
 from localrt.quant.cpu.kv import (
     BLOCK,

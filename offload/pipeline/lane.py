@@ -18,8 +18,7 @@ from localrt.models.checkpoints.store.memory import UnitMemory, Verifier
 from localrt.models.layers.parts import Logits, Part, PassState
 from localrt.models.residency import Check, Resource
 from localrt.models.weights import VectorKey, WeightLoader
-from localrt.offload.device.clock import Clock
-from localrt.offload.device.gpu import Event, Gpu
+from localrt.offload.device.gpu import Clock, Event, Gpu
 from localrt.offload.pipeline.caches import split_batch
 from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import Ring

@@ -14,9 +14,9 @@ from localrt.models.config import EMBEDDING, LAYER_EMBEDDING, NGRAM_TABLE
 from localrt.models.decoder import load_norm
 from localrt.offload.account import card_scratch_nbytes
 from localrt.offload.device.gpu import Gpu
-from localrt.offload.experts.cpu import CpuExperts
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import (
+    CpuExperts,
     ExpertMemory,
     Mixture,
     open_experts,
@@ -25,15 +25,13 @@ from localrt.offload.experts.memory import (
 from localrt.offload.pipeline.balance import Balance, Rings, host_ring
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Bytes, Lane
-from localrt.offload.pipeline.setup import Opening, Setup
+from localrt.offload.pipeline.setup import Opening, Setup, load_resident, make_stages
 from localrt.offload.pipeline.stage import Stage
-from localrt.offload.pipeline.stages import load_resident, make_stages
 from localrt.offload.pipeline.streamed import Pipeline, Streamed
 from localrt.offload.pipeline.tables import NgramTable, RowTable
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import StoreFiles
-from localrt.offload.reading.sources import DiskSource, LinkSource
-from localrt.offload.reading.unit_reader import UnitReader
+from localrt.offload.reading.unit_reader import DiskSource, LinkSource, UnitReader
 from localrt.offload.ring import Ring
 from localrt.offload.shapes import PassSizes
 from localrt.quant.ops.arrays import aligned_buffer

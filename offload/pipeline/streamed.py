@@ -22,16 +22,14 @@ from localrt.models.layers.ngrams import NgramHash
 from localrt.models.layers.parts import Check, Part, PassState
 from localrt.models.residency import PipelineCounts, Residency, Task
 from localrt.offload.account import pass_logits_nbytes
-from localrt.offload.device.clock import Clock
-from localrt.offload.experts.cpu import CpuExperts
+from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.experts.memory import ExpertMemory
+from localrt.offload.experts.memory import CpuExperts, ExpertMemory
 from localrt.offload.kv.tier import KvTier
 from localrt.offload.pipeline.balance import Balance
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Lane, StreamedState
-from localrt.offload.pipeline.segments import JoinedHead, Segments
-from localrt.offload.pipeline.stage import Stage
+from localrt.offload.pipeline.stage import JoinedHead, Segments, Stage
 from localrt.offload.pipeline.tables import NgramTable, RowTable
 from localrt.offload.placement import Placement, Where
 from localrt.quant.ops.protocol import Batch, KVCache, Ops

@@ -2,7 +2,8 @@
 
 ``Reader`` has what all reading has in common: loads and their pieces, errors, a disk that is
 silent, the threads' end. Which piece comes next is for its two kinds to say: ``UnitReader`` follows
-a fixed order through a ring, ``DemandReader`` reads what it is asked for.
+a fixed order through a ring, ``DemandReader`` reads experts, which are known only once chosen: the
+urgent first, then those that are expected.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,13 +21,12 @@ from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.residency import Check
 from localrt.offload.device.gpu import Event
-from localrt.offload.ring import Chunk
+from localrt.offload.reading import reader
+from localrt.offload.ring import Chunk, chunks
 
 POLL_S = 0.05
 """Seconds until a waiting pass notices that it was cancelled."""
-
 _CLOSE_S = 2.0  # how long closing waits for reads on their way
-
 T = TypeVar("T")
 
 
@@ -221,3 +221,86 @@ class Reader:
                 load.error = error
                 load.waiting.clear()
             self._arrived(load)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DemandLoad(reader.Load):
+    """Appended to ``ends`` when it has ended, well or not."""
+
+    ends: deque[DemandLoad]
+
+
+class DemandReader(reader.Reader):
+    """See ``Reader``. It fetches pieces of ``block`` bytes."""
+
+    def __init__(
+        self, source: reader.Source, *, threads: int, block: int = 2 << 20, stall_s: float = 60.0
+    ) -> None:
+        self._block = block
+        self._urgent: deque[DemandLoad] = deque()
+        self._ahead: deque[DemandLoad] = deque()
+        super().__init__(source, threads=threads, stall_s=stall_s, name="experts")
+
+    def ask(
+        self, unit: StoredUnit, memory: Any, *, urgent: bool, ends: deque[DemandLoad]
+    ) -> DemandLoad:
+        """Begin to fill ``memory`` with ``unit``. See ``Load``."""
+        waiting = deque(chunks(unit.nbytes, self._block, first=0))
+        load = DemandLoad(unit=unit, memory=memory, waiting=waiting, ends=ends)
+        with self._changed:
+            (self._urgent if urgent else self._ahead).append(load)
+            self._changed.notify_all()
+        return load
+
+    def hurry(self, load: DemandLoad) -> None:
+        """What was asked for ahead is needed now."""
+        with self._changed:
+            if load in self._ahead:
+                self._ahead.remove(load)
+                self._urgent.append(load)
+
+    def cancel(self, loads: Collection[DemandLoad]) -> list[DemandLoad]:
+        """Of ``loads`` that were asked for ahead begin none; returns those of which none was read.
+
+        The others come all the same.
+        """
+        with self._changed:
+            dropped = [
+                load
+                for load in self._ahead
+                if load in loads and not load.in_flight and load.missing == load.unit.nbytes
+            ]
+            self._ahead = deque(load for load in self._ahead if load not in dropped)
+            return dropped
+
+    def wait(self, load: DemandLoad, check: Check | None = None) -> None:
+        """Until ``load`` is there. ``check`` is called while waiting, and may raise.
+
+        Raises:
+            CheckpointError: the file is truncated or fails, or the disk does not answer.
+        """
+        with self._changed:
+            self._wait(lambda: load.done or None, load.unit.name, check)
+            if load.error is not None:
+                raise load.error
+
+    def _next(self) -> reader.Job | None:
+        queue = self._urgent or self._ahead
+        if not queue:
+            return None
+        load = queue[0]
+        chunk = load.waiting.popleft()
+        load.in_flight += 1
+        if not load.waiting:
+            queue.popleft()
+        return load, chunk, None
+
+    def _arrived(self, load: reader.Load) -> None:
+        assert isinstance(load, DemandLoad), "it was asked for here"
+        if load.error is not None:
+            for queue in (self._urgent, self._ahead):
+                if load in queue:
+                    queue.remove(load)
+        if load.done:
+            load.ends.append(load)
+            self._changed.notify_all()

@@ -1,33 +1,41 @@
 """A model's packed form, made once and kept: what streaming reads in the place of a GGUF file.
 
 Stores lie in one folder, each named after its model and a fingerprint of it, so that another file
-of the same name gets another store. Two processes that want the same one make it once.
+of the same name gets another store. Two processes that want the same one make it once. A damaged
+unit is made again from the model; it is right when its SHA-256 is the manifest's.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import re
 import shutil
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from localrt.common.errors import (
     CancelledError,
     CheckpointError,
+    LocalrtError,
     StorageError,
     UnsupportedModelError,
 )
 from localrt.common.files import private_folder
+from localrt.common.free_memory import return_free_memory
+from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.checkpoints.store.manifest import MANIFEST_NAME
-from localrt.models.tokenizers.free_memory import return_free_memory
-from localrt.offload.store.pack import Tiler, fingerprint, pack_store
+from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, StoredUnit
+from localrt.offload.store.pack import Tiler, fingerprint, pack_store, stored_pieces
 from localrt.offload.store.writer import ProgressFunction
+from localrt.quant.cpu.ops import fast_tiler
 
 _POLL_S = 0.1
 
@@ -112,3 +120,55 @@ def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
             except OSError:  # a network file system without locks: the writer has its own
                 break
         yield
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def mend_unit(model: Path, store: Path, unit: StoredUnit, data: Bytes) -> None:
+    """Fill ``data`` (bytes of the unit,) from the model at ``model``, and write it to ``store``.
+
+    Raises:
+        CheckpointError: the model is another by now, or damaged, or the store cannot be written;
+            if it can be removed, it is packed anew when it is next asked for.
+    """
+    damaged = f"{store}: unit {unit.name} in {unit.file} is damaged"
+    try:
+        with closing(open_checkpoint(model)) as source:
+            _fill(source, unit, data)
+        if not unit.is_whole(data):
+            raise CheckpointError("it is not the model that was packed")
+        _write(store / unit.file, unit.offset, data)
+    except (LocalrtError, OSError) as error:
+        with suppress(OSError):
+            discard_store(store)
+        raise CheckpointError(
+            f"{damaged}, and cannot be made again from {model} ({error}): load the model again, "
+            "which packs it anew"
+        ) from error
+
+
+def _write(path: Path, offset: int, data: Bytes) -> None:
+    with path.open("r+b") as stream:
+        status = os.fstat(stream.fileno())
+        stream.seek(offset)
+        stream.write(data.data)
+        stream.flush()
+        # Nothing has changed for those who go by the time: the bytes are what they were.
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        os.fsync(stream.fileno())
+
+
+def _fill(source: Checkpoint, unit: StoredUnit, data: Bytes) -> None:
+    data[:] = 0  # between tensors, and behind the last
+    tiler = fast_tiler()
+    for tensor in unit.tensors:
+        out = data[tensor.offset : tensor.offset + tensor.nbytes]
+        at = -tensor.row * tensor.format.row_bytes(tensor.shape[-1]) if tensor.row else 0
+        for piece in stored_pieces(source, tensor.name, tiler):
+            rows = piece.data.reshape(-1).view(np.uint8)
+            part = rows[max(0, -at) : max(0, len(out) - at)]
+            out[max(0, at) : max(0, at) + len(part)] = part
+            at += len(rows)
+            if at >= len(out):
+                break

@@ -1,7 +1,8 @@
 """Packs a model into a store as it was published: every tensor keeps its width and its values.
 
-Tile by tile, so that a model larger than memory can be packed. Quantizing on the way is
-``localrt/quantize/quantize.py``'s work; it shares ``describe_source`` and the writer.
+Tile by tile, so that a model larger than memory can be packed. Tokenizer and chat template are kept
+as published: a folder's files are copied, a GGUF file's key-value pairs become a GGUF file without
+tensors. Quantizing on the way is ``localrt/quantize/quantize.py``'s work.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -18,28 +20,46 @@ from typing import TypeAlias
 import numpy as np
 
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo, WeightBlock
-from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.gguf.metadata import GgufMetadata
+from localrt.models.checkpoints.ranged_file import RangedFile
+from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME, StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import Manifest, Quantization, Source
 from localrt.models.registry import read_config, require_readable
 from localrt.models.units import Unit, list_units, packed_nbytes
-from localrt.offload.store.layout import plan_files
-from localrt.offload.store.text import text_files
-from localrt.offload.store.writer import ProgressFunction, StoreWriter
+from localrt.offload.store.writer import ProgressFunction, StoreWriter, plan_files
 from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.formats import F32, Exactness, Format, PackedTensor, unpack
 from localrt.quant.formats.tiled import TiledTensor, whole_tiles
 
-__all__ = [
-    "Tiler",
-    "describe_source",
-    "fast_tiler",
-    "fingerprint",
-    "main_format",
-    "pack_store",
-    "stored_infos",
-    "stored_pieces",
-    "tiled_pieces",
-]
+_TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "chat_template.json",
+    "chat_template.jinja",
+    "chat_templates/*.jinja",
+)
+
+
+def text_files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files that go into a store of ``checkpoint``.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    metadata = checkpoint.metadata
+    if isinstance(metadata, GgufMetadata):
+        yield GGUF_TEXT_NAME, metadata.alone()
+        return
+    for pattern in _TEXT_FILES:
+        for path in sorted(checkpoint.path.glob(pattern)):
+            yield path.relative_to(checkpoint.path).as_posix(), _contents(path)
+
+
+def _contents(path: Path) -> bytes:
+    with closing(RangedFile(path)) as file:
+        return file.read(0, file.size).tobytes()
 
 
 Tiler: TypeAlias = Callable[[PackedTensor], TiledTensor]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.models.residency import PipelineCounts
-from localrt.offload.memory.process import current_rss
+from localrt.offload.memory import current_rss
 from localrt.offload.placement import Where
 from tests.conftest import write_tiny_model
 from tests.inside import core_of

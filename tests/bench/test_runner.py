@@ -148,7 +148,7 @@ def test_unsupported_model(tmp_path: Path) -> None:
 
 def test_models_too_large_to_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from localrt.bench import runner
-    from localrt.offload.memory.state import MemoryState
+    from localrt.offload.memory import MemoryState
 
     monkeypatch.setattr(runner, "memory_state", lambda: MemoryState(10**9, 10**9))
     lines: list[str] = []

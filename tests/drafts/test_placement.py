@@ -18,7 +18,7 @@ from localrt.drafts.placement import DraftPlace
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES
-from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import Clock
 from localrt.offload.planner.cards import parse_card
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps

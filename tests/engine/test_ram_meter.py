@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from localrt.engine.native.meters import RamMeter
-from localrt.offload.ram_forecast import RamForecast
+from localrt.engine.native.meters import RamForecast, RamMeter
 from localrt.offload.shapes import PassSizes
 
 

@@ -21,8 +21,7 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv import KvTier
-from localrt.offload.kv.file import PAGE, KvFile
-from localrt.offload.kv.tasks import IoThread
+from localrt.offload.kv.file import PAGE, IoThread, KvFile
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.kv import KV_FORMATS, KVFormat
 from localrt.quant.cpu.ops import NativeOps

@@ -22,8 +22,8 @@ from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.offload.device.clock import Clock
 from localrt.offload.device.cuda import CudaGpu
+from localrt.offload.device.gpu import Clock
 from localrt.offload.placement import Placement, Where
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.kernels.launch import Grid, emulate

@@ -18,7 +18,7 @@ from localrt.chat_format.templates import sandbox
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.chat_format.templates.sandbox import SandboxedTemplate
 from localrt.common.errors import TemplateError
-from localrt.offload.memory.process import helpers_nbytes
+from localrt.offload.memory import helpers_nbytes
 
 HELLO = [{"role": "user", "content": "hello"}]
 NS = "{% set ns = namespace(s='ab', l=[1]) %}"

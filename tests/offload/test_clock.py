@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import Clock
 
 
 class Hands:

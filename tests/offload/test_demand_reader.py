@@ -10,7 +10,7 @@ import numpy as np
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Event
-from localrt.offload.reading.demand_reader import DemandReader, Load
+from localrt.offload.reading.reader import DemandLoad, DemandReader
 
 
 class Slow:
@@ -37,9 +37,9 @@ class Asked:
 
     def __init__(self, source: Slow) -> None:
         self.reader = DemandReader(source, threads=1, block=100, stall_s=30.0)
-        self.ended: deque[Load] = deque()
+        self.ended: deque[DemandLoad] = deque()
 
-    def ask(self, name: str, nbytes: int = 400, *, urgent: bool = True) -> Load:
+    def ask(self, name: str, nbytes: int = 400, *, urgent: bool = True) -> DemandLoad:
         unit = StoredUnit(name=name, file="f", offset=0, nbytes=nbytes, sha256="", tensors=())
         memory = np.zeros(nbytes, np.uint8)
         return self.reader.ask(unit, memory, urgent=urgent, ends=self.ended)

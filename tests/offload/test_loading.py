@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent.parent
 CHILD = """
     import json, psutil, sys, time
     import localrt, localrt.machine.measuring
-    from localrt.offload.memory.process import peak_rss
+    from localrt.offload.memory import peak_rss
 
     job = json.loads(sys.argv[1])
     if not job["measure"]:  # measuring takes seconds

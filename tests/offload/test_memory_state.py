@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.offload.memory.process import current_rss, peak_rss, ram_budget
-from localrt.offload.memory.state import MemoryState, memory_state
+from localrt.offload.memory import MemoryState, current_rss, memory_state, peak_rss, ram_budget
 
 GB = 10**9
 MARGIN = 6 << 20  # within a hard limit, for what is counted in pages

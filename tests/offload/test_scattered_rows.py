@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import CheckpointError
+from localrt.offload.pipeline.tables import RowRange, ScatteredRows
 from localrt.offload.reading.files import StoreFiles
-from localrt.offload.reading.scattered_rows import RowRange, ScatteredRows
 
 WIDTH = 160
 PARTS = (RowRange("a", 1234, 700), RowRange("b", 0, 1), RowRange("a", 120_000, 300))

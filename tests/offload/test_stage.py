@@ -12,7 +12,7 @@ import pytest
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.decoder import load_mlp
 from localrt.models.registry import read_config
-from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import Clock
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.placement import Where

@@ -14,8 +14,8 @@ import pytest
 
 import localrt
 from localrt.common.errors import CancelledError, MemoryBudgetError
-from localrt.models.tokenizers.free_memory import return_free_memory
-from localrt.offload.memory.process import current_rss
+from localrt.common.free_memory import return_free_memory
+from localrt.offload.memory import current_rss
 from localrt.server.errors import ApiError
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool

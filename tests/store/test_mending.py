@@ -10,8 +10,8 @@ import pytest
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
-from localrt.offload.store import mending, pack_store
-from localrt.offload.store.mending import mend_unit
+from localrt.offload.store import cached, pack_store
+from localrt.offload.store.cached import mend_unit
 from tests.models.tiny import save_tiny
 from tests.real_models import real_model
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_written_is_one_clear_line(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(mending.os, "fsync", full)
-    monkeypatch.setattr(mending, "discard_store", full)
+    monkeypatch.setattr(cached.os, "fsync", full)
+    monkeypatch.setattr(cached, "discard_store", full)
     with pytest.raises(CheckpointError, match=r"damaged, and cannot .*No space left"):
         mend_unit(model, out, unit, np.zeros(unit.nbytes, np.uint8))

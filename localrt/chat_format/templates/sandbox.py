@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt.common.errors import TemplateError
-from localrt.offload.memory.process import HELPERS
+from localrt.offload.memory import HELPERS
 
 _MAX_SOURCE = 250_000  # characters
 _PATIENCE_S = 5.0  # where the process cannot bound its own time

@@ -24,7 +24,7 @@ from localrt.engine.protocol import Check, Engine
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
 from localrt.models.tokenizers.base import Tokenizer
-from localrt.offload.memory.process import current_rss, ram_budget
+from localrt.offload.memory import current_rss, ram_budget
 
 # The rest is for activations, and for what else the machine does meanwhile.
 _KV_SHARE = 0.8

@@ -34,7 +34,7 @@ from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.engine.protocol import EngineInfo
 from localrt.offload.account import Account, check_fits
-from localrt.offload.memory.state import memory_state
+from localrt.offload.memory import memory_state
 
 _ERROR_LEVEL = 4
 

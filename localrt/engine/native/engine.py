@@ -20,7 +20,7 @@ import numpy as np
 from localrt.common.errors import LocalrtError, MemoryBudgetError, UnsupportedModelError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
-from localrt.engine.native.meters import RamMeter, RecentRates
+from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
 from localrt.engine.native.session import NativeSession
 from localrt.engine.protocol import (
     Check,
@@ -34,7 +34,6 @@ from localrt.engine.protocol import (
 from localrt.models.decoder import Decoder
 from localrt.models.residency import Residency
 from localrt.offload.account import PREFILL_ROWS
-from localrt.offload.ram_forecast import RamForecast
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span

@@ -9,8 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from localrt.offload.experts.cache import ExpertCache
-from localrt.offload.experts.policy import Values
+from localrt.offload.experts.cache import ExpertCache, Values
 
 
 class Step(NamedTuple):

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from localrt.models.decoder import Decoder
-from localrt.offload.device.clock import Clock
-from localrt.offload.device.gpu import Bytes, Event
+from localrt.offload.device.gpu import Bytes, Clock, Event
 from localrt.offload.placement import Where
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.ops import CudaOps

@@ -13,8 +13,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from localrt.offload.device.clock import Clock
-from localrt.offload.device.gpu import Bytes, Event, Gpu
+from localrt.offload.device.gpu import Bytes, Clock, Event, Gpu
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Array, Ops
 

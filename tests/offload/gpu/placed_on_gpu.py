@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localrt.models.checkpoints import StoreCheckpoint
 from localrt.models.decoder import Decoder
-from localrt.offload.device.clock import Clock
+from localrt.offload.device.gpu import Clock
 from localrt.offload.placement import Placement, Where
 from localrt.offload.ring import PAGE
 from localrt.quant.ops.protocol import Batch, Span

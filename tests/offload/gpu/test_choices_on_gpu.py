@@ -15,9 +15,8 @@ import pytest
 from benchmarks.common.random_store import RandomStore
 from localrt.models.decoder import Decoder
 from localrt.models.layers.moe import Routed
-from localrt.offload.device.clock import Clock
 from localrt.offload.device.cuda import CudaGpu
-from localrt.offload.device.gpu import Gpu
+from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.pipeline.opening import open_pipeline

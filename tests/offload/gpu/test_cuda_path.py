@@ -14,8 +14,8 @@ import torch
 
 from localrt.common.errors import CancelledError, MemoryBudgetError
 from localrt.models.decoder import Decoder
-from localrt.offload.device.clock import Clock
 from localrt.offload.device.cuda import CudaGpu
+from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.pipeline.caches import SplitCache
 from localrt.offload.pipeline.lane import Lane

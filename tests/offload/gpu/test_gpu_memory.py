@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from localrt.common.errors import MemoryBudgetError
 from localrt.models.decoder import Decoder
 from localrt.offload.account import card_scratch_nbytes
-from localrt.offload.device.clock import Clock
-from localrt.offload.device.gpu import SLABS, Gpu, Slab, share_slabs
-from localrt.offload.memory.pressure import MemoryPressure
+from localrt.offload.device.gpu import SLABS, Clock, Gpu, Slab, share_slabs
+from localrt.offload.memory import MemoryPressure
 from localrt.offload.pipeline import balance
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE

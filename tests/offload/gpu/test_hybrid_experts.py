@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
 from localrt.models.decoder import Decoder
-from localrt.offload.experts.gpu_slots import GpuSlots
 from localrt.offload.experts.hybrid import HybridExperts
+from localrt.offload.experts.pool import GpuSlots
 from localrt.offload.experts.scheduler import ExpertCosts, split_misses
 from localrt.offload.placement import Where
 from localrt.quant.ops.protocol import Batch

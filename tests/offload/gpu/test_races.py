@@ -18,13 +18,11 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.offload.device.clock import Clock
-from localrt.offload.device.gpu import Gpu
+from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import LEAST_CARD_ROWS, Where
-from localrt.offload.reading.sources import LinkSource
-from localrt.offload.reading.unit_reader import UnitReader
+from localrt.offload.reading.unit_reader import LinkSource, UnitReader
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens

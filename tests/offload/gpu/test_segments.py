@@ -18,7 +18,7 @@ from torch import Tensor
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.models.decoder import Decoder
-from localrt.offload.pipeline.segments import Segment
+from localrt.offload.pipeline.stage import Segment
 from localrt.offload.placement import Where
 from localrt.quant.cuda import graph
 from localrt.quant.cuda.kernels.launch import emulate

@@ -1,0 +1,225 @@
+"""How much RAM there is, what this process takes of it, and whether other programs need some.
+
+A limit of the container or cgroup binds in any case. Without a budget from the user, the desktop
+keeps some room. The memory of helper processes counts as this one's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# cgroup v1 writes "no limit" as the largest page-aligned 64-bit number.
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryState:
+    """RAM in bytes as this process sees it; ``limit`` is the tightest cgroup limit, if any."""
+
+    total: int
+    available: int
+    limit: int | None = None
+
+
+def memory_state(root: Path = Path("/")) -> MemoryState:
+    """RAM that is there and that this process can still take, cgroup v1 and v2 limits included.
+
+    ``root`` is where ``proc`` and ``sys`` lie; tests pass a folder of their own.
+    """
+    total, available = _machine(root)
+    limit: int | None = None
+    for group_limit, used in _cgroup_levels(root):
+        limit = group_limit if limit is None else min(limit, group_limit)
+        available = min(available, max(0, group_limit - used))
+    if limit is not None and limit >= total:
+        limit = None
+    return MemoryState(total if limit is None else limit, available, limit)
+
+
+def _machine(root: Path) -> tuple[int, int]:
+    """Bytes of RAM, and those that are free or soon can be; from Linux without a package's help."""
+    try:
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {
+            name: int(rest.split()[0]) << 10 for name, _, rest in (x.partition(":") for x in lines)
+        }
+        return sizes["MemTotal"], sizes["MemAvailable"]
+    except (OSError, ValueError, LookupError):
+        import psutil
+
+        machine = psutil.virtual_memory()
+        return machine.total, machine.available
+
+
+def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use that cannot be reclaimed) of every limited cgroup this process is in."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mount = root / "sys/fs/cgroup"
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit_file, usage_file, prefix = mount, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            base, limit_file = mount / "memory", "memory.limit_in_bytes"
+            usage_file, prefix = "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        # A limit binds every group below it. In a container the path may name folders that only
+        # the host sees: those are skipped, and the mount's own root still counts.
+        names = [name for name in path.split("/") if name]
+        if ".." in names:  # a group outside this cgroup namespace
+            names = []
+        for depth in range(len(names), -1, -1):
+            folder = base.joinpath(*names[:depth])
+            limit = _read_number(folder / limit_file)
+            if limit is not None and limit < _UNLIMITED:
+                used = _read_number(folder / usage_file) or 0
+                yield limit, max(0, used - _reclaimable(folder / "memory.stat", prefix))
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # not there, or "max"
+        return None
+
+
+def _reclaimable(stat: Path, prefix: str) -> int:
+    """Bytes of page cache, which the kernel gives back before it refuses memory.
+
+    Mapped pages are left out: they are programs and libraries at work, and would be read again.
+    """
+    try:
+        lines = (line.split() for line in stat.read_text().splitlines())
+        values = {name: int(value) for name, value in lines}
+    except (OSError, ValueError):
+        return 0
+    cached = sum(values.get(f"{prefix}{name}", 0) for name in ("active_file", "inactive_file"))
+    # Shared memory is mapped, and counted with files, but on no list of file pages.
+    shared = values.get(f"{prefix}shmem", 0)
+    mapped = values.get("file_mapped", values.get(f"{prefix}mapped_file", 0))
+    return max(0, cached - max(0, mapped - shared))
+
+
+# Left to the desktop where nobody said how much to use.
+_DESKTOP_SHARE = 0.1
+_MOST_DESKTOP_BYTES = 2 << 30
+# What counting in pages and the system's own bookkeeping may take within a hard limit.
+_LIMIT_MARGIN = 6 << 20
+HELPERS: set[int] = set()
+"""Ids of processes that work for this one alone: their memory counts as its own."""
+
+
+def helpers_nbytes() -> int:
+    """The memory of ``HELPERS`` that they share with nobody; 0 where the system does not say."""
+    nbytes = 0
+    for process in tuple(HELPERS):
+        try:
+            statm = Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()
+            nbytes += (int(statm[1]) - int(statm[2])) * mmap.PAGESIZE
+        except OSError:  # it has ended, or there is no /proc
+            continue
+    return nbytes
+
+
+def current_rss() -> int:
+    """Bytes of this process and its helpers that are in RAM."""
+    if sys.platform == "linux":
+        try:
+            pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+            return int(pages) * mmap.PAGESIZE + helpers_nbytes()
+        except OSError:  # no /proc
+            pass
+    import psutil
+
+    return int(psutil.Process().memory_info().rss) + helpers_nbytes()
+
+
+def peak_rss() -> int | None:
+    """Highest resident set of this process so far, in bytes, and what its helpers take now; None
+    where it is not known.
+    """
+    own = _own_peak()
+    return None if own is None else own + helpers_nbytes()
+
+
+def _own_peak() -> int | None:
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    if sys.platform == "linux":
+        # Not getrusage: its peak outlives exec, so a child would start with its parent's.
+        try:
+            status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            status = ""
+        for line in status.splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def ram_budget(ram: int | None, *, state: MemoryState | None = None, rss: int | None = None) -> int:
+    """Bytes that this process may take in all, what it has already included.
+
+    ``ram`` is what the user gave, if anything.
+    """
+    state = memory_state() if state is None else state
+    rss = current_rss() if rss is None else rss
+    available = state.available + rss
+    if state.limit is not None:
+        available -= _LIMIT_MARGIN
+    elif ram is None:
+        available -= min(_MOST_DESKTOP_BYTES, int(_DESKTOP_SHARE * state.total))
+    return max(0, available if ram is None else min(ram, available))
+
+
+_INTERVAL_S = 0.5
+# Below this the system begins to swap, and to drop the pages of programs at work.
+_LEAST_FREE = 256 << 20
+_LEAST_FREE_LIMITED = 2 << 20  # within a cgroup, whose limit is ours alone
+_STEP = 8 << 20  # not to come back for every megabyte
+_LEAST_FREE_VRAM = 150 << 20
+
+
+class MemoryPressure:
+    """Called before passes; returns bytes of RAM and of the card's memory that are needed now."""
+
+    def __init__(self, free_vram: Callable[[], int | None]) -> None:
+        self._free_vram = free_vram
+        self._asked = time.monotonic()
+
+    def __call__(self) -> tuple[int, int]:
+        """(RAM, VRAM) in bytes; below zero what may be taken again."""
+        now = time.monotonic()
+        if now - self._asked < _INTERVAL_S:
+            return 0, 0
+        self._asked = now
+        state = memory_state()
+        least = _LEAST_FREE if state.limit is None else _LEAST_FREE_LIMITED
+        free = self._free_vram()
+        vram = 0 if free is None else _needed(free, _LEAST_FREE_VRAM)
+        return _needed(state.available, least), vram
+
+
+def _needed(free: int, least: int) -> int:
+    if free < least:
+        return _rounded(least - free)
+    # Half of what is free beyond a good reserve may be taken again.
+    return min(0, 2 * least + _STEP - free) // 2
+
+
+def _rounded(nbytes: int) -> int:
+    return 0 if nbytes <= 0 else -(-nbytes // _STEP) * _STEP
