@@ -12,7 +12,7 @@ from localrt import hub
 from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import Settings
 from localrt.hub import HubRef, LocalModel, ResolvedModel, searching
-from localrt.hub.own_stores import last_used
+from localrt.hub.cache import last_used
 from localrt.hub.resolving import offer_of
 from localrt.hub.searching import FoundModel, Variant
 from localrt.planning.chooser import chooser

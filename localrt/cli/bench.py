@@ -17,7 +17,7 @@ from localrt.bench.gpu import forecast, wants_forecast
 from localrt.bench.report import to_json, to_table, write_trace
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import LONG_ANSWER, BenchOptions, Outcome, Workload
-from localrt.cli.help import Examples
+from localrt.cli.help import Examples, ProgressLine
 from localrt.cli.options import (
     DEVICE_HELP,
     FORMAT_HELP,
@@ -28,7 +28,6 @@ from localrt.cli.options import (
     add_flags,
     add_model_argument,
 )
-from localrt.cli.progress import ProgressLine
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import parse_size
 from localrt.common.option_names import option

@@ -7,7 +7,7 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
-from localrt.cli.help import Examples
+from localrt.cli.help import Examples, StatusLine
 from localrt.cli.loading import load
 from localrt.cli.options import (
     Flag,
@@ -16,7 +16,6 @@ from localrt.cli.options import (
     add_model_argument,
     load_options,
 )
-from localrt.cli.progress import StatusLine
 from localrt.common.formatting import format_rate
 from localrt.evaluate import Evaluation, evaluate
 from localrt.quantize.calibration import read_file

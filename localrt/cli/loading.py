@@ -13,8 +13,8 @@ from typing import Any
 
 import localrt
 from localrt.chat import ChatModel
+from localrt.cli.help import ProgressLine
 from localrt.cli.options import load_options
-from localrt.cli.progress import ProgressLine
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import printable
 from localrt.common.option_names import on_command_line, spelled

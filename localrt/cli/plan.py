@@ -19,8 +19,8 @@ from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, f
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.option_names import on_command_line
 from localrt.common.settings import Settings
-from localrt.drafts.acceptance import known_acceptance, known_drafts
-from localrt.drafts.family import find_family_draft
+from localrt.load.draft_acceptance import known_acceptance, known_drafts
+from localrt.load.draft_choice import find_family_draft
 from localrt.offload.planner import ModelShape, Plan
 from localrt.offload.planner.pair import (
     PRIOR_ACCEPTANCE,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from localrt.cli.help import Examples
-from localrt.cli.progress import ProgressLine
+from localrt.cli.help import Examples, ProgressLine
 from localrt.library import pull
 
 EXAMPLES: Examples = (

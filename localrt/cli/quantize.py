@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-from localrt.cli.help import Examples
+from localrt.cli.help import Examples, ProgressLine
 from localrt.cli.loading import resolve_model
 from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments, number
-from localrt.cli.progress import ProgressLine
 from localrt.common.errors import OptionError, TokenizerError
 from localrt.common.formatting import format_bytes, format_seconds
 from localrt.common.settings import Settings

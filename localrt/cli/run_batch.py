@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import localrt
+from localrt.cli.help import StatusLine
 from localrt.cli.loading import load_model
 from localrt.cli.options import constraint_options, sampling_options
-from localrt.cli.progress import StatusLine
 from localrt.common.errors import OptionError
 from localrt.common.formatting import format_rate, format_seconds
 from localrt.common.option_names import did_you_mean, on_command_line

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from localrt.cli.help import Examples
-from localrt.cli.progress import ProgressLine
+from localrt.cli.help import Examples, ProgressLine
 from localrt.common.errors import ModelNotFoundError
 from localrt.common.formatting import format_bytes, format_count, one_line
 from localrt.common.progress import note_to
@@ -20,7 +19,7 @@ from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref, shown_path
 from localrt.hub.searching import Variant
 from localrt.library import list_variants
-from localrt.loading.describing import ModelDescription, describe_model
+from localrt.load.describing import ModelDescription, describe_model
 from localrt.planning.chooser import chooser
 
 EXAMPLES: Examples = (

@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.speculative.gap_work import GapWork, Work
-from localrt.speculative.mixed import MixedTree
 from localrt.speculative.ngram import Archive
 from localrt.speculative.source import (
     DEPTH,
@@ -29,7 +28,7 @@ from localrt.speculative.source import (
     TreeSize,
 )
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import Run, Tuner
+from localrt.speculative.tuner import MixedTree, Run, Tuner
 
 # The share of plain decoding that looking for guesses may take where there are none, and the most
 # steps to leave it out.

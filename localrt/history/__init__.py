@@ -4,7 +4,7 @@ It knows text only: neither models nor their caches.
 """
 
 from localrt.history.conversation import Conversation, Turn
+from localrt.history.database import AnswerWriter
 from localrt.history.history import ConversationInfo, History
-from localrt.history.writer import AnswerWriter
 
 __all__ = ["AnswerWriter", "Conversation", "ConversationInfo", "History", "Turn"]

@@ -16,8 +16,14 @@ from typing import Any
 
 from localrt.common.errors import OptionError, StorageError
 from localrt.engine.types import Message
-from localrt.history.database import Database, insert
-from localrt.history.writer import AnswerWriter, is_alive, own_name, settle
+from localrt.history.database import (
+    AnswerWriter,
+    Database,
+    insert,
+    is_alive,
+    own_name,
+    settle,
+)
 
 _ROLES = ("user", "assistant", "tool")
 _TITLE_LENGTH = 60

@@ -14,7 +14,15 @@ from pathlib import Path
 
 from localrt.common.errors import LocalrtError
 from localrt.common.settings import Settings
-from localrt.hub.cache import CachedRepo
+from localrt.hub.cache import (
+    CachedRepo,
+    OwnStore,
+    find_quantized,
+    is_own_store,
+    last_used,
+    own_stores,
+    read_store,
+)
 from localrt.hub.files import gguf_variants, quantization_label, variant_name
 from localrt.hub.known_models import find_known
 from localrt.hub.names import (
@@ -31,14 +39,6 @@ from localrt.hub.names import (
     shown_path,
 )
 from localrt.hub.other_programs import OtherModel, find_other_model, other_models
-from localrt.hub.own_stores import (
-    OwnStore,
-    find_quantized,
-    is_own_store,
-    last_used,
-    own_stores,
-    read_store,
-)
 
 
 @dataclass(frozen=True, slots=True)

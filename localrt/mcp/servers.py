@@ -16,8 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from localrt.common.formatting import one_line
-from localrt.mcp.config import ServerConfig
-from localrt.mcp.types import ServerStatus, Tool, ToolResult
+from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 
 if TYPE_CHECKING:
     from localrt.mcp.connection import Connection

@@ -18,9 +18,8 @@ from typing import Any
 
 from localrt.common.errors import OptionError
 from localrt.engine.types import ToolCall
-from localrt.mcp.config import read_servers
+from localrt.mcp.config import ServerStatus, Tool, ToolResult, read_servers
 from localrt.mcp.servers import ToolServers
-from localrt.mcp.types import ServerStatus, Tool, ToolResult
 
 ROUNDS = 20  # of calls for one message; then the model has to answer without
 REFUSED = ToolResult("The user did not allow this call.", "refused")

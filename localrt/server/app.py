@@ -25,12 +25,6 @@ from localrt.common.errors import LocalrtError
 from localrt.server import about, texts
 from localrt.server.anthropic import routes as anthropic
 from localrt.server.bodies import prepare_checks
-from localrt.server.calls import (
-    Generation,
-    chat_call,
-    completion_call,
-    prompts_of,
-)
 from localrt.server.errors import (
     ApiError,
     JsonResponse,
@@ -42,9 +36,15 @@ from localrt.server.guard import Guard, LogLine
 from localrt.server.infill import routes as infill
 from localrt.server.models import Models, OneModel
 from localrt.server.ollama import routes as ollama
+from localrt.server.openai.calls import (
+    Generation,
+    chat_call,
+    completion_call,
+    prompts_of,
+)
+from localrt.server.openai.reply import ChatShape, Completion, TextShape
 from localrt.server.openapi import describe
 from localrt.server.options import ServeOptions
-from localrt.server.payloads import ChatShape, Completion, TextShape
 from localrt.server.replies import Reply, TokenBytes
 from localrt.server.responses import routes as responses
 from localrt.server.service import Service, read_request, service_of

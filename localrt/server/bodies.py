@@ -21,11 +21,11 @@ import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
 from localrt.common.free_memory import return_free_memory
-from localrt.server import schemas
 from localrt.server.anthropic import schemas as anthropic
 from localrt.server.errors import ApiError, invalid
 from localrt.server.infill import schemas as infill
 from localrt.server.ollama import schemas as ollama
+from localrt.server.openai import schemas
 from localrt.server.options import ServeOptions
 from localrt.server.responses import schemas as responses
 from localrt.server.schema_parts import Schema

@@ -1,18 +1,234 @@
-"""Tools of any dialect as functions, and how a client knows each of them when it is called.
+"""Messages and tools of any dialect in the form that chat templates take.
 
-Models call functions. A tool that takes a text is one with one argument; a tool that only its
-vendor's server can carry out is left out.
+A conversation never ends because of what it holds: words stand for what cannot be shown, and a part
+of an unknown kind is shown as it is, without what only its maker can read. Models call functions: a
+tool that takes a text is one with one argument, and a tool that only its vendor's server can carry
+out is left out.
 """
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from localrt.server.contents import Fields, Note, flat_name
+from localrt.chat_format.messages import kind_in_words
+from localrt.chat_format.thinking import THOUGHT_FIELDS
 from localrt.server.errors import invalid
+
+Fields = Mapping[str, Any]
+Message = dict[str, Any]
+Note = Callable[[str, str], None]
+"""Takes a kind, and a line for the log that is said once a kind."""
+
+
+def unnoted(kind: str, text: str) -> None:
+    """A ``Note`` that nobody reads."""
+
+
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+_OPAQUE = 256  # characters without a space, from which on a text is no words
+_KIND = 60  # characters of the name of a kind
+_UNSHOWN = ("id", "type", "status", "signature", "cache_control", "annotations", "citations")
+_ARGUMENTS = ("arguments", "input", "args", "action", "operation")
+_THOUGHTS = ("thinking", "reasoning", "reasoning_content")  # types of parts
+_IN_THOUGHTS = (*_THOUGHTS, "content", "summary", "text")
+_RESULTS = ("content", "output", "result")
+_FUNCTIONS = "functions"  # the namespace of tools that have none
+
+
+def thought(text: str) -> dict[str, str]:
+    """The fields of an assistant's message for what it thought, by the names of all templates."""
+    return dict.fromkeys(THOUGHT_FIELDS, text)
+
+
+def flat_name(name: str, namespace: Any) -> str:
+    """The name of a tool in a namespace, as models are told it."""
+    if not isinstance(namespace, str) or namespace in ("", _FUNCTIONS):
+        return name
+    return f"{namespace.rstrip('_')}__{name.lstrip('_')}"
+
+
+def made_call(call_id: Any, name: str, arguments: Any) -> Message:
+    """A call as an assistant's message has it; ``arguments`` are its text, or a value."""
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    function = {"name": name, "arguments": arguments}
+    return {"id": str(call_id or ""), "type": "function", "function": function}
+
+
+def messages_of(role: str, content: Any, note: Note, *, between: str = "\n\n") -> list[Message]:
+    """The messages that one of ``role`` with this ``content`` is: results have their own.
+
+    ``between`` stands between the texts of a message. A content without anything to show is no
+    message.
+    """
+    if isinstance(content, str):
+        return [{"role": role, "content": without_billing(content, role)}]
+    return list(_messages(role, content, note, between))
+
+
+def without_billing(text: str, role: str = "system") -> str:
+    """``text`` of a system prompt without the first line of Claude Code's: it is for its maker's
+    servers and differs in each request, so that nothing behind it would be found in a cache.
+    """
+    return _BILLING.sub("", text) if role in ("system", "developer") else text
+
+
+def text_of(content: Any, note: Note, between: str = "\n\n") -> str:
+    """The text of a content: of a text, a part, or a list of both."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    return between.join(filter(None, (_shown(part, note) for part in parts)))
+
+
+def _messages(role: str, content: Any, note: Note, between: str) -> Iterator[Message]:
+    texts: list[str] = []
+    fields: Message = {}
+
+    def gathered() -> Iterator[Message]:
+        if texts or fields:
+            words = without_billing(between.join(texts), role)
+            yield {"role": role, "content": words, **fields}
+        texts.clear()
+        fields.clear()
+
+    parts = content if isinstance(content, list) else [] if content is None else [content]
+    for part in parts:
+        kind = _kind(part)
+        if isinstance(part, Mapping) and (call := _call(kind, part)) is not None:
+            fields.setdefault("tool_calls", []).append(call)
+        elif isinstance(part, Mapping) and (answered := _answered(kind, part)) is not None:
+            yield from gathered()
+            result = next((part[name] for name in _RESULTS if part.get(name)), "")
+            yield {"role": "tool", "tool_call_id": answered, "content": text_of(result, note)}
+        elif kind in _THOUGHTS:
+            words = next((part[name] for name in _IN_THOUGHTS if part.get(name)), "")
+            if not words:
+                note("thoughts", "thoughts that only their maker can read are left out")
+            before = fields.get(THOUGHT_FIELDS[0])
+            if words := "\n\n".join(filter(None, (before, text_of(words, note)))):
+                fields |= thought(words)
+        elif (words := _shown(part, note)) or kind == "text":
+            texts.append(words)
+    yield from gathered()
+
+
+def _kind(part: Any) -> str:
+    return str(part.get("type") or "")[:_KIND] if isinstance(part, Mapping) else ""
+
+
+def _call(kind: str, part: Fields) -> Message | None:
+    """The call that a part is; those without an id were carried out elsewhere."""
+    own = kind.endswith("tool_use") or kind == "tool_call"
+    call_id = part.get("call_id") or (part.get("id") if own else None)
+    if not call_id or not kind.endswith(("_call", "tool_use")):
+        return None
+    given = next((part[name] for name in _ARGUMENTS if part.get(name) is not None), None)
+    if isinstance(given, str) and "arguments" not in part:
+        given = {"input": given}
+    elif isinstance(given, Mapping) and "action" in part:
+        given = {name: value for name, value in given.items() if name != "type"}
+    name = str(part.get("name") or kind.removesuffix("_call"))
+    return made_call(call_id, flat_name(name, part.get("namespace")), given)
+
+
+def _answered(kind: str, part: Fields) -> str | None:
+    """The id of the call that a part is the result of."""
+    call_id = part.get("tool_use_id") or part.get("call_id")
+    return str(call_id) if call_id and kind.endswith(("tool_result", "_output")) else None
+
+
+# -- words -----------------------------------------------------------------------------------------
+
+
+def _shown(part: Any, note: Note) -> str:
+    """A part in words; empty if there is nothing to show."""
+    if isinstance(part, str):
+        return part
+    try:
+        return _words(part, note) if isinstance(part, Mapping) else json.dumps(part)
+    except RecursionError:
+        return "[left out: nested too deeply]"
+
+
+def _words(part: Fields, note: Note) -> str:
+    kind = _kind(part)
+    for text in (part.get("text"), part.get("refusal")):
+        if isinstance(text, str):
+            return text
+    if kind in ("text", "refusal", "redacted_thinking"):
+        return ""  # null, or thoughts that only their maker can read
+    inner = part.get(kind)
+    found = inner if isinstance(inner, Mapping) else part
+    name = next((found[key] for key in ("title", "filename", "name") if found.get(key)), None)
+    words = _document(found, note)
+    if words:
+        return f"{name}\n{words}" if isinstance(name, str) else words
+    if kind:
+        note(
+            f"content {kind}",
+            f"messages hold {kind}: the model reads text only, and is shown words in its place",
+        )
+    if not kind.endswith("_call") and (known := kind_in_words(kind)) is not None:
+        return f"[{known} left out{f': {name}' if isinstance(name, str) else ''}]"
+    fields = _readable(part)
+    if not kind:
+        return json.dumps(fields, ensure_ascii=False) if fields else ""
+    shown = f": {json.dumps(fields, ensure_ascii=False)}" if fields else " left out"
+    return f"[{kind}{shown}]"
+
+
+def _document(part: Fields, note: Note) -> str:
+    """The text of a document, a search result and the like, where it is text."""
+    source = part.get("source")
+    if isinstance(source, Mapping):
+        if source.get("type") == "text":
+            return str(source.get("data") or "")
+        if source.get("type") == "content":
+            return text_of(source.get("content"), note)
+        return _decoded(str(source.get("media_type")), source.get("data"))
+    file = part.get("file_data")
+    if isinstance(file, str) and file.startswith("data:"):
+        head, _, data = file.removeprefix("data:").partition(",")
+        return _decoded(head, data)
+    if isinstance(part.get("transcript"), str):
+        return str(part["transcript"])
+    return text_of(part.get("content"), note)
+
+
+def _decoded(media_type: str, data: Any) -> str:
+    """Base64 of a text file as its text; empty for other files."""
+    if not media_type.startswith(("text/", "application/json", "application/xml")):
+        return ""
+    try:
+        return base64.b64decode(str(data)).decode()
+    except ValueError:
+        return ""
+
+
+def _readable(value: Any) -> Any:
+    """``value`` without ids, and without what is no words: encrypted or encoded bytes."""
+    if isinstance(value, str):
+        head = value[:_OPAQUE]
+        return None if len(head) == _OPAQUE and not any(map(str.isspace, head)) else value
+    if isinstance(value, Mapping):
+        shown = {
+            name: _readable(one)
+            for name, one in value.items()
+            if name not in _UNSHOWN and not name.endswith("_id") and "encrypted" not in name
+        }
+        return {name: one for name, one in shown.items() if one not in (None, "", [], {})}
+    if isinstance(value, Sequence):
+        return [one for one in map(_readable, value) if one is not None]
+    return value
+
 
 _SCHEMAS = ("parameters", "input_schema", "inputSchema")
 _OF_TOOLS = ("name", "description", "strict", "format", *_SCHEMAS)

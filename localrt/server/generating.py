@@ -38,9 +38,9 @@ from localrt.chat_format.thinking import split_thinking
 from localrt.common.errors import CancelledError, ContextOverflowError, OptionError
 from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
-from localrt.server.calls import Generation
 from localrt.server.errors import JsonResponse, failure, invalid
 from localrt.server.models import ServedModel
+from localrt.server.openai.calls import Generation
 from localrt.server.replies import EVENT_STREAM, Reply, TokenBytes
 from localrt.server.service import ModelRequest
 from localrt.service.arguments import joined

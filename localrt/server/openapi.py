@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from localrt.common.version import __version__
-from localrt.server import schemas
 from localrt.server.anthropic import schemas as anthropic
 from localrt.server.infill import schemas as infill
 from localrt.server.ollama import schemas as ollama
+from localrt.server.openai import schemas
 from localrt.server.responses import schemas as responses
 
 _EVENTS = "text/event-stream"

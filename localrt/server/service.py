@@ -1,6 +1,7 @@
 """A server at work: who may come in, which models they find, and what that adds up to.
 
-It counts, and knows no HTTP: that is the endpoints' business.
+It counts, and knows no HTTP. Responses of the last hour are kept in memory, so that a next one can
+follow on them by their id.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import threading
 import time
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -20,13 +22,85 @@ from starlette.requests import Request
 
 from localrt.offload.memory import current_rss
 from localrt.server.bodies import BodyRoom, read_fields
-from localrt.server.errors import ApiError
+from localrt.server.errors import ApiError, to_json
 from localrt.server.models import Models, Offered, ServedModel
 from localrt.server.options import ServeOptions
-from localrt.server.responses.store import ResponseStore
+
+_MOST = 1000
+_MOST_BYTES = 64 << 20
+_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A ``response`` as its client got it, and the ``items`` that it answers, the earlier ones too.
+
+    ``nbytes`` is about what it takes, ``since`` when it was put away.
+    """
+
+    response: dict[str, Any]
+    items: Sequence[dict[str, Any]]
+    nbytes: int
+    since: float
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """All items, to the end of the response."""
+        return [*self.items, *self.response.get("output", ())]
+
+
+class ResponseStore:
+    """Bounded in number, bytes and seconds: the oldest go first. For one event loop."""
+
+    def __init__(
+        self,
+        *,
+        most: int = _MOST,
+        most_bytes: int = _MOST_BYTES,
+        seconds: float = _SECONDS,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most, self._most_bytes, self._seconds = most, most_bytes, seconds
+        self._now = now
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._items: dict[str, tuple[str, dict[str, Any]]] = {}  # the last response that has each
+        self._nbytes = 0
+
+    def put(self, response: dict[str, Any], items: Sequence[dict[str, Any]]) -> None:
+        """Keep a response to ``items`` under its ``id``."""
+        nbytes, name = len(to_json([response, items])), response["id"]
+        self._kept[name] = stored = Stored(response, items, nbytes, self._now())
+        self._items |= {item["id"]: (name, item) for item in stored.conversation()}
+        self._nbytes += nbytes
+        self._make_room()
+
+    def get(self, name: str) -> Stored | None:
+        """The response of this id, if it is still there."""
+        self._make_room()
+        return self._kept.get(name)
+
+    def item(self, name: str) -> dict[str, Any] | None:
+        """The item of this id, of a response that is still there."""
+        self._make_room()
+        return self._items.get(name, ("", None))[1]
+
+    def remove(self, name: str) -> None:
+        """Forget the response of this id."""
+        stored = self._kept.pop(name)
+        self._nbytes -= stored.nbytes
+        for item in stored.conversation():
+            if self._items.get(item["id"], ("",))[0] == name:
+                del self._items[item["id"]]
+
+    def _make_room(self) -> None:
+        while self._kept:
+            oldest = next(iter(self._kept))
+            full = len(self._kept) > self._most or self._nbytes > self._most_bytes
+            if not full and self._now() - self._kept[oldest].since <= self._seconds:
+                break
+            self.remove(oldest)
+
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -106,7 +180,6 @@ def _number(value: float) -> str:
 _BODIES = 8  # of the largest size, that may come at once
 _LONGEST_RETRY_S = 60
 _MOST_NOTES = 256  # kinds may have names that clients choose
-
 _HELP = {
     "localrt_http_requests_total": "Requests, by path and status.",
     "localrt_http_request_seconds": "Time from a request to the end of its answer.",

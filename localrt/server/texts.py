@@ -17,10 +17,10 @@ from localrt.common.errors import CancelledError, OptionError
 from localrt.engine.protocol import Logits
 from localrt.engine.types import Message
 from localrt.server.about import known_facts
-from localrt.server.calls import chat_call
 from localrt.server.errors import ApiError, JsonResponse, invalid
 from localrt.server.generating import until_gone
 from localrt.server.models import Offered
+from localrt.server.openai.calls import chat_call
 from localrt.server.service import ModelRequest, read_request, service_of
 
 

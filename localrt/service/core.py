@@ -18,8 +18,6 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.free_memory import return_free_memory
 from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import Settings
-from localrt.drafts.choice import Drafts
-from localrt.drafts.loading import load_with_draft
 from localrt.engine.loop import generate
 from localrt.engine.options import read_options
 from localrt.engine.pool import SessionPool
@@ -28,10 +26,12 @@ from localrt.engine.request import Request
 from localrt.engine.saved_caches import PERSON, PromptCache, Tier
 from localrt.engine.types import Chunk, Message
 from localrt.hub import resolve, resolve_adapter
+from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras
-from localrt.hub.own_stores import note_use
-from localrt.loading.options import LoadOptions
-from localrt.loading.parts import LoadedModel, load_parts
+from localrt.load.draft_choice import Drafts
+from localrt.load.draft_loading import load_with_draft
+from localrt.load.options import LoadOptions
+from localrt.load.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.planning.chooser import chooser
 from localrt.service.adapters import Adapters

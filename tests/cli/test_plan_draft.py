@@ -12,8 +12,8 @@ import pytest
 from localrt.cli import main
 from localrt.cli import plan as plan_command
 from localrt.common.settings import Settings
-from localrt.drafts.acceptance import remember_acceptance
-from localrt.drafts.family import FamilyDraft
+from localrt.load.draft_acceptance import remember_acceptance
+from localrt.load.draft_choice import FamilyDraft
 from tests.planner.models import CONFIGS
 
 TARGET, DRAFT = "phi-3-mini", "qwen2.5-coder-1.5b"

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt import CancelledError, Conversation, History, OptionError, StorageError
-from localrt.history.copies import copy_to_memory, end_answer, merge
+from localrt.history.history import copy_to_memory, end_answer, merge
 
 posix = pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
 

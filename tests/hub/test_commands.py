@@ -13,7 +13,7 @@ from localrt.cli import list as list_command
 from localrt.cli import pull as pull_command
 from localrt.cli import rm as rm_command
 from localrt.cli import show as show_command
-from localrt.cli.progress import ProgressLine, describe
+from localrt.cli.help import ProgressLine, describe
 from localrt.common.errors import ModelNotFoundError, OfflineError
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings

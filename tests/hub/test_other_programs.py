@@ -12,8 +12,8 @@ import pytest
 from localrt.common.errors import CheckpointError, ModelNotFoundError, OptionError
 from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
+from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras
-from localrt.hub.own_stores import note_use
 from tests.hub.other_stores import add_ollama_model
 
 LIBRARY = "registry.ollama.ai/library"

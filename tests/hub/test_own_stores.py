@@ -11,7 +11,7 @@ import pytest
 from localrt.common.errors import ModelNotFoundError, OptionError
 from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
-from localrt.hub.own_stores import note_use
+from localrt.hub.cache import note_use
 from localrt.hub.removing import plan_removal
 
 

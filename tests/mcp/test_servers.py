@@ -14,9 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from localrt.mcp.config import ServerConfig
+from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 from localrt.mcp.servers import ToolServers
-from localrt.mcp.types import ServerStatus, Tool, ToolResult
 from tests.waits import wait_for
 
 SERVER = str(Path(__file__).with_name("server.py"))

@@ -6,10 +6,9 @@ import pytest
 
 from localrt.common.errors import OptionError
 from localrt.engine.types import ToolCall
-from localrt.mcp.config import ServerConfig
+from localrt.mcp.config import ServerConfig, ServerStatus, Tool
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
-from localrt.mcp.types import ServerStatus, Tool
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 

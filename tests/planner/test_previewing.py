@@ -10,7 +10,7 @@ import pytest
 import localrt
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
-from localrt.hub.own_stores import forget_use, last_used, note_use
+from localrt.hub.cache import forget_use, last_used, note_use
 from localrt.offload.planner import measure
 from localrt.planning.preview import Preview, preview, preview_size
 

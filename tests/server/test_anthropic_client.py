@@ -8,7 +8,7 @@ import pytest
 
 from localrt.server.anthropic.routes import messages_call
 from localrt.server.bodies import check_fields
-from localrt.server.calls import chat_call
+from localrt.server.openai.calls import chat_call
 from localrt.server.options import ServeOptions
 from localrt.server.pool import ModelPool
 from tests.server.conftest import Running, serving

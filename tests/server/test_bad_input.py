@@ -17,8 +17,8 @@ from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.option_names import option
 from localrt.server import bodies
 from localrt.server.bodies import check_fields, parse_json
-from localrt.server.calls import chat_call, completion_call
 from localrt.server.errors import ApiError, api_error
+from localrt.server.openai.calls import chat_call, completion_call
 from localrt.server.options import ServeOptions, is_loopback
 from localrt.server.running import open_socket
 from tests.server.conftest import Running, serving

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from localrt.server.anthropic.routes import messages_call
 from localrt.server.bodies import check_fields
-from localrt.server.calls import Generation, chat_call
-from localrt.server.contents import text_of, unnoted
 from localrt.server.errors import ApiError
+from localrt.server.functions import text_of, unnoted
 from localrt.server.ollama import calls as ollama
+from localrt.server.openai.calls import Generation, chat_call
 from localrt.server.responses.routes import items_of, responses_call
 from tests.server.conftest import Running
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from localrt.server.responses.routes import conversation
-from localrt.server.responses.store import ResponseStore
+from localrt.server.service import ResponseStore
 from tests.server.conftest import Running
 
 openai = pytest.importorskip("openai")

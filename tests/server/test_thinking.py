@@ -9,7 +9,7 @@ import pytest
 
 from localrt.client.model import connect
 from localrt.server.bodies import check_fields
-from localrt.server.calls import chat_call
+from localrt.server.openai.calls import chat_call
 from tests.fake_endpoint import DONE, HEAD, delta, event, saying
 from tests.server.conftest import Running
 

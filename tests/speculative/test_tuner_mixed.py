@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.speculative.mixed import MixedTree
 from localrt.speculative.source import Ahead, Plan, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import Run, Tuner
+from localrt.speculative.tuner import MixedTree, Run, Tuner
 from localrt.speculative.worth import AHEAD_S, Calibration, GapWorth
 from tests.speculative.test_tree import path_to, trees, words
 

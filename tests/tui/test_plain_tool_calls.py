@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from localrt.client.model import connect
+from localrt.mcp.config import Tool, ToolResult
 from localrt.mcp.toolbox import ROUNDS, Toolbox
-from localrt.mcp.types import Tool, ToolResult
 from localrt.tui.conversation.tool_calls import NO_TOOLS, ROUNDS_OVER
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, saying, whole
 from tests.tui.conftest import plain_chat

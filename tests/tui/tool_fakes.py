@@ -9,10 +9,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from localrt.engine.types import ToolCall
-from localrt.mcp.config import ServerConfig
+from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
-from localrt.mcp.types import ServerStatus, Tool, ToolResult
 
 __all__ = ["FakeServers", "call", "toolbox"]
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.errors import StorageError
-from localrt.history.copies import copy_to_memory, end_answer, merge
+from localrt.history.history import copy_to_memory, end_answer, merge
 from localrt.tui.conversation.call_messages import with_answers, with_results
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from localrt.common.errors import LocalrtError
+from localrt.mcp.config import ToolResult
 from localrt.mcp.toolbox import REFUSED, STOPPED, Toolbox
-from localrt.mcp.types import ToolResult
 from localrt.tui.conversation.open_conversation import OpenConversation
 
 if TYPE_CHECKING:

@@ -14,25 +14,26 @@ from starlette.responses import Response
 from localrt.chat_format.messages import arguments_of
 from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.engine.types import Chunk, Metrics, ToolCall
-from localrt.server.calls import Generation, effort, stops
-from localrt.server.contents import (
-    Fields,
-    Message,
-    Note,
-    messages_of,
-    text_of,
-    unnoted,
-    without_billing,
-)
 from localrt.server.errors import (
     ApiError,
     JsonResponse,
     anthropic_error,
     invalid,
 )
-from localrt.server.functions import chosen, offered
+from localrt.server.functions import (
+    Fields,
+    Message,
+    Note,
+    chosen,
+    messages_of,
+    offered,
+    text_of,
+    unnoted,
+    without_billing,
+)
 from localrt.server.generating import answer, prompt_tokens
 from localrt.server.models import Offered
+from localrt.server.openai.calls import Generation, effort, stops
 from localrt.server.replies import (
     EVENT_STREAM,
     Payload,

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localrt.engine.types import Chunk, Metrics
-from localrt.server.calls import Generation, completion_call
 from localrt.server.errors import ApiError, error_body
 from localrt.server.generating import answer
 from localrt.server.infill import schemas
-from localrt.server.payloads import ChatShape, Completion
+from localrt.server.openai.calls import Generation, completion_call
+from localrt.server.openai.reply import ChatShape, Completion
 from localrt.server.replies import (
     EVENT_STREAM,
     Payload,

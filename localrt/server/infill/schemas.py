@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from localrt.server.openai.schemas import COMPLETION
 from localrt.server.schema_parts import (
     COUNT,
     FLAG,
@@ -15,7 +16,6 @@ from localrt.server.schema_parts import (
     number,
     object_of,
 )
-from localrt.server.schemas import COMPLETION
 
 __all__ = ["FIM", "INFILL", "INFILL_RESPONSE"]
 

@@ -15,30 +15,30 @@ from localrt.chat_format.thinking import ThoughtStream
 from localrt.common.errors import OptionError
 from localrt.common.formatting import parse_duration
 from localrt.engine.types import Chunk, ToolCall
-from localrt.server.calls import (
-    ANY_SEED,
-    SEEDS,
-    Generation,
-    effort,
-    stops,
-)
-from localrt.server.contents import (
-    Fields,
-    Message,
-    Note,
-    made_call,
-    text_of,
-    thought,
-    unnoted,
-)
 from localrt.server.errors import (
     ApiError,
     invalid,
     ollama_error,
     to_json,
 )
-from localrt.server.functions import offered
-from localrt.server.payloads import token_payloads
+from localrt.server.functions import (
+    Fields,
+    Message,
+    Note,
+    made_call,
+    offered,
+    text_of,
+    thought,
+    unnoted,
+)
+from localrt.server.openai.calls import (
+    ANY_SEED,
+    SEEDS,
+    Generation,
+    effort,
+    stops,
+)
+from localrt.server.openai.reply import token_payloads
 from localrt.server.replies import Payload, TokenBytes
 
 _SAME_NAMES = (

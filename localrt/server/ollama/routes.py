@@ -9,9 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localrt.server.calls import Generation, prompts_of
-from localrt.server.contents import Note
 from localrt.server.errors import JsonResponse, invalid
+from localrt.server.functions import Note
 from localrt.server.generating import answer, until_gone
 from localrt.server.ollama import models
 from localrt.server.ollama.calls import (
@@ -21,6 +20,7 @@ from localrt.server.ollama.calls import (
     keep_alive_s,
     ready,
 )
+from localrt.server.openai.calls import Generation, prompts_of
 from localrt.server.replies import Reply, TokenBytes
 from localrt.server.service import ModelRequest, read_request
 from localrt.server.texts import embedded

@@ -13,10 +13,10 @@ from typing import Any
 from localrt.chat_format.messages import arguments_of
 from localrt.chat_format.thinking import ThoughtStream
 from localrt.engine.types import Chunk, Metrics, ToolCall
-from localrt.server.calls import Generation
 from localrt.server.errors import ApiError, in_words
 from localrt.server.functions import Known, text_argument
-from localrt.server.payloads import token_payloads
+from localrt.server.openai.calls import Generation
+from localrt.server.openai.reply import token_payloads
 from localrt.server.replies import (
     EVENT_STREAM,
     Payload,

@@ -13,22 +13,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from localrt.chat_format.thinking import THOUGHT_FIELDS
-from localrt.server.calls import Generation, effort
-from localrt.server.contents import (
+from localrt.server.errors import ApiError, JsonResponse, invalid
+from localrt.server.functions import (
     Fields,
     Message,
     Note,
+    chosen,
     messages_of,
+    offered,
     thought,
     unnoted,
 )
-from localrt.server.errors import ApiError, JsonResponse, invalid
-from localrt.server.functions import chosen, offered
 from localrt.server.generating import answer, prompt_tokens
+from localrt.server.openai.calls import Generation, effort
 from localrt.server.replies import Payload, Reply, TokenBytes
 from localrt.server.responses.reply import ResponseReply
-from localrt.server.responses.store import ResponseStore, Stored
-from localrt.server.service import read_request, service_of
+from localrt.server.service import ResponseStore, Stored, read_request, service_of
 
 Item = dict[str, Any]
 

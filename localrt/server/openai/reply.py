@@ -16,9 +16,9 @@ from localrt.chat_format.messages import as_message_calls
 from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.common.version import __version__
 from localrt.engine.types import Chunk, Metrics
-from localrt.server.calls import Generation
 from localrt.server.errors import ApiError, error_body
 from localrt.server.functions import text_argument
+from localrt.server.openai.calls import Generation
 from localrt.server.replies import (
     EVENT_STREAM,
     Payload,

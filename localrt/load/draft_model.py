@@ -1,12 +1,15 @@
-"""A draft model beside its target: a loaded model whose passes make guesses.
+"""A draft model beside its target: a loaded model whose passes propose tokens.
 
-Its caches never outgrow the memory of a card that was set aside for them.
+Its caches never outgrow the GPU memory that was set aside for them. A draft with another vocabulary
+is told the text so far in its own tokens, and the paths of its tree are read again by the target's
+tokenizer. Where the two cut text differently, a draft token may be of no use.
 """
 
 from __future__ import annotations
 
+import codecs
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -15,11 +18,11 @@ import numpy.typing as npt
 
 from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes
-from localrt.drafts.placement import DraftPlace
-from localrt.drafts.translation import TranslatedSource
 from localrt.engine.native.engine import NativeEngine
-from localrt.loading.parts import LoadedModel
+from localrt.load.draft_placement import DraftPlace
+from localrt.load.parts import LoadedModel
 from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.speculative.ngram import common_length
 from localrt.speculative.source import (
     MOST_NODES,
     Check,
@@ -28,12 +31,108 @@ from localrt.speculative.source import (
     DraftSource,
     Rows,
 )
+from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tree_source import TreeSource
 
 if TYPE_CHECKING:
     from localrt.engine.options import Options
     from localrt.engine.protocol import EngineSession
     from localrt.models.tokenizers import Tokenizer
+_BEFORE = "\n"  # some tokenizers put a space before what begins a text
+
+
+class TranslatedSource(DraftSource):
+    """``source`` guesses in the tokens of ``theirs``, what it is asked is in ``ours``."""
+
+    def __init__(self, source: DraftSource, ours: Tokenizer, theirs: Tokenizer) -> None:
+        self.name = source.name
+        self._source = source
+        self._ours, self._theirs = ours, theirs
+        self._seen: list[int] = []  # of our tokens
+        self._told: list[int] = []  # of theirs
+        # After so many of ours, so many of theirs: nothing of a character was missing there.
+        self._marks: list[tuple[int, int]] = [(0, 0)]
+
+    def propose(
+        self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
+    ) -> TokenTree:
+        if not self._follow(history):
+            return TokenTree.empty()
+        tree = self._source.propose(self._told, budget, depth, check=check)
+        return self._translated(tree, budget, depth)
+
+    def _follow(self, history: Sequence[int]) -> bool:
+        """Tell what has been written since; false in the middle of a character."""
+        kept = common_length(self._seen, history)
+        while self._marks[-1][0] > kept:
+            self._marks.pop()
+        ours, theirs = self._marks[-1]
+        del self._told[theirs:]
+        text, whole = _spelled(self._ours, history[ours:])
+        self._seen = list(history[:ours])
+        if not whole:
+            return False
+        if theirs:
+            self._told += _inside(self._theirs, text)
+        else:
+            self._told = self._theirs.encode(text, parse_special=True)
+        self._seen = list(history)
+        if self._told:
+            self._marks.append((len(history), len(self._told)))
+        return bool(self._told)
+
+    def _translated(self, tree: TokenTree, budget: int, depth: int) -> TokenTree:
+        """The paths of ``tree``, the likeliest first, as far as they are whole characters."""
+        nodes: dict[tuple[int, int], int] = {}
+        tokens: list[int] = []
+        parents: list[int] = []
+        scores: list[float] = []
+        inner = set(tree.parents.tolist())
+        leaves = [node for node in range(len(tree.tokens)) if node not in inner]
+        for leaf in sorted(leaves, key=lambda node: -tree.scores[node]):
+            path = _path(tree, leaf)
+            text, _ = _spelled(self._theirs, tree.tokens[path].tolist())
+            ends = np.cumsum([len(self._theirs.token_bytes(int(tree.tokens[n]))) for n in path])
+            parent, at, score = ROOT, 0, 0.0
+            for token in _inside(self._ours, text)[:depth]:
+                at += len(self._ours.token_bytes(token))
+                known = path[min(int(np.searchsorted(ends, at)), len(path) - 1)]
+                score = min(score, float(tree.scores[known]))
+                node = nodes.get((parent, token))
+                if node is None:
+                    if len(tokens) == budget:
+                        break
+                    node = nodes[parent, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(parent)
+                    scores.append(score)
+                parent, score = node, scores[node]
+        return TokenTree.of(tokens, parents, scores, self.name)
+
+
+def _spelled(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[str, bool]:
+    """The whole characters of ``tokens``, and whether there is nothing behind them."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(b"".join(map(tokenizer.token_bytes, tokens)))
+    return text, not decoder.getstate()[0]
+
+
+def _path(tree: TokenTree, leaf: int) -> list[int]:
+    """The nodes to a leaf, in order."""
+    path = [leaf]
+    while (parent := int(tree.parents[path[-1]])) != ROOT:
+        path.append(parent)
+    return path[::-1]
+
+
+def _inside(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of ``text`` behind other text."""
+    before = tokenizer.encode(_BEFORE, add_special=False)
+    both = tokenizer.encode(_BEFORE + text, add_special=False, parse_special=True)
+    if both[: len(before)] == before:
+        return both[len(before) :]
+    return tokenizer.encode(text, add_special=False, parse_special=True)
+
 
 _ROUND_NODES = 128
 _ROUND_LOGITS = 16 << 20

@@ -10,19 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from localrt.server.contents import (
+from localrt.server.errors import invalid
+from localrt.server.functions import (
     Fields,
+    Known,
     Message,
     Note,
+    chosen,
     made_call,
     messages_of,
+    offered,
     text_of,
     thought,
     unnoted,
 )
-from localrt.server.errors import invalid
-from localrt.server.functions import Known, chosen, offered
-from localrt.server.schemas import EFFORTS, THINKING_LIMITS
+from localrt.server.openai.schemas import EFFORTS, THINKING_LIMITS
 
 SEEDS = 1 << 64
 ANY_SEED = -1  # of llama.cpp, LM Studio and Ollama: another every time

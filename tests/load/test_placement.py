@@ -12,18 +12,18 @@ import pytest
 import localrt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
-from localrt.drafts import placement
-from localrt.drafts.acceptance import known_acceptance, remember_acceptance
-from localrt.drafts.placement import DraftPlace
-from localrt.loading.gpu import OpenGpu
-from localrt.loading.options import LoadOptions
+from localrt.load import draft_placement
+from localrt.load.draft_acceptance import known_acceptance, remember_acceptance
+from localrt.load.draft_placement import DraftPlace
+from localrt.load.gpu import OpenGpu
+from localrt.load.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES
 from localrt.offload.device.gpu import Clock
 from localrt.offload.planner.cards import parse_card
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from tests.conftest import write_tiny_model
-from tests.drafts.conftest import Choose
+from tests.load.conftest import Choose
 from tests.offload.gpu.fakes import FakeGpu
 
 pytestmark = [
@@ -58,8 +58,8 @@ def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
             profile=gpu.profile,
             link_bytes_s=gpu.link_bytes_s,
         )
-        monkeypatch.setattr(placement, "_open_card", lambda *args: opened)
-        found = placement.place_draft(
+        monkeypatch.setattr(draft_placement, "_open_card", lambda *args: opened)
+        found = draft_placement.place_draft(
             *folders,
             "draft",
             LoadOptions(device="cuda", ctx=128, **options),
