@@ -13,13 +13,12 @@ branch that this window shows, so that nothing is sent to a model that was not s
 the chat asks it whether another window has written (``PRAGMA data_version``).
 
 An answer that ends with calls of tools is followed by their results and by another answer, until
-one has no calls. ``tui/conversation/tool_calls.py`` has a call while it is asked about and run, and
+one has no calls. ``tui/conversation/generation.py`` has a call while it is asked about and run, and
 its turn in the history; ``tui/chat/tool_calls.py`` takes an answer's calls one after another in the
 app, ``tui/plain_answers.py`` in the plain chat. What runs is in the thread of ``localrt/mcp``; a
-model that can be given no tools sees the conversation without calls
-(``tui/conversation/call_messages.py``).
+model that can be given no tools sees the conversation without calls.
 
-Threads only fill plain objects (``tui/conversation/background.py``). The screen looks at them on a
+Threads only fill plain objects (``tui/conversation/generation.py``). The screen looks at them on a
 timer, at most 20 times a second and for at most a hundredth of the processor, so that decoding
 never waits for drawing. A conversation is one scrolling widget that lays out only what is visible,
 so its length costs nothing. Bindings, palette, menu and help are made from the tables in

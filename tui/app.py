@@ -26,15 +26,14 @@ from localrt.common.errors import CancelledError, LocalrtError
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.chat.answering import FRAME_SECONDS
-from localrt.tui.chat.footer import Phase
+from localrt.tui.chat.lines import Phase
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.screen import ChatScreen
-from localrt.tui.conversation.background import Task, loading
+from localrt.tui.conversation.generation import Task, loading
 from localrt.tui.conversation.state import ChatState, Defaults
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile, PresetsFile, config_folder
-from localrt.tui.screens.dialogs import SMALLEST, Confirm, TooSmall, ask
-from localrt.tui.screens.help import HelpScreen
+from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, TooSmall, ask
 from localrt.tui.text import explained, one_line, pasted, short_name
 from localrt.tui.themes import WithoutColor, offered, register
 
@@ -342,8 +341,7 @@ class ChatApp(App[None]):
 
     def action_models(self, search: str = "") -> None:
         """Open the models screen with a search in it."""
-        from localrt.tui.screens.models import ModelsScreen
-        from localrt.tui.screens.server_models import ServerModelsScreen
+        from localrt.tui.screens.models import ModelsScreen, ServerModelsScreen
 
         if self._load_by_name is None:
             self.chat.say("Models are chosen when the app starts: localrt chat MODEL", "error")

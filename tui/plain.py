@@ -22,10 +22,9 @@ from localrt.mcp.toolbox import Toolbox
 from localrt.tui.commands import Command, in_app, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
+from localrt.tui.conversation.generation import KeptCall
 from localrt.tui.conversation.open_conversation import answer_note
-from localrt.tui.conversation.session import Session
-from localrt.tui.conversation.state import ChatState
-from localrt.tui.conversation.tool_calls import KeptCall
+from localrt.tui.conversation.state import ChatState, Session
 from localrt.tui.plain_answers import PlainAnswers, beginning
 from localrt.tui.preferences import config_folder
 from localrt.tui.text import clean, human_when, one_line, short_name

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from localrt import split_thinking
 from localrt.common.formatting import format_seconds
 from localrt.mcp.toolbox import ROUNDS, Toolbox
-from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
-from localrt.tui.conversation.tool_calls import (
+from localrt.tui.conversation.generation import (
     NO_TOOLS,
     ROUNDS_OVER,
     CallTurn,
@@ -29,6 +28,7 @@ from localrt.tui.conversation.tool_calls import (
     lacks_tools,
     stream_answer,
 )
+from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
 from localrt.tui.text import clean, explained
 
 if TYPE_CHECKING:

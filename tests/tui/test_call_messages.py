@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from localrt.chat_format.templates.chat_template import ChatTemplate
-from localrt.tui.conversation.call_messages import with_answers, with_results
+from localrt.tui.conversation.open_conversation import with_answers, with_results
 
 ASKED = {"role": "user", "content": "Go"}
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function"}]}

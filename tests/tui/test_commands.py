@@ -16,7 +16,7 @@ from localrt.tui.commands import (
     read_line,
     suggestions,
 )
-from localrt.tui.screens.help import HelpScreen, help_page
+from localrt.tui.screens.dialogs import HelpScreen, help_page
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, asked, running, until
 from tests.tui.fakes import FakeLoader, FakeModel

@@ -6,9 +6,8 @@ from textual.strip import Strip
 from textual.widgets import Input, Static
 
 from localrt.tui import ChatApp
-from localrt.tui.chat.answer import Answer
-from localrt.tui.chat.blocks import GUTTER, Block, UserTurn
-from localrt.tui.chat.find_bar import FindBar
+from localrt.tui.chat.blocks import GUTTER, Answer, Block, UserTurn
+from localrt.tui.chat.lines import FindBar
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeModel

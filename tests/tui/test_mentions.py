@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.tui.commands import completion, suggestions
-from localrt.tui.mentions import mentions, written
+from localrt.tui.commands import completion, mentions, suggestions, written
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeModel

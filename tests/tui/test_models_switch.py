@@ -11,7 +11,7 @@ from textual.widgets import OptionList
 from localrt.common.errors import CancelledError, CheckpointError, StorageError
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.tui import ChatApp
-from localrt.tui.chat.footer import Phase
+from localrt.tui.chat.lines import Phase
 from localrt.tui.screens.dialogs import Confirm
 from localrt.tui.screens.models import ModelsScreen
 from tests.tui import screen

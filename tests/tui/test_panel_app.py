@@ -11,8 +11,7 @@ from textual.widgets import Static
 
 from localrt.tui import ChatApp
 from localrt.tui.chat.panel import LivePanel
-from localrt.tui.screens.dialogs import Ask
-from localrt.tui.screens.help import HelpScreen
+from localrt.tui.screens.dialogs import Ask, HelpScreen
 from localrt.tui.screens.settings import SettingsScreen
 from tests.tui import screen
 from tests.tui.conftest import app_for, asked, running, until

@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static
 
 from localrt.tui import ChatApp
-from localrt.tui.chat.footer import Phase
+from localrt.tui.chat.lines import Phase
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.preferences import Preset
 from localrt.tui.screens.models import ModelsScreen

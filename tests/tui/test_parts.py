@@ -10,8 +10,8 @@ import pytest
 from localrt.common.errors import CancelledError
 from localrt.common.progress import Progress
 from localrt.tui.chat.answering import RedrawLimit
-from localrt.tui.chat.footer import Phase, Status, footer_line
-from localrt.tui.conversation.background import Generation, loading
+from localrt.tui.chat.lines import Phase, Status, footer_line
+from localrt.tui.conversation.generation import Generation, loading
 from localrt.tui.loading_line import loading_line
 from localrt.tui.text import clean, human_count, one_line
 from tests.tui.fakes import FakeLoader, FakeModel

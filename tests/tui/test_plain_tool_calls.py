@@ -16,7 +16,7 @@ import pytest
 from localrt.client.model import connect
 from localrt.mcp.config import Tool, ToolResult
 from localrt.mcp.toolbox import ROUNDS, Toolbox
-from localrt.tui.conversation.tool_calls import NO_TOOLS, ROUNDS_OVER
+from localrt.tui.conversation.generation import NO_TOOLS, ROUNDS_OVER
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, saying, whole
 from tests.tui.conftest import plain_chat
 from tests.tui.fakes import FakeLoader, FakeModel

@@ -15,8 +15,8 @@ from localrt import History
 from localrt.common.errors import ModelNotFoundError
 from localrt.common.progress import Progress
 from localrt.tui import ChatApp
-from localrt.tui.chat.answer import Answer
-from localrt.tui.chat.footer import Phase
+from localrt.tui.chat.blocks import Answer
+from localrt.tui.chat.lines import Phase
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.conversations import ConversationsScreen
 from localrt.tui.screens.dialogs import TooSmall

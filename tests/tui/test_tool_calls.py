@@ -14,10 +14,9 @@ from localrt.chat_format.messages import as_message_calls
 from localrt.common.errors import LocalrtError
 from localrt.mcp.toolbox import ROUNDS
 from localrt.tui import ChatApp
-from localrt.tui.chat.footer import Phase
-from localrt.tui.conversation.tool_calls import NO_TOOLS, ROUNDS_OVER
-from localrt.tui.screens.dialogs import AskCall
-from localrt.tui.screens.help import HelpScreen
+from localrt.tui.chat.lines import Phase
+from localrt.tui.conversation.generation import NO_TOOLS, ROUNDS_OVER
+from localrt.tui.screens.dialogs import AskCall, HelpScreen
 from tests.tui import screen
 from tests.tui.conftest import app_for, asked, running, until
 from tests.tui.fakes import FakeLoader, FakeModel

@@ -8,8 +8,7 @@ import pytest
 from rich.style import Style
 
 from localrt.tui import ChatApp
-from localrt.tui.chat.answer import Answer
-from localrt.tui.chat.blocks import Block, UserTurn
+from localrt.tui.chat.blocks import Answer, Block, UserTurn
 from localrt.tui.chat.markdown import code_blocks
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.screens.dialogs import Choose, TooSmall

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from localrt.mcp.toolbox import ROUNDS, Toolbox
-from localrt.tui.chat.answer import Answer
-from localrt.tui.chat.blocks import Block, UserTurn
+from localrt.tui.chat.blocks import Answer, Block, UserTurn
 from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, CallBlock, ended_call
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.attachments import Draft, draft_of
-from localrt.tui.conversation.background import AnswerUpdate, Generation
-from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
-from localrt.tui.conversation.tool_calls import (
+from localrt.tui.conversation.generation import (
     NO_TOOLS,
     ROUNDS_OVER,
+    AnswerUpdate,
+    Generation,
     KeptCall,
     begin_calls,
     lacks_tools,
 )
+from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
 from localrt.tui.text import explained, one_line
 
 if TYPE_CHECKING:

@@ -1,28 +1,101 @@
-"""What a conversation is made of on screen: blocks that lay themselves out when they are looked at.
+"""What a conversation is made of on screen: blocks that lay themselves out once they are seen.
 
-A block knows its text, its lines at one width, and a cheap guess of their number for as long as
-nobody has looked. It knows neither the widget that shows it nor the other blocks.
+A block knows its text, its lines at one width, and a cheap guess of their number until then. It
+knows neither the widget that shows it nor the other blocks. An answer is Markdown that may still
+grow; its thinking is folded to one line, of which the last lines are shown while it goes on. The
+styles come from the component classes in ``app.tcss``, once for each theme.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
 from textual.strip import Strip
 
+from localrt import Thinking, split_thinking
+from localrt.common.formatting import format_seconds
 from localrt.common.option_names import spelled
-from localrt.tui.chat.markdown_rules import breakable_text, without_marks
-from localrt.tui.chat.styles import Styles
+from localrt.tui.chat.markdown import (
+    MarkdownLines,
+    MarkdownStyles,
+    breakable_text,
+    code_blocks,
+    without_marks,
+)
 from localrt.tui.commands import in_app
 from localrt.tui.conversation.attachments import Fold
 from localrt.tui.text import clean
 
-GUTTER = 3  # columns on the left that belong to no text, a margin among them
+if TYPE_CHECKING:
+    from textual.widget import Widget
+_PLAIN = ("notice", "error", "mark", "thinking", "attachment", "bar", "waiting-bar", "marked-bar")
+_MARKDOWN = ("heading", "code", "quote", "link", "muted")
+_FULL = ("user", "waiting", "found", "found-now")  # with their background
+COMPONENTS = frozenset(
+    f"conversation--{part}" for part in (*_PLAIN, *_MARKDOWN, *_FULL, "code-block")
+)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Styles:
+    """Styles by what they are for. ``user`` and ``waiting`` carry a background, and so do matches
+    of a search, ``found`` and ``found_now``; the rest do not.
+    """
+
+    console: Console
+    markdown: MarkdownStyles
+    base: Style
+    user: Style
+    waiting: Style
+    found: Style
+    found_now: Style
+    bar: Style
+    waiting_bar: Style
+    marked_bar: Style
+    notice: Style
+    error: Style
+    mark: Style
+    thinking: Style
+    attachment: Style
+
+
+def styles_of(widget: Widget) -> Styles:
+    """The styles of ``widget``'s component classes in the present theme."""
+
+    def full(part: str) -> Style:
+        return widget.get_component_rich_style(f"conversation--{part}")
+
+    def ink(part: str) -> Style:
+        style = full(part)
+        return Style(
+            color=style.color,
+            bold=style.bold,
+            italic=style.italic,
+            underline=style.underline,
+            dim=style.dim,
+        )
+
+    markdown = MarkdownStyles(
+        dark=widget.app.current_theme.dark,
+        code_block=Style(bgcolor=full("code-block").bgcolor),
+        **{name: ink(name) for name in _MARKDOWN},
+    )
+    return Styles(
+        console=markdown.console(),
+        markdown=markdown,
+        base=widget.visual_style.rich_style,
+        **{name.replace("-", "_"): full(name) for name in _FULL},
+        **{name.replace("-", "_"): ink(name) for name in _PLAIN},
+    )
+
+
+GUTTER = 3  # columns on the left that belong to no text, a margin among them
 Kind = Literal["info", "error", "mark"]
 
 
@@ -222,3 +295,153 @@ def estimated(text: str, width: int) -> int:
     """A cheap guess of the lines that text takes."""
     width = max(width, 8)
     return max(sum(1 + len(line) // width for line in text.split("\n")), 1)
+
+
+_TAIL = 3  # lines of thinking that are shown while it goes on
+
+
+class Answer(Block):
+    """``write`` pieces, then ``finish``; or a whole text from the start.
+
+    One that ``calls`` tools and says nothing takes no line: the calls are blocks of their own.
+    """
+
+    role = "assistant"
+
+    def __init__(self, source: str = "", *, thinking_s: float | None = None) -> None:
+        super().__init__()
+        self._pieces = [clean(source)] if source else []
+        self._finished = bool(source)
+        self._unfolded = False
+        self._markdown: MarkdownLines | None = None
+        self._drawn = 0  # characters of the answer that are in ``_markdown``
+        self.thinking_s = thinking_s
+        self.calls = False
+
+    @property
+    def source(self) -> str:
+        """The Markdown so far, thinking included."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    @property
+    def spoken(self) -> str:
+        """The answer without its thinking."""
+        return split_thinking(self.source).answer
+
+    @property
+    def readable(self) -> str:
+        """With its thinking where that is unfolded."""
+        return self.source if self._unfolded else self.spoken
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the thinking still goes on."""
+        return split_thinking(self.source).open
+
+    @property
+    def code(self) -> list[tuple[str, str]]:
+        """Language and text of the code blocks, first to last."""
+        return code_blocks(self.spoken)
+
+    @property
+    def foldable(self) -> bool:
+        """Whether there is thinking to show."""
+        return _thinks(split_thinking(self.source))
+
+    def toggle(self) -> None:
+        """Show the thinking, or hide it."""
+        self._unfolded = not self._unfolded
+        self.changed()
+
+    def write(self, text: str) -> None:
+        """Add a piece."""
+        if text:
+            self._pieces.append(clean(text))
+            self.grown()
+
+    def grown(self) -> None:
+        """Take new lines into account at the next look; what is laid out already stays."""
+        self._lines = None
+
+    def finish(self) -> None:
+        """No more pieces will come: the whole text is laid out as one document."""
+        self._finished = True
+        self.changed()
+
+    def changed(self) -> None:
+        """Lay out from the start at the next look."""
+        super().changed()
+        self._markdown = None
+        self.gap, self.role = (0, "") if self._is_nothing else (1, "assistant")
+
+    @property
+    def _is_nothing(self) -> bool:
+        return self.calls and self._finished and not self.note and not self.source.strip()
+
+    def forget(self) -> None:
+        """Give the lines back, unless more are about to come."""
+        if self._finished:
+            super().forget()
+            self._markdown = None
+
+    def height(self, width: int) -> tuple[int, bool]:
+        """As of any block; a growing answer is counted anew when it has grown."""
+        if self._lines is None and not self._finished:
+            return max(self._height or 1, 1), False
+        return super().height(width)
+
+    def estimate(self, width: int) -> int:
+        """From the text; folded thinking is one line."""
+        thought = split_thinking(self.source)
+        return estimated(thought.answer, width) + 2 * _thinks(thought) + bool(self.note)
+
+    def lay_out(self, width: int, styles: Styles) -> list[Strip]:
+        """Thinking, Markdown, the small line below."""
+        if self._is_nothing:
+            return []
+        thought = split_thinking(self.source)
+        lines: list[Strip] = []
+        if _thinks(thought):
+            lines += self._thinking_lines(thought.thinking, width, styles, open=thought.open)
+            if thought.answer:
+                lines.append(Strip([]))
+        if thought.answer or not (lines or self.note):
+            lines += self._markdown_lines(thought.answer, width, styles)
+        return [*lines, *self.note_lines(width, styles)] or [Strip([])]
+
+    def _thinking_lines(
+        self, thinking: str, width: int, styles: Styles, *, open: bool
+    ) -> list[Strip]:
+        took = "" if self.thinking_s is None else f" {format_seconds(self.thinking_s)}"
+        if open:
+            head = f"▾ Thinking ...{took}"
+        else:
+            took = f" for{took}" if took else ""
+            head = f"{'▾' if self._unfolded else '▸'} Thought{took}"
+        lines = wrapped(Text(thinking, styles.thinking), width - 2, styles) if thinking else []
+        if not self._unfolded:
+            lines = lines[-_TAIL:] if open else []
+        indent = Strip(Text("  ").render(styles.console))
+        return [
+            *wrapped(Text(head, styles.mark), width, styles),
+            *(Strip.join([indent, line]) for line in lines),
+        ]
+
+    def _markdown_lines(self, text: str, width: int, styles: Styles) -> list[Strip]:
+        kept = self._markdown
+        shrunk = len(text) < self._drawn  # it turned out to be thinking
+        if kept is None or shrunk or kept.width != width or kept.styles is not styles.markdown:
+            self._markdown, self._drawn = MarkdownLines(styles.markdown, width), 0
+        assert self._markdown is not None
+        if len(text) > self._drawn:
+            self._markdown.append(text[self._drawn :])
+            self._drawn = len(text)
+        if self._finished:
+            self._markdown.finish()
+        return self._markdown.lines
+
+
+def _thinks(thought: Thinking) -> bool:
+    return thought.open or bool(thought.thinking)

@@ -1,11 +1,8 @@
-"""Where the person writes: Enter sends, Ctrl+J breaks the line, Up and Down walk the history.
+"""Where the user writes: Enter sends, Ctrl+J breaks the line, Up and Down walk the history.
 
-Knows keys, text and the menu of commands. What a message means, and whether it can be sent now, is
-the app's business.
-
-Text edited in the person's own editor, while the app gives it the terminal.
-
-Knows ``$VISUAL``, ``$EDITOR`` and temporary files.
+The menu above it lists what a command or a file name may become; it never has the focus. A message
+can also be edited in the user's own editor. Whether a message can be sent now is the app's
+business.
 """
 
 from __future__ import annotations
@@ -21,16 +18,99 @@ from pathlib import Path
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
-from textual.events import Key, Paste
+from textual.content import Content
+from textual.events import Click, Key, Paste
 from textual.message import Message
+from textual.widget import Widget
 from textual.widgets import TextArea
 from textual.widgets.text_area import Selection
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import write_text
-from localrt.tui.chat.menu import CommandMenu
-from localrt.tui.commands import Suggestion, as_typed, completion, read_line
+from localrt.tui.commands import Suggestion, as_typed, completion, read_line, suggestions
 from localrt.tui.conversation.attachments import Attachments, Draft
+from localrt.tui.themes import FAINT
+
+_MOST = 8  # rows
+
+
+class CommandMenu(Widget, can_focus=False):
+    """``show_for`` a text; hidden while nothing fits it."""
+
+    ALLOW_SELECT = False
+
+    class Chosen(Message):
+        """A row was clicked: it is the highlighted one now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[Suggestion] = []
+        self.index = 0
+        self._text = ""
+        self.display = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to choose from."""
+        return bool(self.display) and len(self.items) > 0
+
+    @property
+    def chosen(self) -> Suggestion | None:
+        """The highlighted suggestion."""
+        return self.items[self.index] if self.is_open else None
+
+    def show_for(self, text: str) -> None:
+        """Suggestions for what is written now."""
+        if text == self._text:
+            return  # also when it was closed
+        self._text = text
+        items = suggestions(text)
+        if items == self.items and self.is_open == bool(items):
+            return
+        self.items, self.index = items, 0
+        self.display = bool(items)
+        self.refresh(layout=True)
+
+    def close(self) -> None:
+        """Hide until the text changes."""
+        self.display = False
+
+    def move(self, step: int) -> None:
+        """Highlight the next (+1) or previous (-1) row, round the ends."""
+        if self.items:
+            self.index = (self.index + step) % len(self.items)
+            self.refresh()
+
+    @property
+    def _first(self) -> int:
+        return max(0, min(self.index - _MOST // 2, len(self.items) - _MOST))
+
+    def get_content_height(self, container: object, viewport: object, width: int) -> int:
+        """As many rows as there are, up to eight."""
+        return min(len(self.items), _MOST)
+
+    def render(self) -> Content:
+        """A row per suggestion: usage, what it does."""
+        shown = self.items[self._first : self._first + _MOST]
+        width = max((len(item.label) for item in self.items), default=0) + 2
+        chosen = "$text on $primary-muted" + (" reverse" if self.app.no_color else "")
+        rows = []
+        for place, item in enumerate(shown, self._first):
+            row = f"{item.label:<{width}}{item.does}"[: max(self.size.width, 1)]
+            if place == self.index and len(self.items) > 1:
+                row = f"{row:<{self.size.width}}"
+                rows.append(Content.assemble((row, chosen)))
+            else:
+                rows.append(Content.assemble((row[:width], "$foreground"), (row[width:], FAINT)))
+        return Content("\n").join(rows)
+
+    def on_click(self, event: Click) -> None:
+        """Choose with the mouse."""
+        place = self._first + event.y
+        if place < len(self.items):
+            self.index = place
+            self.post_message(self.Chosen())
+
 
 _NEWLINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
 _TYPE_AHEAD_SECONDS = 0.3

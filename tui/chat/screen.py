@@ -22,19 +22,24 @@ from localrt.common.errors import LocalrtError, OptionError
 from localrt.mcp.toolbox import PendingCall, Toolbox
 from localrt.tui.chat.answering import FRAME_SECONDS, NOT_ANSWERED, MessageQueue
 from localrt.tui.chat.blocks import Kind
-from localrt.tui.chat.composer import Composer, edited
-from localrt.tui.chat.find_bar import FindBar
-from localrt.tui.chat.footer import Footer, Phase, Status
-from localrt.tui.chat.hints import HintLine, turn_hint, turn_menu, waiting_hint
-from localrt.tui.chat.menu import CommandMenu
+from localrt.tui.chat.composer import CommandMenu, Composer, edited
+from localrt.tui.chat.lines import (
+    FindBar,
+    Footer,
+    HintLine,
+    Phase,
+    Status,
+    turn_hint,
+    turn_menu,
+    waiting_hint,
+)
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.commands import Command, read_line
 from localrt.tui.conversation.attachments import draft_of, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
-from localrt.tui.conversation.session import Session
-from localrt.tui.conversation.state import ChatState
-from localrt.tui.conversation.tool_calls import Decision
+from localrt.tui.conversation.generation import Decision
+from localrt.tui.conversation.state import ChatState, Session
 from localrt.tui.keys import bindings
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.preferences import PresetsFile

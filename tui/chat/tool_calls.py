@@ -17,10 +17,9 @@ from rich.text import Text
 from textual.strip import Strip
 
 from localrt.mcp.toolbox import PendingCall
-from localrt.tui.chat.blocks import Block, estimated, wrapped
-from localrt.tui.chat.styles import Styles
+from localrt.tui.chat.blocks import Block, Styles, estimated, wrapped
 from localrt.tui.chat.view import ConversationView
-from localrt.tui.conversation.tool_calls import CallTurn, Decision
+from localrt.tui.conversation.generation import CallTurn, Decision
 from localrt.tui.text import clean
 
 _SHOWN = 3  # lines of a result while it is folded

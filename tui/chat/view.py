@@ -19,11 +19,17 @@ from textual.selection import Selection
 from textual.strip import Strip
 from textual.widget import Widget
 
-from localrt.tui.chat.answer import Answer
-from localrt.tui.chat.blocks import GUTTER, Block, Kind, Notice
-from localrt.tui.chat.finding import Finder, Place
-from localrt.tui.chat.layout import BlockColumn, LinePainter, TextPlace
-from localrt.tui.chat.styles import COMPONENTS, Styles, styles_of
+from localrt.tui.chat.blocks import (
+    COMPONENTS,
+    GUTTER,
+    Answer,
+    Block,
+    Kind,
+    Notice,
+    Styles,
+    styles_of,
+)
+from localrt.tui.chat.layout import BlockColumn, Finder, LinePainter, Place, TextPlace
 
 _WIDEST = 110  # columns of text
 _BAR_STEPS = 2  # of the scroll bar in a line

@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.formatting import format_bytes
-from localrt.tui.mentions import Mention, mentions
+from localrt.tui.commands import Mention, mentions
 from localrt.tui.text import clean
 
 if TYPE_CHECKING:
     from localrt import Turn
 
-    pass
 _LONG_LINES = 10
 _LONG_CHARACTERS = 1000
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from localrt import split_thinking
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import write_text
+from localrt.tui.conversation.generation import KeptCall
 from localrt.tui.conversation.open_conversation import OpenConversation
-from localrt.tui.conversation.tool_calls import KeptCall
 from localrt.tui.text import short_name
 
 if TYPE_CHECKING:

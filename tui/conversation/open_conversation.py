@@ -1,21 +1,85 @@
 """The conversation that is open, kept in the history for as long as the disk allows.
 
-When its file cannot be written, it goes on in a history in memory with one line to say so; what was
-added is written back, branches included, as soon as that works again. Knows no widget.
+When its file cannot be written, it goes on in a history in memory and says so in one line; what
+was added is written back, branches included, as soon as that works again. Its messages are as
+models want them: every call of a tool has a result. Knows no widget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.errors import StorageError
 from localrt.history.history import copy_to_memory, end_answer, merge
-from localrt.tui.conversation.call_messages import with_answers, with_results
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, Conversation, History, Message, Turn
+_CUT = "The app ended before this call did."
+_NO_ANSWER = "(No answer.)"
+
+
+def with_results(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` where every call has a result: one that was cut off says so."""
+    whole: list[Message] = []
+    missing: list[str] = []  # ids of calls whose results have not come yet
+    for message in messages:
+        if message["role"] == "tool":
+            message = {**message, "content": message["content"] or _CUT}
+            if message.get("tool_call_id") in missing:
+                missing.remove(message["tool_call_id"])
+        else:
+            whole += map(_cut, missing)
+            missing = [call.get("id", "") for call in message.get("tool_calls") or ()]
+        whole.append(message)
+    return [*whole, *map(_cut, missing)]
+
+
+def with_answers(messages: Sequence[Message]) -> list[Message]:
+    """``messages`` in which the assistant has said something before each but the first of the user.
+
+    Some templates (Mistral's) refuse an empty answer, and a question right behind a call's result.
+    """
+    whole: list[Message] = []
+    for message in messages:
+        if message["role"] == "user" and whole and whole[-1]["role"] == "tool":
+            whole.append({"role": "assistant", "content": _NO_ANSWER})
+        if message["role"] == "assistant" and not (message["content"] or message.get("tool_calls")):
+            message = {**message, "content": _NO_ANSWER}
+        whole.append(message)
+    return whole
+
+
+def infos_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """What each message's turn has to keep in its ``info``: calls, and of which call it is."""
+    infos: list[dict[str, Any]] = []
+    called: dict[str, Mapping[str, Any]] = {}
+    for message in messages:
+        info: dict[str, Any] = {}
+        if calls := message.get("tool_calls"):
+            info["tool_calls"] = calls
+            called |= {call["id"]: call["function"] for call in calls if _is_call(call)}
+        if message["role"] == "tool":
+            id = message.get("tool_call_id", "")
+            function = called.get(id, {})
+            info = {"tool_call_id": id, "title": function.get("name", "")}
+            info["arguments"] = function.get("arguments", "")
+        infos.append(info)
+    return infos
+
+
+def _is_call(call: Any) -> bool:
+    return (
+        isinstance(call, Mapping)
+        and isinstance(call.get("id"), str)
+        and isinstance(call.get("function"), Mapping)
+    )
+
+
+def _cut(id: str) -> Message:
+    return {"role": "tool", "tool_call_id": id, "content": _CUT}
+
 
 _Result = TypeVar("_Result")
 _FACTS = ("id", "title", "model", "system", "options")

@@ -1,12 +1,7 @@
-"""Small windows: yes or no, a line or several of text, one of several, a list to search in.
+"""Small windows: yes or no, text, one of several, a list to search in, a call of a tool, help.
 
 Each is a modal screen that hands its answer to whoever pushed it (``ask``). Windows hold the
 widgets that they change: a thread may answer when a closing window has no children any more.
-
-May a call of a tool run? The window shows all of it.
-
-It may open while the user is typing a message. So that no letter of that decides, keys count once
-none has come for a moment.
 """
 
 from __future__ import annotations
@@ -21,7 +16,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.events import Key, Resize
+from textual.events import Key as KeyPressed
+from textual.events import Resize
 from textual.geometry import Size
 from textual.screen import ModalScreen, Screen
 from textual.widget import Widget
@@ -30,7 +26,9 @@ from textual.widgets.option_list import Option
 
 from localrt.common.errors import LocalrtError
 from localrt.mcp.toolbox import PendingCall
-from localrt.tui.conversation.tool_calls import Decision
+from localrt.tui.commands import COMMANDS
+from localrt.tui.conversation.generation import Decision
+from localrt.tui.keys import KEYS, OTHER_KEYS, Key
 from localrt.tui.text import clean, one_line
 
 SMALLEST = Size(30, 8)
@@ -293,9 +291,51 @@ class AskCall(Dialog[Decision]):
         super().__init__(Static(question, markup=False), shown, keys=keys)
         self._last_key = monotonic()
 
-    def on_key(self, event: Key) -> None:
+    def on_key(self, event: KeyPressed) -> None:
         """Close with the decision, unless the key may be a letter of a message."""
         before, self._last_key = self._last_key, monotonic()
         decision = _DECISIONS.get(event.key)
         if decision is not None and self._last_key - before >= _QUIET_SECONDS:
             self.dismiss(decision)
+
+
+_WIDTH = 18  # of what is typed, the space behind it included
+_NARROW = 60  # columns; below that what it does stands on lines of its own
+
+
+class HelpScreen(Dialog[None]):
+    """Commands and keys; Esc, q or F1 closes."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q,f1,enter", "leave", show=False, priority=True)
+    ]
+
+    def __init__(self, keys: Sequence[Key] = KEYS) -> None:
+        self._keys, self._page = keys, Static(help_page(keys))
+        self._scroll = VerticalScroll(self._page)
+        super().__init__(self._scroll, keys="Esc closes", tall=True)
+
+    def on_resize(self, event: Resize) -> None:
+        """The lines wrap anew."""
+
+        def show() -> None:
+            self._page.update(help_page(self._keys, self._scroll.scrollable_content_region.width))
+
+        self.call_after_refresh(show)
+
+
+def help_page(known: Sequence[Key] = KEYS, width: int = 80) -> Content:
+    """Commands and keys under their headings: what to type, what it does."""
+    commands = [(entry.usage, entry.does) for entry in COMMANDS]
+    commands.append(("@PATH", "in a message: attach that file"))
+    commands.append(("//TEXT", "send text that begins with a slash"))
+    keys = [*OTHER_KEYS, *((key.shown, key.does) for key in known)]
+    parts: list[tuple[str, str]] = []
+    for heading, rows in (("Commands", commands), ("Keys", keys)):
+        parts.append((f"{heading}\n", HEADING))
+        for left, right in rows:
+            gap = "\n  " if width < _NARROW else " " * (_WIDTH - len(left))
+            parts += [(left, "$text-accent"), (f"{gap}{right}\n", "$foreground")]
+        parts.append(("\n", ""))
+    page = Content.assemble(*parts).rstrip()
+    return hanging(page, width, 2 if width < _NARROW else _WIDTH)

@@ -1,10 +1,8 @@
-"""The models screen: what is here and what it takes, what the hub has, and what to expect of each.
+"""The models screen: what is here and what it takes, what the hub has, what to expect of each.
 
-Typing narrows the list, and a path shows the files that it may be; asking the hub and downloading
-are things that a person chooses, else no network is touched. Closes with the name or path of the
-model to load. Knows the library, not the app.
-
-Models by their path in the models screen: what a half-typed path may mean on this disk.
+Typing narrows the list, and a path lists the files that it may mean. Asking the hub and
+downloading are the user's choice; nothing else touches the network. A server's models are a plain
+list. Both close with the name or path of the model to load. Knows the library, not the app.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ import localrt
 from localrt import FoundModel, LocalModel
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.formatting import format_bytes
-from localrt.tui.conversation.background import Task
+from localrt.tui.conversation.generation import Task
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.dialogs import Choose, Confirm, SearchDialog, ask
 from localrt.tui.text import clean, human_count, human_when, one_line, short_name
@@ -35,6 +33,63 @@ from localrt.tui.themes import FAINT
 
 if TYPE_CHECKING:
     from localrt import Preview
+_ServerRow = tuple[str, str]
+
+
+class ServerModelsScreen(SearchDialog[_ServerRow]):
+    """``list_models`` asks the server for names, and facts of each; ``current`` is in use."""
+
+    def __init__(
+        self, list_models: Callable[[], Sequence[_ServerRow]], current: str | None, search: str = ""
+    ) -> None:
+        super().__init__(search, "Find a model of the server", keys="Enter use · Esc back")
+        self._list_models, self._current = list_models, current
+        self._there: Sequence[_ServerRow] = ()
+        self._none = "Asking the server ..."
+
+    def on_mount(self) -> None:
+        """Ask the server."""
+        self._fill()
+        self.run_worker(self._look())
+
+    async def _look(self) -> None:
+        try:
+            self._there = await asyncio.to_thread(self._list_models)
+        except LocalrtError as error:
+            self._none = one_line(error)
+        else:
+            self._none = "No model of that name" if self._there else "The server lists no models"
+        self._fill()
+
+    def _fill(self) -> None:
+        words = self.words.lower().split()
+        rows = [row for row in self._there if all(word in row[0].lower() for word in words)]
+        names = [name for name, _ in rows]
+        place = names.index(self._current) if self._current in names else 0
+        self.show(rows, self._none, highlighted=place)
+
+    def draw(self, item: _ServerRow) -> Content:
+        """A name, and the facts below it."""
+        mark = "● " if item[0] == self._current else "  "
+        facts = f"\n  {clean(item[1])}" if item[1] else ""
+        return Content.assemble((mark, "$text-accent"), (clean(item[0]), "bold"), (facts, FAINT))
+
+    def take(self, item: _ServerRow) -> None:
+        """Use it."""
+        self.dismiss(None if item[0] == self._current else item[0])
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Narrow the list."""
+        if event.value != self.words:
+            self.words = event.value
+            self._fill()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Enter uses the row."""
+        if self.chosen is not None:
+            self.take(self.chosen)
+
+
 _MOST = 50
 
 

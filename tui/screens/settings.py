@@ -20,8 +20,7 @@ from textual.widgets.option_list import Option
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.tui.commands import OPTIONS
-from localrt.tui.conversation.session import Session, library_defaults
-from localrt.tui.conversation.state import ChatState, Defaults
+from localrt.tui.conversation.state import ChatState, Defaults, Session, library_defaults
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
 from localrt.tui.screens.dialogs import (
     HEADING,
