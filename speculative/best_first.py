@@ -131,15 +131,6 @@ class Growth:
             node = following
         return count
 
-    def first_choices(self, tokens: Sequence[int]) -> list[bool]:
-        """Whether each of ``tokens`` was the likeliest, as far as it was guessed what follows."""
-        found = [self._children.get(node) for node in (ROOT, *self.walk(tokens))]
-        return [
-            int(children.tokens[0]) == token
-            for children, token in zip(found, tokens, strict=False)
-            if children is not None and len(children.tokens)
-        ]
-
     def token(self, node: int) -> int:
         """What a node guesses."""
         return self._tokens[node]

@@ -8,7 +8,7 @@ what was asked for. Where rows of guesses do not last, each tree begins anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -32,7 +32,6 @@ _PREFILL_ROWS = 512
 # Nodes of a round of drafting ahead: a decoder's pass over a few costs about what one does.
 _AHEAD_NODES = 4
 _AHEAD_ROWS = 32  # of a prompt, at once, in the gaps of a pass
-_TESTS = 64  # of likeliest guesses that make a measurement
 _NO_CHILDREN = Children(np.empty(0, np.int64), np.empty(0, np.float64))
 
 _Nodes = Sequence[tuple[int, int, int]]  # (node, its token, its parent)
@@ -42,8 +41,7 @@ class TreeSource(DraftSource):
     """``capacity`` is the longest history with its tree, in tokens, ``nodes`` the largest tree.
 
     ``temperature`` is the target's: a draft guesses best what is sampled as it would sample itself;
-    a greedy target is guessed with 1. ``round_nodes`` are computed at once. ``report`` gets the
-    share of likeliest guesses that came true, now and then.
+    a greedy target is guessed with 1. ``round_nodes`` are computed at once.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class TreeSource(DraftSource):
         nodes: int = MOST_NODES,
         temperature: float = 1.0,
         round_nodes: int = 128,
-        report: Callable[[float], None] | None = None,
     ) -> None:
         self.name = drafter.name
         self.prepares = drafter.lasting and drafter.prepares
@@ -62,8 +59,6 @@ class TreeSource(DraftSource):
         self._most_nodes = nodes
         self._temperature = temperature or 1.0
         self._round_nodes = round_nodes
-        self._report = report
-        self._tested = self._true = 0  # likeliest guesses, and those that came true
         self._cache = drafter.cache(capacity)
         self._start = 0  # the token of the cache's first row
         self._known: list[int] = []  # the tokens whose rows come first in the cache
@@ -76,8 +71,6 @@ class TreeSource(DraftSource):
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
-        if self._report is not None:
-            self._judge(history, self._report)
         depth = min(depth, self._cache.capacity - len(history))
         budget = min(budget, self._most_nodes)
         if budget <= 0 or depth <= 0:
@@ -165,16 +158,6 @@ class TreeSource(DraftSource):
         if len(nodes) < len(true):
             return False
         return any(nodes[-1] in self._growth.path(node) for node, _, _ in batch)
-
-    def _judge(self, history: Sequence[int], report: Callable[[float], None]) -> None:
-        """Count the likeliest guesses that came true, where ``history`` goes on from the tree."""
-        known = len(self._known)
-        if common_length(self._known, history) == known:
-            right = self._growth.first_choices(history[known:])
-            self._tested, self._true = self._tested + len(right), self._true + sum(right)
-        if self._tested >= _TESTS:
-            report(self._true / self._tested)
-            self._tested = self._true = 0
 
     def _forget(self) -> None:
         """No tree any more."""

@@ -11,28 +11,17 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import replace
 from typing import Any
 
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
 from localrt.common.errors import MemoryBudgetError, OptionError
-from localrt.common.option_names import on_command_line
 from localrt.common.settings import Settings
-from localrt.load.draft_acceptance import known_acceptance, known_drafts
-from localrt.load.draft_choice import find_family_draft
-from localrt.offload.planner import ModelShape, Plan
-from localrt.offload.planner.pair import (
-    PRIOR_ACCEPTANCE,
-    AcceptanceSource,
-    PairPlan,
-    PairRequest,
-    plan_pair,
-)
+from localrt.offload.planner import Plan
+from localrt.offload.planner.pair import PairPlan, plan_pair
 from localrt.offload.planner.pc import PRESETS
-from localrt.offload.planner.plan import Change
-from localrt.planning.inputs import Hardware, find_model, has_weights, shape_of
-from localrt.planning.plan import plan, with_texts
+from localrt.planning.inputs import Hardware, find_model, shape_of
+from localrt.planning.plan import plan
 from localrt.planning.what_runs import what_runs
 
 EXAMPLES: Examples = (
@@ -46,17 +35,11 @@ EXAMPLES: Examples = (
     ("localrt plan org/name --ctx 32768 --kv-format int8", "a long context"),
 )
 
-_DRAFT_CTX, _DRAFT_NODES = 2048, 128
-_LEAST_GAIN = 1.05  # times as fast: less is not worth a line
-
-
 _MODEL_HELP = (
     "a short name like qwen3:8b, org/name of the hub, a folder, a .gguf file, or a config.json (or "
     "its folder) without weights (default: what this PC runs well)"
 )
-_ACCEPTANCE_HELP = (
-    "share of the draft's first choices that are right, from 0 to 1 (default: as measured, or 0.7)"
-)
+_ACCEPTANCE_HELP = "share of the draft's first choices that are right, from 0 to 1 (default: 0.7)"
 _PLAN: tuple[Flag, ...] = (
     ("--ctx", int, "TOKENS", "longest conversation (default: 4096)"),
     ("--format", str, "F", "plan as if the weights had this format (default: their own)"),
@@ -128,8 +111,6 @@ def run(args: argparse.Namespace) -> int:
     options = flag_values(args, (*_PLAN, *_HARDWARE, *HUB_FLAGS))
     found = plan(args.model, **options)
     pair = None if args.draft is None else _plan_draft(args, found)
-    if pair is None and (guessing := _measured_guessing(args, found)) is not None:
-        found = with_texts(replace(found, changes=(*found.changes, guessing)), args.model)
     if args.json:
         print(json.dumps(_report(found, pair)))
     else:
@@ -172,51 +153,10 @@ def _plan_draft(args: argparse.Namespace, target_plan: Plan) -> PairPlan:
     """
     settings, target = Settings.from_environment(), target_plan.request
     draft = shape_of(find_model(args.draft, settings, revision=args.revision, offline=args.offline))
-    known = known_acceptance(settings, target.shape.name, draft.name)
-    acceptance, source = PRIOR_ACCEPTANCE, AcceptanceSource.ASSUMED
-    if args.acceptance is not None:
-        acceptance, source = args.acceptance, AcceptanceSource.GIVEN
-    elif known is not None:
-        acceptance, source = known, AcceptanceSource.MEASURED
-    pair = _pair_of(target_plan, draft, acceptance, source)
+    pair = plan_pair(target, draft, acceptance=args.acceptance)
     if pair is None:
         raise MemoryBudgetError(f"{target.shape.name} fits neither with nor without a draft")
     return pair
-
-
-def _pair_of(
-    target_plan: Plan, draft: ModelShape, acceptance: float, source: AcceptanceSource
-) -> PairPlan | None:
-    target = target_plan.request
-    return plan_pair(
-        PairRequest(
-            target=target,
-            draft=draft,
-            draft_ctx=min(min(target.ctx, _DRAFT_CTX) + _DRAFT_NODES, draft.context_length),
-            acceptance=acceptance,
-            source=source,
-        )
-    )
-
-
-def _measured_guessing(args: argparse.Namespace, found: Plan) -> Change | None:
-    """Guessing ahead with the draft that is here, where what comes true was measured here."""
-    settings = Settings.from_environment()
-    known = known_drafts(settings, found.model)
-    if not known or found.hypothetical or found.request.sequences > 1:
-        return None
-    path = find_model(args.model, settings, revision=args.revision, offline=args.offline)
-    draft = find_family_draft(path, settings) if has_weights(path) else None
-    share = None if draft is None else known.get(draft.path.name)
-    if draft is None or share is None:
-        return None
-    pair = _pair_of(found, shape_of(draft.path), share, AcceptanceSource.MEASURED)
-    gain = 0.0 if pair is None else pair.best.tok_s / found.tok_s
-    if pair is None or pair.best.way == "no draft" or gain < _LEAST_GAIN:
-        return None
-    what = f"guesses by {draft.name}: {100 * share:.0f} % come true (measured)"
-    command = f"{found.command} {on_command_line('draft', draft.name)}"
-    return Change(what, pair.best.tok_s, gain, command=command)
 
 
 def _report(found: Plan, pair: PairPlan | None) -> dict[str, Any]:

@@ -220,7 +220,6 @@ class ModelDraft:
     ) -> None:
         self._parts = parts
         self._target = target
-        self._place = place
         problem = _problem(parts, target)
         if problem:
             parts.engine.close()
@@ -239,7 +238,7 @@ class ModelDraft:
 
     def source(self, session: EngineSession, options: Options) -> DraftSource:
         """Guesses for a session."""
-        place, info = self._place, self._target.engine.info
+        info = self._target.engine.info
         drafter = EngineDrafter(
             self._engine,
             self._engine.info.vocab_size if self.translated else self._shared,
@@ -254,7 +253,6 @@ class ModelDraft:
             capacity=min(capacity * (_MORE_TOKENS if self.translated else 1), self._parts.ctx),
             temperature=options.sampling.temperature,
             round_nodes=round_nodes,
-            report=place.remember if place else None,
         )
         ours, theirs = self._target.tokenizer, self._parts.tokenizer
         if not self.translated or ours is None or theirs is None:

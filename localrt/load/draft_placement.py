@@ -6,15 +6,12 @@ one that fits nowhere is left out, and a note says so. How the ways are compared
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.load.draft_acceptance import known_acceptance, remember_acceptance
 from localrt.load.options import LoadOptions
 from localrt.offload.account import (
     CUDA_CONTEXT_NBYTES,
@@ -32,10 +29,6 @@ if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint
     from localrt.offload.planner.pair import PairPlan
     from localrt.offload.shapes import ModelShape
-
-# Of a conversation's tokens, as many as a draft on a card sees where no context was asked for, and
-# the nodes of a tree behind them.
-_CONTEXT, _NODES = 2048, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +49,6 @@ class DraftPlace:
     note: str = ""
     cache_room: int | None = None
     level_share: float | None = None
-    remember: Callable[[float], None] | None = None
 
 
 def place_draft(
@@ -120,21 +112,15 @@ def _place(
     from localrt.machine.measuring import machine_profile
     from localrt.offload.memory import current_rss, ram_budget
     from localrt.offload.planner import Budgets, shape_from_checkpoint
-    from localrt.offload.planner.pair import (
-        PRIOR_ACCEPTANCE,
-        AcceptanceSource,
-        PairRequest,
-        plan_pair,
-    )
+    from localrt.offload.planner.pair import plan_pair
     from localrt.offload.planner.plan import PlanRequest
 
     ours, theirs = shape_from_checkpoint(target), shape_from_checkpoint(draft)
     formats = {unit.format for shape in (ours, theirs) for unit in shape.units}
     _, machine = machine_profile(target.path, settings, formats=formats)
-    acceptance = known_acceptance(settings, ours.name, theirs.name)
     ctx = _draft_context(draft, theirs, card, options)
-    request = PairRequest(
-        target=PlanRequest(
+    plan = plan_pair(
+        PlanRequest(
             shape=ours,
             machine=card.on(machine),
             budgets=Budgets(
@@ -146,26 +132,21 @@ def _place(
             ctx=min(options.ctx or FIRST_CONTEXT, FIRST_CONTEXT, ours.context_length),
             kv_format=options.kv_format or "bf16",  # type: ignore[arg-type]
         ),
-        draft=theirs,
+        theirs,
         draft_ctx=ctx,
         draft_vram=_draft_vram(draft, theirs, card, ctx),
-        acceptance=PRIOR_ACCEPTANCE if acceptance is None else acceptance,
-        source=AcceptanceSource.ASSUMED if acceptance is None else AcceptanceSource.MEASURED,
     )
-    plan = plan_pair(request)
     if plan is None:  # not even the target alone: loading says what is missing
         return DraftPlace(alone=options)
-    place = _decision(plan, card, name, options)
-    remember = partial(remember_acceptance, settings, ours.name, theirs.name)
-    return replace(place, remember=remember)
+    return _decision(plan, card, name, options)
 
 
 def _decision(plan: PairPlan, card: OpenGpu, name: str, options: LoadOptions) -> DraftPlace:
-    """The options of both under the best way."""
-    best, request = plan.best, plan.request
-    assert best.plan is not None, "the best way is one that fits"
-    if best.way == "no draft":
-        return DraftPlace(alone=options, note=f"draft {name} is not used: {plan.against()}")
+    """The options of both under the best forecast."""
+    best = plan.best
+    assert best.plan is not None, "the best placement is one that fits"
+    if best.place == "no draft":
+        return DraftPlace(alone=options, note=f"draft {name} is not used: {plan.why()}")
     own = replace(
         options, engine="native", kv_format=None, activations=None, gpu_memory=None, pass_rows=1
     )
@@ -174,21 +155,21 @@ def _decision(plan: PairPlan, card: OpenGpu, name: str, options: LoadOptions) ->
         alone=options,
         target=target,
         draft=replace(own, device="cpu"),
-        line=plan.line(),
-        level_share=best.level_s * best.plain_tok_s,
+        line=plan.why(),
+        level_share=best.draft_s / best.levels * best.plain_tok_s if best.levels else None,
     )
-    if best.way == "draft on CPU":
+    if best.place == "draft on CPU":
         return place
-    on_card = best.way == "both on card"
-    left = card.capacity - best.draft_vram if on_card else 0
-    vram = left + CUDA_CONTEXT_NBYTES if on_card else None
-    target = replace(target, device=options.device if on_card else "cpu", gpu_memory=vram)
-    own = replace(own, gpu_memory=best.draft_vram, ctx=request.draft_ctx)
+    if best.plan.placement.uses_gpu:
+        vram = card.capacity - best.vram + CUDA_CONTEXT_NBYTES
+        target = replace(target, gpu_memory=vram)
+    else:
+        target = replace(target, device="cpu", gpu_memory=None)
     return replace(
         place,
         target=target,
-        draft=own,
-        cache_room=sum(request.draft.kv_nbytes("bf16", request.draft_ctx)),
+        draft=replace(own, gpu_memory=best.vram, ctx=plan.draft_ctx),
+        cache_room=sum(plan.draft.kv_nbytes("bf16", plan.draft_ctx)),
     )
 
 
@@ -196,7 +177,9 @@ def _draft_context(
     draft: Checkpoint, shape: ModelShape, card: OpenGpu, options: LoadOptions
 ) -> int:
     """As much context as the target was asked to have, or less, so that the draft fits."""
-    ctx = min((options.ctx or _CONTEXT) + _NODES, shape.context_length)
+    from localrt.offload.planner.pair import DRAFT_CTX, DRAFT_NODES
+
+    ctx = min((options.ctx or DRAFT_CTX) + DRAFT_NODES, shape.context_length)
     return longest_context(ctx, lambda n: _draft_vram(draft, shape, card, n) <= card.capacity)
 
 

@@ -1,18 +1,19 @@
-"""What tests of drafts share: a tiny target and a tiny draft, and a way that the planner takes."""
+"""What tests of drafts share: a tiny target and a tiny draft, and the place that is chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localrt.offload.planner import pair
-from localrt.offload.planner.pair import PairPlan, PairRequest
+from localrt.offload.planner.pair import PairPlan
 from tests.conftest import write_tiny_model
 
-Choose = Callable[[str], list[PairRequest]]
+Choose = Callable[[str], list[PairPlan]]
 
 
 @pytest.fixture(scope="module")
@@ -26,23 +27,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def choose_way(monkeypatch: pytest.MonkeyPatch) -> Choose:
-    """Have the planner's choice be the way of that name; what was planned for since."""
+def choose_place(monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """Have the planner choose the place of that name; what was planned since."""
     plan_pair = pair.plan_pair
 
-    def choose(way: str) -> list[PairRequest]:
-        requests = list[PairRequest]()
+    def choose(place: str) -> list[PairPlan]:
+        plans = list[PairPlan]()
 
-        def planned(request: PairRequest) -> PairPlan | None:
-            plan = plan_pair(request)
-            requests.append(request)
+        def planned(*args: Any, **options: Any) -> PairPlan:
+            plan = plan_pair(*args, **options)
             assert plan is not None
-            found = plan.way(way)  # type: ignore[arg-type]
-            assert found is not None
-            assert found.plan is not None, found.problem
-            return replace(plan, best=found)
+            best = next(each for each in plan.candidates if each.place == place)
+            assert best.plan is not None, best.problem
+            plans.append(replace(plan, best=best))
+            return plans[-1]
 
         monkeypatch.setattr(pair, "plan_pair", planned)
-        return requests
+        return plans
 
     return choose

@@ -1,4 +1,4 @@
-"""Drafts beside a target on a card: placed by plan, within budgets, never seen in the tokens."""
+"""Drafts beside a target on a GPU: placed by plan, within budgets, never seen in the tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import localrt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
 from localrt.load import draft_placement
-from localrt.load.draft_acceptance import known_acceptance, remember_acceptance
 from localrt.load.draft_placement import DraftPlace
 from localrt.load.gpu import OpenGpu
 from localrt.load.options import LoadOptions
@@ -32,12 +31,6 @@ pytestmark = [
 ]
 
 LARGE, SMALL, TOO_SMALL = "200MB", "1600kB", "1300kB"
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is remembered of one test is not known to the next."""
-    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
 
 
 Place = Callable[..., DraftPlace]
@@ -72,61 +65,41 @@ def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 @pytest.mark.parametrize(
-    ("way", "target", "draft"),
-    [
-        ("draft on card", "cpu", "cuda"),
-        ("both on card", "cuda", "cuda"),
-        ("draft on CPU", "cuda", "cpu"),
-    ],
+    ("chosen", "target", "draft"),
+    [("draft on GPU", "cuda", "cuda"), ("draft on CPU", "cuda", "cpu")],
 )
-def test_way_becomes_options(
-    place: Place, choose_way: Choose, way: str, target: str, draft: str
+def test_place_becomes_options(
+    place: Place, choose_place: Choose, chosen: str, target: str, draft: str
 ) -> None:
-    requests = choose_way(way)
+    plans = choose_place(chosen)
     found = place(LARGE)
     assert "forecast" in found.line
     assert found.target is not None
     assert found.draft is not None
     assert (found.target.device, found.draft.device) == (target, draft)
     assert found.alone.device == "cuda"
-    if draft == "cuda":
-        assert found.draft.gpu_memory == requests[-1].draft_vram
+    if draft == "cuda":  # its part is not the target's
+        vram = plans[-1].best.vram
+        assert found.draft.gpu_memory == vram
         assert found.cache_room
-    if way == "both on card":  # the draft's part is not the target's
-        left = found.target.gpu_memory
-        assert left is not None
-        assert left - CUDA_CONTEXT_NBYTES == 200_000_000 - requests[-1].draft_vram
+        assert found.target.gpu_memory == 200_000_000 - vram + CUDA_CONTEXT_NBYTES
 
 
-def test_no_draft_is_an_option(place: Place, choose_way: Choose) -> None:
-    choose_way("no draft")
+def test_no_draft_is_an_option(place: Place, choose_place: Choose) -> None:
+    choose_place("no draft")
     found = place(LARGE)
     assert found.target is found.draft is None
-    assert "is not used" in found.note
+    assert re.match(r"draft \S+ is not used: no draft: \S+ tok/s forecast \(", found.note)
 
 
 def test_small_gpu_holds_the_draft_or_nothing(place: Place) -> None:
-    assert place(SMALL).line.startswith("the draft on the card, the target verified by the CPU: ")
+    found = place(SMALL)
+    assert found.line.startswith("the draft on the GPU, the target on the CPU: ")
+    assert found.target is not None
+    assert found.target.device == "cpu"
     found = place(TOO_SMALL)
-    assert re.search(r"it needs 1\.\d MB and the card has 1\.3 MB", found.line or found.note)
-    assert not found.line.startswith("the draft on the card")
-
-
-def test_draft_whose_tokens_are_never_accepted_is_left_out(place: Place) -> None:
-    settings = Settings.from_environment()
-    for _ in range(8):
-        remember_acceptance(settings, "target", "draft", 0.0)
-    found = place(LARGE)
-    assert re.match(
-        r"draft \S+ is not used: \S+ tok/s are forecast without it, \S+ with", found.note
-    )
-
-
-def test_acceptance_is_remembered(place: Place) -> None:
-    found = place(LARGE)
-    assert found.remember is not None
-    found.remember(0.9)
-    assert known_acceptance(Settings.from_environment(), "target", "draft") == pytest.approx(0.9)
+    assert re.search(r"it needs 1\.\d MB and the GPU has 1\.3 MB", found.line or found.note)
+    assert not found.line.startswith("the draft on the GPU")
 
 
 def test_bad_input(folders: tuple[Path, Path]) -> None:
@@ -145,27 +118,3 @@ def test_unknown_vocabulary(folders: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(OptionError, match="another vocabulary: one of the two models has no"):
         localrt.load(folders[0], device="cpu", draft=str(tmp_path), ctx=128)
-
-
-# -- what is measured ------------------------------------------------------------------------------
-
-
-def test_a_cache_that_is_damaged_or_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = Settings.from_environment()
-    remember_acceptance(settings, "a", "b", 0.8)
-    remember_acceptance(settings, "a", "b", 0.4)
-    assert known_acceptance(settings, "a", "b") == pytest.approx(0.6)
-    assert known_acceptance(settings, "b", "a") is None
-    path = settings.cache_dir / "acceptance.json"
-    for text in ("[1]", "{", '{"a | b": "high"}', '{"a | b": 7}'):
-        path.write_text(text)
-        assert known_acceptance(settings, "a", "b") is None
-    monkeypatch.setattr(Path, "replace", _refuse)
-    remember_acceptance(settings, "a", "b", 0.8)
-    assert [each.name for each in settings.cache_dir.iterdir()] == ["acceptance.json"]
-
-
-def _refuse(*_: Any) -> None:
-    raise OSError("read-only")

@@ -138,15 +138,3 @@ def test_reaching_goes_on_below_the_likeliest_leaf() -> None:
     assert max(asked) <= 2
     assert growth.reach(expand, nodes=2, depth=1) == 0  # all that is left lies deeper
     assert growth.walk([7]) == []
-
-
-def test_first_choices_are_told_from_others() -> None:
-    growth = Growth("x")
-    growth.grow(Expander(), budget=60, depth=3)
-    first, other = np.argsort(-model(()))[:2].tolist()
-    second = int(model((first,)).argmax())
-    assert growth.first_choices([first, second]) == [True, True]
-    assert growth.first_choices([other])[0] is False
-    below = growth.first_choices([other, int(model((other,)).argmin())])
-    assert below == [False, False]
-    assert growth.first_choices([]) == Growth("x").first_choices([first]) == []
