@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from localrt.chat_format.argument_types import accepted, parameters_of, resolved
-from localrt.chat_format.call_notation import (
+from localrt.chat_format.notations import (
     ID,
     NUMBERED,
     KeywordArguments,

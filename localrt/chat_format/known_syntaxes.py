@@ -10,20 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from localrt.chat_format.call_notation import (
+from localrt.chat_format.notations import (
+    Call,
     Framed,
     JsonArguments,
     JsonCalls,
     KeywordArguments,
     Mid,
+    Parser,
     QuotedArguments,
+    Signatures,
     Spelling,
     TaggedArguments,
-)
-from localrt.chat_format.call_syntax import (
-    Call,
-    Parser,
-    Signatures,
     ends_in_string,
     parse_deepseek,
     parse_json,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localrt.chat_format.argument_types import DECODER
-from localrt.chat_format.call_syntax import Call
+from localrt.chat_format.notations import Call
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
 from localrt.engine.types import ToolCall

@@ -11,17 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localrt.chat_format.call_notation import (
+from localrt.chat_format.messages import make_call
+from localrt.chat_format.notations import (
     ID,
     NUMBERED,
+    Call,
     JsonArguments,
     JsonCalls,
     Notation,
+    Signatures,
     Spelling,
     pattern,
+    signatures,
 )
-from localrt.chat_format.call_syntax import Call, Signatures, signatures
-from localrt.chat_format.messages import make_call
 from localrt.chat_format.thinking import CLOSE, OPEN, overlap
 from localrt.engine.types import ToolCall
 

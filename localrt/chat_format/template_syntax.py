@@ -1,15 +1,24 @@
 """All that a chat template shows of an assistant's answers: how calls stand in them, and thinking.
 
 Found once for a template, in some milliseconds: its own probes first, then the published syntaxes.
+How the model is told whether to think is read off the template, too: from the variables that change
+what it writes (``enable_thinking``, ``thinking``, ``reasoning_effort``, ``thinking_budget``). Only
+where a template drops all thoughts are known marks looked for in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from localrt.chat_format.call_probe import probe_calls
+from localrt.chat_format.call_probe import (
+    FIRST,
+    TEXT,
+    UnreadableError,
+    Written,
+    probe_calls,
+)
 from localrt.chat_format.harmony import HARMONY_ANSWER, HARMONY_CALL, is_harmony
 from localrt.chat_format.known_syntaxes import known_syntax, known_with
 from localrt.chat_format.parser import (
@@ -20,16 +29,200 @@ from localrt.chat_format.parser import (
     CallSyntax,
     common_start,
 )
-from localrt.chat_format.probing import (
-    FIRST,
-    TEXT,
-    UnreadableError,
-    Written,
-)
 from localrt.chat_format.templates.chat_template import MessageTemplate
-from localrt.chat_format.thinking import CLOSE, OPEN
-from localrt.common.errors import TemplateError
+from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS
+from localrt.common.errors import OptionError, TemplateError
+from localrt.common.option_names import option
 from localrt.models.tokenizers.base import Tokenizer
+
+_ASK = [{"role": "user", "content": "zq ask"}]
+_PROBED, _SAID = "Zthought zq", "Zsaid zq"
+_ANSWER = {"role": "assistant", "content": _SAID}
+_THOUGHTS = dict.fromkeys(THOUGHT_FIELDS, _PROBED)
+_SWITCHES = ("enable_thinking", "thinking", "reasoning")
+_EFFORTS = ("low", "medium", "high")
+_NO_EFFORTS = ("none", "no_think")
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingTags:
+    """``opening`` begins a model's thinking, ``closing`` ends it.
+
+    ``lead`` is the space behind the opening, ``close`` all that is written from the end of the
+    thinking to the answer, empty where that is not known. ``next_turn`` stands for it where tools
+    may be called instead of an answer, if that makes a difference.
+    """
+
+    opening: str
+    closing: str
+    lead: str = "\n"
+    close: str = ""
+    next_turn: str = ""
+
+    def closes(self, *, tools: bool) -> tuple[str, ...]:
+        """What ends a thinking: the first time, and whenever it begins again."""
+        close = self.close or f"\n{self.closing}\n\n"
+        return (self.next_turn, close) if tools and self.next_turn else (close,)
+
+    def empty(self, *, tools: bool) -> str:
+        """A thinking without a thought."""
+        return self.opening + self.lead + self.closes(tools=tools)[0]
+
+
+_HARMONY = ThinkingTags(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    lead="",
+    close="<|end|><|start|>assistant<|channel|>final<|message|>",
+    next_turn="<|end|><|start|>assistant",
+)
+# Of templates that drop the thoughts of earlier answers.
+_KNOWN = (
+    ThinkingTags("<|channel>thought", "<channel|>", close="<channel|>"),
+    ThinkingTags("[THINK]", "[/THINK]", lead="", close="[/THINK]"),
+    ThinkingTags("<|START_THINKING|>", "<|END_THINKING|>", lead="", close="<|END_THINKING|>"),
+    ThinkingTags("<|inner_prefix|>", "<|inner_suffix|>", lead="", close="<|inner_suffix|>"),
+    ThinkingTags("◁think▷", "◁/think▷"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingSyntax:
+    """Of one chat template. Without ``tags``, its model does not think as far as can be seen.
+
+    ``on`` and ``off`` are the template's variables for it, empty where it cannot be told.
+    ``efforts`` are those that it knows, each with the name that it has there; ``has_budget`` says
+    that it takes a number of tokens.
+    """
+
+    tags: ThinkingTags | None = None
+    on: Mapping[str, Any] = field(default_factory=dict)
+    off: Mapping[str, Any] = field(default_factory=dict)
+    efforts: Mapping[str, str] = field(default_factory=dict)
+    has_budget: bool = False
+
+    def framed(self, frame: AnswerFrame) -> AnswerFrame:
+        """``frame`` with the marks that are known here."""
+        tags = self.tags
+        if tags is None or any(tags.opening == opening for opening, _ in frame.thinking):
+            return frame
+        return replace(frame, thinking=((tags.opening, tags.closing), *frame.thinking))
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether the template knows ``<think>`` in what an assistant has said."""
+        return self.tags is None or self.tags.closing == CLOSE
+
+    def variables(self, thinking: bool | str | None, tokens: int | None) -> dict[str, Any]:
+        """What tells the template of ``thinking`` (on, off, an effort) of ``tokens`` at most.
+
+        Raises:
+            OptionError: it is to think, and cannot.
+        """
+        if thinking is False:
+            return dict(self.off)
+        if thinking is True and self.tags is None and not self.on:
+            raise OptionError(
+                "this model does not think: its chat template knows no thinking (leave "
+                f"{option('thinking')} out, or choose a model that thinks)"
+            )
+        told: dict[str, Any] = {} if thinking is None else dict(self.on)
+        if isinstance(thinking, str) and thinking in self.efforts:
+            told["reasoning_effort"] = self.efforts[thinking]
+        if self.has_budget and tokens is not None:
+            told["thinking_budget"] = tokens
+        return told
+
+
+def find_syntax(template: MessageTemplate, frame: AnswerFrame = USUAL_FRAME) -> ThinkingSyntax:
+    """What ``template`` shows of it, whose answers have this ``frame``."""
+    source = template.tool_source
+    if not source:
+        return ThinkingSyntax()
+    usual = _prompt(template)
+    on: dict[str, Any] = {}
+    off: dict[str, Any] = {}
+    for name in _SWITCHES:
+        if name in source:
+            written = _prompt(template, **{name: True}), _prompt(template, **{name: False})
+            if None not in written and written[0] != written[1]:
+                on[name], off[name] = True, False
+    tags = _HARMONY if is_harmony(source) else _written_tags(template, on, frame)
+    tags = tags or _known_tags(source, frame)
+    efforts: dict[str, str] = {}
+    if "reasoning_effort" in source:
+        efforts = _efforts(template, on)
+        nothing = _no_effort(template, tags)
+        if nothing is not None and not off:
+            off["reasoning_effort"] = nothing
+            if usual == _prompt(template, reasoning_effort=nothing):
+                on["reasoning_effort"] = efforts.get("high", "high")
+    budget = "thinking_budget" in source and _prompt(template, thinking_budget=0) != usual
+    if budget and not off:
+        off["thinking_budget"] = 0
+    return ThinkingSyntax(tags, on, off, efforts, budget)
+
+
+def _prompt(template: MessageTemplate, **variables: Any) -> str | None:
+    """The beginning of an answer; None where the template refuses the variables."""
+    try:
+        return template.render(_ASK, **variables)
+    except TemplateError:
+        return None
+
+
+def _written_tags(
+    template: MessageTemplate, on: Mapping[str, Any], frame: AnswerFrame
+) -> ThinkingTags | None:
+    """The marks around a thought, where the template writes it out."""
+    try:
+        text = template.render([*_ASK, _ANSWER | _THOUGHTS], add_generation_prompt=False, **on)
+    except TemplateError:
+        return None
+    before, thought, rest = text.partition(_PROBED)
+    close, said, _ = rest.partition(_SAID)
+    opened = before.rstrip()
+    for opening, closing in frame.thinking if thought and said else ():
+        if opened.endswith(opening) and close.lstrip().startswith(closing):
+            return ThinkingTags(opening, closing, lead=before[len(opened) :], close=close)
+    return None
+
+
+def _known_tags(source: str, frame: AnswerFrame) -> ThinkingTags | None:
+    """The marks of a template that drops thoughts, or writes them in a way of its own."""
+    of_frame = (ThinkingTags(*marks) for marks in frame.thinking if marks != (OPEN, CLOSE))
+    named = (tags for tags in _KNOWN if tags.opening in source or tags.closing in source)
+    usual = ThinkingTags(OPEN, CLOSE) if OPEN in source or CLOSE in source else None
+    return next(named, None) or next(of_frame, usual)
+
+
+def _efforts(template: MessageTemplate, on: Mapping[str, Any]) -> dict[str, str]:
+    """The efforts that make a difference; one that is refused becomes the next higher."""
+    found = {
+        effort: text
+        for effort in _EFFORTS
+        if (text := _prompt(template, **{**on, "reasoning_effort": effort})) is not None
+    }
+    if len(set(found.values())) < 2:
+        return {}
+    names = [effort for effort in _EFFORTS if effort in found]
+    return {
+        effort: next((n for n in names if _EFFORTS.index(n) >= at), names[-1])
+        for at, effort in enumerate(_EFFORTS)
+    }
+
+
+def _no_effort(template: MessageTemplate, tags: ThinkingTags | None) -> str | None:
+    """The effort with which the template closes the thinking at once."""
+    if tags is None or tags is _HARMONY:
+        return None
+    for effort in _NO_EFFORTS:
+        written = _prompt(template, reasoning_effort=effort)
+        before, closed, rest = (written or "").rpartition(tags.closing)
+        if closed and not rest.strip() and before.rstrip().endswith(tags.opening):
+            return effort
+    return None
+
 
 _THOUGHT = "Zthought zq¶"
 _FIELDS = ("reasoning_content", "reasoning", "thinking", "thought")

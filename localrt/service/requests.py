@@ -13,8 +13,7 @@ from operator import index
 from typing import Any
 
 from localrt.chat_format.gbnf import gbnf_to_lark
-from localrt.chat_format.history_fit import rules_first
-from localrt.chat_format.history_rendering import HistoryRenderer
+from localrt.chat_format.histories import HistoryRenderer, rules_first
 from localrt.chat_format.infill import Infill
 from localrt.chat_format.known_syntaxes import TURN_ENDS
 from localrt.chat_format.messages import check_text_only, functions_to_call

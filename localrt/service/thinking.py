@@ -1,7 +1,7 @@
 """A model's thinking in one request: what its template is told, what the prompt ends with, where
 the thinking ends.
 
-It joins what the template shows of it (``localrt.chat_format.thinking_syntax``) and the options, in
+It joins what the template shows of it (``localrt.chat_format.template_syntax``) and the options, in
 tokens. It knows no sessions.
 """
 
@@ -13,10 +13,9 @@ from typing import Any
 from localrt.chat_format.harmony import HarmonyParser, is_harmony, with_thoughts_joined
 from localrt.chat_format.offered_tools import Offer
 from localrt.chat_format.parser import USUAL_FRAME, TextParser
-from localrt.chat_format.template_syntax import TemplateSyntax
+from localrt.chat_format.template_syntax import TemplateSyntax, find_syntax
 from localrt.chat_format.templates.chat_template import MessageTemplate
 from localrt.chat_format.thinking import thoughts_apart
-from localrt.chat_format.thinking_syntax import find_syntax
 from localrt.engine.options import Options
 from localrt.engine.request import MakeParser
 from localrt.engine.stopping import ThinkingLimit

@@ -1,22 +1,21 @@
-"""The contract of a tokenizer, and the streaming detokenizer that never emits half a character.
+"""What every tokenizer is: the contract, the vocabulary, and the edges of encoding.
 
 A token may end in the middle of a UTF-8 character, so text is decoded from bytes: what is complete
-comes out, the rest waits for the next token. Malformed bytes become U+FFFD.
-
-What the ``tokenizers`` package raises, as localrt's errors.
-
-It raises plain ``Exception``. A panic of its Rust code is not even that: nothing but
-``BaseException`` catches it, and its class cannot be imported. Does not know tokenizers.
+comes out, the rest waits for the next token. The edges are the tokens around a text (BOS, EOS),
+text that was not UTF-8, and the promise that ``parse_special=False`` never yields a control token.
+How plain text becomes ids is the subclass's.
 """
 
 from __future__ import annotations
 
 import codecs
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from localrt.common.errors import TokenizerError
 
@@ -129,6 +128,188 @@ class Tokenizer(ABC):
         """A fresh streaming detokenizer."""
         skip = self.special_ids if skip_special else ()
         return Detokenizer(self.token_bytes, skip=skip, strip_space=self.strip_space)
+
+
+class TokenMatcher:
+    """The strings of ``tokens`` (text -> id), to be looked for in any number of texts."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = {text: token for text, token in tokens.items() if text}
+        lengths: dict[str, set[int]] = {}
+        for text in self._tokens:
+            lengths.setdefault(text[:2], set()).add(len(text))
+        self._lengths = {head: sorted(sizes, reverse=True) for head, sizes in lengths.items()}
+        first = "".join(sorted({head[0] for head in self._lengths}))
+        self._start = re.compile(f"[{re.escape(first)}]") if first else None
+
+    def spans(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """``(start, stop, token)`` of each match, left to right, never overlapping."""
+        position = 0
+        while self._start is not None and (found := self._start.search(text, position)):
+            start = found.start()
+            match = self._longest_at(text, start)
+            if match is None:
+                position = start + 1
+            else:
+                position = match[0]
+                yield start, *match
+
+    def _longest_at(self, text: str, start: int) -> tuple[int, int] | None:
+        """Where the longest token that begins at ``start`` ends, and its id."""
+        head = text[start : start + 2]
+        sizes = self._lengths.get(head, ())
+        for size in (*sizes, 1) if len(head) == 2 else sizes:
+            token = self._tokens.get(text[start : start + size])
+            if token is not None:
+                return start + len(text[start : start + size]), token
+        return None
+
+    def split(self, text: str, ignored: Container[int] = ()) -> Iterator[str | int]:
+        """``text`` as an alternation of plain stretches (never empty) and token ids.
+
+        Tokens in ``ignored`` remain text, in which no other token is found.
+        """
+        end = 0
+        for start, stop, token in self.spans(text):
+            if token in ignored:
+                continue
+            if start > end:
+                yield text[end:start]
+            yield token
+            end = stop
+        if end < len(text):
+            yield text[end:]
+
+
+class Pieces(Protocol):
+    """A vocabulary's spelling of its ids."""
+
+    def __len__(self) -> int:
+        """One more than the largest id."""
+
+    def text(self, token: int) -> str:
+        """The piece of ``token``; empty for an id outside the vocabulary."""
+
+    def find(self, text: str) -> int | None:
+        """The id of the piece ``text``, if there is one."""
+
+
+_SURROGATES = re.compile("([\ud800-\udfff]+)")
+_UNESCAPED = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Pieces by id, ids by piece, and the ids with a meaning.
+
+    ``prefix`` and ``suffix`` go around a text with ``add_special``; ``eos`` ends a generation;
+    ``special`` are the control tokens; ``strip_space`` drops one leading space in decoding;
+    ``infill`` are the ``Tokenizer.infill_ids``. ``begins_chats``: the prefix leads a conversation
+    too where its template does not write it.
+    """
+
+    pieces: Pieces
+    bos: int | None = None
+    unknown: int | None = None
+    eos: frozenset[int] = frozenset()
+    special: frozenset[int] = frozenset()
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    strip_space: bool = False
+    infill: Mapping[str, int] = field(default_factory=dict)
+    begins_chats: bool = False
+
+
+class VocabularyTokenizer(Tokenizer):
+    """A ``Tokenizer`` over a vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._forbidden = vocabulary.special - {vocabulary.unknown}
+        self.vocab_size = len(vocabulary.pieces)
+        self.bos_id = vocabulary.bos
+        self.eos_ids = vocabulary.eos
+        self.special_ids = vocabulary.special
+        self.strip_space = vocabulary.strip_space
+        self.infill_ids = vocabulary.infill
+        self.chat_prefix = vocabulary.prefix if vocabulary.begins_chats else ()
+
+    @abstractmethod
+    def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
+        """Ids of valid Unicode text that is not empty; no BOS, no EOS."""
+
+    @abstractmethod
+    def _byte_id(self, byte: int) -> int | None:
+        """The token of one byte, if the vocabulary has it."""
+
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = False,
+        watch: Watch = ignore_count,
+    ) -> list[int]:
+        """See ``Tokenizer``; lone surrogates stand for their bytes."""
+        ids: list[int] = []
+        for part in _valid_parts(text):
+            watch(len(ids))
+            if isinstance(part, str):
+                ids += self._encode_text(part, parse_special, behind(ids, watch))
+            else:
+                ids += self._encode_bytes(part)
+        if not parse_special and not self._forbidden.isdisjoint(ids):
+            ids = self._spell_out(ids)
+        if add_special:
+            return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix]
+        return ids
+
+    def token_text(self, token: int) -> str:
+        """The vocabulary's own spelling of ``token``; empty for an id outside it."""
+        return self._vocabulary.pieces.text(token)
+
+    def token_id(self, text: str) -> int | None:
+        """Id of the token that the vocabulary spells ``text``, if there is one."""
+        return self._vocabulary.pieces.find(text)
+
+    def _encode_bytes(self, data: bytes) -> list[int]:
+        """One token for each byte; U+FFFD where the vocabulary lacks one of them."""
+        ids = [token for byte in data if (token := self._byte_id(byte)) is not None]
+        return ids if len(ids) == len(data) else self._encode_text("\ufffd", False, ignore_count)
+
+    def _spell_out(self, ids: list[int]) -> list[int]:
+        """``ids`` with control tokens that text ran into replaced by the bytes of their names.
+
+        Some vocabularies can merge ``<`` ``s`` ``>`` into the real ``<s>``.
+        """
+        spelled: list[int] = []
+        for token in ids:
+            if token in self._forbidden:
+                name = self.token_text(token).encode("utf-8", "surrogateescape")
+                spelled += [t for byte in name if (t := self._byte_id(byte)) is not None]
+            else:
+                spelled.append(token)
+        return spelled
+
+
+def _valid_parts(text: str) -> Iterator[str | bytes]:
+    """``text`` as valid Unicode, with the bytes that lone surrogates carry in between.
+
+    ``surrogateescape`` surrogates are their byte (neighbours that form a character become it);
+    any other lone surrogate is its three bytes.
+    """
+    if not _SURROGATES.search(text):
+        if text:
+            yield text
+        return
+    escaped = _UNESCAPED.sub(
+        lambda found: found[0].encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape"),
+        text,
+    )
+    healed = escaped.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+    for index, part in enumerate(_SURROGATES.split(healed)):
+        if part:
+            yield part.encode("utf-8", "surrogateescape") if index % 2 else part
 
 
 def is_package_error(error: BaseException) -> bool:

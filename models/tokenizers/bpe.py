@@ -13,14 +13,16 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from localrt.models.tokenizers.base import Watch, behind, ignore_count, package_errors
-from localrt.models.tokenizers.merges import MergeTable
-from localrt.models.tokenizers.vocabulary import (
-    PieceTable,
+from localrt.models.tokenizers.base import (
     TokenMatcher,
     Vocabulary,
     VocabularyTokenizer,
+    Watch,
+    behind,
+    ignore_count,
+    package_errors,
 )
+from localrt.models.tokenizers.tables import MergeTable, PieceTable
 
 if TYPE_CHECKING:
     from tokenizers.normalizers import Normalizer

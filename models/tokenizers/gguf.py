@@ -19,9 +19,8 @@ from localrt.common.errors import TokenizerError, UnsupportedModelError
 from localrt.common.option_names import option
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.packed_strings import PackedStrings
-from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.tokenizers.base import Tokenizer, Vocabulary
 from localrt.models.tokenizers.bpe import ByteLevelTokenizer
-from localrt.models.tokenizers.merges import MergeTable
 from localrt.models.tokenizers.pretokenizers import (
     KNOWN_PRE_TYPES,
     PreType,
@@ -33,7 +32,7 @@ from localrt.models.tokenizers.spm import (
     join_by_merges,
     join_by_scores,
 )
-from localrt.models.tokenizers.vocabulary import PieceTable, Vocabulary
+from localrt.models.tokenizers.tables import MergeTable, PieceTable
 
 _PREFIX = "tokenizer.ggml."
 _KNOWN_MODELS = ("gpt2", "llama", "gemma4")

@@ -17,14 +17,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.tokenizers.base import Watch, behind, ignore_count
-from localrt.models.tokenizers.merges import Join, MergeTable, join_neighbours
-from localrt.models.tokenizers.vocabulary import (
-    PieceTable,
+from localrt.models.tokenizers.base import (
     TokenMatcher,
     Vocabulary,
     VocabularyTokenizer,
+    Watch,
+    behind,
+    ignore_count,
 )
+from localrt.models.tokenizers.tables import Join, MergeTable, PieceTable, join_neighbours
 
 SPACE = "▁"
 _CACHED_CHARS = 48

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.chat_format.call_notation import ID, NUMBERED
 from localrt.chat_format.harmony import HARMONY_CALL
+from localrt.chat_format.notations import ID, NUMBERED
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.service.requests import RequestBuilder
 from tests.chat_format.call_templates import TEMPLATES, chat, each

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.chat_format.history_rendering import HistoryRenderer
+from localrt.chat_format.histories import HistoryRenderer
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
 from localrt.chat_format.templates.go_template import to_jinja

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from localrt.chat_format.parser import TextParser
-from localrt.chat_format.template_syntax import TemplateSyntax
+from localrt.chat_format.template_syntax import TemplateSyntax, ThinkingSyntax, find_syntax
 from localrt.chat_format.templates.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
 from localrt.chat_format.thinking import split_thinking
-from localrt.chat_format.thinking_syntax import ThinkingSyntax, find_syntax
 from localrt.common.errors import OptionError
 
 ASK = [{"role": "user", "content": "hi"}]

@@ -19,9 +19,9 @@ from tokenizers import Tokenizer as Backend
 
 from localrt.common.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers import bpe, hf, load_tokenizer
-from localrt.models.tokenizers.base import Tokenizer
-from localrt.models.tokenizers.hf_packed import read_packed
-from localrt.models.tokenizers.vocabulary import PieceTable, Vocabulary
+from localrt.models.tokenizers.base import Tokenizer, Vocabulary
+from localrt.models.tokenizers.hf import read_packed
+from localrt.models.tokenizers.tables import PieceTable
 from tests.tokenizers.varied_text import varied_strings
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>"]

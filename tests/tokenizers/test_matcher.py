@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.models.tokenizers.vocabulary import TokenMatcher
+from localrt.models.tokenizers.base import TokenMatcher
 
 alphabet = st.text("ab<|]^\\-", max_size=12)
 

@@ -10,9 +10,8 @@ from tokenizers import models
 
 from localrt.common.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
-from localrt.models.tokenizers import merges
-from localrt.models.tokenizers.merges import MergeTable
-from localrt.models.tokenizers.vocabulary import PieceTable
+from localrt.models.tokenizers import tables
+from localrt.models.tokenizers.tables import MergeTable, PieceTable
 
 LETTERS = "abc漢"
 
@@ -53,8 +52,8 @@ def test_blocks_of_any_size_agree(rng: random.Random, count: int, open_: int) ->
     ours, theirs = both(pieces, pairs)
     word = "".join(rng.choices(LETTERS, k=rng.choice([65, 100, 300])))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merges, "_BLOCK", rng.choice([1, 2, 5, 30]))
-        patch.setattr(merges, "_OPEN", open_)
+        patch.setattr(tables, "_BLOCK", rng.choice([1, 2, 5, 30]))
+        patch.setattr(tables, "_OPEN", open_)
         found = ours.merge([pieces.index(char) for char in word])
     assert found == [token.id for token in theirs.tokenize(word)]
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from localrt.models.checkpoints.packed_strings import PackedStrings
-from localrt.models.tokenizers.vocabulary import PieceTable
+from localrt.models.tokenizers.tables import PieceTable
 
 any_text = st.text(st.characters(codec=None), max_size=4) | st.sampled_from(["", "a", "\0", "\0\0"])
 

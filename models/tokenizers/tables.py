@@ -1,0 +1,341 @@
+"""A vocabulary and its merges in packed tables, some bytes for each entry.
+
+A dictionary of 151,936 pieces takes 25 MB and more in Python or Rust. Here pieces stay packed, and
+a hash table of two integer arrays leads from a piece to its id: ids in the order of their bucket,
+and where each bucket begins. One piece is looked up in about a microsecond, many at once by numpy.
+Knows pieces and ids, not what they mean.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from math import isqrt
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from localrt.common.errors import TokenizerError
+from localrt.models.checkpoints.packed_strings import PackedStrings
+from localrt.models.tokenizers.base import Watch, ignore_count
+
+_HASHED = 32  # bytes; longer pieces are mostly runs of one character, told apart by their length
+_AT_ONCE = 1 << 14
+Integers = npt.NDArray[np.int64]
+
+
+class PieceTable:
+    """``Pieces`` by position. Of equal pieces the last is found, as in a dictionary."""
+
+    def __init__(self, pieces: PackedStrings) -> None:
+        self.pieces = pieces
+        count = len(pieces)
+        self._buckets = bucket_count(count)
+        self._data = np.frombuffer(pieces.data, np.uint8)
+        self._longest = 0
+        hashes = np.empty(count, np.uint32)
+        for start, stop in chunks(count):
+            offsets = pieces.offsets[start : stop + 1].astype(np.int64)
+            lengths = np.diff(offsets)
+            self._longest = max(self._longest, int(lengths.max()))
+            hashes[start:stop] = self._hash(self._data, offsets[:-1], lengths)
+        ids, begins = bucket_order(hashes, self._buckets)
+        self._ids, self._begins = ids.data, begins.data
+        self._members: memoryview | None = None
+
+    @property
+    def members(self) -> npt.NDArray[np.bool_]:
+        """Whether each id can be found."""
+        if self._members is None:
+            return np.ones(len(self), np.bool_)
+        return np.asarray(self._members).view(np.bool_)
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest piece."""
+        longest = 0
+        for start, stop in chunks(len(self)):
+            offsets = self.pieces.offsets[start : stop + 1].astype(np.int64)
+            begins = (self._data[offsets[0] : offsets[-1]] & 0xC0) != 0x80  # of characters
+            counts = np.append(0, np.cumsum(begins))[offsets - offsets[0]]
+            longest = max(longest, int(np.diff(counts).max()))
+        return longest
+
+    def only(self, members: npt.NDArray[np.bool_]) -> PieceTable:
+        """The same table in which only ids that are true in ``members`` are found."""
+        table = copy.copy(self)
+        table._members = members.astype(np.uint8).data
+        return table
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def text(self, token: int) -> str:
+        """The piece of ``token``; empty for an id outside the vocabulary."""
+        return self.pieces[token] if 0 <= token < len(self.pieces) else ""
+
+    def find(self, text: str) -> int | None:
+        """The id of the piece ``text``, if there is one."""
+        piece = text.encode("utf-8", "surrogatepass")
+        for token in self._bucket(piece):
+            if self.pieces.encoded(token) == piece and (
+                self._members is None or self._members[token]
+            ):
+                return token
+        return None
+
+    def _bucket(self, piece: bytes) -> memoryview:
+        """Ids that ``piece`` may have."""
+        if len(piece) > self._longest:
+            return self._ids[:0]
+        bucket = (int.from_bytes(piece[:_HASHED], "big") + len(piece)) % self._buckets
+        return self._ids[self._begins[bucket] : self._begins[bucket + 1]]
+
+    def find_many(
+        self, data: npt.NDArray[np.uint8], starts: Integers, lengths: Integers
+    ) -> Integers:
+        """The id of each piece of UTF-8 ``data``, which begins at ``starts``; -1 without one.
+
+        Puts some 200 bytes aside for each: come with no more than ``chunks`` has.
+        """
+        offsets, begins, ids = self.pieces.offsets, np.asarray(self._begins), np.asarray(self._ids)
+        found = np.full(len(starts), -1, np.int64)
+        open_ = np.flatnonzero(lengths <= self._longest)
+        buckets = self._hash(data, starts[open_], lengths[open_])
+        at, stop = begins[buckets].astype(np.int64), begins[buckets + 1].astype(np.int64)
+        while True:
+            left = at < stop
+            open_, at, stop = open_[left], at[left], stop[left]
+            if not len(open_):
+                return found
+            tokens = ids[at].astype(np.int64)
+            begin, end = offsets[tokens].astype(np.int64), offsets[tokens + 1].astype(np.int64)
+            fits = end - begin == lengths[open_]
+            if self._members is not None:
+                fits &= np.asarray(self._members)[tokens] != 0
+            same = np.flatnonzero(fits)
+            fits[same] = _equal(
+                data, starts[open_[same]], self._data, begin[same], (end - begin)[same]
+            )
+            found[open_[fits]] = tokens[fits]
+            open_, at, stop = open_[~fits], at[~fits] + 1, stop[~fits]
+
+    def _hash(
+        self, data: npt.NDArray[np.uint8], starts: Integers, lengths: Integers
+    ) -> npt.NDArray[np.uint64]:
+        """Buckets of pieces: their first bytes as one number and their length, modulo a prime."""
+        prime = np.uint64(self._buckets)
+        hashes = np.zeros(len(starts), np.uint64)
+        longer = np.arange(len(starts))
+        for index in range(_HASHED):
+            longer = longer[lengths[longer] > index]
+            if not len(longer):
+                break
+            byte = data[starts[longer] + index]
+            hashes[longer] = (hashes[longer] * np.uint64(256) + byte) % prime
+        result: npt.NDArray[np.uint64] = (hashes + lengths.astype(np.uint64)) % prime
+        return result
+
+
+def bucket_count(count: int) -> int:
+    """A prime number of buckets for ``count`` entries, not less than them."""
+    number = max(count, 2)
+    while any(number % divisor == 0 for divisor in range(2, isqrt(number) + 1)):
+        number += 1
+    return number
+
+
+def bucket_order(
+    buckets: npt.NDArray[np.uint32], count: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """Entries sorted by their bucket, and where each of ``count`` buckets begins.
+
+    Within a bucket they fall, so that the last of equal entries is met first. The second array has
+    one number more: where the last bucket ends.
+    """
+    begins = np.zeros(count + 1, np.uint32)
+    np.cumsum(np.bincount(buckets, minlength=count), out=begins[1:])
+    order = np.argsort(buckets[::-1], kind="stable")
+    return np.subtract(len(buckets) - 1, order, out=order).astype(np.uint32), begins
+
+
+def chunks(count: int) -> Iterator[tuple[int, int]]:
+    """``range(count)`` in pieces that keep what numpy puts aside small."""
+    return ((start, min(start + _AT_ONCE, count)) for start in range(0, count, _AT_ONCE))
+
+
+def _equal(
+    ours: npt.NDArray[np.uint8],
+    starts: Integers,
+    theirs: npt.NDArray[np.uint8],
+    begins: Integers,
+    lengths: Integers,
+) -> npt.NDArray[np.bool_]:
+    """Whether each stretch of ``ours`` has the bytes of the stretch of ``theirs``."""
+    ends = np.cumsum(lengths)
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+    differ = (
+        ours[np.repeat(starts, lengths) + within] != theirs[np.repeat(begins, lengths) + within]
+    )
+    equal = np.ones(len(starts), np.bool_)
+    equal[np.searchsorted(ends, np.flatnonzero(differ), "right")] = False
+    return equal
+
+
+# -- byte-pair encoding: neighbours are joined, the best pair first, of equally good ones the
+# leftmost
+
+_BLOCK = 2048  # symbols; joining puts some 400 bytes aside for each
+_OPEN = 4  # of what a block became: its end, which the symbols behind it may change
+_NONE = 1 << 32  # a rank behind all others
+_SHORT = 64  # ids; up to here a scan of the whole word beats a queue
+_HALF = 24  # bits of an id in a pair's key; no GGUF array has more strings
+
+
+Symbol = TypeVar("Symbol", int, str)
+Join = Callable[[Symbol, Symbol], tuple[float, Symbol] | None]
+
+
+def join_neighbours(
+    symbols: Sequence[Symbol], join: Join[Symbol], watch: Watch = ignore_count
+) -> list[Symbol]:
+    """``symbols`` with all neighbours joined that can be, in almost linear time.
+
+    ``join`` gives the rank of two neighbours, the lowest first, and what they become. ``watch``
+    hears how many there are so far.
+
+    A boundary between two joined symbols that is one when their own symbols alone are joined is
+    one in the whole, too: until a pair across some boundary is the best, each side is joined as it
+    would be alone. So blocks are joined alone, and again as one where their boundary does not hold.
+    """
+    found: list[Symbol] = []
+    blocks: list[tuple[int, int, int, int]] = []  # begin, size, found before, the last one's begin
+    begin, size, last = 0, _BLOCK, 0
+    while begin < len(symbols):
+        parts = _joined(symbols[begin : begin + size], join)
+        stop = begin + (parts[1][0] if len(parts) > 1 else size)  # of the first
+        across = _joined(symbols[last:stop], join) if found else ()
+        if found and all(last + start != begin for start, _ in across):
+            begin, before, count, last = blocks.pop()
+            size += 2 * before  # so that it grows until the boundary holds
+            del found[count:]
+            continue
+        blocks.append((begin, size, len(found), last))
+        ends = begin + size >= len(symbols)
+        kept = len(parts) if ends else max(1, len(parts) - _OPEN)
+        found += [symbol for _, symbol in parts[:kept]]
+        last = begin + parts[kept - 1][0]
+        begin += parts[kept][0] if kept < len(parts) else size
+        size = _BLOCK
+        watch(len(found))
+    return found
+
+
+def _joined(symbols: Sequence[Symbol], join: Join[Symbol]) -> list[tuple[int, Symbol]]:
+    """The rule for one block: where each joined symbol begins, and the symbol."""
+    joined = list(symbols)
+    count = len(joined)
+    before, after = list(range(-1, count - 1)), list(range(1, count + 1))
+
+    def offer(at: int) -> tuple[float, int, Symbol] | None:
+        """What a symbol and the next one become."""
+        found = join(joined[at], joined[after[at]]) if after[at] < count else None
+        return None if found is None else (found[0], at, found[1])
+
+    offers = [offer(at) for at in range(count)]
+    queue = [found for found in offers if found is not None]
+    heapify(queue)
+    while queue:
+        best = heappop(queue)
+        _, at, symbol = best
+        if offers[at] is not best:
+            continue  # one of the two has been joined since
+        joined[at], offers[after[at]] = symbol, None
+        after[at] = after[after[at]]
+        if after[at] < count:
+            before[after[at]] = at
+        for left in (before[at], at):
+            if left >= 0:
+                offers[left] = new = offer(left)
+                if new is not None:
+                    heappush(queue, new)
+    at, result = 0, list[tuple[int, Symbol]]()
+    while at < count:
+        result.append((at, joined[at]))
+        at = after[at]
+    return result
+
+
+class MergeTable:
+    """Joins neighbouring ids, as ``merges`` says: each is spelled ``"left right"``.
+
+    Raises:
+        TokenizerError: a merge lacks a side, or ``words`` lacks a side or what it joins to.
+    """
+
+    def __init__(self, words: PieceTable, merges: PackedStrings) -> None:
+        count = len(merges)
+        keys, joined = np.empty(count, np.uint64), np.empty(count, np.uint32)
+        data = np.frombuffer(merges.data, np.uint8)
+        for start, stop in chunks(count):
+            offsets = merges.offsets[start : stop + 1].astype(np.int64)
+            text = data[offsets[0] : offsets[-1]]
+            begins, ends = offsets[:-1] - offsets[0], offsets[1:] - offsets[0]
+            spaces = np.append(np.flatnonzero(text == ord(" ")), len(text))
+            space = spaces[np.searchsorted(spaces, begins)]  # the first one of each merge
+            if len(broken := np.flatnonzero((space == begins) | (space >= ends - 1))):
+                merge = merges[start + int(broken[0])]
+                raise TokenizerError(f"the model's BPE merge {merge!r} does not name two pieces")
+            lefts = words.find_many(text, begins, space - begins)
+            rights = words.find_many(text, space + 1, ends - space - 1)
+            spaces_before = np.arange(stop - start)
+            whole = np.delete(text, space)
+            both = words.find_many(whole, begins - spaces_before, ends - begins - 1)
+            if len(missing := np.flatnonzero((lefts < 0) | (rights < 0) | (both < 0))):
+                left, right = merges[start + int(missing[0])].split(" ", 1)
+                raise TokenizerError(
+                    "the model's BPE vocabulary cannot be used: the merge of "
+                    f"{left!r} and {right!r} needs a piece that it lacks"
+                )
+            keys[start:stop] = lefts << _HALF | rights
+            joined[start:stop] = both
+        self._buckets = bucket_count(count)
+        buckets = (keys % np.uint64(self._buckets)).astype(np.uint32)
+        ranks, places = bucket_order(buckets, self._buckets)
+        self._keys = keys[ranks].data
+        self._ranks, self._begins, self._joined = ranks.data, places.data, joined.data
+
+    def merge(self, ids: list[int], watch: Watch = ignore_count) -> list[int]:
+        """``ids`` of one word with all merges applied."""
+        return self._scan(ids) if len(ids) <= _SHORT else join_neighbours(ids, self.join, watch)
+
+    def join(self, left: int, right: int) -> tuple[int, int] | None:
+        """The rank of two neighbours, and what they become; None where they stay apart."""
+        rank = self._rank(left, right)
+        return None if rank == _NONE else (rank, self._joined[rank])
+
+    def _rank(self, left: int, right: int) -> int:
+        """The place in the list of the merge of two ids, or ``_NONE``."""
+        key = left << _HALF | right
+        bucket = key % self._buckets
+        for at in range(self._begins[bucket], self._begins[bucket + 1]):
+            if self._keys[at] == key:
+                return self._ranks[at]
+        return _NONE
+
+    def _scan(self, ids: list[int]) -> list[int]:
+        """The rule as it stands, in a time that grows with the square of the word's length."""
+        ids = list(ids)
+        ranks = list(map(self._rank, ids, ids[1:]))
+        while ranks and (best := min(ranks)) != _NONE:
+            at = ranks.index(best)
+            ids[at : at + 2] = [self._joined[best]]
+            del ranks[at]
+            if at > 0:
+                ranks[at - 1] = self._rank(ids[at - 1], ids[at])
+            if at < len(ranks):
+                ranks[at] = self._rank(ids[at], ids[at + 1])
+        return ids
