@@ -21,7 +21,7 @@ from localrt.engine.batch.live import LiveLimits
 from localrt.engine.options import read_options
 from localrt.engine.protocol import Logits, check_ids
 from localrt.engine.types import Chunk, Message
-from localrt.load.options import LoadOptions
+from localrt.loading.options import LoadOptions
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.service.arguments import (
     check_call,

@@ -130,7 +130,7 @@ def tiny(tiny_folder: Path) -> Iterator[localrt.Model]:
 @pytest.fixture
 def given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading measures nothing: what the machine reads and computes per second is given."""
-    from localrt.load import placing
+    from localrt.loading import placing
     from localrt.machine import measuring
     from localrt.offload.reading.disk_speed import DiskProfile
     from localrt.offload.reading.files import ReadMode

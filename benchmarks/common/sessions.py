@@ -12,8 +12,8 @@ from benchmarks.common.timing import median_ratio
 from localrt.bench.engines import LLAMACPP_SETTINGS
 from localrt.engine.llamacpp.engine import LlamaCppEngine
 from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
-from localrt.load.options import LoadOptions
-from localrt.load.parts import load_parts
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import load_parts
 
 
 @contextmanager

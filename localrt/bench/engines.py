@@ -125,7 +125,7 @@ class _LocalrtEngine:
 
 
 def _load_native(launch: Launch) -> Core:
-    from localrt.load.options import LoadOptions
+    from localrt.loading.options import LoadOptions
     from localrt.service.core import open_core
 
     own = dict(launch.settings or {})
@@ -138,7 +138,7 @@ def llamacpp_core(launch: Launch) -> Core:
     from localrt.chat_format.templates.chat_template import PlainTemplate
     from localrt.engine.llamacpp.engine import LlamaCppEngine
     from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings
-    from localrt.load.parts import LoadedModel
+    from localrt.loading.parts import LoadedModel
     from localrt.service.core import Core
 
     path = Path(launch.path)

@@ -19,7 +19,7 @@ from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref, shown_path
 from localrt.hub.searching import Variant
 from localrt.library import list_variants
-from localrt.load.describing import ModelDescription, describe_model
+from localrt.loading.describing import ModelDescription, describe_model
 from localrt.planning.chooser import chooser
 
 EXAMPLES: Examples = (

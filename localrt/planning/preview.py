@@ -39,7 +39,7 @@ from localrt.planning.inputs import (
 )
 
 if TYPE_CHECKING:
-    from localrt.load.parts import LoadedModel
+    from localrt.loading.parts import LoadedModel
 _CTX = 4096
 
 

@@ -23,7 +23,7 @@ from localrt.common.settings import KV_DISK, Settings
 from localrt.engine.batch.batch import kv_room
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.saved_caches import KvKeeper, PromptCache, Tier, model_key
-from localrt.load.parts import LoadedModel
+from localrt.loading.parts import LoadedModel
 from localrt.offload.memory import current_rss, ram_budget
 
 

@@ -28,10 +28,10 @@ from localrt.engine.types import Chunk, Message
 from localrt.hub import resolve, resolve_adapter
 from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras
-from localrt.load.draft_choice import Drafts
-from localrt.load.draft_loading import load_with_draft
-from localrt.load.options import LoadOptions
-from localrt.load.parts import LoadedModel, load_parts
+from localrt.loading.draft_choice import Drafts
+from localrt.loading.draft_loading import load_with_draft
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.planning.chooser import chooser
 from localrt.service.adapters import Adapters

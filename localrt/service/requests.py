@@ -33,8 +33,8 @@ from localrt.common.progress import ProgressCallback
 from localrt.engine.options import Options, read_options
 from localrt.engine.request import MakeConstraint, Request
 from localrt.engine.types import Message
-from localrt.load.draft_choice import Drafts
-from localrt.load.parts import LoadedModel
+from localrt.loading.draft_choice import Drafts
+from localrt.loading.parts import LoadedModel
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.service.adapters import Adapters
 from localrt.service.arguments import (

@@ -5,7 +5,7 @@ It does not know who calls it. Start reading at ``ops.py``.
 ``CudaOps`` computes on the same tiles, as torch tensors. Packed weights are multiplied by CUDA
 kernels of our own (``quant/cuda/src``), which NVRTC compiles for the GPU at hand; what was compiled
 is kept on the disk. Which ones a model needs is found by passes through its parts without weights,
-on ``Ops`` that note what they would launch (``localrt/load/kernels.py``,
+on ``Ops`` that note what they would launch (``localrt/loading/kernels.py``,
 ``quant/cuda/sketch.py``). They are compiled on up to four threads while weights load, so that the
 first prompt compiles nothing.
 

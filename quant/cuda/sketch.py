@@ -1,7 +1,7 @@
 """``CudaOps`` that start nothing: which kernels a model's passes will launch, before it is there.
 
 Weights take no memory and results hold nothing; what is chosen between kernels is chosen by the
-same code as later. It knows no models: who asks runs the steps (``localrt/load/kernels.py``).
+same code as later. It knows no models: who asks runs the steps (``localrt/loading/kernels.py``).
 """
 
 from __future__ import annotations

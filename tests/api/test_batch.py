@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.quant.cpu.abi import find_library
-from tests.load.test_engine_choice import write_model
+from tests.loading.test_engine_choice import write_model
 from tests.models.tiny import save_tiny, tokens
 from tests.real_models import real_model
 

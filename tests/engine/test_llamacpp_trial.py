@@ -14,8 +14,8 @@ from localrt.common.errors import MissingExtraError
 from localrt.common.settings import Settings
 from localrt.engine.llamacpp import trial
 from localrt.engine.llamacpp.trial import check_build
-from localrt.load import parts
-from localrt.load.options import LoadOptions
+from localrt.loading import parts
+from localrt.loading.options import LoadOptions
 from tests.benchmarks.test_hf_folder import tiny_gguf
 
 posix = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")

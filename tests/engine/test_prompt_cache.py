@@ -15,8 +15,8 @@ from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineSession
 from localrt.engine.saved_caches import PromptCache, model_key
-from localrt.load.options import LoadOptions
-from localrt.load.parts import load_parts
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import load_parts
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.cpu.abi import find_library
 from localrt.service.budgets import prompt_cache

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import localrt
-from tests.load.test_engine_choice import write_model
+from tests.loading.test_engine_choice import write_model
 from tests.real_models import real_model
 from tests.server.conftest import Running, needs_kernels, serving
 

@@ -139,8 +139,8 @@ _NO_FILE = "No folder or .gguf file of that name"
 
 
 class ModelsScreen(SearchDialog[_Row]):
-    """``options`` are those of ``localrt.load`` that the app was started with: the budgets to plan
-    with. ``current`` is the name of the model that is loaded.
+    """``options`` are those of ``localrt.load`` that the app was started with: the budgets to
+    plan with. ``current`` is the name of the model that is loaded.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes
 from localrt.engine.native.engine import NativeEngine
-from localrt.load.draft_placement import DraftPlace
-from localrt.load.parts import LoadedModel
+from localrt.loading.draft_placement import DraftPlace
+from localrt.loading.parts import LoadedModel
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.speculative.ngram import common_length
 from localrt.speculative.source import (

@@ -15,9 +15,9 @@ from localrt.common.settings import Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.meters import resident_forecast
 from localrt.engine.protocol import Engine, EngineInfo
-from localrt.load.describing import most_used_format
-from localrt.load.kernels import compiled_meanwhile
-from localrt.load.options import LoadOptions, byte_counter, pick_context
+from localrt.loading.describing import most_used_format
+from localrt.loading.kernels import compiled_meanwhile
+from localrt.loading.options import LoadOptions, byte_counter, pick_context
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.registry import load_decoder, read_config
@@ -80,7 +80,7 @@ def load_native(
 
     if _must_stream(checkpoint, config, ops, options):
         # Brings the planner, which a model in memory does without.
-        from localrt.load.placing import load_placed
+        from localrt.loading.placing import load_placed
 
         return load_placed(
             checkpoint,

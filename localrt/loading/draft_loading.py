@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.common.errors import MemoryBudgetError
-from localrt.load.draft_choice import PLUS_NGRAM, Drafts
-from localrt.load.draft_placement import DraftPlace, place_draft
-from localrt.load.options import LoadOptions
-from localrt.load.parts import LoadedModel, load_parts
+from localrt.loading.draft_choice import PLUS_NGRAM, Drafts
+from localrt.loading.draft_placement import DraftPlace, place_draft
+from localrt.loading.options import LoadOptions
+from localrt.loading.parts import LoadedModel, load_parts
 
 if TYPE_CHECKING:
     from localrt.common.progress import ProgressCallback
@@ -61,7 +61,7 @@ def _fitting_context(path: Path, options: LoadOptions) -> int | None:
         MemoryBudgetError: weights, cache and scratch exceed what is left.
     """
     from localrt.common.formatting import format_bytes
-    from localrt.load.native import memory_left
+    from localrt.loading.native import memory_left
     from localrt.models.checkpoints import open_checkpoint
     from localrt.models.registry import read_config
     from localrt.offload.account import resident_account

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.load.options import LoadOptions
+from localrt.loading.options import LoadOptions
 from localrt.offload.account import (
     CUDA_CONTEXT_NBYTES,
     FIRST_CONTEXT,
@@ -25,7 +25,7 @@ from localrt.offload.account import (
 
 if TYPE_CHECKING:
     from localrt.common.settings import Settings
-    from localrt.load.gpu import OpenGpu
+    from localrt.loading.gpu import OpenGpu
     from localrt.models.checkpoints import Checkpoint
     from localrt.offload.planner.pair import PairPlan
     from localrt.offload.shapes import ModelShape
@@ -79,7 +79,7 @@ def place_draft(
 
 def _open_card(target: Checkpoint, options: LoadOptions) -> OpenGpu | None:
     """The card of ``options``, if the target can be placed on it."""
-    from localrt.load.gpu import open_gpu
+    from localrt.loading.gpu import open_gpu
     from localrt.models.registry import read_config
     from localrt.quant.choose import make_ops
     from localrt.quant.cpu.abi import find_library

@@ -12,7 +12,7 @@ import pytest
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.load.draft_choice import family_draft, find_family_draft
+from localrt.loading.draft_choice import family_draft, find_family_draft
 from localrt.quant.cpu.abi import find_library
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
 from tests.conftest import write_tiny_model
@@ -131,7 +131,7 @@ def test_a_draft_that_was_found_is_used_and_one_that_fails_is_not(
     options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
 
     def said(draft: str | None) -> tuple[tuple[int, ...], str]:
-        monkeypatch.setattr("localrt.load.draft_choice.family_draft", lambda _: draft)
+        monkeypatch.setattr("localrt.loading.draft_choice.family_draft", lambda _: draft)
         with localrt.load(tmp_path / "target") as model:
             chunk = model.generate("ab ab", **options)
         return chunk.token_ids, str(chunk.metrics.speculation)
@@ -151,9 +151,9 @@ def test_a_draft_that_was_found_is_used_and_one_that_fails_is_not(
 def test_a_draft_that_was_found_and_does_not_fit_is_left_out_with_a_hint(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localrt.load.draft_choice.family_draft", lambda _: str(tiny_folder))
+    monkeypatch.setattr("localrt.loading.draft_choice.family_draft", lambda _: str(tiny_folder))
     with localrt.load(tiny_folder, ram="8GB") as model:
-        monkeypatch.setattr("localrt.load.native.memory_left", lambda *_: (1000, "RAM"))
+        monkeypatch.setattr("localrt.loading.native.memory_left", lambda *_: (1000, "RAM"))
         note = str(model.generate("hi", max_tokens=4, temperature=0.0).metrics.speculation)
     assert f"draft {tiny_folder} is not used" in note
     assert "named as the draft when loading" in note

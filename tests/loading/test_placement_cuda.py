@@ -16,12 +16,12 @@ import pytest
 
 import localrt
 from localrt.engine.native.engine import NativeEngine
-from localrt.load import draft_loading as loading
-from localrt.load import gpu, native
-from localrt.load.options import LoadOptions
+from localrt.loading import draft_loading as loading
+from localrt.loading import gpu, native
+from localrt.loading.options import LoadOptions
 from localrt.offload import account
 from localrt.quant.cpu.abi import find_library
-from tests.load.conftest import Choose
+from tests.loading.conftest import Choose
 
 pytest.importorskip("torch")
 
@@ -116,7 +116,7 @@ def test_a_draft_that_the_card_has_no_room_for_stays_off_it(
 
     monkeypatch.setattr(account, "_TORCH_SCRATCH_NBYTES", 3 << 30)
     target: list[Any] = []
-    from localrt.load import draft_loading as draft_loading
+    from localrt.loading import draft_loading
 
     def load(path: Path, options: Any, **more: Any) -> Any:
         target.append(options)
@@ -132,7 +132,7 @@ def test_a_draft_that_fails_to_load_leaves_the_target_all(
     folder: Path, devices: list[str], choose_way: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that others took since it was planned."""
-    from localrt.load import draft_loading as draft_loading
+    from localrt.loading import draft_loading
 
     choose_way("draft on card")
 

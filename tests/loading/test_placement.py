@@ -12,17 +12,17 @@ import pytest
 import localrt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
-from localrt.load import draft_placement
-from localrt.load.draft_placement import DraftPlace
-from localrt.load.gpu import OpenGpu
-from localrt.load.options import LoadOptions
+from localrt.loading import draft_placement
+from localrt.loading.draft_placement import DraftPlace
+from localrt.loading.gpu import OpenGpu
+from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES
 from localrt.offload.device.gpu import Clock
 from localrt.offload.planner.cards import parse_card
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from tests.conftest import write_tiny_model
-from tests.load.conftest import Choose
+from tests.loading.conftest import Choose
 from tests.offload.gpu.fakes import FakeGpu
 
 pytestmark = [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.load.draft_model import vocabulary_problem
+from localrt.loading.draft_model import vocabulary_problem
 from localrt.quant.cpu.abi import find_library
 from tests.conftest import write_tiny_model
 from tests.real_models import real_model
@@ -98,7 +98,7 @@ def test_a_draft_that_does_not_fit_is_left_out(
 ) -> None:
     target, draft = folders
     with localrt.load(target, ram="8GB") as model:
-        monkeypatch.setattr("localrt.load.native.memory_left", lambda *_: (1000, "RAM"))
+        monkeypatch.setattr("localrt.loading.native.memory_left", lambda *_: (1000, "RAM"))
         plain = model.generate("hi", draft="off", temperature=0.0, **OPTIONS)
         ours = model.generate("hi", draft=str(draft), tree_budget=8, temperature=0.0, **OPTIONS)
         assert ours.token_ids == plain.token_ids

@@ -23,9 +23,9 @@ from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
 from localrt.hub.files import gguf_variants
 from localrt.hub.listing import list_models
-from localrt.load.draft_model import ModelDraft
-from localrt.load.draft_placement import DraftPlace
-from localrt.load.parts import LoadedModel
+from localrt.loading.draft_model import ModelDraft
+from localrt.loading.draft_placement import DraftPlace
+from localrt.loading.parts import LoadedModel
 from localrt.models.checkpoints.gguf.metadata import GgufCursor
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME

@@ -31,9 +31,9 @@ from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import sampling_defaults
-from localrt.load.describing import quantization_name
-from localrt.load.native import load_native
-from localrt.load.options import LoadOptions
+from localrt.loading.describing import quantization_name
+from localrt.loading.native import load_native
+from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, GgufCheckpoint, open_checkpoint
 from localrt.models.registry import ARCHITECTURES, find_architecture, require_readable
 from localrt.models.tokenizers import Tokenizer, load_tokenizer

@@ -25,9 +25,9 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.meters import placed_forecast
 from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
 from localrt.hub.names import shown_path
-from localrt.load.gpu import open_gpu
-from localrt.load.kernels import compiled_meanwhile, share_of_card
-from localrt.load.options import LoadOptions, byte_counter, pick_context
+from localrt.loading.gpu import open_gpu
+from localrt.loading.kernels import compiled_meanwhile, share_of_card
+from localrt.loading.options import LoadOptions, byte_counter, pick_context
 from localrt.machine.measuring import machine_profile
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint

@@ -16,9 +16,9 @@ import torch
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings
-from localrt.load import native
-from localrt.load.kernels import compiled_meanwhile, share_of_card
-from localrt.load.options import LoadOptions
+from localrt.loading import native
+from localrt.loading.kernels import compiled_meanwhile, share_of_card
+from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.load import parts as loading
+from localrt.loading import parts as loading
 from tests.checkpoints.make_gguf import packed_rows, write_gguf
 
 WIDTH, LAYERS, INNER = 256, 2, 256
