@@ -516,9 +516,10 @@ class Model(Closing):
             MemoryBudgetError: it cannot be done, since the model was loaded whole, or not even
                 streaming makes enough room; nothing changes then.
         """
-        self._core.set_budget(
+        self._core.engine.set_budget(
             ram=None if ram is None else parse_size(ram, option("ram")),
             gpu_memory=None if gpu_memory is None else parse_size(gpu_memory, option("gpu_memory")),
+            free=self._core.free_idle,
         )
 
     @property

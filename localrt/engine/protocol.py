@@ -17,9 +17,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import ContextOverflowError, OptionError, UnsupportedModelError
+from localrt.common.errors import (
+    ContextOverflowError,
+    MemoryBudgetError,
+    OptionError,
+    UnsupportedModelError,
+)
+from localrt.common.formatting import format_bytes
+from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
 from localrt.models.residency import PipelineCounts, Residency
+from localrt.offload.memory import current_rss
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 
 if TYPE_CHECKING:
@@ -230,6 +238,7 @@ class Engine(ABC):
 
     A pass has at most ``pass_rows`` rows, of several sessions where it ``shares_passes``.
     ``plan`` is what weights were placed by, ``residency`` tells of them while they are there.
+    ``ram`` and ``gpu_memory`` are the budgets in bytes as the user gave them; None: not.
     """
 
     info: EngineInfo
@@ -237,6 +246,8 @@ class Engine(ABC):
     shares_passes: bool = False
     plan: Plan | None = None
     residency = Residency()  # of weights that nothing is known of
+    ram: int | None = None
+    gpu_memory: int | None = None
 
     @abstractmethod
     def session(self, capacity: int) -> EngineSession:
@@ -337,19 +348,45 @@ class Engine(ABC):
             MemoryBudgetError: so much cannot be given; nothing changes then.
         """
 
-    def set_ram_budget(self, nbytes: int) -> None:  # noqa: B027  nothing to do
-        """Have the process take ``nbytes`` of RAM at most from the next pass on.
+    def set_budget(
+        self,
+        *,
+        ram: int | None = None,
+        gpu_memory: int | None = None,
+        free: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Have the process take ``ram`` bytes at most, and the model ``gpu_memory`` of the GPU's,
+        from the next pass on; None: as before. ``free`` frees caches that nobody uses.
+
+        This is for a model that was loaded whole: what it holds stays.
 
         Raises:
-            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
+            OptionError: GPU memory, of a model that runs on no GPU.
+            MemoryBudgetError: it takes more, and cannot give enough of it back.
         """
-
-    def set_vram_budget(self, nbytes: int) -> None:  # noqa: B027  nothing to do
-        """Have ``nbytes`` of the card's memory at most, if streamed. More than before is not used.
-
-        Raises:
-            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
-        """
+        info = self.info
+        if gpu_memory is not None:
+            if info.device == "cpu":
+                raise OptionError("the model runs on the CPU alone: it has no GPU memory")
+            if info.weight_bytes > gpu_memory:
+                raise MemoryBudgetError(
+                    "the model was loaded whole and its weights take "
+                    f"{format_bytes(info.weight_bytes)} of the GPU, more than "
+                    f"{format_bytes(gpu_memory)}: load it again with "
+                    f"{option('gpu_memory', gpu_memory)}, which streams it"
+                )
+            self.gpu_memory = gpu_memory
+        if ram is not None:
+            if current_rss() > ram:
+                free()
+                return_free_memory()
+            if (taken := current_rss()) > ram:
+                raise MemoryBudgetError(
+                    f"the model was loaded whole and this process takes {format_bytes(taken)}, "
+                    f"more than {format_bytes(ram)}: load it again with {option('ram', ram)}, "
+                    "which streams it"
+                )
+            self.ram = ram
 
     # -- adapters --------------------------------------------------------------------------------
 

@@ -101,6 +101,7 @@ def load_parts(
             engine, ctx = _load_llamacpp(checkpoint, options, cache, notes, progress)
             tokenizer = tokenizer or engine.tokenizer()
             problem = ""
+        engine.ram, engine.gpu_memory = options.ram, options.gpu_memory
         if problem:
             notes.append(problem)
         if template is None:

@@ -192,27 +192,19 @@ class Outlook:
     changes: tuple[Change, ...] = ()
 
 
-def outlook(
-    parts: LoadedModel,
-    *,
-    ram: int | None,
-    gpu_memory: int | None,
-    settings: Settings | None = None,
-) -> Outlook:
+def outlook(parts: LoadedModel, *, settings: Settings | None = None) -> Outlook:
     """Of a loaded model, within the budgets that the user gave."""
     plan = parts.engine.plan
     try:
         if plan is not None:
             nbytes = round(plan.request.shape.pass_nbytes)
             return Outlook(plan.ceiling_tok_s, nbytes, helpful_changes(plan))
-        return _resident(parts, ram, gpu_memory, settings or Settings.from_environment())
+        return _resident(parts, settings or Settings.from_environment())
     except (LocalrtError, OSError):  # its files have gone, or the planner does not know it
         return Outlook()
 
 
-def _resident(
-    parts: LoadedModel, ram: int | None, gpu_memory: int | None, settings: Settings
-) -> Outlook:
+def _resident(parts: LoadedModel, settings: Settings) -> Outlook:
     shape = shape_of(parts.path)
     nbytes = round(shape.pass_nbytes)
     machine = known_machine(settings.cache_dir, parts.path)
@@ -225,9 +217,9 @@ def _resident(
             return Outlook(token_bytes=nbytes)
         # Of the whole card: the model that is asked about has taken its part already.
         machine, _ = with_card(machine, Hardware(), settings.cache_dir)
-        vram = gpu_memory or here[0].vram_bytes
+        vram = parts.engine.gpu_memory or here[0].vram_bytes
     rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s
-    budgets = budgets_of(machine, ram_budget(ram), vram)
+    budgets = budgets_of(machine, ram_budget(parts.engine.ram), vram)
     ctx = min(parts.ctx, _CTX)
     request = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=ctx)
     plan = make_plan(request)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from localrt.common.errors import LocalrtError, OptionError, TokenizerError
 from localrt.common.progress import ProgressCallback
-from localrt.engine.batch.batch import generate_batch
+from localrt.engine.batch.batch import generate_batch, kv_room
 from localrt.engine.batch.sequence import failed
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk, Message
@@ -45,7 +45,7 @@ def stream_batch(
     if errors not in ("raise", "return"):
         raise OptionError(f"errors must be 'raise' or 'return', is {errors!r}")
     check_call(cancel=cancel, on_progress=on_progress)
-    room = core.budgets.kv_room()
+    room = kv_room(core.engine)
     core.check(options)
     stop = options.get("stop", core.defaults.get("stop"))
     if (token_ids is None or stop) and core.parts.tokenizer is None:

@@ -35,7 +35,7 @@ from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint
 from localrt.planning.chooser import chooser
 from localrt.service.adapters import Adapters
-from localrt.service.budgets import Budgets, Parking, prompt_cache
+from localrt.service.budgets import Parking, prompt_cache
 from localrt.service.requests import RequestBuilder
 from localrt.service.status import ModelInfo, Watch
 
@@ -101,8 +101,6 @@ def open_core(
         found.name,
         parts,
         {**_known_options(extras), "draft": draft},
-        ram=options.ram,
-        gpu_memory=options.gpu_memory,
         drafts=drafts,
         prompts=prompt_cache(parts, settings),
     )
@@ -142,8 +140,6 @@ class Core:
         parts: LoadedModel,
         defaults: Mapping[str, Any] | None = None,
         *,
-        ram: int | None = None,
-        gpu_memory: int | None = None,
         drafts: Drafts | None = None,
         prompts: PromptCache | None = None,
     ) -> None:
@@ -162,13 +158,12 @@ class Core:
             pooling=parts.pooling,
             quantization=parts.quantization or parts.engine.info.format,
         )
-        self.budgets = Budgets(parts.engine, ram=ram, gpu_memory=gpu_memory)
-        self.parking = Parking(parts.engine, prompts, self.budgets)
+        self.parking = Parking(parts.engine, prompts)
         self.adapters = Adapters(parts.engine, lambda: open_checkpoint(parts.path))
         self.requests = RequestBuilder(parts, self.defaults, drafts, self.adapters)
         keep = parts.engine.idle_sessions(parts.ctx)
         self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
-        self.watch = Watch(parts.engine, self.budgets, ctx=parts.ctx)
+        self.watch = Watch(parts.engine, ctx=parts.ctx)
         self._chats: WeakSet[KvChatCache] = WeakSet()
 
     def stream(self, request: Request) -> Iterator[Chunk]:
@@ -230,17 +225,14 @@ class Core:
         # Brings the planner, a megabyte that a model in memory does without.
         from localrt.planning.preview import outlook
 
-        found = outlook(self.parts, ram=self.budgets.ram, gpu_memory=self.budgets.gpu_memory)
+        found = outlook(self.parts)
         self.watch.token_bytes = found.token_bytes
         self.watch.ceiling_tok_s = found.ceiling_tok_s
         return found
 
-    def set_budget(self, *, ram: int | None, gpu_memory: int | None) -> None:
-        """See ``Model.set_budget``; bytes."""
-        if ram is not None:
-            self.budgets.set_ram(ram, free=self._pool.free)
-        if gpu_memory is not None:
-            self.budgets.set_gpu_memory(gpu_memory)
+    def free_idle(self) -> None:
+        """Free the caches of sessions that nobody uses."""
+        self._pool.free()
 
     def leave_ram(self, nbytes: int) -> int:
         memory = self.engine.residency.memory

@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError
+from localrt.engine.batch.batch import kv_room
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
 from localrt.engine.protocol import EngineSession
 from localrt.engine.types import Chunk, Message
@@ -50,8 +52,13 @@ class LiveModel(Closing):
         with suppress(LocalrtError):
             core.engine.take_ram(reserve_ram)
             self._reserved = reserve_ram
-        room = core.budgets.kv_room
-        self._live = Live(core.engine, core.parts.tokenizer, limits, room=room, save=self._save)
+        self._live = Live(
+            core.engine,
+            core.parts.tokenizer,
+            limits,
+            room=partial(kv_room, core.engine),
+            save=self._save,
+        )
         # Long prompts take turns, and keep no short one waiting.
         self._long_prompts = ThreadPoolExecutor(1, thread_name_prefix="localrt-prompt")
 

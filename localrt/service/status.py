@@ -25,7 +25,6 @@ from localrt.engine.protocol import Engine, EngineInfo, EngineSession
 from localrt.engine.types import Chunk, Metrics
 from localrt.models.residency import Task
 from localrt.offload.memory import current_rss, ram_budget
-from localrt.service.budgets import Budgets
 
 _NAMES = {"ssd": "The disk", "link": "The link to the card", "cpu": "The CPU", "gpu": "The card"}
 _BUSY = 0.6  # a resource that is busy for less of the time does not set the pace
@@ -223,9 +222,8 @@ _FINEST = 400  # spans closer than this part of a pass are drawn as one anyway
 class Watch:
     """Of one model."""
 
-    def __init__(self, engine: Engine, budgets: Budgets, *, ctx: int) -> None:
+    def __init__(self, engine: Engine, *, ctx: int) -> None:
         self._engine = engine
-        self._budgets = budgets
         self._ctx = ctx
         self.token_bytes: int | None = None
         self.ceiling_tok_s: float | None = None
@@ -307,7 +305,7 @@ class Watch:
         """What the whole process may take; the system is asked now and then only."""
         now = time.monotonic()
         if self._budget is None or now - self._budget[0] > _BUDGET_S:
-            self._budget = now, ram_budget(self._budgets.ram)
+            self._budget = now, ram_budget(self._engine.ram)
         return self._budget[1]
 
     def _kv(self, sessions: Sequence[EngineSession]) -> MemoryUse | None:
@@ -333,7 +331,7 @@ class Watch:
         if free is None:
             return None
         used = engine.info.weight_bytes + (kv.used if kv is not None else 0)
-        return MemoryUse(used, self._budgets.gpu_memory or used + free)
+        return MemoryUse(used, engine.gpu_memory or used + free)
 
     # -- lanes -----------------------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ def test_a_model_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
 
 
 def test_memory_bounds_the_batch(tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.service.budgets.kv_room", lambda engine, **budgets: 0)
+    monkeypatch.setattr("localrt.service.batching.kv_room", lambda engine: 0)
     assert len(tiny.generate_batch(["a", "b"], **GREEDY)) == 2  # one at a time
     with pytest.raises(localrt.MemoryBudgetError, match="batch_size=1"):
         tiny.generate_batch(["a", "b"], batch_size=2, **GREEDY)

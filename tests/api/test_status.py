@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.models.residency import Residency, Task
-from localrt.service.budgets import Budgets
 from localrt.service.status import LaneUse, MemoryUse, Status, last_pass
 from tests.engine.test_batch import ScriptedEngine
 from tests.inside import engine_of
@@ -209,7 +208,7 @@ def test_recording_follows_the_wish(tmp_path: Path) -> None:
 
     engine = ScriptedEngine()
     engine.residency = Tracing()
-    watch = Watch(engine, Budgets(engine, ram=None, gpu_memory=None), ctx=1)
+    watch = Watch(engine, ctx=1)
     assert watch.status().last_pass is None
     assert asked == []
     assert watch.status(lanes=True).last_pass is not None

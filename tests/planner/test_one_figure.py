@@ -158,10 +158,12 @@ def test_a_loaded_models_ceiling_is_not_below_its_forecast(
     forecast = localrt.preview(tiny_folder, device="cpu", ctx=256).tok_s
     plan = planned(shape(layers=4), machine(), Budgets(ram=200 * MB, process=20 * MB), ctx=256)
     engine = SimpleNamespace(
-        plan=plan if streamed else None, info=SimpleNamespace(format="int8-g32", device="cpu")
+        plan=plan if streamed else None,
+        info=SimpleNamespace(format="int8-g32", device="cpu"),
+        ram=None,
     )
     parts: Any = SimpleNamespace(engine=engine, path=tiny_folder, ctx=256)
-    found = preview_module.outlook(parts, ram=None, gpu_memory=None)
+    found = preview_module.outlook(parts)
     assert found.ceiling_tok_s is not None
     assert forecast is not None
     assert found.ceiling_tok_s >= (plan.tok_s if streamed else forecast)

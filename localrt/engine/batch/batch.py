@@ -30,17 +30,18 @@ from localrt.offload.memory import current_rss, ram_budget
 _KV_SHARE = 0.8
 
 
-def kv_room(engine: Engine, *, ram: int | None, gpu_memory: int | None) -> int:
+def kv_room(engine: Engine) -> int:
     """Bytes that KV caches may still take within the budgets, where ``engine`` keeps them.
 
     Weights that would be streamed instead count as room: a pass reads them once for all sequences.
     """
     free = engine.free_memory()
     if free is not None:
+        gpu_memory = engine.gpu_memory
         budget = free if gpu_memory is None else gpu_memory - engine.info.weight_bytes
         room = min(free, budget)
     else:
-        room = ram_budget(ram) - current_rss() + engine.residency.memory.reclaimable
+        room = ram_budget(engine.ram) - current_rss() + engine.residency.memory.reclaimable
     return max(0, int(room * _KV_SHARE))
 
 

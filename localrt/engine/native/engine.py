@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise, zip_longest
@@ -17,8 +17,14 @@ from weakref import WeakSet
 
 import numpy as np
 
-from localrt.common.errors import LocalrtError, MemoryBudgetError, UnsupportedModelError
+from localrt.common.errors import (
+    LocalrtError,
+    MemoryBudgetError,
+    OptionError,
+    UnsupportedModelError,
+)
 from localrt.common.formatting import format_bytes
+from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
 from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
 from localrt.engine.native.session import NativeSession
@@ -34,6 +40,7 @@ from localrt.engine.protocol import (
 from localrt.models.decoder import Decoder
 from localrt.models.residency import Residency
 from localrt.offload.account import PREFILL_ROWS
+from localrt.offload.memory import ram_budget
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
 from localrt.quant.ops.arrays import vector_to_host
 from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span
@@ -272,22 +279,53 @@ class NativeEngine(Engine):
     def ram_forecast(self) -> int | None:
         return self._ram.forecast()
 
-    def set_ram_budget(self, nbytes: int) -> None:
+    def set_budget(
+        self,
+        *,
+        ram: int | None = None,
+        gpu_memory: int | None = None,
+        free: Callable[[], None] = lambda: None,
+    ) -> None:
+        if self.plan is None:
+            super().set_budget(ram=ram, gpu_memory=gpu_memory, free=free)
+            if ram is not None:
+                self._ram.set_budget(ram_budget(ram))  # its next passes have other limits
+            return
         with self._turn:
             self._loaded()
-            if self.plan is None:  # what it holds stays: its next passes have other limits
-                self._ram.set_budget(nbytes)
-                return
-            elsewhere = self.plan.request.budgets.ram - self.plan.for_weights_and_caches()
-            elsewhere += self._taken
-            words = f"the budget is {format_bytes(nbytes)} of RAM now"
-            try:
-                self.residency.memory.set_budget(nbytes - elsewhere, words)
-            except MemoryBudgetError as error:
-                raise MemoryBudgetError(
-                    f"{format_bytes(nbytes)} of RAM is too little for the model as it was loaded: "
-                    "what cannot be streamed and the conversations take more"
-                ) from error
+            if ram is not None:
+                self._set_ram(ram_budget(ram), self.plan)
+                self.ram = ram
+            if gpu_memory is not None:
+                self._set_gpu_memory(gpu_memory)
+                self.gpu_memory = gpu_memory
+        return_free_memory()
+
+    def _set_ram(self, nbytes: int, plan: Plan) -> None:
+        elsewhere = plan.request.budgets.ram - plan.for_weights_and_caches() + self._taken
+        words = f"the budget is {format_bytes(nbytes)} of RAM now"
+        try:
+            self.residency.memory.set_budget(nbytes - elsewhere, words)
+        except MemoryBudgetError as error:
+            raise MemoryBudgetError(
+                f"{format_bytes(nbytes)} of RAM is too little for the model as it was loaded: "
+                "what cannot be streamed and the conversations take more"
+            ) from error
+
+    def _set_gpu_memory(self, nbytes: int) -> None:
+        """More than before is not used."""
+        if self.info.device == "cpu":
+            raise OptionError("the model runs on the CPU alone: it has no GPU memory")
+        less = self._vram - nbytes
+        if less <= 0:
+            return
+        words = f"the budget is {format_bytes(nbytes)} of GPU memory now"
+        if self.residency.memory.shrink_gpu(less, words) < less:
+            raise MemoryBudgetError(
+                f"the GPU cannot give back {format_bytes(less)}: load the model again with "
+                f"{option('gpu_memory', nbytes)}"
+            )
+        self._vram = nbytes
 
     def take_ram(self, nbytes: int) -> None:
         with self._turn:
@@ -296,20 +334,6 @@ class NativeEngine(Engine):
                 self.residency.memory.take(nbytes)
                 self._taken += nbytes
             self._ram.take(nbytes)
-
-    def set_vram_budget(self, nbytes: int) -> None:
-        with self._turn:
-            self._loaded()
-            less = self._vram - nbytes
-            if not self.residency.memory.streams or less <= 0:
-                return
-            words = f"the budget is {format_bytes(nbytes)} of GPU memory now"
-            if self.residency.memory.shrink_gpu(less, words) < less:
-                raise MemoryBudgetError(
-                    f"the card cannot give back {format_bytes(less)}: load the model again with "
-                    f"{option('gpu_memory', nbytes)}"
-                )
-            self._vram = nbytes
 
     def extend_batch(
         self,
