@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
-from localrt.engine.protocol import Check, EngineSession, Logits
+from localrt.engine.protocol import EngineSession, Logits
 from localrt.speculative.gap_work import GapWork, Work
 from localrt.speculative.ngram import Archive
 from localrt.speculative.source import (
     DEPTH,
     Ahead,
+    Check,
     DraftSource,
     Outcome,
     Plan,
