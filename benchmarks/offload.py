@@ -17,9 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import cited_command, find_model, make_parser
-from benchmarks.common.markdown import machine_of, markdown_table, versions_of
 from benchmarks.common.memory_limit import run_limited
-from benchmarks.common.record import Record, load, pending, save_row, setting
+from benchmarks.common.record import (
+    Record,
+    load,
+    machine_of,
+    markdown_table,
+    pending,
+    save_row,
+    setting,
+    versions_of,
+)
 from benchmarks.peers.airllm_env import peer_python
 from benchmarks.peers.hf_folder import hf_folder
 from localrt.bench.process import child_command

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.markdown import machine_of, markdown_table, versions_of
+from benchmarks.common.record import machine_of, markdown_table, versions_of
 from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 STUDIES = frozenset(

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import RESULTS, ROOT, make_parser
-from benchmarks.common.markdown import machine_of, markdown_table, versions_of
+from benchmarks.common.record import machine_of, markdown_table, versions_of
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.kernels.tables import kernels_table, passes_table
 from benchmarks.moe.tables import experts_table
 from benchmarks.offload import offload_table
-from benchmarks.published.tables import published_table
+from benchmarks.published import published_table
 from benchmarks.quality.tables import full_tables, short_table
 from benchmarks.studies import (
     adapters_table,

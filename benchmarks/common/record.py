@@ -1,9 +1,12 @@
-"""Result files: what stands in all of them, saving, and rows that go on where a run stopped."""
+"""Result files: what all of them hold, how they are saved, and their tables in Markdown.
+
+A row that is there is kept, so that a run goes on where another one stopped.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -90,3 +93,23 @@ def _versions(packages: Sequence[str]) -> list[tuple[str, str]]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; cells are Markdown."""
+    lines = [headers, ["---"] * len(headers), *rows]
+    return "\n".join(
+        f"|{'|'.join(cells)}|" if cells is lines[1] else f"| {' | '.join(cells)} |"
+        for cells in lines
+    )
+
+
+def machine_of(record: Mapping[str, Any]) -> str:
+    """The processor and its cores."""
+    cpu = record["machine"]["cpu"]
+    return f"{cpu['name']}, {cpu['usable_cores']} cores"
+
+
+def versions_of(record: Mapping[str, Any]) -> str:
+    """What was installed."""
+    return ", ".join(f"{name} {version}" for name, version in record["versions"].items())

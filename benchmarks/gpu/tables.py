@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.common.markdown import markdown_table
+from benchmarks.common.record import markdown_table
 
 Record = Mapping[str, Any]
 

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.common.command import cited_command, listed, make_parser
 from benchmarks.common.random_weights import random_packed
 from benchmarks.common.record import Record, save, setting
-from benchmarks.common.timing import by_turns
+from benchmarks.common.sessions import by_turns
 from benchmarks.kernels.ggml import TYPES, GgmlProduct, NotRepackedError, find_ggml
 from benchmarks.kernels.tables import kernels_table
 from localrt.machine import hardware

@@ -16,8 +16,7 @@ import numpy as np
 
 from benchmarks.common.command import cited_command, find_model, make_parser
 from benchmarks.common.record import Record, save, setting
-from benchmarks.common.sessions import against_llamacpp, open_sessions
-from benchmarks.common.timing import by_turns
+from benchmarks.common.sessions import against_llamacpp, by_turns, open_sessions
 from benchmarks.kernels.tables import passes_table
 from localrt.bench.engines import LLAMACPP_SETTINGS
 from localrt.machine import hardware

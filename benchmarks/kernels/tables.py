@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.common.markdown import machine_of, markdown_table, versions_of
+from benchmarks.common.record import machine_of, markdown_table, versions_of
 from localrt.common.formatting import format_rate
 
 _ROWS = (1, 8, 16, 64, 512)

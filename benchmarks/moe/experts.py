@@ -19,8 +19,7 @@ import numpy as np
 
 from benchmarks.common.command import cited_command, listed, make_parser
 from benchmarks.common.record import Record, load, save, setting
-from benchmarks.common.sessions import against_llamacpp, open_sessions
-from benchmarks.common.timing import by_turns
+from benchmarks.common.sessions import against_llamacpp, by_turns, open_sessions
 from benchmarks.moe.random_mixture import SHAPES, VOCABULARY, MixtureShape, write_mixture
 from benchmarks.moe.tables import experts_table
 from localrt.machine import hardware

@@ -6,17 +6,18 @@ values for JSON. It knows no command line and no results file.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import localrt
-from benchmarks.common.data_folder import own_data_folder
 from benchmarks.quality.rows import (
     Measure,
     Reference,
@@ -32,8 +33,25 @@ from localrt.quant.methods import default_method
 from localrt.quantize.mix import MIX_METHOD
 from localrt.quantize.quantize import Recipe, quantize_model
 
-Row = dict[str, Any]
+_VARIABLE = "XDG_DATA_HOME"
 
+
+@contextmanager
+def own_data_folder() -> Iterator[None]:
+    """What loading a model writes into the data folder is gone when the block ends."""
+    before = os.environ.get(_VARIABLE)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[_VARIABLE] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_VARIABLE]
+            else:
+                os.environ[_VARIABLE] = before
+
+
+Row = dict[str, Any]
 _MOST_CALIBRATED_BITS = 5.1  # above, rounding to nearest loses next to nothing
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.common.markdown import machine_of, markdown_table, versions_of
+from benchmarks.common.record import machine_of, markdown_table, versions_of
 from localrt.common.formatting import format_rate
 from localrt.quant.methods import METHODS
 

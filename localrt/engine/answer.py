@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import LocalrtError
-from localrt.engine.dry import Dry
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import AnswerParser, Constraint, Request
 from localrt.engine.sampling import (
+    Dry,
     adjust_logits,
     constrained,
     distribution,

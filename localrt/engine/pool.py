@@ -1,16 +1,9 @@
-"""Sessions of one model, kept for their prefixes.
+"""Sessions of one model, kept for the prefixes that they hold.
 
-A request gets the idle session that already holds most of its prompt; a new one is made while
-there are few, else the one that costs least to read again is recycled. Where another shares the
-prompt's beginning (a branch of a conversation, a system prompt), that is copied. It knows tokens,
-not text.
-
-Sessions that nobody uses now, kept for whoever goes on with what they hold.
-
-Where one has to go, it is the one that costs least to read again: a long conversation outlives many
-short prompts that come between two of its turns, but not for ever (GreedyDual, Young 1994). Tokens
-that another one holds too cost nothing. The latest stays as long as two can: whoever has just been
-answered often goes on. It does not know how many may stay.
+A request gets the idle session that already holds most of its prompt. A new one is made while there
+are few; else the one that costs least to compute again is reused (GreedyDual, Young 1994): a long
+conversation outlives many short prompts between two of its turns, but not for ever. Where another
+session shares the prompt's beginning (a branch of a conversation, a system prompt), that is copied.
 """
 
 from __future__ import annotations

@@ -1,16 +1,10 @@
-"""How long a conversation that waits keeps its KV cache in memory.
+"""KV caches of conversations that wait: how long they stay in memory, and where they are kept then.
 
-Who waits for a tool comes back after about as long as that tool took before; who waits for a
-person, as long as that person took. Memory is held as long as that costs less than bringing the
-cache back (Continuum, Li et al. 2025); then the cache goes down a tier: from a card to RAM, from
-RAM to the disk. Where memory is short, those who are expected back last go first. It does not know
-what a cache holds.
-
-KV caches that wait: a card's in RAM for a while, all on the disk, found again by their tokens.
-
-A saved sequence serves every prompt that begins like it, whoever asks; losing it costs only time.
-Saving one that went on writes its new blocks only (FastSwitch, Shen et al. 2024, keeps copies the
-same way). The oldest go when the folder is full. It does not know text or chats.
+``KvKeeper`` decides when: a cache is held as long as that costs less than reading it back
+(Continuum, Li et al. 2025), by how long the same tool or person took before. ``PromptCache`` keeps
+caches: a GPU's in RAM for a while, all on the disk, found again by their tokens, so that a saved
+sequence serves every prompt that begins like it. Saving one that went on writes its new blocks only
+(FastSwitch, Shen et al. 2024). The oldest go when the folder is full.
 """
 
 from __future__ import annotations

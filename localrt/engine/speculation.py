@@ -1,23 +1,26 @@
-"""Several tokens from one target pass: the loop's steps, taken along verified trees.
+"""Speculation in the loop: several tokens from one target pass, along a tree of draft tokens.
 
-The loop chooses a token, as always, and asks for the logits after it. Where the token is one that
-the last pass verified, they are there already; else the accepted path is kept, a tree is drafted
-behind the new token, and one pass computes all of it (``Stepper``). So whatever the loop does with
-a token (penalties, stops, limits, log-probabilities) it does as without speculation, and one random
-number is drawn for each. A sequence that shares its passes with others has a ``Guesser`` instead.
-It knows no text, and no source beyond its protocol.
+The loop chooses a token, as always, and asks for the logits after it. If the last pass verified
+that token, they are there already. If not, the accepted path is kept, a tree is drafted behind the
+new token, and one pass computes all of it (``Stepper``). So penalties, stops, limits and
+log-probabilities work as without speculation, and one random number is drawn for each token. A
+sequence that shares its passes has a ``Guesser``. While a pass waits for its weights, ``GapWork``
+lets a draft go on. It knows no text, and no source beyond its protocol.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
 from weakref import WeakKeyDictionary
 
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.engine.protocol import EngineSession, Logits
-from localrt.speculative.gap_work import GapWork, Work
 from localrt.speculative.ngram import Archive
 from localrt.speculative.source import (
     DEPTH,
@@ -31,10 +34,105 @@ from localrt.speculative.source import (
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import MixedTree, Run, Tuner
 
+# Called in the thread with the check and the outcome of ``DraftSource.ahead``.
+Work = Callable[[Check, Outcome], None]
+
+
+class GapWork:
+    """The check of one pass, and ``work`` beside it; None where there is nothing to do.
+
+    A context: leaving it ends the thread. ``check`` is the caller's own, called in both threads.
+    ``clock`` gives seconds.
+    """
+
+    def __init__(
+        self,
+        check: Check,
+        work: Work | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._check = check
+        self._work = work
+        self._clock = clock
+        self._gap = threading.Event()  # the pass waits, or has ended
+        self._over = False
+        self._true: Sequence[int] | None = None
+        self._closed: float | None = None  # when the gap ended during which a layer began
+        self._thread: threading.Thread | None = None
+        self.waited_s = 0.0  # the pass did, for weights
+        self.shared_s = 0.0  # work went on although the pass did as well, at most
+        self.error: BaseException | None = None  # of the work, but for cancelling
+
+    # -- the pass --------------------------------------------------------------------------------
+
+    def __call__(self) -> None:
+        """The caller's check."""
+        self._check()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The pass waits, and nothing of it computes."""
+        began = self._clock()
+        self._gap.set()
+        try:
+            yield
+        finally:
+            self._gap.clear()
+            self._closed = now = self._clock()
+            self.waited_s += now - began
+
+    def ended(self, true: Sequence[int]) -> None:
+        """The pass has ended: these tokens come next, as far as can be told."""
+        self._true = true
+        self._over = True
+        self._gap.set()
+
+    def __enter__(self) -> GapWork:
+        if self._work is not None:
+            self._thread = threading.Thread(
+                target=self._run, args=(self._work,), name="localrt-draft", daemon=True
+            )
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over = True
+        self._gap.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _run(self, work: Work) -> None:
+        try:
+            self._between()
+            work(self._between, lambda: self._true)
+        except CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - the pass's thread is told
+            self.error = error
+
+    def _between(self) -> None:
+        """Stand still until there is a gap; give up when the pass is over and came to nothing."""
+        if not self._gap.is_set():
+            closed, self._closed = self._closed, None
+            if closed is not None:
+                self.shared_s += self._clock() - closed
+            self._gap.wait()
+        self._check()
+        if self._over and self._true is None:
+            raise CancelledError("the pass was given up")
+
+
 # The share of plain decoding that looking for guesses may take where there are none, and the most
 # steps to leave it out.
 _LOOKING, _LONGEST_REST = 0.005, 24
-
 MakeSource = Callable[[EngineSession], DraftSource]
 
 

@@ -1,11 +1,8 @@
-"""Where the lines of an answer end it: one that is indented too little, or the first one too late.
+"""What ends an answer, or its thinking, beside stop strings.
 
-For editors, which want the rest of a block and not the next function. It knows text only.
-
-How long a model thinks in one answer, and the tokens that end it where a limit is reached.
-
-Whoever chooses tokens asks here first. It does not know how thinking is spelled: a parser tells
-whether an answer's text is within it.
+``LineMatcher``, for editors: a line that is indented too little, or the first line after a time
+limit. ``Thinking``: how long a model thinks, and the tokens that end it where a limit is reached.
+A parser tells whether the text is within thinking.
 """
 
 from __future__ import annotations

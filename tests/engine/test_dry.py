@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from localrt.cli.options import add_sampling_arguments, sampling_options
 from localrt.common.errors import OptionError
-from localrt.engine.dry import Dry, grown, repeat_lengths
 from localrt.engine.options import read_options
-from localrt.engine.sampling import Sampling
+from localrt.engine.sampling import Dry, Sampling, grown, repeat_lengths
 from tests.engine.fake_session import ByteTokenizer
 
 VOCAB = 256

@@ -17,8 +17,8 @@ from localrt.common.errors import (
     MemoryBudgetError,
     OptionError,
 )
-from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
+from localrt.engine.batch.schedule import FairQueue
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
 from tests.engine.fake_session import VOCAB, ScriptedSession

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import localrt
-from benchmarks.published.__main__ import forecast
+from benchmarks.published import forecast
 from localrt.common.settings import Settings
 from localrt.hub.known_models import find_known
 from localrt.offload.planner.cards import CARDS

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from localrt.common.errors import CancelledError, LocalrtError
+from localrt.engine.speculation import GapWork
 from localrt.offload.reading.reader import Waiter, waiting
-from localrt.speculative.gap_work import GapWork
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:

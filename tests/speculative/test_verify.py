@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
-from localrt.engine.dry import Dry
-from localrt.engine.sampling import Distribution, Sampling, adjust_logits, distribution, draw
+from localrt.engine.sampling import Distribution, Dry, Sampling, adjust_logits, distribution, draw
 from localrt.speculative.tree import ROOT, TokenTree
 
 VOCAB, LENGTH = 6, 3

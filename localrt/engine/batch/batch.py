@@ -1,8 +1,7 @@
 """Many prompts at once: each pass over the weights serves a block of sequences.
 
-All prompts are there from the start, and one cancels all; ``schedule.py`` says what a
-pass holds, ``live.py`` is for prompts that come and go. It does not know chat
-templates, files, or where the weights lie.
+All prompts are there from the start, and one event cancels all; ``live.py`` is for prompts that
+come and go.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from localrt.common.errors import CancelledError, MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
-from localrt.engine.batch.fair_queue import FairQueue
-from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
+from localrt.engine.batch.schedule import MOST_SEQUENCES, FairQueue, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence
 from localrt.engine.protocol import Check, Engine
 from localrt.engine.request import Request

@@ -1,12 +1,8 @@
 """Requests that join and leave a running batch: one thread computes, any thread asks.
 
-Every pass serves all answers that are on their way, and those who come while it runs join the next
-one. Clients take turns; who does not read is paused without holding up the others. What a pass
-holds is ``localrt.engine.batch.schedule``'s business; HTTP and text are not known here.
-
-The reading end of a request in a running batch: chunks that one thread makes and another takes.
-
-It holds what is not read yet, and says when that is too much. It knows no passes.
+Every pass serves all running answers; those who come meanwhile join the next one. A ``LiveAnswer``
+holds what its reader has not read yet; an answer whose reader is far behind is paused without
+holding up the others. What a pass holds is ``schedule.py``'s business.
 """
 
 from __future__ import annotations
@@ -19,8 +15,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
-from localrt.engine.batch.fair_queue import FairQueue
-from localrt.engine.batch.schedule import MOST_SEQUENCES, Schedule, Terms
+from localrt.engine.batch.schedule import MOST_SEQUENCES, FairQueue, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request

@@ -1,29 +1,22 @@
-"""Sequences that share passes: who is on the way, what the next pass computes, whose cache fits.
+"""Sequences that share passes: who runs, what the next pass computes, whose cache fits.
 
-A pass takes one row of every sequence that is answering and fills up with rows of prompts, so that
-weights which are streamed are read once for all (FlexGen's block schedule, Sheng et al. 2023, with
-prompts joining as others finish, as in Orca, Yu et al. 2022, and Sarathi, Agrawal et al. 2023).
-Where they were given what guesses, sequences guess ahead. An engine whose passes hold one sequence
-runs one after another. What a sequence says does not depend on the others: sampling, stops and
-limits are the loop's. A client that has nothing on its way joins at once: one of whoever has the
-most waits for it, and goes on later. It does not know threads, or where the weights lie.
-
-Prompts that begin alike are computed once: others copy the keys and values.
-
-A sequence that joins copies from whichever cache holds the most of it. If another prompt of its
-client that begins alike is being read, it waits for that: the answers to one prompt that is asked
-for several times read it once. Nobody waits for another client. It does not know passes.
+A pass takes one row of every sequence that is answering and fills up with rows of prompts
+(FlexGen's block schedule, Sheng et al. 2023, with prompts joining as others finish, as in Orca, Yu
+et al. 2022, and Sarathi, Agrawal et al. 2023). Clients take turns (``FairQueue``): one with nothing
+running joins at once, in place of a sequence of the busiest client, which goes on later. Prompts of
+a client that begin alike are computed once (``SharedPrompts``). An engine whose passes hold one
+sequence runs one after another. It does not know threads, or where the weights are.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
-from localrt.engine.batch.fair_queue import FairQueue
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.batch.speculation import BatchSpeculation, Prompt
 from localrt.engine.pool import IdleSessions
@@ -31,6 +24,65 @@ from localrt.engine.protocol import Check, Engine, EngineSession
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.quant.ops.kv import grown_capacity
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Thread-safe; between ``first`` and ``take`` by one thread, others may only push."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clients: dict[Hashable, deque[T]] = {}  # in the order of their turns
+
+    def __len__(self) -> int:
+        with self._lock:
+            return sum(map(len, self._clients.values()))
+
+    def push(self, client: Hashable, item: T) -> None:
+        """``item`` comes after all of ``client``."""
+        with self._lock:
+            self._clients.setdefault(client, deque()).append(item)
+
+    def put_back(self, client: Hashable, item: T) -> None:
+        """``item`` comes before all of ``client``, whose turn it is."""
+        with self._lock:
+            items = self._clients.pop(client, deque())
+            items.appendleft(item)
+            self._clients = {client: items, **self._clients}
+
+    def first(self, load: Mapping[Hashable, int] | None = None) -> T | None:
+        """Whose turn it is, among the clients of the least ``load``; None where nobody waits."""
+        with self._lock:
+            clients = self._clients
+            if not clients:
+                return None
+            return clients[min(clients, key=lambda client: (load or {}).get(client, 0))][0]
+
+    def take(self, item: T) -> None:
+        """Take out ``item``, which is the ``first``; the next turn is another client's."""
+        with self._lock:
+            for client, items in list(self._clients.items()):
+                if items[0] is item:
+                    del self._clients[client]
+                    items.popleft()
+                    if items:
+                        self._clients[client] = items
+                    return
+
+    def items(self) -> list[T]:
+        """All that wait, in no promised order."""
+        with self._lock:
+            return [item for items in self._clients.values() for item in items]
+
+    def remove(self, item: T) -> None:
+        """Take out ``item`` (by identity), if it waits."""
+        with self._lock:
+            for client, items in list(self._clients.items()):
+                self._clients[client] = deque(other for other in items if other is not item)
+                if not self._clients[client]:
+                    del self._clients[client]
+
 
 Live: TypeAlias = Sequence[tuple[BatchSequence[Owner], EngineSession]]
 _LEAST = 64  # tokens: fewer are read about as fast

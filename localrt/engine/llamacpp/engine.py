@@ -1,28 +1,229 @@
 """The ``llamacpp`` engine: llama.cpp behind the engine contract, for GGUF files.
 
-The library's low-level calls are used, without its Python sampler and prompt handling.
-
-llama.cpp's own tokenizer behind the tokenizer contract.
-
-For GGUF models whose tokenizer localrt cannot build itself. It reads the vocabulary of a model that
-is loaded, and must not be used after that is closed.
+The library's low-level calls are used, without its Python sampler and prompt handling. Each session
+owns a llama.cpp context, which grows with it; logits are a view of the library's own buffer. The
+library's tokenizer serves models whose own localrt cannot build.
 """
 
 from __future__ import annotations
 
 import ctypes
+import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from localrt.common.errors import LocalrtError, OptionError, TokenizerError
 from localrt.engine.llamacpp.model import CHUNK, LlamaCppModel
-from localrt.engine.llamacpp.session import LlamaCppSession
-from localrt.engine.protocol import Check, Engine, Logits
+from localrt.engine.protocol import Check, Engine, EngineSession, Logits
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.quant.ops.adapters import Mix
+
+_GROWTH = 1024  # a context grows in multiples of this many tokens
+_ABORTED = 2
+# Rows whose logits are kept at once where all are wanted: 39 MB at a vocabulary of 151,936.
+_LOGIT_ROWS = 64
+# llama.cpp asks its abort callback once per graph node, about a thousand times a pass. A call into
+# Python costs a microsecond or two, so only passes that take long enough not to feel it are asked.
+_ABORTABLE_PASS_S = 0.1
+
+
+class LlamaCppSession(EngineSession):
+    """One sequence and its cache, in a llama.cpp context of its own. Not thread-safe."""
+
+    def __init__(self, model: LlamaCppModel, capacity: int) -> None:
+        self._model = model
+        self._api = model.api
+        self.capacity = capacity
+        self._tokens: list[int] = []
+        self._size = 0  # tokens that the context has room for; 0: there is none yet
+        self._outputs = 1  # rows of a pass whose logits the context keeps
+        self._context: Any = None
+        self._free: Callable[[], Any] = _nothing
+        self._abort = _Abort(self._api)
+        self._last_pass_s = 0.0
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """What the cache holds, in order."""
+        return self._tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the cache takes now."""
+        return self._size * self._model.kv_bytes_per_token
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        *,
+        check: Check | None = None,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> Logits:
+        """Append ``tokens`` and return the logits after the last, float32 of shape (vocab,).
+
+        The array is llama.cpp's own buffer, valid until the next call on this session.
+
+        Raises:
+            CancelledError: from ``check``; finished chunks of 512 tokens stay in the cache.
+            ContextOverflowError: more tokens than the session's capacity.
+            LocalrtError: the engine is closed, or llama.cpp failed.
+            MemoryBudgetError: the cache cannot grow.
+            OptionError: no tokens, or an id outside the vocabulary.
+        """
+        self._make_room(tokens)
+        vocab = self._model.info.vocab_size
+        for start in range(0, len(tokens), CHUNK):
+            if check is not None:
+                check()
+            chunk = tokens[start : start + CHUNK]
+            self._run(chunk, check)
+            self._tokens.extend(chunk)
+            if on_progress is not None:
+                on_progress(start + len(chunk))
+        logits = self._api.llama_get_logits_ith(self._context, -1)
+        return np.ctypeslib.as_array(logits, shape=(vocab,))
+
+    def logits(
+        self, tokens: Sequence[int], *, first: int = 0, check: Check | None = None
+    ) -> Iterator[Logits]:
+        """Logits after each of ``tokens`` from index ``first`` on; the session held nothing before.
+
+        Pieces (n, vocab) in order, n at most 64. Each piece is the caller's own.
+
+        Raises:
+            See ``extend``. LocalrtError also where the session holds tokens.
+        """
+        if self._tokens:
+            raise LocalrtError("logits of all tokens need a session that holds none")
+        if self._outputs == 1:
+            self.close()  # a context keeps as many rows as it was made for
+            self._outputs = _LOGIT_ROWS
+        self._make_room(tokens)
+        vocab = self._model.info.vocab_size
+        if first:
+            self.extend(tokens[:first], check=check)
+        for start in range(first, len(tokens), _LOGIT_ROWS):
+            if check is not None:
+                check()
+            chunk = tokens[start : start + _LOGIT_ROWS]
+            self._run(chunk, check, every_row=True)
+            self._tokens.extend(chunk)
+            kept = self._api.llama_get_logits(self._context)
+            yield np.ctypeslib.as_array(kept, shape=(len(chunk), vocab)).copy()
+
+    def trim(self, length: int) -> int:
+        if not 0 <= length <= len(self._tokens):
+            raise ValueError(f"cannot trim {len(self._tokens)} tokens to {length}")
+        if length == len(self._tokens):
+            return length
+        kept = self._tokens[:length]
+        memory = self._api.llama_get_memory(self._context)
+        if not self._api.llama_memory_seq_rm(memory, 0, length, -1):
+            # A recurrent state has no positions to cut at: it is built again from the start.
+            self._api.llama_memory_clear(memory, False)
+            kept = []
+        self._tokens = kept
+        return len(kept)
+
+    def close(self) -> None:
+        """Free the cache."""
+        self._free()
+        self._context, self._size, self._tokens, self._free = None, 0, [], _nothing
+        self._model.release(self)
+
+    def _make_room(self, tokens: Sequence[int]) -> None:
+        """Check ``tokens`` and have a context that they fit into."""
+        self._model.check_open()
+        self.check_tokens(tokens, self._model.info.vocab_size)
+        needed = len(self._tokens) + len(tokens)
+        if needed > self._size:
+            self._grow(needed)
+
+    def _run(self, chunk: Sequence[int], check: Check | None, *, every_row: bool = False) -> None:
+        """One pass over at most `CHUNK` tokens; the cache is as before if it does not finish.
+
+        Logits are kept of the last token, or of every one (at most as many as the context keeps).
+        """
+        ids = (ctypes.c_int32 * len(chunk))(*chunk)
+        batch = self._api.llama_batch_get_one(ids, len(chunk))
+        if every_row:
+            wanted = (ctypes.c_int8 * len(chunk))(*[1] * len(chunk))
+            batch.logits = ctypes.cast(wanted, ctypes.POINTER(ctypes.c_int8))
+        slow = len(chunk) > 1 or self._last_pass_s > _ABORTABLE_PASS_S
+        with self._model.lock, self._abort.during(self._context, check if slow else None):
+            started = time.perf_counter()
+            code = self._api.llama_decode(self._context, batch)
+            self._last_pass_s = time.perf_counter() - started
+        if code == 0:
+            return
+        memory = self._api.llama_get_memory(self._context)
+        self._api.llama_memory_seq_rm(memory, 0, len(self._tokens), -1)
+        if code == _ABORTED and self._abort.error is not None:
+            raise self._abort.error
+        reason = self._model.library.reason(f"code {code}")
+        raise LocalrtError(f"llama.cpp could not run {len(chunk)} tokens: {reason}")
+
+    def _grow(self, needed: int) -> None:
+        """A larger context that holds what this one holds. Never both at once in memory."""
+        size = max(needed, 2 * self._size)
+        size = min(self.capacity, -(-size // _GROWTH) * _GROWTH)
+        kept, state = self._tokens, None
+        if kept:
+            count = self._api.llama_state_seq_get_size(self._context, 0)
+            state = (ctypes.c_uint8 * count)()
+            self._api.llama_state_seq_get_data(self._context, state, count, 0)
+        self.close()
+        self._context = self._model.new_context(size, user=self, outputs=self._outputs)
+        self._free = weakref.finalize(self, self._api.llama_free, self._context)
+        self._size = size
+        if state is not None:
+            if not self._api.llama_state_seq_set_data(self._context, state, len(state), 0):
+                raise LocalrtError("llama.cpp could not move its cache to a larger one")
+            self._tokens = kept
+
+
+class _Abort:
+    """Asks a ``check`` from within a pass. Its exception is kept: C cannot carry it."""
+
+    def __init__(self, api: Any) -> None:
+        self._set = api.llama_set_abort_callback
+        self._never = api.ggml_abort_callback()
+        self._callback = api.ggml_abort_callback(self._ask)
+        self._check: Check | None = None
+        self._context: Any = None
+        self.error: BaseException | None = None
+
+    def during(self, context: Any, check: Check | None) -> _Abort:
+        self._context, self._check, self.error = context, check, None
+        return self
+
+    def __enter__(self) -> None:
+        if self._check is not None:
+            self._set(self._context, self._callback, None)
+
+    def __exit__(self, *_exception: object) -> None:
+        if self._check is not None:
+            self._set(self._context, self._never, None)
+            self._check = None
+
+    def _ask(self, _data: object) -> bool:
+        try:
+            if self._check is not None:
+                self._check()
+        except BaseException as error:  # noqa: BLE001 - raised again when the pass has returned
+            self.error = error
+            return True
+        return False
+
+
+def _nothing() -> None:
+    """Free nothing: there is no context yet."""
+
 
 _NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
 

@@ -72,8 +72,8 @@ def trial_command() -> list[str]:
 
 def main() -> None:
     """The process that may die: it loads a small model and computes some tokens, then one."""
+    from localrt.engine.llamacpp.engine import LlamaCppSession
     from localrt.engine.llamacpp.model import LlamaCppModel
-    from localrt.engine.llamacpp.session import LlamaCppSession
 
     with suppress(ImportError, ValueError):  # it may die: no file of what it held is wanted
         import resource

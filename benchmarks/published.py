@@ -2,19 +2,20 @@
 
     python -m benchmarks.published [--json FILE]
 
-Nothing runs: forecasts are plans, from figures of the cards' maker and a typical processor. They
+Nothing runs: forecasts are plans, from figures of the GPUs' maker and a typical processor. They
 are not tuned to the published speeds, which were measured with other engines.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from benchmarks.common.command import cited_command, make_parser
-from benchmarks.common.record import Record, save
-from benchmarks.published.tables import published_table
+from benchmarks.common.record import Record, markdown_table, save, versions_of
+from localrt.common.formatting import format_rate
 from localrt.common.settings import Settings
 from localrt.common.version import __version__
 from localrt.offload.planner import Plan, PlanRequest, make_plan
@@ -22,6 +23,36 @@ from localrt.offload.planner.config_shapes import shape_from_config
 from localrt.planning.inputs import Hardware, known_hardware
 from localrt.planning.published import PUBLISHED, Published
 from localrt.planning.recommending import sized
+
+
+def published_table(record: Mapping[str, Any]) -> str:
+    """Model and file, machine and engine as far as they were named, published and planned speed."""
+    lines = [
+        [
+            f"{row['called']} {row['file']}".rstrip(),
+            _machine(row),
+            row["engine"] or "not named",
+            f"{row['ctx']:,}, {row['kv']}" if row["ctx"] else "not named",
+            " ".join(filter(None, (format_rate(row["tok_s"]), _beside(row)))),
+            format_rate(row["forecast_tok_s"]),
+        ]
+        for row in record["rows"]
+    ]
+    headers = ["model", "machine", "engine", "context, KV", "tok/s published", "tok/s forecast"]
+    return (
+        f"{markdown_table(headers, lines)}\n\n`{record['command']}`, {versions_of(record)}; "
+        "forecasts are simulated, and nothing was run."
+    )
+
+
+def _machine(row: Mapping[str, Any]) -> str:
+    card = row["card"] or "a card of 8 GB"
+    return f"{card}, {row['ram']} of RAM" if row["ram"] else card
+
+
+def _beside(row: Mapping[str, Any]) -> str:
+    return f"({row['also']})" if row["also"] else ""
+
 
 _CTX = 4096
 

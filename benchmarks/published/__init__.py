@@ -1,1 +1,0 @@
-"""Forecasts of the planner beside speeds that users published."""
