@@ -525,14 +525,14 @@ class Model(Closing):
     @property
     def spare_ram(self) -> int:
         """Bytes of the RAM budget that a streamed model does not take yet; 0 of any other."""
-        return self._core.engine.residency.memory.spare
+        return self._core.engine.weights.memory.spare
 
     @property
     def weights_in_ram(self) -> int:
         """Bytes of RAM that the weights take now."""
         if self._closed:
             return 0
-        memory = self._core.engine.residency.memory
+        memory = self._core.engine.weights.memory
         on_card = self.info.device.startswith("cuda") and not memory.streams
         return memory.ram_nbytes if memory.streams else 0 if on_card else self.info.weight_bytes
 

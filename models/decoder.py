@@ -1,8 +1,8 @@
 """The decoder that the known architectures share: a list of parts, one after another.
 
-Parts are made of weights that are there, one layer's as well as all; ``Decoder`` runs them. Where
-their weights are is a ``Residency``'s: the pass is the same for a model in memory and for one that
-is streamed.
+Parts are made of weights that are there, one layer's as well as all; ``Decoder`` runs them. A
+``WeightStore`` knows where their weights are: the pass is the same for a model in memory and for
+one that is streamed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from localrt.models.layers.streams import (
     load_connection,
     load_projections,
 )
-from localrt.models.residency import Check, Residency, Resident
+from localrt.models.weight_store import Check, ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec
 from localrt.quant.ops.protocol import Batch, KVCache, LayerSpec, Ops, RecurrentSpec, Vector
@@ -212,7 +212,7 @@ def load_norm(config: DecoderConfig, weights: WeightLoader) -> Vector | None:
     )
 
 
-def load_resident(config: DecoderConfig, ops: Ops, weights: WeightLoader) -> Resident:
+def load_resident(config: DecoderConfig, ops: Ops, weights: WeightLoader) -> ResidentWeights:
     """All parts of a model in the memory of ``ops``."""
     shape = (config.vocab_size, config.hidden_size)
     with ops.scope():
@@ -236,20 +236,20 @@ def load_resident(config: DecoderConfig, ops: Ops, weights: WeightLoader) -> Res
             weights.skip(HEAD)
         head = Head(config, norm, table if config.tied_head else weights.matrix(shape, HEAD))
     weights.finish()
-    return Resident(ops, config, body, head, experts)
+    return ResidentWeights(ops, config, body, head, experts)
 
 
 class Decoder:
-    """A model that can run: ``residency`` has its parts, and waits for what is not in memory."""
+    """A model that can run: ``weights`` has its parts, and waits for what is not in memory."""
 
-    def __init__(self, residency: Residency) -> None:
-        self.residency = residency
-        self.config = residency.config
-        self.ops = residency.ops
+    def __init__(self, weights: WeightStore) -> None:
+        self.weights = weights
+        self.config = weights.config
+        self.ops = weights.ops
 
     def cache(self, capacity: int) -> KVCache:
         """An empty KV cache for one sequence."""
-        return self.residency.cache(capacity)
+        return self.weights.cache(capacity)
 
     def forward(
         self,
@@ -269,40 +269,40 @@ class Decoder:
             MemoryBudgetError: the caches have outgrown what the budget leaves beside the weights.
             CheckpointError: a file fails, or is no longer what it was.
         """
-        residency = self.residency
+        weights = self.weights
         wanted = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
         with self.ops.scope():
             # A second time where a card's memory, which others use too, has run out in the first.
             for again in (True, False):
-                state = residency.begin(batch, wanted, check)
+                state = weights.begin(batch, wanted, check)
                 try:
                     self._compute(state, check, features)
                     break
                 except BaseException as error:
-                    residency.abandon()
+                    weights.abandon()
                     full = isinstance(error, MemoryBudgetError)
-                    if not (again and full and residency.relieve()):
+                    if not (again and full and weights.relieve()):
                         raise
         for span in batch.spans:
             span.cache.advance(span.rows)
-        residency.end(state, batch)
+        weights.end(state, batch)
         if state.logits is None:
             return np.empty((0, self.config.vocab_size), np.float32)
         return state.logits
 
     def _compute(self, state: PassState, check: Check | None, features: Logits | None) -> None:
         """All parts of a pass."""
-        for part in self.residency.body:
+        for part in self.weights.body:
             if check is not None:
                 check()
             part(state)
         if features is not None:
             state.copy_features(features)
-        for part in self.residency.head(state):
+        for part in self.weights.head(state):
             if check is not None:
                 check()
             part(state)
 
     def close(self) -> None:
         """End all threads and free all weights."""
-        self.residency.close()
+        self.weights.close()

@@ -119,7 +119,7 @@ class _LocalrtEngine:
 
     def trace_events(self) -> Iterator[dict[str, Any]]:
         """The latest tasks; they are kept from the first call on. None without a pipeline."""
-        for task in self._engine.residency.tasks(_TRACED_TASKS):
+        for task in self._engine.weights.tasks(_TRACED_TASKS):
             times = {"start_s": task.start, "end_s": task.end}
             yield {"resource": task.resource, "name": task.name, **times}
 

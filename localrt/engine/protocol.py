@@ -26,7 +26,7 @@ from localrt.common.errors import (
 from localrt.common.formatting import format_bytes
 from localrt.common.free_memory import return_free_memory
 from localrt.common.option_names import option
-from localrt.models.residency import PipelineCounts, Residency
+from localrt.models.weight_store import PipelineCounts, WeightStore
 from localrt.offload.memory import current_rss
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 
@@ -237,7 +237,7 @@ class Engine(ABC):
     """A loaded model. Thread-safe: passes of several sessions take turns.
 
     A pass has at most ``pass_rows`` rows, of several sessions where it ``shares_passes``.
-    ``plan`` is what weights were placed by, ``residency`` tells of them while they are there.
+    ``plan`` is what weights were placed by, ``weights`` tells of them while they are there.
     ``ram`` and ``gpu_memory`` are the budgets in bytes as the user gave them; None: not.
     """
 
@@ -245,7 +245,7 @@ class Engine(ABC):
     pass_rows: int = 512
     shares_passes: bool = False
     plan: Plan | None = None
-    residency = Residency()  # of weights that nothing is known of
+    weights = WeightStore()  # of weights that nothing is known of
     ram: int | None = None
     gpu_memory: int | None = None
 
@@ -412,7 +412,7 @@ class Engine(ABC):
 
     def counts(self) -> PipelineCounts | None:
         """What the pipeline has done so far; None where everything is resident."""
-        return self.residency.counts()
+        return self.weights.counts()
 
     def forecast(self) -> Forecast | None:
         """What was planned, for the disk as it has been lately; None where nothing was."""

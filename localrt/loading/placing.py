@@ -50,7 +50,7 @@ from localrt.offload.kv.tier import KvTier
 from localrt.offload.memory import MemoryPressure, current_rss, ram_budget
 from localrt.offload.pipeline.opening import open_pipeline
 from localrt.offload.pipeline.setup import Setup
-from localrt.offload.pipeline.streamed import Streamed
+from localrt.offload.pipeline.streamed import StreamedWeights
 from localrt.offload.placement import Where
 from localrt.offload.planner import (
     Budgets,
@@ -358,7 +358,7 @@ def _kv_tier(
     )
 
 
-def _forecaster(plan: Plan, streamed: Streamed) -> Forecaster:
+def _forecaster(plan: Plan, streamed: StreamedWeights) -> Forecaster:
     """The plan's prediction for the rates, and the places of weights, that there are now."""
     last: list[tuple[object, Forecast]] = []
 

@@ -235,7 +235,7 @@ class Core:
         self._pool.free()
 
     def leave_ram(self, nbytes: int) -> int:
-        memory = self.engine.residency.memory
+        memory = self.engine.weights.memory
         if not memory.streams:
             return 0
         most = memory.spare + memory.reclaimable

@@ -23,7 +23,7 @@ from weakref import WeakSet
 from localrt.common.errors import LocalrtError
 from localrt.engine.protocol import Engine, EngineInfo, EngineSession
 from localrt.engine.types import Chunk, Metrics
-from localrt.models.residency import Task
+from localrt.models.weight_store import Task
 from localrt.offload.memory import current_rss, ram_budget
 
 _NAMES = {"ssd": "The disk", "link": "The link to the card", "cpu": "The CPU", "gpu": "The card"}
@@ -322,7 +322,7 @@ class Watch:
 
     def _vram(self, kv: MemoryUse | None) -> MemoryUse | None:
         engine = self._engine
-        if (card := engine.residency.memory.gpu) is not None:
+        if (card := engine.weights.memory.gpu) is not None:
             return MemoryUse(*card)
         try:
             free = engine.free_memory()
@@ -338,8 +338,8 @@ class Watch:
     def _trace(self, lanes: bool | None) -> PassTrace | None:
         if lanes is not None and lanes != self._recording:
             self._recording = lanes
-            self._engine.residency.tasks(_TASKS if lanes else 0)
-        return last_pass(self._engine.residency.tasks()) if self._recording else None
+            self._engine.weights.tasks(_TASKS if lanes else 0)
+        return last_pass(self._engine.weights.tasks()) if self._recording else None
 
 
 def last_pass(tasks: Sequence[Task]) -> PassTrace | None:

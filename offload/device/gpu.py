@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
-from localrt.models.residency import Resource, Task
+from localrt.models.weight_store import Resource, Task
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
@@ -252,7 +252,7 @@ class Slab:
         assert self._next <= self.nbytes, "it was made for its parts"
         return self._memory[self._next - nbytes : self._next]
 
-    def give_back(self) -> int:
+    def release(self) -> int:
         """One part is no longer used; returns the bytes freed: all of them with the last."""
         self._left -= 1
         return self.free() if self._left == 0 else 0

@@ -1,8 +1,8 @@
 """Which experts are held, and where: slots that all layers share, filled and emptied by a policy.
 
-The same rules serve VRAM slots over RAM and RAM slots over an SSD. All that is known of an expert's
-residency is here: its slot, and its weights in its layer's table once they are there. Experts are
-named (layer, expert), layers counted among those with experts. For each layer and pass: ``touch``
+The same rules serve VRAM slots over RAM and RAM slots over an SSD. All that is known of where an
+expert is: its slot, and its weights in its layer's table once they are there. Experts are named
+(layer, expert), layers counted among those with experts. For each layer and pass: ``touch``
 with the router's choice, ``admit`` for each miss, ``release`` once the layer has been computed.
 The policy, ``Learned``, values experts by routing alone; docs/mixtures.md compares it with LRU and
 the optimum. Not thread-safe.

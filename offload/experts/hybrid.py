@@ -125,13 +125,13 @@ class HybridExperts:
 
     @property
     def reclaimable(self) -> int:
-        """Bytes that ``give_back`` could free."""
+        """Bytes that ``evict`` could free."""
         return self._slots.reclaimable
 
-    def give_back(self, nbytes: int) -> int:
+    def evict(self, nbytes: int) -> int:
         """Have ``nbytes`` less of the GPU's slots, between passes; the bytes freed."""
         self.settle()
-        return self._slots.give_back(nbytes)
+        return self._slots.evict(nbytes)
 
     def settle(self) -> None:
         """Return when nothing is on its way to a slot: their memory may be given back then."""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.residency import Check
+from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import SLABS, Event, Gpu, Slab
 from localrt.offload.experts.cache import ExpertCache, Key
 from localrt.offload.reading.reader import DemandLoad, DemandReader
@@ -283,10 +283,10 @@ class GpuSlots:
 
     @property
     def reclaimable(self) -> int:
-        """Bytes that ``give_back`` could free."""
+        """Bytes that ``evict`` could free."""
         return self._memory.reclaimable
 
-    def give_back(self, nbytes: int) -> int:
+    def evict(self, nbytes: int) -> int:
         """Have ``nbytes`` less of the GPU, but for one allocation; the bytes freed.
 
         Called between passes, when nothing is on its way to a slot.

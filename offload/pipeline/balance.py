@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
-from localrt.models.residency import WeightMemory
+from localrt.models.weight_store import WeightMemory
 from localrt.offload.account import growing_ring_nbytes
 from localrt.offload.device.gpu import Gpu
 from localrt.offload.experts.hybrid import HybridExperts
@@ -184,7 +184,7 @@ class Balance(WeightMemory):
         caches = self._caches.nbytes + growth
         ram, vram = self._shortage()
         if ram > 0:
-            self._withheld += self.give_back(ram)
+            self._withheld += self.evict(ram)
             self._why = _OTHERS
         elif ram < 0:  # as much again as we would take is free
             self._withheld = max(0, self._withheld + ram)
@@ -192,7 +192,7 @@ class Balance(WeightMemory):
         missing = max(0, self.ram_nbytes + self._ring_growth + caches - self._budget)
         if missing > 0:
             self._why = self._changed or "keys and values have grown"
-        if missing > 0 and self.give_back(missing) < missing and not self._widen(missing):
+        if missing > 0 and self.evict(missing) < missing and not self._widen(missing):
             raise MemoryBudgetError(
                 f"the context has grown to {format_bytes(caches)} of keys and values and "
                 f"{format_bytes(self._budget)} is left for them and for what cannot be streamed: "
@@ -222,8 +222,8 @@ class Balance(WeightMemory):
 
     # -- giving back -----------------------------------------------------------------------------
 
-    def give_back(self, nbytes: int) -> int:
-        """See ``WeightMemory``.
+    def evict(self, nbytes: int) -> int:
+        """Free at least ``nbytes`` of RAM from now on; the bytes freed, 0 if that cannot be.
 
         Slots of experts go first: they cost the least, and come back the easiest.
         """
@@ -232,9 +232,9 @@ class Balance(WeightMemory):
             return freed
         return freed + self._move(choose_units(self._stages, nbytes - freed, self._able()))
 
-    def give_back_gpu(self, nbytes: int) -> int:
+    def evict_gpu(self, nbytes: int) -> int:
         """The same of the GPU's memory: its units are then read and copied in each pass."""
-        freed = 0 if self._gpu_experts is None else self._gpu_experts.give_back(nbytes)
+        freed = 0 if self._gpu_experts is None else self._gpu_experts.evict(nbytes)
         if freed < nbytes:
             chosen = choose_slabs(self._slabs(), nbytes - freed)
             streamed = self._move([stage for slab in chosen for stage in slab])
@@ -247,7 +247,7 @@ class Balance(WeightMemory):
         experts = 0 if self._gpu_experts is None else self._gpu_experts.reclaimable
         if slabs + experts < nbytes:
             return 0
-        freed = self.give_back_gpu(nbytes)
+        freed = self.evict_gpu(nbytes)
         if freed and self._gpu is not None:
             self._gpu.capacity -= freed
             self._gpu_most = self._gpu.capacity
@@ -261,7 +261,7 @@ class Balance(WeightMemory):
         gpu = self._gpu
         if gpu is None:
             return False
-        freed = self.give_back_gpu(max(gpu.used // _RELIEF_SHARE, 1))
+        freed = self.evict_gpu(max(gpu.used // _RELIEF_SHARE, 1))
         if freed:
             gpu.capacity = gpu.used + gpu.held
             self._gpu_why = _OTHERS
@@ -274,7 +274,7 @@ class Balance(WeightMemory):
             return
         held = self._caches.gpu_nbytes + growth + self._gpu_scratch
         if shortage > 0:
-            freed = self.give_back_gpu(shortage)
+            freed = self.evict_gpu(shortage)
             gpu.capacity = min(gpu.capacity, gpu.used + held)
             self._gpu_why = _OTHERS if freed else self._gpu_why
         elif shortage < 0:  # for keys and values: slabs do not come back
@@ -285,7 +285,7 @@ class Balance(WeightMemory):
                 self._gpu_why = "keys and values on the GPU have grown"
             elif not self._changed:
                 self._gpu_why = _OTHERS
-            if self.give_back_gpu(missing) < missing:
+            if self.evict_gpu(missing) < missing:
                 raise MemoryBudgetError(
                     f"{gpu.name}: keys, values and what kernels need take {format_bytes(held)}, "
                     f"weights that cannot be streamed {format_bytes(gpu.used)}, and "

@@ -27,7 +27,7 @@ from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Bytes, Lane
 from localrt.offload.pipeline.setup import Opening, Setup, load_resident, make_stages
 from localrt.offload.pipeline.stage import Stage
-from localrt.offload.pipeline.streamed import Pipeline, Streamed
+from localrt.offload.pipeline.streamed import Pipeline, StreamedWeights
 from localrt.offload.pipeline.tables import NgramTable, RowTable
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import StoreFiles
@@ -41,7 +41,7 @@ _COPIERS = 2
 _COPY_BLOCK = 8 << 20
 
 
-def open_pipeline(setup: Setup) -> Streamed:
+def open_pipeline(setup: Setup) -> StreamedWeights:
     """Load what is resident, start reading what is streamed.
 
     Raises:
@@ -59,7 +59,7 @@ def open_pipeline(setup: Setup) -> Streamed:
         held.callback(rows.close)
         verify = Verifier(store.path, enabled=setup.verify, mend=setup.mend)
         opening = Opening(setup=setup, held=held, files=files, rows=rows, verify=verify, stages={})
-        streamed = Streamed(setup.config, _open(opening))
+        streamed = StreamedWeights(setup.config, _open(opening))
         # Its threads would otherwise keep the memory of a decoder that nobody closed.
         weakref.finalize(streamed, held.close)
         return streamed

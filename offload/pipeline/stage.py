@@ -122,7 +122,7 @@ class Stage:
             return gpu.free_host(memory)
         assert self.slab is not None, "that of resident units is in slabs"
         slab, self.slab = self.slab, None
-        return slab.give_back()
+        return slab.release()
 
     def forget_places(self) -> None:
         """The ring is another one from now on."""

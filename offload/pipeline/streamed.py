@@ -20,7 +20,7 @@ from localrt.models.layers.inputs import input_scale
 from localrt.models.layers.ngram_layer import rows_of_pass
 from localrt.models.layers.ngrams import NgramHash
 from localrt.models.layers.parts import Check, Part, PassState
-from localrt.models.residency import PipelineCounts, Residency, Task
+from localrt.models.weight_store import PipelineCounts, Task, WeightStore
 from localrt.offload.account import pass_logits_nbytes
 from localrt.offload.device.gpu import Clock
 from localrt.offload.experts.hybrid import HybridExperts
@@ -66,8 +66,8 @@ class Pipeline:
     experts: Mapping[str, CpuExperts | HybridExperts] = field(default_factory=dict)
 
 
-class Streamed(Residency):
-    """See ``Residency``. Units are given back as caches grow beyond what the budget leaves."""
+class StreamedWeights(WeightStore):
+    """See ``WeightStore``. Units are given back as caches grow beyond what the budget leaves."""
 
     memory: Balance
 
@@ -134,7 +134,7 @@ class Streamed(Residency):
         self.memory.settle()
 
     def abandon(self) -> None:
-        """See ``Residency``: what is on its way is dropped."""
+        """See ``WeightStore``: what is on its way is dropped."""
         self.pipeline.abandon()
         for lane in self._lanes:  # the CPU's first: a GPU's copies ask it for what they need
             lane.rewind()
@@ -152,11 +152,11 @@ class Streamed(Residency):
     # -- caches ----------------------------------------------------------------------------------
 
     def cache(self, capacity: int) -> KVCache:
-        """See ``Residency``: each layer's where its attention is computed."""
+        """See ``WeightStore``: each layer's where its attention is computed."""
         return self.pipeline.caches.make(capacity)
 
     def reserve(self, cache: KVCache, length: int) -> None:
-        """See ``Residency``.
+        """See ``WeightStore``.
 
         Raises:
             MemoryBudgetError: as in ``begin``.

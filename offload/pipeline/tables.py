@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.residency import Check
+from localrt.models.weight_store import Check
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import wait_for_all
 from localrt.offload.ring import PAGE

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.residency import Check
+from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import Event
 from localrt.offload.reading import reader
 from localrt.offload.ring import Chunk, chunks

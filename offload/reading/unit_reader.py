@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.residency import Check
+from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import Clock, Event, Gpu
 from localrt.offload.reading import reader
 from localrt.offload.reading.files import StoreFiles
@@ -337,7 +337,7 @@ class LinkSource:
             self._stopped = True
             for passing in list(self._passing.values()):
                 passing.given_up = True
-                self._give_back(passing)
+                self._release(passing)
             self._changed.notify_all()
             while self._from_ram:
                 self._changed.wait()
@@ -394,9 +394,9 @@ class LinkSource:
     def _leave(self, passing: _Passing) -> None:
         with self._changed:
             passing.active -= 1
-            self._give_back(passing)
+            self._release(passing)
 
-    def _give_back(self, passing: _Passing) -> None:
+    def _release(self, passing: _Passing) -> None:
         """A unit of which nothing more is copied."""
         if passing.active or (passing.unasked and not passing.given_up):
             return

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import localrt
-from localrt.models.residency import PipelineCounts
+from localrt.models.weight_store import PipelineCounts
 from localrt.offload.memory import current_rss
 from localrt.offload.placement import Where
 from tests.conftest import write_tiny_model
@@ -266,27 +266,27 @@ def test_units_go_and_stay_as_the_budget_says(tmp_path: Path) -> None:
         counts: list[PipelineCounts] = []
 
         def run() -> int:
-            before = placed.residency.counts().ssd_read_bytes
+            before = placed.weights.counts().ssd_read_bytes
             assert (extend(placed, placed.cache(64), prompt) == wanted).all()
-            counts.append(placed.residency.counts())
+            counts.append(placed.weights.counts())
             return counts[-1].ssd_read_bytes - before
 
         def resident() -> int:
-            return placed.residency.memory.ram_nbytes
+            return placed.weights.memory.ram_nbytes
 
         run()
         # What is read ahead may count in the pass before: several passes differ by more than that.
         few, at_load = sum(run() for _ in range(4)), resident()
-        placed.residency.memory.set_budget(at_load + caches - 2 * largest, "less")
+        placed.weights.memory.set_budget(at_load + caches - 2 * largest, "less")
         run()
         assert resident() < at_load
         more = sum(run() for _ in range(4))
         assert more > few
         assert counts[-1].memory_note.endswith(": less")
         with pytest.raises(localrt.MemoryBudgetError):
-            placed.residency.memory.set_budget(1, "nothing")
-        assert counts[-1].memory_note == placed.residency.counts().memory_note
-        placed.residency.memory.set_budget(1 << 40, "plenty")
+            placed.weights.memory.set_budget(1, "nothing")
+        assert counts[-1].memory_note == placed.weights.counts().memory_note
+        placed.weights.memory.set_budget(1 << 40, "plenty")
         for _ in range(3):
             run()
         assert any(run() == 0 for _ in range(10))  # what was on its way still counts once
@@ -307,13 +307,13 @@ def test_no_budget_changes_a_bit(data: st.DataObject, stored: StoredModel) -> No
         for turn in range(8):
             budget = data.draw(st.integers(0, at_most))
             try:
-                placed.residency.memory.set_budget(budget, f"{budget} bytes")
+                placed.weights.memory.set_budget(budget, f"{budget} bytes")
             except localrt.MemoryBudgetError:
                 continue
             try:
                 found = extend(placed, cache, tokens(3, seed=turn))
             except localrt.MemoryBudgetError:
-                placed.residency.memory.set_budget(1 << 40, "plenty")
+                placed.weights.memory.set_budget(1 << 40, "plenty")
                 found = extend(placed, cache, tokens(3, seed=turn))
             wanted = extend(stored.resident, twin, tokens(3, seed=turn))
             assert (found == wanted).all()
@@ -327,11 +327,11 @@ def test_a_card_gives_memory_back(stored: StoredModel) -> None:
         cache, twin = placed.cache(64), stored.resident.cache(64)
         for turn in range(4):
             if turn == 2:
-                assert placed.residency.memory.shrink_gpu(1, "1 byte less") > 0
+                assert placed.weights.memory.shrink_gpu(1, "1 byte less") > 0
             found = extend(placed, cache, tokens(3, seed=turn))
             assert (found == extend(stored.resident, twin, tokens(3, seed=turn))).all()
-        assert placed.residency.counts().memory_note.endswith("copied to the GPU: 1 byte less")
-        assert placed.residency.memory.shrink_gpu(1 << 40, "all") == 0
+        assert placed.weights.counts().memory_note.endswith("copied to the GPU: 1 byte less")
+        assert placed.weights.memory.shrink_gpu(1 << 40, "all") == 0
 
 
 @needs_kernels

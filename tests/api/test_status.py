@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
-from localrt.models.residency import Residency, Task
+from localrt.models.weight_store import Task, WeightStore
 from localrt.service.status import LaneUse, MemoryUse, Status, last_pass
 from tests.engine.test_batch import ScriptedEngine
 from tests.inside import engine_of
@@ -201,13 +201,13 @@ def test_recording_follows_the_wish(tmp_path: Path) -> None:
 
     asked: list[int | None] = []
 
-    class Tracing(Residency):
+    class Tracing(WeightStore):
         def tasks(self, keep: int | None = None) -> list[Task]:
             asked.append(keep)
             return a_pass(0.0)
 
     engine = ScriptedEngine()
-    engine.residency = Tracing()
+    engine.weights = Tracing()
     watch = Watch(engine, ctx=1)
     assert watch.status().last_pass is None
     assert asked == []

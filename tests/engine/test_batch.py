@@ -289,7 +289,7 @@ def test_room_for_caches_keeps_to_the_budgets() -> None:
     free = kv_room(engine, ram=None, gpu_memory=None)
     assert free > 0
     assert kv_room(engine, ram=1 << 20, gpu_memory=None) == 0  # this process has more already
-    engine.residency = SimpleNamespace(memory=SimpleNamespace(reclaimable=1 << 40))
+    engine.weights = SimpleNamespace(memory=SimpleNamespace(reclaimable=1 << 40))
     assert kv_room(engine, ram=1 << 20, gpu_memory=None) > 1 << 39
     engine.free_memory = lambda: 1000
     assert kv_room(engine, ram=1, gpu_memory=None) == 800

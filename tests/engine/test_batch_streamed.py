@@ -141,7 +141,7 @@ def test_a_running_batch_shares_sweeps_too(store: Path, monkeypatch: pytest.Monk
 
 def test_caches_take_the_room_of_weights_that_can_be_streamed(store: Path) -> None:
     engine = open_engine(store, [], budget=0)
-    weights, cache = engine.residency.memory.reclaimable, engine.kv_nbytes(256)
+    weights, cache = engine.weights.memory.reclaimable, engine.kv_nbytes(256)
     engine.close()
     work = requests(6)
     # Room for three caches beside nothing but the ring: all weights make way, and three wait.
@@ -151,5 +151,5 @@ def test_caches_take_the_room_of_weights_that_can_be_streamed(store: Path) -> No
     with closing(Live(engine, None, LiveLimits(ctx=CTX), room=lambda: 1 << 30)) as live:
         answers = [live.submit(request) for request in work]
         assert [[t for chunk in answer for t in chunk.token_ids] for answer in answers] == expected
-    assert engine.residency.memory.reclaimable < weights
+    assert engine.weights.memory.reclaimable < weights
     engine.close()

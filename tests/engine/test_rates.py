@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from localrt.engine.native.meters import RecentRates
 from localrt.engine.protocol import Rates
-from localrt.models.residency import PipelineCounts
+from localrt.models.weight_store import PipelineCounts
 
 
 def counts(

@@ -49,7 +49,7 @@ def test_the_same_experts_are_chosen_with_the_same_weights(name: str, tmp_path: 
     routes: dict[int, Routing] = {}
     expected: dict[int, tuple[Any, Any]] = {}
     layers = list(ours.config.sparse_layers)
-    ours.residency.watch_routing(lambda place, routing: routes.update({layers[place]: routing}))
+    ours.weights.watch_routing(lambda place, routing: routes.update({layers[place]: routing}))
     for layer in layers:
         gate = theirs.model.layers[layer].mlp.gate
         gate.register_forward_hook(

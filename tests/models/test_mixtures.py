@@ -50,7 +50,7 @@ def test_routers_choose_what_transformers_routers_choose(folder: Any) -> None:
     _, path, theirs = folder
     ours, ids = load_ours(path, context=LENGTH), tokens(LENGTH, seed=5)
     found: list[Routing] = []
-    ours.residency.watch_routing(lambda place, routing: found.append(routing))
+    ours.weights.watch_routing(lambda place, routing: found.append(routing))
     expected: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def listen(module: Any, _inputs: Any, output: Any) -> None:

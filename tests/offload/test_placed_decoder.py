@@ -103,7 +103,7 @@ def test_any_placement_computes_the_same(
     if embedded:
         streamed.add("embedding")
     with model.placed(streamed, slack=slack * PAGE, largest=20 * 4 * PAGE) as decoder:
-        assert {s.name for s in decoder.residency.stages if s.where is Where.SSD} == streamed - {
+        assert {s.name for s in decoder.weights.stages if s.where is Where.SSD} == streamed - {
             "embedding"
         }
         assert_same(conversation(decoder), conversation(model.resident))
@@ -143,7 +143,7 @@ def test_threads_and_cache_formats_stream_alike(
 def test_nothing_streamed_is_the_resident_decoder(model: Model) -> None:
     with model.placed([]) as decoder:
         assert_same(conversation(decoder), conversation(model.resident))
-        assert decoder.residency.counts().ssd_read_bytes == 0
+        assert decoder.weights.counts().ssd_read_bytes == 0
 
 
 def test_a_pass_reads_what_is_streamed_once(model: Model) -> None:
@@ -152,10 +152,10 @@ def test_a_pass_reads_what_is_streamed_once(model: Model) -> None:
     with model.placed(streamed) as decoder:
         cache = decoder.cache(100)
         extend(decoder, cache, tokens(30))
-        start = decoder.residency.counts().ssd_read_bytes
+        start = decoder.weights.counts().ssd_read_bytes
         for token in range(20):
             extend(decoder, cache, [token])
-        counts = decoder.residency.counts()
+        counts = decoder.weights.counts()
         assert abs(counts.ssd_read_bytes - start - 20 * size) <= size
         assert counts.passes == 21
         assert counts.decode_passes == 20  # the prompt is none
@@ -167,10 +167,10 @@ def test_a_pass_reads_what_is_streamed_once(model: Model) -> None:
 def test_prefill_without_logits_reads_no_head(model: Model) -> None:
     with model.placed(passing(model.store), slack=0) as decoder:
         cache = decoder.cache(200)
-        decoder.residency.tasks(10_000)
+        decoder.weights.tasks(10_000)
         for start in range(0, 60, 10):
             extend(decoder, cache, tokens(10, seed=start), rows=[])
-        names = [task.name for task in decoder.residency.tasks() if task.resource == "ssd"]
+        names = [task.name for task in decoder.weights.tasks() if task.resource == "ssd"]
         heads = sum(name.startswith("head") for name in names)
         assert heads < len(names) / 6
 
@@ -201,13 +201,13 @@ def test_caches_that_grow_take_the_room_of_weights(model: Model) -> None:
                     for d, c in ((decoder, cache), (model.resident, twin))
                 )
                 assert_same([ours], [theirs])
-                stages = decoder.residency.stages
+                stages = decoder.weights.stages
                 resident = sum(s.unit.nbytes for s in stages if s.where is Where.RAM)
                 embedding = next(u for u in model.store.manifest.units if u.name == "embedding")
                 assert resident + embedding.nbytes + sum(c.nbytes for c in caches) <= budget
                 given_back.append(sum(s.where is Where.SSD for s in stages))
         assert given_back == sorted(given_back)
-        assert given_back[0] < given_back[-1] < len(decoder.residency.stages)
+        assert given_back[0] < given_back[-1] < len(decoder.weights.stages)
 
 
 def test_caches_that_are_gone_take_no_room(model: Model) -> None:
@@ -217,7 +217,7 @@ def test_caches_that_are_gone_take_no_room(model: Model) -> None:
         for seed in range(4):
             text = tokens(60, seed=seed)
             extend(decoder, decoder.cache(100), text, rows=[59])
-        assert all(stage.where is Where.RAM for stage in decoder.residency.stages)
+        assert all(stage.where is Where.RAM for stage in decoder.weights.stages)
 
 
 def test_what_was_given_back_returns_when_there_is_room(model: Model) -> None:
@@ -227,12 +227,10 @@ def test_what_was_given_back_returns_when_there_is_room(model: Model) -> None:
         for turn, token in enumerate(tokens(12)):
             if turn % 3 == 1:
                 wanted = 30_000 * turn
-                assert decoder.residency.memory.give_back(wanted) >= wanted
-                assert sum(stage.where is Where.SSD for stage in decoder.residency.stages) > 1
+                assert decoder.weights.memory.evict(wanted) >= wanted
+                assert sum(stage.where is Where.SSD for stage in decoder.weights.stages) > 1
             assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
-        assert [s.name for s in decoder.residency.stages if s.where is Where.SSD] == [
-            "layers.1.mlp"
-        ]
+        assert [s.name for s in decoder.weights.stages if s.where is Where.SSD] == ["layers.1.mlp"]
 
 
 def test_what_does_not_fit_stays_given_back(model: Model) -> None:
@@ -242,7 +240,7 @@ def test_what_does_not_fit_stays_given_back(model: Model) -> None:
         places = []
         for token in tokens(8):
             assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
-            places.append([stage.where for stage in decoder.residency.stages])
+            places.append([stage.where for stage in decoder.weights.stages])
         assert Where.SSD in places[0]
         assert all(each == places[0] for each in places), "units do not go to and fro"
 
@@ -271,12 +269,12 @@ def test_a_context_that_cannot_fit_is_refused_and_the_cache_stays(model: Model) 
 
 def test_what_is_given_back_is_little_more_than_asked(model: Model) -> None:
     with model.placed([], largest=max(u.nbytes for u in model.store.manifest.units)) as decoder:
-        smallest = min(stage.unit.nbytes for stage in decoder.residency.stages)
-        freed = decoder.residency.memory.give_back(1)
+        smallest = min(stage.unit.nbytes for stage in decoder.weights.stages)
+        freed = decoder.weights.memory.evict(1)
         assert freed == smallest
-        assert decoder.residency.memory.give_back(1 << 40) == 0, "more than there is is not begun"
+        assert decoder.weights.memory.evict(1 << 40) == 0, "more than there is is not begun"
     with model.placed([]) as decoder:
-        assert decoder.residency.memory.give_back(1) == 0, "nothing can be streamed without a ring"
+        assert decoder.weights.memory.evict(1) == 0, "nothing can be streamed without a ring"
 
 
 # -- a pass that ends early ------------------------------------------------------------------------
@@ -309,7 +307,7 @@ def test_a_cancelled_pass_leaves_no_trace(
 
 def test_stages_are_in_the_order_of_a_pass(model: Model) -> None:
     with model.placed(["layers.1.mlp"]) as decoder:
-        stages, heads = decoder.residency.stages, decoder.residency.pipeline.head
+        stages, heads = decoder.weights.stages, decoder.weights.pipeline.head
         names = [stage.name for stage in stages]
         kinds = ["attention", "mlp"]
         assert names[:4] == [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in kinds]

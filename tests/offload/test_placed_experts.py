@@ -74,10 +74,10 @@ def test_only_absent_experts_are_read(model: Model) -> None:
     with model.placed(experts(model.store, 0.5)) as placed:
         cache = placed.cache(64)
         extend(placed, cache, tokens(20))
-        before = placed.residency.counts()
+        before = placed.weights.counts()
         for token in tokens(12, seed=3):
             extend(placed, cache, [token])
-        after = placed.residency.counts()
+        after = placed.weights.counts()
     uses = after.expert_uses - before.expert_uses
     hits = after.expert_hits - before.expert_hits
     spec = model.config.mixture(0)
@@ -91,9 +91,9 @@ def test_only_absent_experts_are_read(model: Model) -> None:
 def test_everything_in_memory_is_read_once(model: Model) -> None:
     with model.placed([]) as placed:
         answers(placed)
-        read = placed.residency.counts().ssd_read_bytes
+        read = placed.weights.counts().ssd_read_bytes
         answers(placed)
-        assert placed.residency.counts().ssd_read_bytes == read
+        assert placed.weights.counts().ssd_read_bytes == read
 
 
 def test_a_pass_can_be_cancelled_in_any_layer(model: Model) -> None:
@@ -145,13 +145,13 @@ def test_memory_is_given_back_and_taken_again(model: Model) -> None:
     with model.placed(experts(store, 0.4)) as placed, model.placed([]) as whole:
         want = answers(whole)
         answers(placed)
-        before = placed.residency.memory.reclaimable
+        before = placed.weights.memory.reclaimable
         size = max(u.nbytes for u in store.manifest.units if ".expert." in u.name)
-        assert placed.residency.memory.give_back(3 * size) >= 3 * size
-        assert placed.residency.memory.reclaimable <= before - 3 * size
+        assert placed.weights.memory.evict(3 * size) >= 3 * size
+        assert placed.weights.memory.reclaimable <= before - 3 * size
         for ours, expected in zip(answers(placed), want, strict=True):
             np.testing.assert_array_equal(ours, expected)
-        assert placed.residency.memory.reclaimable == before  # there was room for it again
+        assert placed.weights.memory.reclaimable == before  # there was room for it again
 
 
 def test_a_budget_below_one_expert_says_the_least(model: Model) -> None:

@@ -39,7 +39,7 @@ def kv_room(engine: Engine) -> int:
         budget = free if gpu_memory is None else gpu_memory - engine.info.weight_bytes
         room = min(free, budget)
     else:
-        room = ram_budget(engine.ram) - current_rss() + engine.residency.memory.reclaimable
+        room = ram_budget(engine.ram) - current_rss() + engine.weights.memory.reclaimable
     return max(0, int(room * _KV_SHARE))
 
 

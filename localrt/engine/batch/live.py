@@ -20,8 +20,8 @@ from localrt.engine.batch.sequence import BatchSequence, Chunks
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
 from localrt.engine.types import Chunk
-from localrt.models.residency import PipelineCounts
 from localrt.models.tokenizers.base import Tokenizer
+from localrt.models.weight_store import PipelineCounts
 
 
 class LiveAnswer(Iterator[Chunk]):

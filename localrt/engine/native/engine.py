@@ -38,7 +38,7 @@ from localrt.engine.protocol import (
     Logits,
 )
 from localrt.models.decoder import Decoder
-from localrt.models.residency import Residency
+from localrt.models.weight_store import WeightStore
 from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.memory import ram_budget
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
@@ -78,7 +78,7 @@ class NativeEngine(Engine):
         self.plan = plan
         self._ram = RamMeter(ram)
         self._decoder: Decoder | None = decoder
-        self.residency = decoder.residency
+        self.weights = decoder.weights
         self.pass_rows = pass_rows
         self._forecaster = forecaster
         self._vram = 0 if plan is None else plan.request.budgets.vram
@@ -87,7 +87,7 @@ class NativeEngine(Engine):
         self._rates = RecentRates(ssd_bytes_s)
         self._forward: Forward | None = decoder.forward
         # Else it is decided on the way who computes.
-        if all(experts.hostless for experts in decoder.residency.experts):
+        if all(experts.hostless for experts in decoder.weights.experts):
             self._forward = decoder.ops.graphed(decoder.forward)
         self.info = info
         self._turn = threading.Lock()
@@ -106,8 +106,8 @@ class NativeEngine(Engine):
     def close(self) -> None:
         """Free the weights once the pass in flight has ended."""
         with self._turn:
-            self.residency.close()
-            self.residency = Residency()  # no weights: nothing to ask of it
+            self.weights.close()
+            self.weights = WeightStore()  # no weights: nothing to ask of it
             self._decoder = self._forward = self._forecaster = None
 
     def forecast(self) -> Forecast | None:
@@ -137,7 +137,7 @@ class NativeEngine(Engine):
         """The weights (D,) and the epsilon of the norm before the head."""
         decoder = self._loaded()
         weights = np.empty(decoder.config.hidden_size, np.float32)
-        vector_to_host(decoder.residency.norm, weights)
+        vector_to_host(decoder.weights.norm, weights)
         return weights / np.float32(decoder.config.logit_scale), decoder.config.norm_eps
 
     def hidden_states(
@@ -197,7 +197,7 @@ class NativeEngine(Engine):
             ram, card = ram + part.nbytes * (not on_card), card + part.nbytes * on_card
         self.take_ram(ram)
         with self._turn:
-            memory = self.residency.memory
+            memory = self.weights.memory
             if card and memory.gpu is not None and memory.shrink_gpu(card, _BESIDE) < card:
                 self.take_ram(-ram)
                 raise MemoryBudgetError(
@@ -221,7 +221,7 @@ class NativeEngine(Engine):
         """Everything that computes, with what it has of adapters."""
         self._loaded()
         found = []
-        for ops in self.residency.implementations:
+        for ops in self.weights.implementations:
             if ops.adapters is None:
                 raise UnsupportedModelError(f"{ops.name} computes no adapters: use --engine native")
             found.append((ops, ops.adapters))
@@ -236,7 +236,7 @@ class NativeEngine(Engine):
     def _reserve(self, cache: KVCache, length: int) -> None:
         """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
         with self._turn:
-            self.residency.reserve(cache, length)
+            self.weights.reserve(cache, length)
 
     def run(
         self,
@@ -305,7 +305,7 @@ class NativeEngine(Engine):
         elsewhere = plan.request.budgets.ram - plan.for_weights_and_caches() + self._taken
         words = f"the budget is {format_bytes(nbytes)} of RAM now"
         try:
-            self.residency.memory.set_budget(nbytes - elsewhere, words)
+            self.weights.memory.set_budget(nbytes - elsewhere, words)
         except MemoryBudgetError as error:
             raise MemoryBudgetError(
                 f"{format_bytes(nbytes)} of RAM is too little for the model as it was loaded: "
@@ -320,7 +320,7 @@ class NativeEngine(Engine):
         if less <= 0:
             return
         words = f"the budget is {format_bytes(nbytes)} of GPU memory now"
-        if self.residency.memory.shrink_gpu(less, words) < less:
+        if self.weights.memory.shrink_gpu(less, words) < less:
             raise MemoryBudgetError(
                 f"the GPU cannot give back {format_bytes(less)}: load the model again with "
                 f"{option('gpu_memory', nbytes)}"
@@ -330,8 +330,8 @@ class NativeEngine(Engine):
     def take_ram(self, nbytes: int) -> None:
         with self._turn:
             self._loaded()
-            if self.residency.memory.streams:
-                self.residency.memory.take(nbytes)
+            if self.weights.memory.streams:
+                self.weights.memory.take(nbytes)
                 self._taken += nbytes
             self._ram.take(nbytes)
 

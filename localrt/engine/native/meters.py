@@ -14,7 +14,7 @@ from weakref import WeakSet
 from localrt.engine.protocol import Rates
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig
-from localrt.models.residency import PipelineCounts
+from localrt.models.weight_store import PipelineCounts
 from localrt.offload.account import (
     GROWTH_NBYTES,
     KERNEL_SCRATCH_NBYTES,

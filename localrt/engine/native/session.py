@@ -14,7 +14,7 @@ import numpy.typing as npt
 from localrt.common.errors import LocalrtError
 from localrt.engine.native.meters import RamMeter
 from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
-from localrt.models.residency import PipelineCounts
+from localrt.models.weight_store import PipelineCounts
 from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.kv import BLOCK_TOKENS, BlockCache, Bytes, FillBlocks, ReadBlocks
 from localrt.quant.ops.protocol import KVCache

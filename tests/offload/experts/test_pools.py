@@ -60,36 +60,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
 def test_logits_and_memory_are_those_of_one_pool(model: Model, share: float) -> None:
     with model.placed(experts(model.store, share)) as placed, model.placed([]) as whole:
-        memory = placed.residency.sparse["cpu"].memory
+        memory = placed.weights.sparse["cpu"].memory
         assert len(memory.pools) > 1
         assert memory.nbytes <= len(experts(model.store)) * memory.slot_nbytes
         want = answers(whole)
         assert_same(answers(placed), want)
-        before = placed.residency.memory.reclaimable
-        assert placed.residency.memory.give_back(6 * memory.slot_nbytes) >= 6 * memory.slot_nbytes
+        before = placed.weights.memory.reclaimable
+        assert placed.weights.memory.evict(6 * memory.slot_nbytes) >= 6 * memory.slot_nbytes
         assert_same(answers(placed), want)
-        assert placed.residency.memory.reclaimable == before  # there was room for it again
+        assert placed.weights.memory.reclaimable == before  # there was room for it again
 
 
 @needs_kernels
 def test_everything_in_memory_is_read_once(model: Model) -> None:
     with model.placed([]) as placed:
         answers(placed)
-        read = placed.residency.counts().ssd_read_bytes
+        read = placed.weights.counts().ssd_read_bytes
         answers(placed)
-        assert placed.residency.counts().ssd_read_bytes == read
+        assert placed.weights.counts().ssd_read_bytes == read
 
 
 @needs_kernels
 def test_with_few_slots_there_is_one_pool(model: Model) -> None:
     with model.placed(experts(model.store)) as placed:
-        assert len(placed.residency.sparse["cpu"].memory.pools) == 1
+        assert len(placed.weights.sparse["cpu"].memory.pools) == 1
 
 
 @needs_kernels
 def test_beside_a_card(model: Model) -> None:
     want = conversation(model.resident)
     with on_gpu(model, places(model, 0.3, ssd=0.3), expert_costs=COSTS) as placed:
-        assert len(placed.residency.sparse["gpu"].memory.pools) > 1
+        assert len(placed.weights.sparse["gpu"].memory.pools) > 1
         assert_same(conversation(placed), want)
         assert_same(conversation(placed), want)

@@ -24,7 +24,7 @@ from tests.offload.placed import MODE, PLENTY, Model, extend, open_decoder, pass
 
 def all_in_ram(decoder: Decoder) -> bool:
     """Whether every expert has been read: what is on the SSD is computed by the CPU."""
-    stage: Any = decoder.residency.sparse["gpu"]  # type: ignore[attr-defined]
+    stage: Any = decoder.weights.sparse["gpu"]  # type: ignore[attr-defined]
     for pool in stage.memory.pools:
         pool._settle_arrived()
         if not all(pool.holds(*key) for key in pool._units):

@@ -33,7 +33,7 @@ def adapter_of(model: Model) -> Adapter[LowRank]:
 
 
 def add(decoder: Decoder, adapter: Adapter[LowRank]) -> None:
-    for ops in decoder.residency.implementations:
+    for ops in decoder.weights.implementations:
         assert ops.adapters is not None
         ops.adapters.add(ops.adapters.packed(adapter))
 
@@ -68,7 +68,7 @@ def test_lanes_add_their_own(model: Model, mlps_only: bool) -> None:
         both = [(fresh(decoder), IDS), (fresh(decoder, "key"), IDS)]
         together = decoder.forward(Batch.extend(both))
         np.testing.assert_array_equal(together, np.concatenate([first, got]))
-        for ops in decoder.residency.implementations:
+        for ops in decoder.weights.implementations:
             assert ops.adapters is not None
             ops.adapters.remove("key")
         np.testing.assert_array_equal(decoder.forward(Batch.extend([(fresh(decoder), IDS)])), first)

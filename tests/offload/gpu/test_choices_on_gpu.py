@@ -176,7 +176,7 @@ def test_a_layer_that_is_all_on_the_card_waits_for_nothing(
 ) -> None:
     fetches = ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
     with placed(tmp_path, 1.0, fetches) as decoder:
-        stage: Any = decoder.residency.sparse["gpu"]
+        stage: Any = decoder.weights.sparse["gpu"]
 
         def filled() -> bool:  # by what has been read to RAM by then
             extend(decoder, decoder.cache(200), list(range(40)))
@@ -184,9 +184,9 @@ def test_a_layer_that_is_all_on_the_card_waits_for_nothing(
 
         wait_for(filled)
         extend(decoder, decoder.cache(200), [1])
-        before = decoder.residency.counts()
+        before = decoder.weights.counts()
         turns = turns_of(decoder, 4, 1, monkeypatch)
-        after = decoder.residency.counts()
+        after = decoder.weights.counts()
     assert set(turns) == {"send card "}
     # What a layer chose is counted in the next pass.
     assert after.expert_uses - before.expert_uses == 4 * LAYERS * USED
@@ -226,6 +226,6 @@ def test_copies_that_come_late_change_no_bit(card: Choosing, tmp_path: Path) -> 
         with placed(tmp_path, 0.5, fetches, late=late) as decoder:
             cache = decoder.cache(200)
             seen.append([extend(decoder, cache, [token]) for token in (1, 2, 3, 4, 5, 6)])
-            assert decoder.residency.counts().link_bytes > 0
+            assert decoder.weights.counts().link_bytes > 0
     assert all(map(np.array_equal, *seen))
     assert all(np.isfinite(logits).all() for logits in seen[0])

@@ -121,7 +121,7 @@ def test_lanes_of_two_devices_compute_one_model(model: Model) -> None:
         assert cache.length == 3
         ours, theirs = extend(decoder, cache, [8]), extend(model.resident, twin, [8])
         assert relative_error(ours, theirs) < BOUND
-        counts = decoder.residency.counts()
+        counts = decoder.weights.counts()
         assert counts.link_bytes > 0
         assert {"ssd", "link", "cpu", "gpu"} <= set(counts.busy_s)
 
@@ -159,10 +159,10 @@ def test_memory_given_back_is_streamed(model: Model) -> None:
     with on_cuda(model, where) as decoder:
         cache = decoder.cache(10)
         first = extend(decoder, cache, [3])
-        used = decoder.residency.pipeline.gpu.gpu.used
-        assert decoder.residency.memory.give_back(1) > 0
-        assert decoder.residency.memory.give_back_gpu(1) > 0
-        assert decoder.residency.pipeline.gpu.gpu.used < used
+        used = decoder.weights.pipeline.gpu.gpu.used
+        assert decoder.weights.memory.evict(1) > 0
+        assert decoder.weights.memory.evict_gpu(1) > 0
+        assert decoder.weights.pipeline.gpu.gpu.used < used
         cache.trim(0)
         assert np.array_equal(extend(decoder, cache, [3]), first)
 
@@ -227,7 +227,7 @@ def test_experts_are_computed_by_both(tmp_path_factory: pytest.TempPathFactory) 
                     extend(d, c, text) for d, c in ((decoder, cache), (model.resident, twin))
                 )
                 errors.append(relative_error(ours, theirs))
-            counts, busy = decoder.residency.counts(), decoder.residency.counts().busy_s
+            counts, busy = decoder.weights.counts(), decoder.weights.counts().busy_s
     assert float(np.median(errors)) < BOUND  # a near tie may choose another expert
     assert 0 < counts.expert_hits < counts.expert_uses
     assert counts.link_bytes > 0

@@ -75,7 +75,7 @@ def test_slices_that_stay_are_one_product_and_few_where_they_pass(
     with on_late_gpu(model, where | dict.fromkeys(head, Where.VRAM)) as decoder:
         wanted, products = logits(decoder, emulator)
         assert products == 1
-        assert decoder.residency.memory.give_back_gpu(1) > 0
+        assert decoder.weights.memory.evict_gpu(1) > 0
         seen, _ = logits(decoder, emulator)
         assert all(map(np.array_equal, seen, wanted))
     for slack, most in ((0, 5), (room, 3)):

@@ -47,7 +47,7 @@ pytestmark = needs_kernels
 
 
 def card_of(decoder: Decoder) -> Gpu:
-    lane = decoder.residency.pipeline.gpu
+    lane = decoder.weights.pipeline.gpu
     assert lane is not None
     assert lane.gpu is not None
     return lane.gpu
@@ -103,7 +103,7 @@ def test_a_slab_is_freed_with_its_last_unit() -> None:
     for number, part in enumerate(parts):
         part[:] = number
     assert [int(part[0]) for part in parts] == [0, 1, 2]
-    assert [slab.give_back() for _ in range(3)] == [0, 0, 30]
+    assert [slab.release() for _ in range(3)] == [0, 0, 30]
     assert card.used == slab.free() == 0
 
 
@@ -135,13 +135,13 @@ def test_keys_and_values_on_the_card_take_the_place_of_weights(model: Model) -> 
     with on_gpu(model, where, placement=placement, capacity=capacity) as decoder:
         cache, twin = decoder.cache(2000), model.resident.cache(2000)
         for seed in range(20):
-            if any(stage.where is Where.SSD_LINK for stage in decoder.residency.stages):
+            if any(stage.where is Where.SSD_LINK for stage in decoder.weights.stages):
                 break
             text = tokens(40, seed=seed)
             ours = extend(decoder, cache, text, [39])
             assert_same([ours], [extend(model.resident, twin, text, [39])])
-        assert any(stage.where is Where.SSD_LINK for stage in decoder.residency.stages)
-        assert "keys and values on the GPU have grown" in decoder.residency.counts().memory_note
+        assert any(stage.where is Where.SSD_LINK for stage in decoder.weights.stages)
+        assert "keys and values on the GPU have grown" in decoder.weights.counts().memory_note
         assert card_of(decoder).peak <= capacity
 
 
@@ -279,7 +279,7 @@ def test_a_pass_for_which_the_card_had_no_memory_is_tried_once_more(
             assert cache.length == 0
         assert_same([extend(decoder, cache, [1, 2])], [expected])
         assert card.used < used
-        assert "other programs need the memory" in decoder.residency.counts().memory_note
+        assert "other programs need the memory" in decoder.weights.counts().memory_note
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_a_ring_that_is_made_larger_is_pinned_like_the_one_before(
         expected = list(generate(model.resident, 6))
         assert_same(list(generate(decoder, 6)), expected)
         assert list(pinned.values()) == [ring]
-        memory = decoder.residency.memory
+        memory = decoder.weights.memory
         few = sum(size for size in sizes.values() if size <= ring)  # which are not enough
         memory.set_budget(memory.ram_nbytes - few + largest, "less")
         assert_same(list(generate(decoder, 6)), expected)
@@ -335,7 +335,7 @@ def test_ram_of_experts_that_are_given_back_is_unpinned(
         expected = list(generate(model.resident, 6))
         assert_same(list(generate(decoder, 6)), expected)
         before = sum(pinned.values())
-        freed = decoder.residency.memory.give_back(200_000)
+        freed = decoder.weights.memory.evict(200_000)
         assert freed >= 200_000
         assert sum(pinned.values()) <= before - 100_000  # slots that were filled
         assert_same(list(generate(decoder, 6)), expected)

@@ -59,7 +59,7 @@ def places(
 
 def stages(placed: Decoder) -> HybridExperts:
     """What runs the sparse layers on the card."""
-    found = placed.residency.sparse["gpu"]
+    found = placed.weights.sparse["gpu"]
     assert isinstance(found, HybridExperts)
     return found
 
@@ -95,8 +95,8 @@ def test_slots_and_cpu_share_the_work(model: Model) -> None:
         cache = placed.cache(64)
         for token in tokens(30):
             extend(placed, cache, [token])
-        counts = placed.residency.counts()
-        busy = placed.residency.counts().busy_s
+        counts = placed.weights.counts()
+        busy = placed.weights.counts().busy_s
     assert 0 < counts.expert_hits < counts.expert_uses
     assert busy["cpu"] > 0
     assert busy["gpu"] > 0
@@ -141,10 +141,10 @@ def test_a_slow_cpu_makes_the_card_fetch_and_a_slow_link_the_cpu_compute(model: 
         with on_gpu(model, places(model, 0.5), expert_costs=costs) as placed:
             stages(placed).fills = False
             cache = placed.cache(64)
-            before = placed.residency.counts().link_bytes
+            before = placed.weights.counts().link_bytes
             for token in tokens(20):
                 extend(placed, cache, [token])
-            return placed.residency.counts().link_bytes - before
+            return placed.weights.counts().link_bytes - before
 
     quick = Rate(0.0, 1e-6, 1e-8)
     slow_cpu = fetched(ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=quick, fetch=1e-6))
@@ -175,7 +175,7 @@ def test_idle_links_fill_slots(model: Model) -> None:
             cache = placed.cache(64)
             for token in tokens(20):
                 extend(placed, cache, [token])
-            return placed.residency.counts().expert_hits
+            return placed.weights.counts().expert_hits
 
     assert hits(False) == 0  # a static placement whose slots nobody has filled
     assert hits(True) > 0

@@ -55,7 +55,7 @@ def passes(decoder: Decoder, sizes: list[int]) -> list[np.ndarray]:
     It has its memory from the start: what others take of a card meanwhile may leave no room.
     """
     cache = decoder.cache(sum(sizes))
-    decoder.residency.reserve(cache, sum(sizes))
+    decoder.weights.reserve(cache, sum(sizes))
     return [
         extend(decoder, cache, tokens(size, seed=seed), [] if seed % 3 == 2 else [size - 1])
         for seed, size in enumerate(sizes)
@@ -81,9 +81,9 @@ def test_the_rows_of_a_pass_say_who_computes(model: Model, where: Where) -> None
         cache = decoder.cache(400)
         seen: list[dict[str, set[str]]] = []
         for size in (SHORT, LEAST_CARD_ROWS, LONG, 1):
-            before = len(decoder.residency.tasks())
+            before = len(decoder.weights.tasks())
             extend(decoder, cache, tokens(size), [])
-            done = decoder.residency.tasks()[before:]
+            done = decoder.weights.tasks()[before:]
             seen.append(
                 {r: {t.name for t in done if t.resource == r} & set(mlps) for r in ("cpu", "gpu")}
             )
@@ -173,9 +173,9 @@ def test_absent_experts_of_a_layer_are_one_launch(mixture: Model) -> None:
         cache = decoder.cache(400)
         extend(decoder, cache, tokens(LONG), [])
         launches.clear()
-        before = len(decoder.residency.tasks())
+        before = len(decoder.weights.tasks())
         extend(decoder, cache, tokens(LONG, seed=1), [])
-        tasks = decoder.residency.tasks()[before:]
+        tasks = decoder.weights.tasks()[before:]
     layers = len(decoder.config.sparse_layers)
     assert len(launches) == 2 * layers, "what is there, then what comes"
     assert not any(t.resource == "cpu" and "expert" in t.name for t in tasks)

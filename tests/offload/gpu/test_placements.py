@@ -84,7 +84,7 @@ def test_any_placement_computes_the_same(
 def test_everything_in_one_place(model: Talking, where: Where) -> None:
     with on_gpu(model, dict.fromkeys(passing(model.store), where)) as decoder:
         assert_same(conversation(decoder), model.expected)
-        counts = decoder.residency.counts()
+        counts = decoder.weights.counts()
         assert (counts.ssd_read_bytes > 0) is where.read
         assert ("link" in counts.busy_s) is (where.copied or where is Where.VRAM)
         assert ("gpu" in counts.busy_s) is where.on_gpu
@@ -132,7 +132,7 @@ def test_prefill_without_logits_copies_little_of_the_head(model: Talking) -> Non
         for seed in range(8):
             extend(decoder, cache, tokens(10, seed=seed), [])
         for resource in ("ssd", "link"):
-            tasks = [t.name for t in decoder.residency.tasks() if t.resource == resource]
+            tasks = [t.name for t in decoder.weights.tasks() if t.resource == resource]
             heads = sum(name.startswith("head") for name in tasks)
             # What is on its way to the card when a pass begins goes there.
             assert heads < len(tasks) / 4
@@ -290,4 +290,4 @@ def test_all_of_the_card_and_of_its_ram_can_be_given_back(model: Talking) -> Non
         cache, twin = decoder.cache(100), model.resident.cache(100)
         for token in range(5):
             assert_same([extend(decoder, cache, [token])], [extend(model.resident, twin, [token])])
-        assert all(stage.where is Where.SSD_LINK for stage in decoder.residency.stages)
+        assert all(stage.where is Where.SSD_LINK for stage in decoder.weights.stages)

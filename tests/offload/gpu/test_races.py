@@ -225,9 +225,9 @@ def test_ram_is_freed_when_no_copy_reads_it(
     with on_gpu(model, where, late=True) as decoder:
         assert_same(conversation(decoder), model.expected)
         copying.clear()
-        decoder.residency.abandon()
+        decoder.weights.abandon()
         wait_for(copying.is_set)
-        assert decoder.residency.memory.give_back(decoder.residency.memory.reclaimable)
+        assert decoder.weights.memory.evict(decoder.weights.memory.reclaimable)
         assert not faults
         assert_same(conversation(decoder), model.expected)
 
@@ -254,13 +254,13 @@ def test_a_copy_that_ends_while_copying_is_given_up_again_loses_no_unit(
     monkeypatch.setattr(UnitReader, "acquire", acquire_noted)
     where = dict.fromkeys(passing(model.store), Where.SSD_LINK)
     with on_gpu(model, where, late=True, stall_s=5.0) as decoder:
-        residency = decoder.residency
+        weights = decoder.weights
         assert_same(conversation(decoder), model.expected)
         held.clear()
-        residency.abandon()
+        weights.abandon()
         wait_for(held.is_set)
-        residency.abandon()
-        cpu = residency.pipeline.cpu
+        weights.abandon()
+        cpu = weights.pipeline.cpu
         rewind = cpu.rewind
 
         def rewind_slowly() -> None:
@@ -272,7 +272,7 @@ def test_a_copy_that_ends_while_copying_is_given_up_again_loses_no_unit(
             time.sleep(0.05)
 
         monkeypatch.setattr(cpu, "rewind", rewind_slowly)
-        residency.abandon()
+        weights.abandon()
         assert_same(conversation(decoder), model.expected)
 
 
@@ -334,5 +334,5 @@ def test_any_placement_of_a_mixture_computes_the_same(
 
         with pytest.raises(CancelledError):
             use_up_what_is_there()
-        decoder.residency.memory.give_back(data.draw(st.integers(1, 300_000)))
+        decoder.weights.memory.evict(data.draw(st.integers(1, 300_000)))
         assert_same(conversation(decoder), mixture.expected)

@@ -120,16 +120,16 @@ def test_a_cache_that_grows_and_memory_given_back(model: Model, tape: Tape) -> N
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache = decoder.cache(600)
         seen = decode(decoder, cache, 2)
-        decoder.residency.reserve(cache, 300)
+        decoder.weights.reserve(cache, 300)
         seen += decode(decoder, cache, 2, seed=2)
-        body = decoder.residency.body
+        body = decoder.weights.body
         stretches = [weakref.ref(part) for part in body if isinstance(part, Segment)]
         del body
         recorded = len(tape.recorded)
-        assert decoder.residency.memory.give_back(1) > 0
+        assert decoder.weights.memory.evict(1) > 0
         seen += decode(decoder, cache, 1, seed=3)
         assert len(tape.recorded) == recorded  # nothing of the card has moved
-        assert decoder.residency.memory.give_back_gpu(1) > 0
+        assert decoder.weights.memory.evict_gpu(1) > 0
         seen += decode(decoder, cache, 3, seed=4)
         gc.collect()
         assert not any(stretch() for stretch in stretches)  # nothing keeps what was recorded

@@ -87,7 +87,7 @@ def load(folder: Path, wrap: Any = None, ops: Any = None, *, context: int = 256)
 def shallow(folder: Path, wrap: Any = None, ops: Any = None) -> Decoder:
     """Only the first layer: enough where two ways of running a model are compared."""
     decoder = load(folder, wrap, ops)
-    del decoder.residency.body[3:]  # the embedding, attention and MLP
+    del decoder.weights.body[3:]  # the embedding, attention and MLP
     return decoder
 
 
@@ -351,9 +351,9 @@ def test_recorded_passes_are_the_passes(folder: Path) -> None:
 def test_a_mixture_on_a_card_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host never sees who was chosen."""
     save_tiny("qwen3-moe", tmp_path)
-    assert not shallow(tmp_path).residency.experts[0].hostless  # bf16: each expert by itself
+    assert not shallow(tmp_path).weights.experts[0].hostless  # bf16: each expert by itself
     decoder = shallow(tmp_path, lambda c: Packed(c, "int4-g32m"))
-    assert decoder.residency.experts[0].hostless
+    assert decoder.weights.experts[0].hostless
     assert isinstance(decoder.ops, CudaOps)
     monkeypatch.setattr(CudaRouting, "_read", None)
     forward = GraphedForward(decoder.ops, decoder.forward)
@@ -383,7 +383,7 @@ def test_recorded_trees_take_their_masks(folder: Path) -> None:
 
 def test_memory_estimates_are_what_is_taken(folder: Path) -> None:
     decoder = shallow(folder, lambda c: Packed(c, "int4-g32"))
-    ops, weights = decoder.ops, decoder.residency.body[1].layer.weights
+    ops, weights = decoder.ops, decoder.weights.body[1].layer.weights
     form = CODECS["int4-g32"].format
     assert weights.qkv.nbytes == ops.weight_nbytes((128, 64), form) == 128 * form.row_bytes(64)
     cache = decoder.cache(100)

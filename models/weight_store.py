@@ -1,8 +1,8 @@
 """Where a decoder's weights are: what a pass waits for, and what can be asked of their memory.
 
-``Residency`` says what a decoder needs of it, with answers for weights that stay in memory, where
-nothing is waited for and nothing can be given back: ``Resident`` is that. Weights that are streamed
-are ``offload/pipeline``'s.
+``WeightStore`` says what a decoder needs of it, with answers for weights that stay in memory, where
+nothing is waited for and nothing can be evicted: ``ResidentWeights`` is that. Weights that are
+streamed are ``offload/pipeline``'s.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
 __all__ = [
     "Check",
     "PipelineCounts",
-    "Residency",
-    "Resident",
+    "ResidentWeights",
     "Resource",
     "Task",
     "WeightMemory",
+    "WeightStore",
 ]
 
 Resource = Literal["ssd", "link", "cpu", "gpu"]
@@ -87,10 +87,6 @@ class WeightMemory:
         """Bytes of RAM that weights could give back."""
         return 0
 
-    def give_back(self, nbytes: int) -> int:
-        """Free at least ``nbytes`` of RAM from now on; the bytes freed, 0 if that cannot be."""
-        return 0
-
     def take(self, nbytes: int) -> None:
         """Something else needs ``nbytes`` of the budget from now on; below zero: no longer.
 
@@ -115,7 +111,7 @@ class WeightMemory:
         return None
 
 
-class Residency:
+class WeightStore:
     """The weights of a decoder that computes with ``ops``; ``norm`` are the final norm's.
 
     A pass is ``begin``, the ``body`` (embedding and layers) and the ``head``, part after part, and
@@ -188,7 +184,7 @@ class Residency:
         """Free everything."""
 
 
-class Resident(Residency):
+class ResidentWeights(WeightStore):
     """All weights stay in memory: parts are ready at all times."""
 
     def __init__(
@@ -206,7 +202,7 @@ class Resident(Residency):
         self._head = (head,)
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:
-        """See ``Residency``: there is nothing to wait for."""
+        """See ``WeightStore``: there is nothing to wait for."""
         return PassState(self.ops, self.ops.begin(batch), wanted=wanted, batch=batch)
 
     def head(self, state: PassState) -> Sequence[Part]:
