@@ -164,11 +164,9 @@ class ChatApp(App[None]):
         )
 
     def get_default_screen(self) -> Screen[Any]:
-        """The chat."""
         return self.chat
 
     def on_mount(self) -> None:
-        """Begin to load."""
         # The terminal gives back an empty screen after Ctrl+Z.
         self.app_resume_signal.subscribe(self, lambda app: app.refresh(layout=True))
         if self.console.color_system == "standard":
@@ -274,7 +272,6 @@ class ChatApp(App[None]):
         return True
 
     def _watch(self, task: Task[ChatModel]) -> None:
-        """Begin to load, and show how far it is."""
         self._loading = task
         task.start()
         self._ticker = self.set_interval(FRAME_SECONDS, self._watch_loading)
@@ -355,7 +352,6 @@ class ChatApp(App[None]):
             ask(self.chat, ModelsScreen(self._load_options, current, search), self.load_model)
 
     def action_settings(self) -> None:
-        """Open the settings."""
         from localrt.tui.screens.settings import SettingsScreen
 
         self.push_screen(
@@ -370,7 +366,6 @@ class ChatApp(App[None]):
         )
 
     def action_help(self) -> None:
-        """Commands and keys, as the user chose them."""
         self.push_screen(HelpScreen(self.keys))
 
     def _pick_theme(self) -> None:

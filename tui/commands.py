@@ -188,7 +188,6 @@ class Command:
 
     @property
     def entry(self) -> Entry | None:
-        """What is known of the command."""
         return next((entry for entry in COMMANDS if entry.name == self.name), None)
 
 

@@ -34,7 +34,6 @@ class LoadingLine(Widget):
     progress: reactive[Progress | None] = reactive(None)
 
     def render(self) -> Content:
-        """The line at the present width."""
         return loading_line(self.progress, self.size.width)
 
 

@@ -145,11 +145,9 @@ class PlainChat:
         return 0
 
     def say(self, text: str) -> None:
-        """A line of the app."""
         print(clean(spelled(text, in_app)), file=self._out, flush=True)
 
     def _answer(self, question: Turn) -> None:
-        """Answer a user's turn."""
         self._answers.answer(self.state.conversation, self._session.chat, question)
 
     # -- parts -----------------------------------------------------------------------------------

@@ -51,7 +51,6 @@ class WithoutColor(LineFilter):
     """Leaves bold, reverse and the like. Textual's own answer to ``NO_COLOR`` is shades of grey."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        """The same text without a colour."""
         return [
             Segment(text, style.without_color if style is not None else None, control)
             for text, style, control in segments

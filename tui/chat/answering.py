@@ -117,7 +117,6 @@ class MessageQueue:
 
     @property
     def answering(self) -> bool:
-        """Whether a message is being answered."""
         return self._now is not None
 
     @property
@@ -127,7 +126,6 @@ class MessageQueue:
 
     @property
     def waiting(self) -> int:
-        """How many messages wait."""
         return len(self._waiting)
 
     def add(self, draft: Draft, *, waiting: bool, after: int | None = None) -> None:
@@ -143,7 +141,6 @@ class MessageQueue:
         self._waiting.append(_Waiting(block, draft, after))
 
     def add_waiting(self, drafts: Iterable[Draft]) -> None:
-        """Put messages at the end of the line that wait for the model."""
         for draft in drafts:
             self.add(draft, waiting=True)
 

@@ -136,7 +136,6 @@ class Block:
 
     @property
     def laid_out(self) -> bool:
-        """Whether the lines are kept."""
         return self._lines is not None
 
     def forget(self) -> None:
@@ -152,7 +151,6 @@ class Block:
         return Segment("┃ ", styles.marked_bar) if marked else Segment("  ")
 
     def background(self, styles: Styles) -> Style:
-        """What lies behind the lines."""
         return styles.base
 
     @property
@@ -176,7 +174,6 @@ class Block:
         return self.source
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
-        """The lines in ``width`` columns."""
         raise NotImplementedError
 
     def estimate(self, width: int) -> int:
@@ -190,7 +187,6 @@ class Block:
         return " · ".join(part for part in (branch, self.mark) if part)
 
     def note_lines(self, width: int, styles: Styles) -> list[Strip]:
-        """The small line, if any."""
         return wrapped(Text(self.note, styles.mark), width, styles) if self.note else []
 
 
@@ -208,21 +204,17 @@ class UserTurn(Block):
 
     @property
     def source(self) -> str:
-        """The message, with everything that is folded."""
         return self.message
 
     @property
     def foldable(self) -> bool:
-        """Whether something long is shown by name."""
         return bool(self.folds)
 
     def toggle(self) -> None:
-        """Show what is folded, or its name again."""
         self._unfolded = not self._unfolded
         self.changed()
 
     def gutter(self, styles: Styles, marked: bool) -> Segment:
-        """A bar in the person's colour."""
         if marked:
             return Segment("┃ ", styles.user + styles.marked_bar)
         if self.waiting:
@@ -230,7 +222,6 @@ class UserTurn(Block):
         return Segment("▌ ", styles.user + styles.bar)
 
     def background(self, styles: Styles) -> Style:
-        """A person's words stand on their own background."""
         return styles.waiting if self.waiting else styles.user
 
     def shown(self, styles: Styles | None = None) -> Text:
@@ -244,15 +235,12 @@ class UserTurn(Block):
 
     @property
     def readable(self) -> str:
-        """As shown."""
         return self.shown().plain
 
     def estimate(self, width: int) -> int:
-        """From the text that is shown."""
         return estimated(self.readable, width) + bool(self.note)
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
-        """Wrapped, a column free on the right."""
         return [*wrapped(self.shown(styles), width - 1, styles), *self.note_lines(width, styles)]
 
 
@@ -268,7 +256,6 @@ class Notice(Block):
 
     @property
     def source(self) -> str:
-        """The line, and how often in a row it was said."""
         return self.text if self._times == 1 else f"{self.text} ({self._times} times)"
 
     def said_again(self) -> None:
@@ -277,7 +264,6 @@ class Notice(Block):
         self.changed()
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
-        """Wrapped, in the colour of its kind."""
         style = {"info": styles.notice, "error": styles.error, "mark": styles.mark}[self.kind]
         return wrapped(Text(self.source, style), width, styles)
 
@@ -320,7 +306,6 @@ class Answer(Block):
 
     @property
     def source(self) -> str:
-        """The Markdown so far, thinking included."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
@@ -332,12 +317,10 @@ class Answer(Block):
 
     @property
     def readable(self) -> str:
-        """With its thinking where that is unfolded."""
         return self.source if self._unfolded else self.spoken
 
     @property
     def thinking(self) -> bool:
-        """Whether the thinking still goes on."""
         return split_thinking(self.source).open
 
     @property
@@ -347,16 +330,13 @@ class Answer(Block):
 
     @property
     def foldable(self) -> bool:
-        """Whether there is thinking to show."""
         return _thinks(split_thinking(self.source))
 
     def toggle(self) -> None:
-        """Show the thinking, or hide it."""
         self._unfolded = not self._unfolded
         self.changed()
 
     def write(self, text: str) -> None:
-        """Add a piece."""
         if text:
             self._pieces.append(clean(text))
             self.grown()
@@ -393,12 +373,10 @@ class Answer(Block):
         return super().height(width)
 
     def estimate(self, width: int) -> int:
-        """From the text; folded thinking is one line."""
         thought = split_thinking(self.source)
         return estimated(thought.answer, width) + 2 * _thinks(thought) + bool(self.note)
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
-        """Thinking, Markdown, the small line below."""
         if self._is_nothing:
             return []
         thought = split_thinking(self.source)

@@ -51,16 +51,13 @@ class CommandMenu(Widget, can_focus=False):
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something to choose from."""
         return bool(self.display) and len(self.items) > 0
 
     @property
     def chosen(self) -> Suggestion | None:
-        """The highlighted suggestion."""
         return self.items[self.index] if self.is_open else None
 
     def show_for(self, text: str) -> None:
-        """Suggestions for what is written now."""
         if text == self._text:
             return  # also when it was closed
         self._text = text
@@ -86,11 +83,9 @@ class CommandMenu(Widget, can_focus=False):
         return max(0, min(self.index - _MOST // 2, len(self.items) - _MOST))
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:
-        """As many rows as there are, up to eight."""
         return min(len(self.items), _MOST)
 
     def render(self) -> Content:
-        """A row per suggestion: usage, what it does."""
         shown = self.items[self._first : self._first + _MOST]
         width = max((len(item.label) for item in self.items), default=0) + 2
         chosen = "$text on $primary-muted" + (" reverse" if self.app.no_color else "")
@@ -105,7 +100,6 @@ class CommandMenu(Widget, can_focus=False):
         return Content("\n").join(rows)
 
     def on_click(self, event: Click) -> None:
-        """Choose with the mouse."""
         place = self._first + event.y
         if place < len(self.items):
             self.index = place
@@ -156,12 +150,10 @@ class Composer(TextArea):
     # -- text ------------------------------------------------------------------------------------
 
     def put(self, text: str) -> None:
-        """Replace the text, with the cursor at its end."""
         self.text = text
         self.move_cursor(self.document.end)
 
     def put_draft(self, draft: Draft) -> None:
-        """Replace the text by a message that was sent before."""
         self.put(as_typed(self.attachments.folded(draft)))
 
     def put_back(self, drafts: Iterable[Draft], *, select: bool = False) -> None:
@@ -187,7 +179,6 @@ class Composer(TextArea):
     # -- keys ------------------------------------------------------------------------------------
 
     async def on_key(self, event: Key) -> None:
-        """Keys that differ from a plain text area's."""
         chord, self._chord = self._chord, False
         if chord and event.key == "ctrl+e":
             await self.run_action("screen.editor")
@@ -220,7 +211,6 @@ class Composer(TextArea):
         self.suggestion = completion(self.text) if self._at_end else ""
 
     def action_cursor_up(self, select: bool = False) -> None:
-        """Up; in a menu the row above, on the first line the message sent before."""
         if self._choosing and not select:
             self._menu.move(-1)
         elif not select and self.navigator.is_first_wrapped_line(self.cursor_location):
@@ -229,7 +219,6 @@ class Composer(TextArea):
             super().action_cursor_up(select)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        """Down; in a menu the row below, on the last line the message sent after."""
         if self._choosing and not select:
             self._menu.move(+1)
         elif not select and self.navigator.is_last_wrapped_line(self.cursor_location):
@@ -248,7 +237,6 @@ class Composer(TextArea):
             super().action_delete_left()
 
     def choose(self) -> None:
-        """Take the menu's highlighted row."""
         if (chosen := self._menu.chosen) is not None:
             self.put(chosen.line)
 

@@ -48,7 +48,6 @@ class BlockColumn:
 
     @property
     def height(self) -> int:
-        """All lines."""
         return self._tops[-1]
 
     def measure(self, first: int = 0) -> None:
@@ -108,7 +107,6 @@ class BlockColumn:
         return self.blocks[place].height(self.width)[1]
 
     def lay_out(self, places: Iterable[int], styles: Styles) -> None:
-        """Count the heights of some blocks."""
         places = list(places)
         for place in places:
             self.blocks[place].lines(self.width, styles)
@@ -260,7 +258,6 @@ class Finder:
 
     @property
     def active(self) -> bool:
-        """Whether there are words to find."""
         return self._pattern is not None
 
     def look_for(self, words: str) -> None:
@@ -270,7 +267,6 @@ class Finder:
         self.forget()
 
     def forget(self, block: Block | None = None) -> None:
-        """A block's lines have changed, or those of all."""
         if block is not None:
             self._matches.pop(block, None)
             self._counts.pop(block, None)

@@ -58,7 +58,6 @@ class FindBar(Horizontal):
         self._count = Static("", id="find-count", markup=False)
 
     def compose(self) -> ComposeResult:
-        """What is looked for, how often it is there, what the keys do."""
         yield Static("Find")
         yield self._words
         yield self._count
@@ -85,21 +84,17 @@ class FindBar(Horizontal):
         return True
 
     def action_close(self) -> None:
-        """Esc."""
         self.close()
 
     def action_move(self, step: int) -> None:
-        """Go to the next or previous match."""
         self._view.find_next(step)
         self._tell()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter."""
         event.stop()
         self.action_move(1)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Find what is typed so far."""
         event.stop()
         if self.display:
             self._find()
@@ -141,7 +136,6 @@ class HintLine(Static):
         self._show_for("_question", _CONFIRM_SECONDS)
 
     def flash(self, text: str) -> None:
-        """Show a line for three seconds."""
         self._flash = text
         self._show_for("_flash", _FLASH_SECONDS)
 
@@ -270,7 +264,6 @@ class Footer(Widget):
     status: reactive[Status] = reactive(Status())
 
     def change(self, **changes: Any) -> None:
-        """Change parts of the status."""
         self.status = replace(self.status, **changes)
 
     def show(self, update: AnswerUpdate) -> None:
@@ -294,11 +287,9 @@ class Footer(Widget):
 
     @property
     def full(self) -> bool:
-        """Whether the context is."""
         return self.status.ctx is not None and self.status.used >= self.status.ctx - 1
 
     def render(self) -> Content:
-        """The line at the present width."""
         return footer_line(self.status, self.size.width)
 
 

@@ -73,7 +73,6 @@ class LivePanel(Widget):
         self._lines: list[Content] = []
 
     def on_mount(self) -> None:
-        """Nothing ticks yet."""
         self._timer = self.set_interval(_SECONDS, self._look, pause=True)
         if self._generating and self.is_open:
             self._timer.resume()
@@ -82,16 +81,13 @@ class LivePanel(Widget):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is shown."""
         return self.has_class("-open")
 
     @property
     def data(self) -> PanelData:
-        """What is shown."""
         return self._data
 
     def show(self, open: bool) -> None:
-        """Open or hide it."""
         if open == self.is_open:
             return
         self.set_class(open, "-open")
@@ -105,7 +101,6 @@ class LivePanel(Widget):
         self.post_message(self.Shown(open))
 
     def take(self, model: ChatModel | None) -> None:
-        """Another model, or none."""
         self._model = model
         self._seen.clear()
         self._rates.clear()
@@ -116,11 +111,9 @@ class LivePanel(Widget):
         self._draw()
 
     def hide_key(self, key: str) -> None:
-        """The key that hides it is this one."""
         self._data = replace(self._data, hide=key)
 
     def begin(self) -> None:
-        """An answer begins."""
         self._generating = True
         self._seen.clear()
         self._rates.clear()
@@ -146,7 +139,6 @@ class LivePanel(Widget):
             self._advise_soon()
 
     def fit(self, size: Size) -> None:
-        """The terminal has this size."""
         self.set_class(size.width >= _SIDE and size.height >= _SIDE_ROWS, "-side")
         self._draw()
 
@@ -248,13 +240,11 @@ class LivePanel(Widget):
             self.refresh(*(Region(0, y, self.content_size.width, 1) for y in changed))
 
     def _text(self) -> list[Content]:
-        """The lines at the present size."""
         width, height = self.content_size
         if self.has_class("-side"):
             return side_lines(self._data, width, height)
         return strip_lines(self._data, width)
 
     def render(self) -> Content:
-        """All lines."""
         self._lines = self._text()
         return Content("\n").join(self._lines)

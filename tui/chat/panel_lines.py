@@ -54,7 +54,6 @@ class PanelData:
 
     @property
     def changes(self) -> list[Change]:
-        """What would help."""
         found = () if self.outlook is None else self.outlook.changes
         return list(found)[:_MOST_CHANGES]
 

@@ -117,7 +117,6 @@ class ChatScreen(Screen[None]):
         yield from (self.find, self.hint, self.composer, self.footer)
 
     def on_mount(self) -> None:
-        """The composer is ready at once."""
         self.composer.focus()
         self.set_timer(_STARTING_SECONDS, lambda: setattr(self, "_starting", False))
         self._ticker = self.set_interval(FRAME_SECONDS, self._watch_answer, pause=True)
@@ -230,7 +229,6 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     async def _send(self, text: str) -> None:
-        """Put a message in line, with the files that it names."""
         if "@" in text:
             read = await asyncio.to_thread(read_mentioned, text)
             text = self.composer.attachments.labelled(text, read)
@@ -244,7 +242,6 @@ class ChatScreen(Screen[None]):
         self.send_next()
 
     def send_next(self) -> None:
-        """Send the first message in line, if the model is free."""
         session = self.state.session
         if session is not None and self.queue.send_next(session.chat):
             self._begin_watching()
@@ -352,7 +349,6 @@ class ChatScreen(Screen[None]):
             self.say(done)
 
     async def wait_for_parking(self) -> None:
-        """Until sessions that were left are parked."""
         if self._parking:
             await asyncio.wait(self._parking)
 
@@ -366,7 +362,6 @@ class ChatScreen(Screen[None]):
         self.view.follow()
 
     def action_conversations(self, search: str = "") -> None:
-        """Open the list with a search in it."""
 
         def chosen(id: str) -> None:
             if id == NEW:
@@ -377,7 +372,6 @@ class ChatScreen(Screen[None]):
         ask(self, ConversationsScreen(self.state, search), chosen)
 
     def action_new(self) -> None:
-        """Begin another conversation."""
         if self.state.conversation.turns or self.view.blocks:
             self.open_conversation(self.state.new, "New conversation")
 
@@ -394,7 +388,6 @@ class ChatScreen(Screen[None]):
     # -- turns: the marked one, or the last that it makes sense for --------------------------------
 
     def action_mark(self, step: int) -> None:
-        """Mark the turn above or below."""
         self.view.mark_next(step)
         self._show_hint()
 
@@ -411,7 +404,6 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     def action_retry(self) -> None:
-        """Answer a user's turn once more."""
         if not self.idle("retry"):
             return
         if (turn := self.state.conversation.question(self.view.marked_turn)) is None:
@@ -440,13 +432,11 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     def action_fold(self) -> None:
-        """Show or hide what is folded in a turn."""
         if not self.view.toggle_fold():
             self.hint.flash("Nothing is folded here")
         self._show_hint()
 
     def action_copy(self) -> None:
-        """Copy a turn: as written, an answer without its thinking."""
         found = self.view.text_to_copy()
         if found is not None:
             self.app.copy_to_clipboard(found[1])
@@ -484,7 +474,6 @@ class ChatScreen(Screen[None]):
                 self.say(one_line(error), "error")
 
     def action_delete(self) -> None:
-        """Ask, then delete the conversation."""
         state, conversation = self.state, self.state.conversation
         question = f"Delete “{conversation.title or 'this conversation'}”? This cannot be undone."
 
@@ -510,7 +499,6 @@ class ChatScreen(Screen[None]):
         self.hint.flash(f"{file.name} goes with the message; Tab behind it unfolds it")
 
     async def action_export(self, argument: str = "") -> None:
-        """Write the conversation as Markdown, or as JSON by its name."""
         conversation = self.state.conversation
         try:
             path = await asyncio.to_thread(self._exporter.export, conversation, argument)
@@ -545,11 +533,9 @@ class ChatScreen(Screen[None]):
         self.refresh(layout=True)
 
     def action_panel(self) -> None:
-        """Show or hide the live panel; the next time it is as it was."""
         self.panel.show(not self.panel.is_open)
 
     def action_find(self, words: str = "") -> None:
-        """Find words in this conversation."""
         self.find.open(words)
 
     def action_scroll_conversation(self, where: str) -> None:
@@ -558,16 +544,13 @@ class ChatScreen(Screen[None]):
         self.call_after_refresh(self._show_hint)
 
     def on_command_menu_chosen(self) -> None:
-        """A row was clicked."""
         self.composer.choose()
 
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
-        """Show the commands that fit what is being written."""
         self.menu.show_for(self.composer.text)
         self._show_hint()
 
     def on_conversation_view_clicked(self, event: ConversationView.Clicked) -> None:
-        """A click marks a turn, or unmarks it."""
         if not self.get_selected_text():
             self.view.mark(None if event.block is self.view.marked else event.block)
             self._show_hint()

@@ -41,22 +41,18 @@ class CallBlock(Block):
 
     @property
     def source(self) -> str:
-        """The call, and its result below."""
         return f"{self.call}\n\n{self.result}".rstrip()
 
     @property
     def readable(self) -> str:
-        """The call, and as much of its result as is shown."""
         lines = self.result.split("\n")
         return "\n".join([self.call, *(lines if self._unfolded else lines[: _SHOWN + 1])])
 
     @property
     def foldable(self) -> bool:
-        """Whether something is not shown."""
         return self._unfolded or self._cut
 
     def toggle(self) -> None:
-        """Show all of call and result, or their beginnings."""
         self._unfolded = not self._unfolded
         self.changed()
 
@@ -66,12 +62,10 @@ class CallBlock(Block):
         self.changed()
 
     def estimate(self, width: int) -> int:
-        """One line, and the beginning of the result."""
         result = estimated(self.result, width - 2) if self.result else 0
         return 1 + (result if self._unfolded else min(result, _SHOWN + 1)) + bool(self.note)
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
-        """The call on one line, the first lines of its result, the small line."""
         call = wrapped(Text(self.call, styles.attachment), width - 2, styles)
         result = wrapped(Text(self.result, styles.thinking), width - 2, styles)
         result = result if self.result else []
@@ -136,7 +130,6 @@ class AnswerCalls:
 
     @property
     def last_turn(self) -> int:
-        """The turn that the model's next words follow."""
         return self._turns[-1].turn
 
     def look(self) -> bool:
@@ -153,12 +146,10 @@ class AnswerCalls:
         return True
 
     def stop(self) -> None:
-        """Stop the call that is on; the model is told."""
         if self._place < len(self._turns):
             self._turns[self._place].stop()
 
     def close(self) -> None:
-        """The app ends: no call goes on."""
         for turn in self._turns:
             turn.stop()
 

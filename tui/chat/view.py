@@ -79,7 +79,6 @@ class ConversationView(ScrollView, can_focus=False):
             self.add(notice, after=after)
 
     def add_notices(self, *lines: str) -> None:
-        """Lines of the app, at the end."""
         self.add(*(Notice(line) for line in lines))
 
     def add(self, *blocks: Block, after: Block | None = None) -> None:
@@ -89,7 +88,6 @@ class ConversationView(ScrollView, can_focus=False):
         self._refit(place)
 
     def drop(self, *blocks: Block) -> None:
-        """Take blocks away, those that are there."""
         gone = {id(block) for block in blocks}
         places = [place for place, block in enumerate(self.blocks) if id(block) in gone]
         if places:
@@ -99,26 +97,22 @@ class ConversationView(ScrollView, can_focus=False):
             self._refit(places[0])
 
     def clear(self) -> None:
-        """Remove everything."""
         self.blocks.clear()
         self.marked = None
         self._refit(0)
         self.follow()
 
     def changed(self, block: Block) -> None:
-        """A block's content has changed."""
         self._finder.forget(block)
         if block in self.blocks:
             # New blocks and growing answers are at the end: look there first.
             self._refit(len(self.blocks) - 1 - self.blocks[::-1].index(block))
 
     def turn(self, number: int) -> Block | None:
-        """The block of a turn of the history."""
         return next((block for block in self.blocks if block.turn == number), None)
 
     @property
     def marked_turn(self) -> int | None:
-        """The number of the marked turn."""
         return None if self.marked is None else self.marked.turn
 
     def toggle_fold(self) -> bool:
@@ -205,7 +199,6 @@ class ConversationView(ScrollView, can_focus=False):
         self._go_to(self._finder.nearest(self.scroll_offset.y, self._style()))
 
     def find_next(self, step: int) -> None:
-        """Go to the next (+1) or previous (-1) match."""
         self._go_to(self._finder.move(step, self._style()))
 
     @property
@@ -336,7 +329,6 @@ class ConversationView(ScrollView, can_focus=False):
         return place
 
     def notify_style_update(self) -> None:
-        """Lay out again when the theme changes."""
         super().notify_style_update()
         self._styles_now = None
 
@@ -377,7 +369,6 @@ class ConversationView(ScrollView, can_focus=False):
     # -- mouse -----------------------------------------------------------------------------------
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        """The selected text, for the clipboard."""
         if selection.start is None and selection.end is None:
             return "\n\n".join(block.source for block in self.blocks if block.role), "\n"
         return self._painter.selected_text(selection, self._style()), "\n"

@@ -82,11 +82,9 @@ class Attachments:
         return label
 
     def add_file(self, file: AttachedFile) -> str:
-        """The label for a file."""
         return self.add(file.name, file.text, file.size)
 
     def text_of(self, label: str) -> str:
-        """The text of a label."""
         return self._texts[label]
 
     def before(self, line: str, column: int) -> str:

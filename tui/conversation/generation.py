@@ -93,12 +93,10 @@ class CallTurn:
 
     @property
     def turn(self) -> int:
-        """Its number in the history."""
         return self._writer.turn
 
     @property
     def kept(self) -> KeptCall:
-        """The call as it is kept."""
         return KeptCall.of(self._info)
 
     def asks(self) -> bool:
@@ -123,11 +121,9 @@ class CallTurn:
         return self.result is not None
 
     def refuse(self) -> None:
-        """The user does not allow it."""
         self._end(REFUSED)
 
     def stop(self) -> None:
-        """The user does not wait for it any longer."""
         if not self.has_ended():
             if self._running is not None:
                 self._running.cancel()
@@ -160,7 +156,6 @@ class KeptCall:
 
     @classmethod
     def of_turn(cls, turn: Turn) -> KeptCall:
-        """Of a turn of a tool."""
         return cls.of(turn.info)
 
     @property
@@ -191,12 +186,10 @@ class Task(Generic[_Result]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     @property
     def done(self) -> bool:
-        """Whether it ended."""
         return self.result is not None or self.error is not None
 
     def cancel(self) -> None:
@@ -210,7 +203,6 @@ class Task(Generic[_Result]):
         return not self._thread.is_alive()
 
     def show(self, progress: Progress) -> None:
-        """A progress callback."""
         if progress.stage == NOTE:
             self._notes.append(progress.detail)
         else:
@@ -292,7 +284,6 @@ class Generation(Task[bool]):
         self._chat.cancel()
 
     def take(self) -> AnswerUpdate:
-        """Everything new since the last call."""
         done = self.done  # before the text: nothing comes after it
         with self._lock:
             text = "".join(self._pieces)
@@ -308,7 +299,6 @@ class Generation(Task[bool]):
             )
 
     def show(self, progress: Progress) -> None:
-        """How far the prompt is read."""
         super().show(progress)
         self._cancel_again()
 

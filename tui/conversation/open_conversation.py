@@ -136,7 +136,6 @@ class OpenConversation:
 
     @property
     def id(self) -> str:
-        """As in the history."""
         return str(self._facts["id"])
 
     @property
@@ -148,22 +147,18 @@ class OpenConversation:
 
     @property
     def model(self) -> str:
-        """The model that answered last."""
         return str(self._facts["model"])
 
     @property
     def system(self) -> str | None:
-        """The system prompt."""
         return self._facts["system"] or None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Generation options that were set in it."""
         return dict(self._facts["options"])
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The shown branch, oldest first."""
         return self._turns
 
     @property
@@ -283,7 +278,6 @@ class OpenConversation:
         self._read()
 
     def show(self, number: int) -> None:
-        """Show the branch that a turn is on."""
         self._change(lambda: self._stored.show(number))
         self._left.clear()
         self._read(number)

@@ -54,7 +54,6 @@ class Session:
             conversation.set(model=model.info.name)
 
     def describe(self) -> str:
-        """One line about the model."""
         info = self.model.info
         if info.engine == "remote":
             return f"{info.name} at {info.device}" + (f", context {info.ctx:,}" if info.ctx else "")
@@ -248,7 +247,6 @@ class ChatState:
         return History(":memory:")
 
     def list(self, search: str = "") -> list[ConversationInfo]:
-        """The conversations of the history, those used last first."""
         return self.history.list(search, limit=500)
 
     def take_model(self, model: ChatModel) -> Session:
@@ -297,7 +295,6 @@ class ChatState:
         return self.new() if id == self.conversation.id else None
 
     def rename(self, id: str, title: str) -> None:
-        """Name a conversation of the history."""
         if id == self.conversation.id:
             self.conversation.set(title=title)
         else:

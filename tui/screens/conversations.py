@@ -38,12 +38,10 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         self._state = state
 
     def on_mount(self) -> None:
-        """Show what there is."""
         self._wait = self.set_timer(_PAUSE, self._refill, pause=True)
         self._refill()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Search when the typing pauses."""
         if event.value != self.words:
             self.words = event.value
             self._wait.stop()
@@ -58,7 +56,6 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         self.show(found, none, highlighted=keep)
 
     def draw(self, item: ConversationInfo) -> Content:
-        """Title, facts, and where the words of the search are."""
         here = "● " if item.id == self._state.conversation.id else "  "
         model = clean(short_name(item.model))
         facts = f"{human_when(item.updated, time.time())} · {item.turns} turns · {model}"
@@ -74,7 +71,6 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
     # -- keys ------------------------------------------------------------------------------------
 
     def take(self, item: ConversationInfo) -> None:
-        """Open it."""
         self.dismiss(item.id)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -87,7 +83,6 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
             self.take(self.chosen)
 
     def action_rename(self) -> None:
-        """Ask for a name."""
         if (info := self.chosen) is None:
             return
 
@@ -97,7 +92,6 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         ask(self, Ask("Name of the conversation", info.title), rename)
 
     def action_delete(self) -> None:
-        """Ask, then delete for good."""
         if (info := self.chosen) is None:
             return
         if info.id == self._state.conversation.id:

@@ -81,7 +81,6 @@ class Dialog(ModalScreen[_Answer | None]):
         self._tall = tall
 
     def compose(self) -> ComposeResult:
-        """The parts in a window."""
         yield Vertical(*self._parts, classes="window tall" if self._tall else "window")
 
     def action_leave(self) -> None:
@@ -124,7 +123,6 @@ class Ask(Dialog[str]):
         problem.display = False
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Close with the text, or say what is wrong with it."""
         try:
             self._check(event.value)
         except LocalrtError as error:
@@ -150,7 +148,6 @@ class AskLines(Dialog[str]):
         self._written = lines
 
     def action_take(self) -> None:
-        """Close with the text."""
         self.dismiss(self._written.text)
 
 
@@ -170,7 +167,6 @@ class Choose(Dialog[str]):
         self.rows = rows
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Close with what was chosen."""
         self.dismiss(event.option.id)
 
 
@@ -178,11 +174,9 @@ class TooSmall(ModalScreen[None]):
     """Lies over everything until the terminal is large enough."""
 
     def compose(self) -> ComposeResult:
-        """One line or several, as fits."""
         yield Static(id="too-small", markup=False)
 
     def on_resize(self, event: Resize) -> None:
-        """Say what there is and what it takes."""
         width, height = event.size
         self.query_one("#too-small", Static).update(
             f"Terminal too small: {width}x{height}, needs {SMALLEST.width}x{SMALLEST.height}"
@@ -233,11 +227,9 @@ class SearchDialog(Dialog[str], Generic[_Item]):
         return hanging(self.draw(item), self.rows.scrollable_content_region.width)
 
     def redraw(self, place: int) -> None:
-        """Draw an item anew."""
         self.rows.replace_option_prompt_at_index(place, self._row(self.items[place]))
 
     def on_resize(self, event: Resize) -> None:
-        """The rows wrap anew."""
         self.call_after_refresh(self._redraw_all)
 
     def _redraw_all(self) -> None:
@@ -246,12 +238,10 @@ class SearchDialog(Dialog[str], Generic[_Item]):
 
     @property
     def chosen(self) -> _Item | None:
-        """The highlighted item."""
         place = self.rows.highlighted
         return self.items[place] if place is not None and place < len(self.items) else None
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """A click takes a row."""
         if event.option_index < len(self.items):
             self.take(self.items[event.option_index])
 
@@ -263,7 +253,6 @@ class SearchDialog(Dialog[str], Generic[_Item]):
             self.dismiss(None)
 
     def action_move(self, step: int) -> None:
-        """Highlight another row."""
         if self.items:
             place = (self.rows.highlighted or 0) + step
             self.rows.highlighted = max(0, min(place, len(self.items) - 1))
@@ -316,7 +305,6 @@ class HelpScreen(Dialog[None]):
         super().__init__(self._scroll, keys="Esc closes", tall=True)
 
     def on_resize(self, event: Resize) -> None:
-        """The lines wrap anew."""
 
         def show() -> None:
             self._page.update(help_page(self._keys, self._scroll.scrollable_content_region.width))

@@ -48,7 +48,6 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
         self._none = "Asking the server ..."
 
     def on_mount(self) -> None:
-        """Ask the server."""
         self._fill()
         self.run_worker(self._look())
 
@@ -69,23 +68,19 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
         self.show(rows, self._none, highlighted=place)
 
     def draw(self, item: _ServerRow) -> Content:
-        """A name, and the facts below it."""
         mark = "● " if item[0] == self._current else "  "
         facts = f"\n  {clean(item[1])}" if item[1] else ""
         return Content.assemble((mark, "$text-accent"), (clean(item[0]), "bold"), (facts, FAINT))
 
     def take(self, item: _ServerRow) -> None:
-        """Use it."""
         self.dismiss(None if item[0] == self._current else item[0])
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Narrow the list."""
         if event.value != self.words:
             self.words = event.value
             self._fill()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter uses the row."""
         if self.chosen is not None:
             self.take(self.chosen)
 
@@ -176,12 +171,10 @@ class ModelsScreen(SearchDialog[_Row]):
         self._wait: Timer | None = None
 
     def on_mount(self) -> None:
-        """Look into the folders."""
         self._ticker = self.set_interval(_FRAME, self._watch_pull, pause=True)
         self._look()
 
     def on_unmount(self) -> None:
-        """Nobody waits for a download any more."""
         if self._pull is not None:
             self._pull.cancel()
 
@@ -225,7 +218,6 @@ class ModelsScreen(SearchDialog[_Row]):
         self.show(rows, none, highlighted=place)
 
     def draw(self, item: _Row) -> Content:
-        """A name and the facts below it."""
         if item == "search":
             words = clean(self.words.strip())
             return _drawn("? ", f"Search the hub for “{words}”", "Asks the network")
@@ -250,7 +242,6 @@ class ModelsScreen(SearchDialog[_Row]):
         return _drawn(mark, _title(item), " · ".join(facts))
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Narrow the list."""
         if event.value != self.words:
             self.words = event.value
             self._fill()
@@ -298,7 +289,6 @@ class ModelsScreen(SearchDialog[_Row]):
             super().action_leave()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter does what the row is for."""
         if event.value != self.words:
             self.words = event.value
             self._fill()
@@ -371,7 +361,6 @@ class ModelsScreen(SearchDialog[_Row]):
     # -- the hub ---------------------------------------------------------------------------------
 
     def action_search(self) -> None:
-        """Ask the hub for the words."""
         words = self.words.strip()
         if not words and self._pull is None:
             self._say("Type a name first: Ctrl+S then searches the hub for it")

@@ -81,7 +81,6 @@ class SettingsScreen(Dialog[None]):
         self._rows: list[_Row | str] = []
 
     def on_mount(self) -> None:
-        """Show what there is."""
         self._fill()
         self._list.focus()
 
@@ -118,7 +117,6 @@ class SettingsScreen(Dialog[None]):
             self.notify(note, markup=False)
 
     def on_resize(self, event: Resize) -> None:
-        """The rows wrap anew."""
         self.call_after_refresh(self._fill)
 
     # -- this conversation -----------------------------------------------------------------------
@@ -269,17 +267,14 @@ class SettingsScreen(Dialog[None]):
         return row if isinstance(row, _Row) else None
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
-        """Say what the row is for."""
         if (row := self._current) is not None:
             self._help.update(row.help)
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Enter or a click changes it."""
         if (row := self._current) is not None:
             row.change()
 
     def action_reset(self) -> None:
-        """Delete takes the default again."""
         if (row := self._current) is not None and row.reset is not None:
             row.reset()
 
@@ -306,16 +301,13 @@ class PickTheme(Choose):
         self._place = names.index(app.theme) if app.theme in names else 0
 
     def on_mount(self) -> None:
-        """Begin at the present one."""
         self.rows.highlighted = self._place
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
-        """Show it."""
         if event.option.id is not None:
             self.app.theme = event.option.id
 
     def action_leave(self) -> None:
-        """As it was."""
         self.app.theme = self._before
         super().action_leave()
 
