@@ -22,7 +22,7 @@ from localrt.mcp.toolbox import Toolbox
 from localrt.tui.commands import Command, in_app, read_line
 from localrt.tui.conversation.attachments import Attachments, Draft, read_attachment, read_mentioned
 from localrt.tui.conversation.export import Exporter
-from localrt.tui.conversation.generation import KeptCall
+from localrt.tui.conversation.generation import call_line
 from localrt.tui.conversation.open_conversation import answer_note
 from localrt.tui.conversation.state import ChatState, Session
 from localrt.tui.plain_answers import PlainAnswers, beginning
@@ -323,7 +323,7 @@ class PlainChat:
             branch = f" ({turn.branch} of {turn.branches})" if turn.branches > 1 else ""
             if turn.role == "tool":
                 result = answer_note(turn.state) or beginning(turn.content)
-                self.say(f"Call{branch}: {KeptCall.of_turn(turn).line}\nResult: {result}")
+                self.say(f"Call{branch}: {call_line(turn.info)}\nResult: {result}")
             elif turn.content or "tool_calls" not in turn.info:
                 who = "You" if turn.role == "user" else "Model"
                 self.say(f"{who}{branch}: {split_thinking(turn.content).answer}")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from localrt import History
 from localrt.common.errors import CancelledError
 from localrt.common.progress import Progress
+from localrt.mcp.servers import ToolServers
+from localrt.mcp.toolbox import Toolbox
 from localrt.tui.chat.answering import RedrawLimit
 from localrt.tui.chat.lines import Phase, Status, footer_line
-from localrt.tui.conversation.generation import Generation, loading
+from localrt.tui.conversation.generation import Reply, loading
+from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.loading_line import loading_line
 from localrt.tui.text import clean, human_count, one_line
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -121,31 +126,17 @@ def test_a_cancelled_load_ends_and_frees_the_model() -> None:
     assert late.result is None
 
 
-def test_a_cancel_before_the_first_token_is_not_lost() -> None:
+def test_cancel_before_first_token(tmp_path: Path) -> None:
     model = FakeModel()
     model.hold()
     model.prefill = (10, 20, 30)
-    generation = Generation(model.chat(), "Hi")  # type: ignore[arg-type]
-    generation.cancel()
-    generation.start()
-    assert generation.join(60)
-    news = generation.take()
-    assert news.done
-    assert news.finish_reason == "cancelled"
-
-
-def test_the_news_are_taken_once() -> None:
-    model = FakeModel()
-    generation = Generation(model.chat(), "Hi")  # type: ignore[arg-type]
-    generation.start()
-    text = ""
-    deadline = time.monotonic() + 60
-    while True:
-        news = generation.take()
-        text += news.text
-        if news.done:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    assert text == "Hello there."
-    assert generation.take().text == ""
+    conversation = OpenConversation(History(tmp_path / "history.db").new(model="m"), None)
+    turn = conversation.add("user", "Hi", after=0)
+    chat: Any = model.chat()
+    reply = Reply(chat, conversation, Toolbox(ToolServers(())), turn.id, "Hi")
+    reply.cancel()
+    reply.work.start()
+    assert reply.work.join(60)
+    update = reply.work.take()
+    assert update.done
+    assert update.finish_reason == "cancelled"

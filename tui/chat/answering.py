@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from localrt.mcp.toolbox import ROUNDS, Toolbox
+from localrt.mcp.toolbox import Toolbox
 from localrt.tui.chat.blocks import Answer, Block, UserTurn
 from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, CallBlock, ended_call
 from localrt.tui.chat.view import ConversationView
@@ -22,16 +22,14 @@ from localrt.tui.conversation.generation import (
     NO_TOOLS,
     ROUNDS_OVER,
     AnswerUpdate,
-    Generation,
-    KeptCall,
-    begin_calls,
-    lacks_tools,
+    Reply,
+    call_line,
 )
 from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
-from localrt.tui.text import explained, one_line
+from localrt.tui.text import explained
 
 if TYPE_CHECKING:
-    from localrt import AnswerWriter, ChatSession, Turn
+    from localrt import ChatSession, Turn
 
 NOT_ANSWERED = "Not answered: Ctrl+R (or /retry) answers it"
 FRAME_SECONDS = 0.05  # between two looks at a thread
@@ -79,15 +77,12 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Running:
-    chat: ChatSession
+    reply: Reply
     before: int | None  # the answer that was shown, when it is answered again
     block: UserTurn | None  # of a new message, None when an old one is answered again
     draft: Draft
     answer: Answer
-    writer: AnswerWriter
-    work: Generation
     began: float
-    rounds: int = 0  # of calls, before this answer to the same message
     thought_s: float | None = None
     calls: AnswerCalls | None = None  # of the answer, while they are run
 
@@ -166,7 +161,6 @@ class MessageQueue:
         block.waiting = False
         self._changed(block)
         self._start(chat, turn.id, draft, block)
-        self._tell_without_tools(chat)
         return True
 
     def answer_again(self, chat: ChatSession, question: int) -> None:
@@ -176,7 +170,6 @@ class MessageQueue:
         before = turns[place + 1].id if place + 1 < len(turns) else None
         self._show_until(question)
         self._start(chat, question, Draft(turns[place].content), None, before=before)
-        self._tell_without_tools(chat)
 
     def look(self) -> AnswerUpdate | None:
         """What came since the last look, drawn; None when there is nothing to do yet.
@@ -186,11 +179,11 @@ class MessageQueue:
         now = self._now
         if now is not None and now.calls is not None:
             if now.calls.look():
-                self._go_on(now, now.calls.last_turn)
+                self._go_on(now)
             return None
-        if now is None or not (now.work.done or self._redraws.due()):
+        if now is None or not (now.reply.work.done or self._redraws.due()):
             return None
-        update = now.work.take()
+        update = now.reply.work.take()
         if update.text:
             now.answer.write(update.text)
             self._time_thinking(now)
@@ -210,35 +203,37 @@ class MessageQueue:
         """
         now, self._now = self._now, None
         assert now is not None
-        answer = now.answer
+        answer, reply, state = now.answer, now.reply, update.state
         text = bool(answer.source)
         self._tell_memory(update)
-        self._tell_without_tools(now.chat)
-        state = "failed" if update.error is not None else "done"
-        if update.finish_reason == "cancelled":
-            state = "cancelled"
-        self.conversation.finish(now.writer, state, _info(update, now.thought_s))
-        if update.finish_reason == "tool_calls":
-            self._call(now, update)
+        self._tell_without_tools(reply)
+        reply.end(update, now.thought_s)
+        if reply.calls:
+            answer.calls = True
+            answer.finish()
+            self._view.changed(answer)
+            now.calls = AnswerCalls(
+                reply.calls, self._view, answer, self._ask, ctx=reply.chat.capacity
+            )
+            self._now = now
             return []
-        taken_back = state == "cancelled" and not now.rounds
+        taken_back = state == "cancelled" and not reply.rounds
         if (update.error is not None or taken_back) and not text:
-            block = None if now.rounds else now.block
+            block = None if reply.rounds else now.block
             gone: list[Block] = [answer] if block is None else [block, answer]
             self._view.drop(*gone)
             if gone[0].turn is not None:
                 self.conversation.leave(gone[0].turn)
             if update.error is not None:
                 self._view.add_notice(explained(update.error), "error")
-            if now.rounds:
+            if block is not None:
+                return [now.draft, *self.take_back()]
+            if reply.rounds:
                 self._view.add_notice(NOT_ANSWERED, "mark")
-                return self.take_back()
-            if now.block is None:
-                if now.before is not None:
-                    self.conversation.show(now.before)
-                self.sync()
-                return self.take_back()
-            return [now.draft, *self.take_back()]
+            elif now.before is not None:
+                self.conversation.show(now.before)
+            self.sync()
+            return self.take_back()
         answer.mark = answer_note(state, update.finish_reason, full=full)
         if not text and not answer.mark:
             answer.mark = "no answer"
@@ -267,23 +262,18 @@ class MessageQueue:
 
     def cancel(self) -> None:
         """Stop the answer, whose text so far is kept, or the call of a tool."""
-        if self._now is not None and self._now.calls is not None:
-            self._now.calls.stop()
-        elif self._now is not None:
-            self._now.work.cancel()
+        if self._now is not None:
+            self._now.reply.cancel()
 
     def join(self, seconds: float) -> bool:
         """Wait for the answering thread; whether it ended."""
-        return self._now is None or self._now.work.join(seconds)
+        return self._now is None or self._now.reply.work.join(seconds)
 
     def close(self) -> None:
-        """The app ends: what is written so far is the answer."""
+        """The app ends: what is written so far is the answer, and no call goes on."""
         now, self._now = self._now, None
-        if now is not None and now.calls is not None:
-            now.calls.close()
-        elif now is not None:
-            update = now.work.take()
-            self.conversation.finish(now.writer, "cancelled", _info(update, now.thought_s))
+        if now is not None:
+            now.reply.close(now.thought_s)
 
     def show(self, conversation: OpenConversation) -> None:
         """Show a conversation; no message waits."""
@@ -349,49 +339,36 @@ class MessageQueue:
         *,
         before: int | None = None,
     ) -> None:
-        chat.messages = self.conversation.messages(before=question)
-        answer, writer = self._new_answer(question, block or self._view.turn(question))
-        work = Generation(chat, draft.text, writer, self._toolbox)
-        self._now = _Running(chat, before, block, draft, answer, writer, work, time.monotonic())
-        work.start()
+        reply = Reply(chat, self.conversation, self._toolbox, question, draft.text)
+        answer = self._new_answer(reply, block or self._view.turn(question))
+        self._now = _Running(reply, before, block, draft, answer, time.monotonic())
+        reply.work.start()
+        self._tell_without_tools(reply)
 
-    def _new_answer(self, after: int, above: Block | None) -> tuple[Answer, AnswerWriter]:
-        """An empty answer behind a turn, on screen and in the history."""
-        writer = self.conversation.answer(after=after)
+    def _new_answer(self, reply: Reply, above: Block | None) -> Answer:
+        """Show an empty answer."""
         answer = Answer()
         self._view.add(answer, after=above)
-        answer.turn = writer.turn
-        siblings = self.conversation.siblings(writer.turn)
+        answer.turn = reply.writer.turn
+        siblings = self.conversation.siblings(answer.turn)
         answer.branch = answer.branches = max(len(siblings), 1)
         self._redraws = RedrawLimit()
-        return answer, writer
+        return answer
 
-    def _call(self, now: _Running, update: AnswerUpdate) -> None:
-        """The answer has ended with calls: begin with them."""
-        now.answer.calls = True
-        now.answer.finish()
-        self._view.changed(now.answer)
-        turns = begin_calls(self._toolbox, self.conversation, update.calls, now.writer.turn)
-        now.calls = AnswerCalls(turns, self._view, now.answer, self._ask, ctx=now.chat.capacity)
-        self._now = now
-
-    def _go_on(self, now: _Running, last_turn: int) -> None:
+    def _go_on(self, now: _Running) -> None:
         """The model goes on behind the results of its calls."""
-        above = self._view.turn(last_turn)
-        answer, writer = self._new_answer(last_turn, above)
-        now.chat.messages = self.conversation.messages(before=writer.turn)
-        now.rounds += 1
-        if now.rounds == ROUNDS:
+        above = self._view.turn(now.reply.calls[-1].turn)
+        now.reply.go_on()
+        now.answer = self._new_answer(now.reply, above)
+        if now.reply.last:
             self._view.add_notice(ROUNDS_OVER, after=above)
-        now.answer, now.writer, now.calls, now.thought_s = answer, writer, None, None
-        now.began = time.monotonic()
-        now.work = Generation(now.chat, None, writer, self._toolbox, last=now.rounds >= ROUNDS)
-        now.work.start()
+        now.calls, now.thought_s, now.began = None, None, time.monotonic()
+        now.reply.work.start()
 
-    def _tell_without_tools(self, chat: ChatSession) -> None:
+    def _tell_without_tools(self, reply: Reply) -> None:
         """There are tools that the model cannot be given: once for each model."""
         model = self.conversation.model
-        if model not in self._without_tools and lacks_tools(self._toolbox, chat):
+        if model not in self._without_tools and reply.lacks_tools():
             self._without_tools.add(model)
             self._view.add_notice(NO_TOOLS)
 
@@ -419,20 +396,6 @@ class MessageQueue:
                 now.thought_s = seconds
 
 
-def _info(update: AnswerUpdate, thought_s: float | None) -> dict[str, Any]:
-    info: dict[str, Any] = {"finish_reason": update.finish_reason}
-    if update.metrics is not None:
-        info["tokens"] = update.metrics.completion_tokens
-        info["tok_s"] = update.metrics.decode_tok_s
-    if thought_s is not None:
-        info["thinking_s"] = thought_s
-    if update.error is not None:
-        info["error"] = one_line(update.error)
-    if update.finish_reason == "tool_calls":
-        info["tool_calls"] = [call.to_dict() for call in update.calls]
-    return info
-
-
 def _block_of(turn: Turn) -> Block:
     """The block that shows a turn."""
     block: Block
@@ -440,7 +403,7 @@ def _block_of(turn: Turn) -> Block:
         draft = draft_of(turn)
         block = UserTurn(draft.text, folds=draft.folds)
     else:
-        block = Answer() if turn.role == "assistant" else CallBlock(KeptCall.of_turn(turn).line)
+        block = Answer() if turn.role == "assistant" else CallBlock(call_line(turn.info))
         _fill(block, turn)
     block.turn, block.branch, block.branches = turn.id, turn.branch, turn.branches
     block.changed()
@@ -460,5 +423,5 @@ def _fill(block: Block, turn: Turn, *, shown: int = 0) -> None:
                 block.mark = block.mark or "no answer"
             block.finish()
     elif isinstance(block, CallBlock):
-        mark, result = ended_call(KeptCall.of_turn(turn).ending, turn.content)
+        mark, result = ended_call(str(turn.info.get("ending", "")), turn.content)
         block.stands(answer_note(turn.state) or mark, result)

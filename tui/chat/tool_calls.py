@@ -108,7 +108,9 @@ def ended_call(ending: str, text: str) -> tuple[str, str]:
 
 
 class AnswerCalls:
-    """The calls of ``answer``, shown below it; ``ctx`` is how many tokens the context holds."""
+    """The calls of ``answer``, shown below it and run; ``ctx`` is how many tokens the context
+    holds.
+    """
 
     def __init__(
         self,
@@ -119,70 +121,39 @@ class AnswerCalls:
         *,
         ctx: int,
     ) -> None:
-        self._turns, self._view = turns, view
-        self._ask, self._ctx = ask, ctx
-        self._blocks = [CallBlock(turn.kept.line) for turn in turns]
-        self._place = 0  # of the call that is on
-        self._asked = self._begun = False
-        for turn, block in zip(turns, self._blocks, strict=True):
+        self._view, self._ask, self._ctx = view, ask, ctx
+        self._calls = [(turn, CallBlock(turn.line)) for turn in turns]
+        self._asked: CallTurn | None = None
+        for turn, block in self._calls:
             block.turn, block.mark = turn.turn, "waits"
-        view.add(*self._blocks, after=answer)
-
-    @property
-    def last_turn(self) -> int:
-        return self._turns[-1].turn
+        view.add(*(block for _, block in self._calls), after=answer)
 
     def look(self) -> bool:
         """Go on; whether all calls have ended."""
-        while self._place < len(self._turns):
-            turn, block = self._turns[self._place], self._blocks[self._place]
-            if not self._begun and turn.result is None:
+        for turn, block in self._calls:
+            if not turn.begun and turn is not self._asked:
                 self._begin(turn, block)
             if not turn.has_ended():
                 return False
-            self._show_end(turn, block)
-            self._place += 1
-            self._asked = self._begun = False
+            assert turn.result is not None, "the call has ended"
+            self._stands(block, *ended_call(turn.result.ending, turn.result.text))
         return True
-
-    def stop(self) -> None:
-        if self._place < len(self._turns):
-            self._turns[self._place].stop()
-
-    def close(self) -> None:
-        for turn in self._turns:
-            turn.stop()
-
-    # -- parts -----------------------------------------------------------------------------------
 
     def _begin(self, turn: CallTurn, block: CallBlock) -> None:
         """Run the call, once the user allows it."""
-        if self._asked:
+
+        def decide(decision: Decision) -> None:
+            if not turn.has_ended():  # else stopped while the question was open
+                turn.decide(decision, self._ctx)
+                if decision != "refuse":
+                    self._stands(block, "runs; Esc stops it")
+
+        if not turn.asks():
+            decide("once")
             return
-        if turn.asks():
-            self._asked = self._ask(turn.call, lambda decision: self._decide(turn, decision))
-            self._stands(block, "waits for you to allow it")
-        else:
-            self._run(turn, block)
-
-    def _decide(self, turn: CallTurn, decision: Decision) -> None:
-        if turn.has_ended():
-            return  # stopped while the question was open
-        if decision == "refuse":
-            turn.refuse()
-            return
-        if decision == "always":
-            turn.always()
-        self._run(turn, self._blocks[self._place])
-
-    def _run(self, turn: CallTurn, block: CallBlock) -> None:
-        self._begun = True
-        turn.run(self._ctx)
-        self._stands(block, "runs; Esc stops it")
-
-    def _show_end(self, turn: CallTurn, block: CallBlock) -> None:
-        assert turn.result is not None, "the call has ended"
-        self._stands(block, *ended_call(turn.result.ending, turn.result.text))
+        if self._ask(turn.call, decide):
+            self._asked = turn
+        self._stands(block, "waits for you to allow it")
 
     def _stands(self, block: CallBlock, mark: str, result: str = "") -> None:
         if (block.mark, block.result) != (mark, result):

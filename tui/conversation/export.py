@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from localrt import split_thinking
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import write_text
-from localrt.tui.conversation.generation import KeptCall
+from localrt.tui.conversation.generation import call_line
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.text import short_name
 
@@ -67,7 +67,7 @@ def as_markdown(conversation: OpenConversation) -> str:
             continue
         if turn.role == "tool":
             fence = "```" if "```" not in turn.content else "~~~~"
-            parts += [f"## {KeptCall.of_turn(turn).line}", f"{fence}\n{turn.content}\n{fence}"]
+            parts += [f"## {call_line(turn.info)}", f"{fence}\n{turn.content}\n{fence}"]
             continue
         if turn.info.get("tool_calls") and not turn.content:
             continue  # the calls are said with their results

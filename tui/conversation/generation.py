@@ -18,153 +18,20 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import NOTE, Progress
 from localrt.mcp.config import ToolResult
-from localrt.mcp.toolbox import REFUSED, STOPPED, Toolbox
+from localrt.mcp.toolbox import REFUSED, ROUNDS, STOPPED, Toolbox
 from localrt.tui.conversation.open_conversation import OpenConversation
+from localrt.tui.text import one_line
 
 if TYPE_CHECKING:
-    from localrt import AnswerWriter, ChatModel, ChatSession, Chunk, Metrics, ToolCall, Turn
+    from localrt import AnswerWriter, ChatModel, ChatSession, Chunk, Metrics, ToolCall
     from localrt.common.progress import ProgressCallback
+
 Decision = Literal["once", "always", "refuse"]
 NO_TOOLS = "This model cannot be given tools: it answers without those of the MCP servers"
+SERVERS = "servers"  # the stage of progress in which MCP servers start
 ROUNDS_OVER = "So many calls for one message are enough: the model has to answer now"
 
 
-def stream_answer(
-    chat: ChatSession,
-    text: str | None,
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    last: bool = False,
-    **arguments: Any,
-) -> Iterator[Chunk]:
-    """The answer's chunks. ``last``: the model may call no more of the ``tools``.
-
-    Where a server turns out to refuse tools, it is asked once more without them.
-    """
-    if not tools:
-        yield from chat.stream(text, **arguments)
-        return
-    began = False
-    if last:
-        arguments["tool_choice"] = "none"
-    try:
-        for chunk in chat.stream(text, tools=tools, **arguments):
-            began = True
-            yield chunk
-    except LocalrtError:
-        if began or chat.takes_tools:
-            raise
-        arguments.pop("tool_choice", None)
-        yield from chat.stream(text, **arguments)
-
-
-def lacks_tools(toolbox: Toolbox, chat: ChatSession) -> bool:
-    """Whether there are MCP servers and the model cannot be given their tools."""
-    return bool(toolbox.servers.configs) and not chat.takes_tools
-
-
-def begin_calls(
-    toolbox: Toolbox, conversation: OpenConversation, calls: Sequence[ToolCall], after: int
-) -> list[CallTurn]:
-    """The turns of an answer's calls, in order behind turn ``after``."""
-    begun: list[CallTurn] = []
-    for call in calls:
-        begun.append(CallTurn(toolbox, conversation, call, after))
-        after = begun[-1].turn
-    return begun
-
-
-class CallTurn:
-    """A call to be asked about (``asks``) and run. ``result`` is there when it has ended."""
-
-    def __init__(
-        self, toolbox: Toolbox, conversation: OpenConversation, asked: ToolCall, after: int
-    ) -> None:
-        self._toolbox, self._conversation, self._asked = toolbox, conversation, asked
-        self._running: Future[ToolResult] | None = None
-        self.call = toolbox.read(asked, conversation.id)
-        self._info = {
-            "tool_call_id": asked.id,
-            "title": self.call.title,
-            "arguments": asked.arguments,
-        }
-        self._writer = conversation.answer(after=after, role="tool", info=self._info)
-        self.result: ToolResult | None = None
-
-    @property
-    def turn(self) -> int:
-        return self._writer.turn
-
-    @property
-    def kept(self) -> KeptCall:
-        return KeptCall.of(self._info)
-
-    def asks(self) -> bool:
-        """Whether the user has to decide; read anew, since an earlier answer may allow it."""
-        self.call = self._toolbox.read(self._asked, self._conversation.id)
-        return self.call.asks
-
-    def always(self) -> None:
-        """Let its tool run without a question in this conversation."""
-        if self.call.tool is not None:
-            self._toolbox.allow(self.call.tool, self._conversation.id)
-
-    def run(self, ctx: int) -> None:
-        """Begin to run; ``ctx`` is how many tokens the model's context holds."""
-        self._running = self._toolbox.run(self.call, ctx=ctx)
-
-    def has_ended(self) -> bool:
-        """Whether there is a result; keeps one that has come."""
-        running = self._running
-        if self.result is None and running is not None and running.done():
-            self._end(running.result())
-        return self.result is not None
-
-    def refuse(self) -> None:
-        self._end(REFUSED)
-
-    def stop(self) -> None:
-        if not self.has_ended():
-            if self._running is not None:
-                self._running.cancel()
-            self._end(STOPPED)
-
-    def _end(self, result: ToolResult) -> None:
-        self.result = result
-        self._writer.write(result.text)
-        self._conversation.finish(self._writer, "done", {**self._info, "ending": result.ending})
-
-
-@dataclass(frozen=True, slots=True)
-class KeptCall:
-    """A call as its turn keeps it. ``arguments`` is JSON on one line, or what the model wrote."""
-
-    title: str
-    arguments: str
-    ending: str = ""
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> KeptCall:
-        """From a turn's ``info``; a conversation of another program may say less."""
-        arguments = str(info.get("arguments", ""))
-        try:
-            arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
-        except ValueError:
-            arguments = " ".join(arguments.split())
-        title = str(info.get("title") or info.get("name") or "tool")
-        return cls(title, arguments, str(info.get("ending", "")))
-
-    @classmethod
-    def of_turn(cls, turn: Turn) -> KeptCall:
-        return cls.of(turn.info)
-
-    @property
-    def line(self) -> str:
-        """``files.read_file {"path": "a"}``."""
-        return f"{self.title} {self.arguments}".rstrip()
-
-
-SERVERS = "servers"  # the stage of progress in which MCP servers start
 _Result = TypeVar("_Result")
 
 
@@ -240,15 +107,39 @@ def loading(load: Callable[[ProgressCallback], ChatModel]) -> Task[ChatModel]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerUpdate:
-    """What came since the last look. ``done`` is true once, with the last of it."""
+    """The text since the last look, and how it stands. ``done`` is true once, with the last of it.
+
+    ``prefill`` is how much of the prompt is read.
+    """
 
     text: str
-    metrics: Metrics | None
+    chunk: Chunk | None
     prefill: Progress | None
-    finish_reason: str | None
     error: Exception | None
     done: bool
-    calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def metrics(self) -> Metrics | None:
+        return None if self.chunk is None else self.chunk.metrics
+
+    @property
+    def finish_reason(self) -> str | None:
+        if self.chunk is None:  # nothing at all: it was stopped while servers were starting
+            return "cancelled" if self.done and self.error is None else None
+        return self.chunk.finish_reason
+
+    @property
+    def calls(self) -> Sequence[ToolCall]:
+        if self.chunk is None or self.finish_reason != "tool_calls":
+            return ()
+        return self.chunk.tool_calls
+
+    @property
+    def state(self) -> str:
+        """As the history calls it."""
+        if self.error is not None:
+            return "failed"
+        return "cancelled" if self.finish_reason == "cancelled" else "done"
 
 
 class Generation(Task[bool]):
@@ -262,21 +153,16 @@ class Generation(Task[bool]):
         self,
         chat: ChatSession,
         text: str | None,
-        writer: AnswerWriter | None = None,
-        toolbox: Toolbox | None = None,
+        writer: AnswerWriter,
+        toolbox: Toolbox,
         *,
         last: bool = False,
     ) -> None:
         super().__init__(lambda task: self._stream(text), name="localrt-answer")
-        self._chat = chat
-        self._writer = writer
-        self._toolbox = toolbox
-        self._last = last
-        self._calls: tuple[ToolCall, ...] = ()
+        self._chat, self._writer, self._toolbox, self._last = chat, writer, toolbox, last
         self._lock = threading.Lock()
         self._pieces: list[str] = []
-        self._metrics: Metrics | None = None
-        self._finish_reason: str | None = None
+        self._chunk: Chunk | None = None
 
     def cancel(self) -> None:
         """Stop soon; the text so far stays in the chat."""
@@ -288,47 +174,190 @@ class Generation(Task[bool]):
         with self._lock:
             text = "".join(self._pieces)
             self._pieces.clear()
-            return AnswerUpdate(
-                text,
-                self._metrics,
-                self.progress,
-                self._finish_reason,
-                self.error,
-                done,
-                self._calls,
-            )
+            return AnswerUpdate(text, self._chunk, self.progress, self.error, done)
 
     def show(self, progress: Progress) -> None:
         super().show(progress)
         self._cancel_again()
 
     def _stream(self, text: str | None) -> bool:
-        tools = self._tools()
-        if self.cancelled.is_set():
-            self._finish_reason = "cancelled"
-            return True
-        chunks = stream_answer(self._chat, text, tools, last=self._last, on_progress=self.show)
-        for chunk in chunks:
+        tools: Sequence[Mapping[str, Any]] = ()
+        if self._chat.takes_tools:
+            if self._toolbox.starting:
+                self.show(Progress(SERVERS, 0, None, ""))
+            self._toolbox.wait(self.cancelled)
+            tools = self._toolbox.definitions()
+        for chunk in () if self.cancelled.is_set() else self._chunks(text, tools):
             with self._lock:
                 self._pieces.append(chunk.text)
-                self._metrics = chunk.metrics
-                self._finish_reason = chunk.finish_reason
-                self._calls = chunk.tool_calls
-            if self._writer is not None:
-                self._writer.write(chunk.text)
+                self._chunk = chunk
+            self._writer.write(chunk.text)
             self._cancel_again()
         return True
 
-    def _tools(self) -> Sequence[Mapping[str, Any]]:
-        """What the model is offered; waits for servers that are starting."""
-        if self._toolbox is None or not self._chat.takes_tools:
-            return ()
-        if self._toolbox.starting:
-            self.show(Progress(SERVERS, 0, None, ""))
-        self._toolbox.wait(self.cancelled)
-        return self._toolbox.definitions()
+    def _chunks(self, text: str | None, tools: Sequence[Mapping[str, Any]]) -> Iterator[Chunk]:
+        """Where a server turns out to refuse tools, it is asked once more without them."""
+        if tools:
+            choice = {"tool_choice": "none"} if self._last else {}
+            began = False
+            try:
+                for chunk in self._chat.stream(text, tools=tools, on_progress=self.show, **choice):
+                    began = True
+                    yield chunk
+                return
+            except LocalrtError:
+                if began or self._chat.takes_tools:
+                    raise
+        yield from self._chat.stream(text, on_progress=self.show)
 
     def _cancel_again(self) -> None:
         # A cancel that came before the chat had begun to answer did not reach it.
         if self.cancelled.is_set():
             self._chat.cancel()
+
+
+class Reply:
+    """The reply to a user's turn in rounds: the model answers, its calls run, it answers again.
+
+    ``work`` streams an answer, once it is started; ``end`` keeps it, and begins the ``calls`` that
+    it asks for. When they have ended, ``go_on`` prepares the next answer.
+    """
+
+    def __init__(
+        self,
+        chat: ChatSession,
+        conversation: OpenConversation,
+        toolbox: Toolbox,
+        question: int,
+        text: str,
+    ) -> None:
+        self.chat, self._conversation, self._toolbox = chat, conversation, toolbox
+        self.rounds = 0  # of calls, before this answer
+        chat.messages = conversation.messages(before=question)
+        self._prepare(question, text)
+
+    def _prepare(self, after: int, text: str | None) -> None:
+        self.calls: list[CallTurn] = []
+        self.writer = self._conversation.answer(after=after)
+        if text is None:
+            self.chat.messages = self._conversation.messages(before=self.writer.turn)
+        self.work = Generation(self.chat, text, self.writer, self._toolbox, last=self.last)
+
+    @property
+    def last(self) -> bool:
+        """Whether the model may call no more tools in this answer."""
+        return self.rounds >= ROUNDS
+
+    def end(self, update: AnswerUpdate, thought_s: float | None) -> None:
+        """The answer has ended with ``update``, after so many seconds of thinking."""
+        self._keep(update, update.state, thought_s)
+        after = self.writer.turn
+        for call in update.calls:
+            self.calls.append(CallTurn(self._toolbox, self._conversation, call, after))
+            after = self.calls[-1].turn
+
+    def close(self, thought_s: float | None) -> None:
+        """The app ends: what is written so far is the answer, and no call goes on."""
+        for call in self.calls:
+            call.stop()
+        if not self.calls:
+            self._keep(self.work.take(), "cancelled", thought_s)
+
+    def _keep(self, update: AnswerUpdate, state: str, thought_s: float | None) -> None:
+        info: dict[str, Any] = {"finish_reason": update.finish_reason}
+        if update.metrics is not None:
+            info["tokens"] = update.metrics.completion_tokens
+            info["tok_s"] = update.metrics.decode_tok_s
+        if thought_s is not None:
+            info["thinking_s"] = thought_s
+        if update.error is not None:
+            info["error"] = one_line(update.error)
+        if update.calls:
+            info["tool_calls"] = [call.to_dict() for call in update.calls]
+        self._conversation.finish(self.writer, state, info)
+
+    def go_on(self) -> None:
+        self.rounds += 1
+        self._prepare(self.calls[-1].turn, None)
+
+    def cancel(self) -> None:
+        """Stop the answer, whose text so far is kept, or the call that is on."""
+        if not self.calls:
+            self.work.cancel()
+        elif call := next((call for call in self.calls if not call.has_ended()), None):
+            call.stop()
+
+    def lacks_tools(self) -> bool:
+        """Whether there are MCP servers and the model cannot be given their tools."""
+        return bool(self._toolbox.servers.configs) and not self.chat.takes_tools
+
+
+class CallTurn:
+    """A call to be asked about (``asks``) and run. ``result`` is there when it has ended."""
+
+    def __init__(
+        self, toolbox: Toolbox, conversation: OpenConversation, asked: ToolCall, after: int
+    ) -> None:
+        self._toolbox, self._conversation, self._asked = toolbox, conversation, asked
+        self._running: Future[ToolResult] | None = None
+        self.call = toolbox.read(asked, conversation.id)
+        self._info = {
+            "tool_call_id": asked.id,
+            "title": self.call.title,
+            "arguments": asked.arguments,
+        }
+        self.line = call_line(self._info)
+        self._writer = conversation.answer(after=after, role="tool", info=self._info)
+        self.result: ToolResult | None = None
+
+    @property
+    def turn(self) -> int:
+        return self._writer.turn
+
+    @property
+    def begun(self) -> bool:
+        return self._running is not None or self.result is not None
+
+    def asks(self) -> bool:
+        """Whether the user has to decide; read anew, since an earlier answer may allow it."""
+        self.call = self._toolbox.read(self._asked, self._conversation.id)
+        return self.call.asks
+
+    def decide(self, decision: Decision, ctx: int) -> None:
+        """Run it, or not; ``ctx`` is how many tokens the model's context holds."""
+        if decision == "refuse":
+            self._end(REFUSED)
+            return
+        if decision == "always" and self.call.tool is not None:
+            self._toolbox.allow(self.call.tool, self._conversation.id)
+        self._running = self._toolbox.run(self.call, ctx=ctx)
+
+    def has_ended(self) -> bool:
+        """Whether there is a result; keeps one that has come."""
+        running = self._running
+        if self.result is None and running is not None and running.done():
+            self._end(running.result())
+        return self.result is not None
+
+    def stop(self) -> None:
+        if not self.has_ended():
+            if self._running is not None:
+                self._running.cancel()
+            self._end(STOPPED)
+
+    def _end(self, result: ToolResult) -> None:
+        self.result = result
+        self._writer.write(result.text)
+        self._conversation.finish(self._writer, "done", {**self._info, "ending": result.ending})
+
+
+def call_line(info: Mapping[str, Any]) -> str:
+    """``files.read_file {"path": "a"}``, from what a call's turn keeps; another program may have
+    written less, and the model something other than JSON.
+    """
+    arguments = str(info.get("arguments", ""))
+    try:
+        arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
+    except ValueError:
+        arguments = " ".join(arguments.split())
+    return f"{info.get('title') or info.get('name') or 'tool'} {arguments}".rstrip()
