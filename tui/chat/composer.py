@@ -19,10 +19,9 @@ from typing import ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.content import Content
-from textual.events import Click, Key, Paste
+from textual.events import Key, Paste
 from textual.message import Message
-from textual.widget import Widget
-from textual.widgets import TextArea
+from textual.widgets import OptionList, TextArea
 from textual.widgets.text_area import Selection
 
 from localrt.common.errors import LocalrtError, OptionError
@@ -31,21 +30,15 @@ from localrt.tui.commands import Suggestion, as_typed, completion, read_line, su
 from localrt.tui.conversation.attachments import Attachments, Draft
 from localrt.tui.themes import FAINT
 
-_MOST = 8  # rows
 
-
-class CommandMenu(Widget, can_focus=False):
+class CommandMenu(OptionList, can_focus=False):
     """``show_for`` a text; hidden while nothing fits it."""
 
     ALLOW_SELECT = False
 
-    class Chosen(Message):
-        """A row was clicked: it is the highlighted one now."""
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(compact=True)
         self.items: list[Suggestion] = []
-        self.index = 0
         self._text = ""
         self.display = False
 
@@ -55,7 +48,7 @@ class CommandMenu(Widget, can_focus=False):
 
     @property
     def chosen(self) -> Suggestion | None:
-        return self.items[self.index] if self.is_open else None
+        return self.items[self.highlighted or 0] if self.is_open else None
 
     def show_for(self, text: str) -> None:
         if text == self._text:
@@ -64,46 +57,16 @@ class CommandMenu(Widget, can_focus=False):
         items = suggestions(text)
         if items == self.items and self.is_open == bool(items):
             return
-        self.items, self.index = items, 0
-        self.display = bool(items)
-        self.refresh(layout=True)
+        self.items, self.display = items, bool(items)
+        width = max((len(item.label) for item in items), default=0) + 2
+        self.set_options(
+            Content.assemble(f"{item.label:<{width}}", (item.does, FAINT)) for item in items
+        )
+        self.highlighted = 0 if len(items) > 1 else None
 
     def close(self) -> None:
         """Hide until the text changes."""
         self.display = False
-
-    def move(self, step: int) -> None:
-        """Highlight the next (+1) or previous (-1) row, round the ends."""
-        if self.items:
-            self.index = (self.index + step) % len(self.items)
-            self.refresh()
-
-    @property
-    def _first(self) -> int:
-        return max(0, min(self.index - _MOST // 2, len(self.items) - _MOST))
-
-    def get_content_height(self, container: object, viewport: object, width: int) -> int:
-        return min(len(self.items), _MOST)
-
-    def render(self) -> Content:
-        shown = self.items[self._first : self._first + _MOST]
-        width = max((len(item.label) for item in self.items), default=0) + 2
-        chosen = "$text on $primary-muted" + (" reverse" if self.app.no_color else "")
-        rows = []
-        for place, item in enumerate(shown, self._first):
-            row = f"{item.label:<{width}}{item.does}"[: max(self.size.width, 1)]
-            if place == self.index and len(self.items) > 1:
-                row = f"{row:<{self.size.width}}"
-                rows.append(Content.assemble((row, chosen)))
-            else:
-                rows.append(Content.assemble((row[:width], "$foreground"), (row[width:], FAINT)))
-        return Content("\n").join(rows)
-
-    def on_click(self, event: Click) -> None:
-        place = self._first + event.y
-        if place < len(self.items):
-            self.index = place
-            self.post_message(self.Chosen())
 
 
 _NEWLINE_KEYS = ("ctrl+j", "shift+enter", "alt+enter")
@@ -212,7 +175,7 @@ class Composer(TextArea):
 
     def action_cursor_up(self, select: bool = False) -> None:
         if self._choosing and not select:
-            self._menu.move(-1)
+            self._menu.action_cursor_up()
         elif not select and self.navigator.is_first_wrapped_line(self.cursor_location):
             self._walk(-1)
         else:
@@ -220,7 +183,7 @@ class Composer(TextArea):
 
     def action_cursor_down(self, select: bool = False) -> None:
         if self._choosing and not select:
-            self._menu.move(+1)
+            self._menu.action_cursor_down()
         elif not select and self.navigator.is_last_wrapped_line(self.cursor_location):
             self._walk(+1)
         else:
@@ -271,7 +234,7 @@ class Composer(TextArea):
             return
         if chosen is not None and not isinstance(line, str) and " " not in self.text.strip():
             entry = line.entry
-            if entry is None or self._menu.index:  # the name is not whole, or another was chosen
+            if entry is None or self._menu.highlighted:  # not whole, or another was chosen
                 self.put(chosen.line)
                 line = read_line(self.text)
                 entry = None if isinstance(line, str) else line.entry
@@ -281,8 +244,9 @@ class Composer(TextArea):
 
     def _takes_file(self, chosen: Suggestion) -> bool:
         """Whether Enter is for the menu of files: the name is not whole, or another was chosen."""
-        whole = chosen.line.rstrip() == self.text.rstrip()
-        return self._at_end and not whole and (self._menu.index > 0 or not self.text.endswith("@"))
+        if not self._at_end or chosen.line.rstrip() == self.text.rstrip():
+            return False
+        return bool(self._menu.highlighted) or not self.text.endswith("@")
 
     def _submit(self) -> None:
         text = self.text.strip()

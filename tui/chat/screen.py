@@ -543,7 +543,7 @@ class ChatScreen(Screen[None]):
         getattr(self.view, f"scroll_{where}")(animate=False)
         self.call_after_refresh(self._show_hint)
 
-    def on_command_menu_chosen(self) -> None:
+    def on_option_list_option_selected(self) -> None:
         self.composer.choose()
 
     def on_text_area_changed(self, event: TextArea.Changed) -> None:
