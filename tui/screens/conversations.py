@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.content import Content
+from textual.timer import Timer
 from textual.widgets import Input
 
 from localrt.common.errors import LocalrtError
@@ -38,16 +39,15 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         self._state = state
 
     def on_mount(self) -> None:
-        self._wait = self.set_timer(_PAUSE, self._refill, pause=True)
-        self._refill()
+        self._wait: Timer | None = None
+        self.fill()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        if event.value != self.words:
-            self.words = event.value
+        if self._wait is not None:
             self._wait.stop()
-            self._wait = self.set_timer(_PAUSE, self._refill)
+        self._wait = self.set_timer(_PAUSE, lambda: self.find(self.line.value))
 
-    def _refill(self, keep: int = 0) -> None:
+    def fill(self, keep: int = 0) -> None:
         none = "Nothing found" if self.words.strip() else "No conversations yet"
         try:
             found = self._state.list(self.words)
@@ -72,15 +72,6 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
 
     def take(self, item: ConversationInfo) -> None:
         self.dismiss(item.id)
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter opens; a search that has not run yet runs first."""
-        self._wait.stop()
-        if event.value != self.words or not self.items:
-            self.words = event.value
-            self._refill()
-        if self.chosen is not None:
-            self.take(self.chosen)
 
     def action_rename(self) -> None:
         if (info := self.chosen) is None:
@@ -111,4 +102,4 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
             change()
         except LocalrtError as error:
             self.notify(one_line(error), severity="error", markup=False)
-        self._refill(place)
+        self.fill(place)

@@ -186,7 +186,8 @@ class TooSmall(ModalScreen[None]):
 class SearchDialog(Dialog[str], Generic[_Item]):
     """A search line, which keeps the focus, above a list of items in which the arrows move.
 
-    A subclass says what a row looks like (``draw``), and what Enter and a click do (``take``).
+    A subclass lists what fits the ``words`` (``fill``), and says what a row looks like (``draw``)
+    and what Enter and a click do (``take``).
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -205,12 +206,13 @@ class SearchDialog(Dialog[str], Generic[_Item]):
         self.words = search  # those that the list was filled for
         self.items: Sequence[_Item] = ()
 
+    def fill(self) -> None:
+        raise NotImplementedError
+
     def draw(self, item: _Item) -> Content:
-        """An item as a row."""
         raise NotImplementedError
 
     def take(self, item: _Item) -> None:
-        """Do what an item is for."""
         raise NotImplementedError
 
     def show(self, items: Sequence[_Item], none: str, *, highlighted: int = 0) -> None:
@@ -240,6 +242,19 @@ class SearchDialog(Dialog[str], Generic[_Item]):
     def chosen(self) -> _Item | None:
         place = self.rows.highlighted
         return self.items[place] if place is not None and place < len(self.items) else None
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self.find(event.value)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        self.find(event.value)  # keys may come faster than the list is filled
+        if self.chosen is not None:
+            self.take(self.chosen)
+
+    def find(self, words: str) -> None:
+        if words != self.words:
+            self.words = words
+            self.fill()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         if event.option_index < len(self.items):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard, TypeVar
 from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.timer import Timer
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import OptionList, Static
 
 import localrt
 from localrt import FoundModel, LocalModel
@@ -48,7 +48,7 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
         self._none = "Asking the server ..."
 
     def on_mount(self) -> None:
-        self._fill()
+        self.fill()
         self.run_worker(self._look())
 
     async def _look(self) -> None:
@@ -58,9 +58,9 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
             self._none = one_line(error)
         else:
             self._none = "No model of that name" if self._there else "The server lists no models"
-        self._fill()
+        self.fill()
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
         words = self.words.lower().split()
         rows = [row for row in self._there if all(word in row[0].lower() for word in words)]
         names = [name for name, _ in rows]
@@ -74,15 +74,6 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
 
     def take(self, item: _ServerRow) -> None:
         self.dismiss(None if item[0] == self._current else item[0])
-
-    def on_input_changed(self, event: Input.Changed) -> None:
-        if event.value != self.words:
-            self.words = event.value
-            self._fill()
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        if self.chosen is not None:
-            self.take(self.chosen)
 
 
 _MOST = 50
@@ -194,11 +185,11 @@ class ModelsScreen(SearchDialog[_Row]):
             models, self._uses, text = await asyncio.to_thread(read)
             self._here = sorted(models, key=lambda each: -self._uses.get(each.name, 0.0))
             self._room.update(text)
-            self._fill(keep)
+            self.fill(keep)
 
         self._later(show(), "look")
 
-    def _fill(self, keep: str | None = None) -> None:
+    def fill(self, keep: str | None = None) -> None:
         """The rows that fit the words."""
         words = self.words.lower().split()
         here = [model for model in self._here if _has(model, words)]
@@ -241,11 +232,6 @@ class ModelsScreen(SearchDialog[_Row]):
         mark = "● " if item.name == self._current else "  "
         return _drawn(mark, _title(item), " · ".join(facts))
 
-    def on_input_changed(self, event: Input.Changed) -> None:
-        if event.value != self.words:
-            self.words = event.value
-            self._fill()
-
     # -- what to expect --------------------------------------------------------------------------
 
     def on_option_list_option_highlighted(self, event: OptionList.OptionHighlighted) -> None:
@@ -287,13 +273,6 @@ class ModelsScreen(SearchDialog[_Row]):
             self._pull.cancel()
         else:
             super().action_leave()
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        if event.value != self.words:
-            self.words = event.value
-            self._fill()
-        if self.chosen is not None:
-            self.take(self.chosen)
 
     def take(self, item: _Row) -> None:
         """Load a model, look into a folder, ask what there is of one of the hub, or search."""
@@ -375,7 +354,7 @@ class ModelsScreen(SearchDialog[_Row]):
             self._found, self._asked = found, words
             self._say(f"{len(found)} on the hub" if found else _NOT_FOUND)
             if words == self.words.strip():
-                self._fill()
+                self.fill()
 
         self._later(search(), "hub")
 
