@@ -23,7 +23,6 @@ from torch import Tensor
 
 from localrt.quant.cuda.kernels.grouped import (
     ADDRESSES,
-    MOST_EXPERTS,
     Plan,
     Side,
     grouped_down,
@@ -32,7 +31,7 @@ from localrt.quant.cuda.kernels.grouped import (
     write_entries,
 )
 from localrt.quant.cuda.kernels.products import TiledMatrix, quantize
-from localrt.quant.cuda.kernels.routing import choose, router_logits
+from localrt.quant.cuda.kernels.routing import MOST_EXPERTS, choose, router_logits
 from localrt.quant.cuda.kernels.steps import rotate_blocks
 from localrt.quant.cuda.products import linear
 from localrt.quant.cuda.routing import CudaRouting, on_card

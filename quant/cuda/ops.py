@@ -25,7 +25,6 @@ from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.cuda.adapters import CudaAdapters, CudaLowRank
 from localrt.quant.cuda.attention import (
     AttentionSteps,
-    LatentSteps,
     Rotations,
     cache_nbytes,
     new_cache,
@@ -37,6 +36,7 @@ from localrt.quant.cuda.kernels.kv import CardKvFormat
 from localrt.quant.cuda.kernels.products import unpack_rows
 from localrt.quant.cuda.kernels.routing import combined, put_rows
 from localrt.quant.cuda.kernels.steps import norm, rotate_blocks
+from localrt.quant.cuda.latent import LatentSteps
 from localrt.quant.cuda.products import gate_up, linear, normed_for
 from localrt.quant.cuda.recurrent import RecurrentSteps
 from localrt.quant.cuda.routing import on_card

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cuda.kernels.products import Records
-from localrt.quant.cuda.kernels.recurrent import Sequences
 from localrt.quant.cuda.kernels.steps import norm, norm_records
 from localrt.quant.ops.attention import AttentionTemperature, Rope
 from localrt.quant.ops.hybrid_cache import states_of
@@ -79,6 +78,20 @@ class Numbers:
         """The three parts of a copy of ``staged``."""
         width = self._width
         return device[: self._rows], device[width : width + self._rows], device[2 * width :]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences of a pass on a device, int64: their records, (sequences, layers) positions, and
+    the parents of trees' rows. ``rows`` bounds those that wait and are new of each, ``prepared`` of
+    all together.
+    """
+
+    records: Tensor
+    positions: Tensor
+    parents: Tensor
+    rows: int
+    prepared: int
 
 
 @dataclass(slots=True)

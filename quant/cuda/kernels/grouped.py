@@ -25,6 +25,7 @@ from localrt.quant.cuda.kernels.products import (
     chains_of,
 )
 from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.kernels.routing import MOST_EXPERTS
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.affine import AFFINE
 from localrt.quant.formats.tiled import TILE_ROWS
@@ -34,9 +35,6 @@ ADDRESSES = 8
 
 Without a gate, up is in its place.
 """
-
-MOST_EXPERTS = 1024
-"""Of a layer."""
 
 _MOST_ENTRIES = 32
 # As HEAVY, of experts.

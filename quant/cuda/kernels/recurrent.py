@@ -6,7 +6,6 @@ CUDA graphs stay valid. Rows and states lie as ``quant/ops/states.py`` says.
 from __future__ import annotations
 
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -16,6 +15,7 @@ from localrt.quant.cuda.kernels.launch import launch
 from localrt.quant.cuda.kernels.products import Records
 from localrt.quant.cuda.kernels.programs import Program
 from localrt.quant.cuda.kernels.steps import norm_gate
+from localrt.quant.cuda.stream import Sequences
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 
 SEQUENCE_NUMBERS = 13
@@ -23,20 +23,6 @@ SEQUENCE_NUMBERS = 13
 
 _WARPS = 4
 _COLUMNS = 8  # of a state, of a warp
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """The sequences of a pass on a device, int64: their records, (sequences, layers) positions, and
-    the parents of trees' rows. ``rows`` bounds those that wait and are new of each, ``prepared`` of
-    all together.
-    """
-
-    records: Tensor
-    positions: Tensor
-    parents: Tensor
-    rows: int
-    prepared: int
 
 
 class _Recurrent(Structure):

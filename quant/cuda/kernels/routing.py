@@ -12,11 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.kernels.grouped import MOST_EXPERTS
 from localrt.quant.cuda.kernels.launch import launch
 from localrt.quant.cuda.kernels.products import OUT
 from localrt.quant.cuda.kernels.programs import Program
 from localrt.quant.ops.experts import RouterSpec
+
+MOST_EXPERTS = 1024
+"""Of a layer."""
 
 _THREADS = 256
 _MOST_PLACES = 960
