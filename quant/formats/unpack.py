@@ -13,17 +13,13 @@ from functools import partial
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.quant.formats.catalog import GROUP_CODECS, read_codes
 from localrt.quant.formats.codebook import CODEBOOKS, split_fields
 from localrt.quant.formats.fp4 import E4M3
 from localrt.quant.formats.ggml import IQ4_LEVELS
-from localrt.quant.formats.packed import PackedTensor, unpack_blocks_of
+from localrt.quant.formats.packed import Bytes, Floats, PackedTensor, unpack_blocks_of
 from localrt.quant.formats.six_bits import six_bit_scales
-
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
 
 _PIECE = 1 << 16  # weights unpacked at a time: 256 KiB of results
 
