@@ -14,7 +14,7 @@ from localrt.quant.cuda.kernels.attention import attend, fits_records, rope_appe
 from localrt.quant.cuda.kernels.kv import CardKvFormat, row_nbytes
 from localrt.quant.cuda.kernels.products import empty_records
 from localrt.quant.cuda.kernels.steps import norm, norm_gate
-from localrt.quant.cuda.products import linear, normed_for, reads_records
+from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.attention import (
     AttentionSpec,

@@ -33,7 +33,7 @@ from localrt.quant.cuda.kernels.grouped import (
 from localrt.quant.cuda.kernels.products import TiledMatrix, quantize
 from localrt.quant.cuda.kernels.routing import MOST_EXPERTS, choose, router_logits
 from localrt.quant.cuda.kernels.steps import rotate_blocks
-from localrt.quant.cuda.products import linear
+from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.routing import CudaRouting, on_card
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing

@@ -9,7 +9,7 @@ from localrt.quant.cuda.attention import Rotations, ranges
 from localrt.quant.cuda.kernels.latent import attend_latent_rows, latent_append
 from localrt.quant.cuda.kernels.products import MOST_ROWS
 from localrt.quant.cuda.kernels.steps import norm
-from localrt.quant.cuda.products import linear, multiply_heads, normed_for
+from localrt.quant.cuda.linear import linear, multiply_heads, normed_for
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
 from localrt.quant.ops.protocol import Span

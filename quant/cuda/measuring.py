@@ -33,7 +33,7 @@ from localrt.quant.cuda.kernels.launch import CudaStopwatch, Stopwatch, card_fil
 from localrt.quant.cuda.kernels.products import TiledMatrix, quantize
 from localrt.quant.cuda.kernels.programs import Program
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.products import linear
+from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span

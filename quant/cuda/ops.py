@@ -37,7 +37,7 @@ from localrt.quant.cuda.kernels.products import unpack_rows
 from localrt.quant.cuda.kernels.routing import combined, put_rows
 from localrt.quant.cuda.kernels.steps import norm, rotate_blocks
 from localrt.quant.cuda.latent import LatentSteps
-from localrt.quant.cuda.products import gate_up, linear, normed_for
+from localrt.quant.cuda.linear import gate_up, linear, normed_for
 from localrt.quant.cuda.recurrent import RecurrentSteps
 from localrt.quant.cuda.routing import on_card
 from localrt.quant.cuda.stream import (

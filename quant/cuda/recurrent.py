@@ -18,7 +18,7 @@ from localrt.quant.cuda.device import upload
 from localrt.quant.cuda.kernels.products import Records, empty_records
 from localrt.quant.cuda.kernels.recurrent import SEQUENCE_NUMBERS, fits_records, mix_rows
 from localrt.quant.cuda.kernels.steps import norm
-from localrt.quant.cuda.products import linear, normed_for, reads_records
+from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.stream import CudaPass, Sequences, Stream
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.ops.hybrid_cache import begin_states, states_of

@@ -16,7 +16,7 @@ import torch
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.cuda import products
+from localrt.quant.cuda import linear
 from localrt.quant.cuda.graph import GraphedForward, record
 from localrt.quant.cuda.kernels.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
@@ -253,7 +253,7 @@ def test_packed_weights(folder: Path, format_: str, rotated: int) -> None:
 def test_a_card_without_bf16_reads_prompts_as_it_decodes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "multiplies_bf16", lambda device: False)
+    monkeypatch.setattr(linear, "multiplies_bf16", lambda device: False)
     decoder = shallow(folder, lambda c: Packed(c, "int4-g32"))
     ids = tokens(70)
     long = decoder.forward(Batch.extend([(decoder.cache(72), ids)]))
