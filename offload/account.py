@@ -17,8 +17,9 @@ from localrt.common.option_names import option
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.offload.placement import Placement, Where
-from localrt.offload.shapes import KvFormat, ModelShape, PassSizes
+from localrt.offload.shapes import ModelShape, PassSizes
 from localrt.quant.ops.attention import LATENT_SCRATCH_NBYTES
+from localrt.quant.ops.kv import KvFormat
 from localrt.quant.ops.protocol import Ops
 
 PACKED_ROWS = 64

@@ -10,9 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Literal
 
-from localrt.common.errors import OptionError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT
@@ -21,17 +19,18 @@ from localrt.models.registry import read_config
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.choose import missing_on_cards
-from localrt.quant.cpu.kv import BLOCK, LATENT_FORMATS, block_nbytes
-from localrt.quant.cuda.kernels.runs import scratch_nbytes
 from localrt.quant.formats.tiled import TILE_ROWS
-from localrt.quant.ops.attention import IndexSpec, LatentSpec
-from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.attention import IndexSpec, LatentSpec, scratch_nbytes
+from localrt.quant.ops.kv import (
+    BLOCK_TOKENS,
+    LATENT_FORMATS,
+    KvFormat,
+    block_nbytes,
+    grown_capacity,
+)
 from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateLayout
-
-KvFormat = Literal["bf16", "int8", "int4"]
-KV_FORMATS: tuple[KvFormat, ...] = ("bf16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +81,17 @@ class KvShape:
     def _index_nbytes(self, kv_format: KvFormat) -> int:
         if self.index is None:
             return 0
-        return block_nbytes(1, self.index.head_dim, kv_format) // BLOCK
+        return block_nbytes(1, self.index.head_dim, kv_format) // BLOCK_TOKENS
 
     def seen_nbytes(self, kv_format: KvFormat) -> int:
         """Bytes of one token that attention reads."""
         if not self.width:
             return 0
         if not self.latent:
-            return block_nbytes(self.groups, self.width, kv_format) // BLOCK
+            return block_nbytes(self.groups, self.width, kv_format) // BLOCK_TOKENS
         # int8 is the fewest bits of a latent: ``make_plan`` does not take int4.
         kept = LATENT_FORMATS["bf16" if kv_format == "bf16" else "int8"]
-        return block_nbytes(self.groups, self.width, kept) // BLOCK
+        return block_nbytes(self.groups, self.width, kept) // BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,18 +339,6 @@ def _split_nbytes(layers: Iterable[KvShape], context: int) -> int:
 def format_of_most_bytes(sizes: Mapping[str, int]) -> str:
     """The format that most bytes are in."""
     return max(sizes, key=lambda name: sizes[name]) if sizes else "f32"
-
-
-def parse_kv_format(name: str) -> KvFormat:
-    """A format of keys and values by its name.
-
-    Raises:
-        OptionError: there is none of that name.
-    """
-    for known in KV_FORMATS:
-        if name == known:
-            return known
-    raise OptionError(f"kv_format must be one of {', '.join(KV_FORMATS)}, is {name!r}")
 
 
 def _placed(

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from localrt.common.errors import MissingExtraError, OptionError
 from localrt.common.option_names import option
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cuda.kernels.kv import FORMATS
 from localrt.quant.ops.attention import IndexSpec, LatentSpec
 from localrt.quant.ops.hybrid_cache import split_layers
+from localrt.quant.ops.kv import parse_kv_format
 from localrt.quant.ops.protocol import LayerSpec, Ops, RecurrentSpec
 
 _WIDEST = 512  # of a head, latents or rotary numbers: MAX_HEAD in quant/cpu/csrc/kv.h
@@ -46,8 +46,9 @@ def make_ops(
             lacking = _kernels_fit(attention) and missing_on_cards(attention)
             if lacking or (ours and _limit(attention, 0)):
                 device = "cpu"
+    kept = parse_kv_format(kv_format)
     if device == "cpu" and compute_format is None and _kernels_fit(attention):
-        from localrt.quant.cpu.kv import cache_format, parse_kv_format
+        from localrt.quant.cpu.kv import cache_format
         from localrt.quant.cpu.ops import NativeOps
 
         if activations == "bf16":
@@ -55,12 +56,10 @@ def make_ops(
                 f"{option('activations', 'bf16')} is for a GPU: the CPU's kernels multiply in 8 "
                 f"bits; leave it out, or use {option('format', 'bf16')}"
             )
-        kv = parse_kv_format(kv_format)
-        cache_format(split_layers(attention)[0], kv)  # raises where the two do not go together
-        return NativeOps(threads=threads, kv_format=kv)
+        cache_format(split_layers(attention)[0], kept)  # raises where the two do not go together
+        return NativeOps(threads=threads, kv_format=kept)
     on_card = device.startswith("cuda") and compute_format is None
-    kept = next((known for known in FORMATS if kv_format in (known, None)), None)
-    if kept is None or (kept != "bf16" and (latent or not on_card)):
+    if kept != "bf16" and (latent or not on_card):
         raise OptionError(_no_kv_format(kv_format))
     try:
         import torch
@@ -142,9 +141,9 @@ def _limit(attention: Sequence[LayerSpec], index: int) -> str:
     """
     import torch
 
-    from localrt.quant.cuda.kernels.attention import takes_heads
-    from localrt.quant.cuda.kernels.latent import takes_latents
-    from localrt.quant.cuda.kernels.programs import NO_COMPILER, OLDEST, has_compiler
+    from localrt.quant.cuda.attention import takes_heads
+    from localrt.quant.cuda.latent import takes_latents
+    from localrt.quant.cuda.programs import NO_COMPILER, OLDEST, has_compiler
 
     if torch.version.hip is not None:
         return "they are for NVIDIA cards"

@@ -29,7 +29,7 @@ import torch
 from benchmarks.gpu.timing import Result, one_by_one
 from localrt.common.files import write_text
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cuda.kernels.launch import emulate
+from localrt.quant.cuda.launch import emulate
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -27,9 +27,9 @@ from benchmarks.gpu.timing import (
 )
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.cuda.kernels.products import MOST_ROWS, quantize
-from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.linear import linear
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import MOST_ROWS, quantize
 from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
 from localrt.quant.ops.protocol import Batch, KVCache

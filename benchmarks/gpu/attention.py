@@ -19,8 +19,8 @@ from benchmarks.gpu.timing import (
     guarded,
     launch_seconds,
 )
-from localrt.quant.cuda.kernels.attention import attend
-from localrt.quant.cuda.kernels.latent import attend_latent_rows
+from localrt.quant.cuda.attention import attend
+from localrt.quant.cuda.latent import attend_latent_rows
 
 BOUND = 0.02
 ROPE, LATENT = 64, 512  # DeepSeek's

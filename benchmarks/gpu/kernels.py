@@ -27,10 +27,15 @@ from benchmarks.gpu.timing import (
     launch_seconds,
 )
 from localrt.common.settings import Settings
-from localrt.quant.cuda.kernels import products
-from localrt.quant.cuda.kernels.products import TiledMatrix, linear_program, quantize, unpack_rows
-from localrt.quant.cuda.kernels.programs import machine_code
-from localrt.quant.cuda.kernels.variants import Case, Cut, best_cut
+from localrt.quant.cuda import products
+from localrt.quant.cuda.products import (
+    TiledMatrix,
+    linear_program,
+    quantize,
+    unpack_rows,
+)
+from localrt.quant.cuda.programs import machine_code
+from localrt.quant.cuda.variants import Case, Cut, best_cut
 from localrt.quant.formats import unpack
 from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.tiled import tile

@@ -15,9 +15,8 @@ from benchmarks.gpu.timing import (
     Result,
     guarded,
 )
-from localrt.quant.cuda.kernels.recurrent import mix_rows
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.recurrent import SequenceTable
+from localrt.quant.cuda.recurrent import SequenceTable, mix_rows
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Span

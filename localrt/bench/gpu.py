@@ -22,8 +22,8 @@ from localrt.offload.memory import ram_budget
 from localrt.offload.planner import PlanRequest, make_plan
 from localrt.offload.planner.cards import CARDS, DEFAULT_CARD, Card
 from localrt.offload.planner.explain import explain
-from localrt.offload.shapes import parse_kv_format
 from localrt.planning.inputs import Hardware, budgets_of, machine_of, shape_of, with_card
+from localrt.quant.ops.kv import parse_kv_format
 
 if TYPE_CHECKING:
     from localrt.api import Model

@@ -26,7 +26,7 @@ from localrt.machine import hardware
 from localrt.machine.hardware import DiskSpeed
 from localrt.quant.cpu.abi import best_isa
 from localrt.quant.cuda.gpu_file import kept_of, known_rates
-from localrt.quant.cuda.kernels.programs import NO_COMPILER, has_compiler
+from localrt.quant.cuda.programs import NO_COMPILER, has_compiler
 
 EXAMPLES: Examples = (
     ("localrt doctor", ""),

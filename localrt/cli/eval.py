@@ -18,6 +18,7 @@ from localrt.cli.options import (
 )
 from localrt.common.formatting import format_rate
 from localrt.evaluate import Evaluation, evaluate
+from localrt.quant.ops.kv import KV_FORMATS
 from localrt.quantize.calibration import read_file
 
 EXAMPLES: Examples = (
@@ -45,7 +46,7 @@ _FLAGS: tuple[Flag, ...] = (
     ),
     (
         "--against-kv-format",
-        ("bf16", "int8", "int4"),
+        KV_FORMATS,
         None,
         "compare with keys and values in this format (default: --kv-format)",
     ),

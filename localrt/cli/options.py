@@ -16,6 +16,7 @@ from localrt.common.errors import OptionError
 from localrt.common.settings import ENDPOINT_KEY
 from localrt.engine.options import read_options
 from localrt.hub import DEMO_NAME
+from localrt.quant.ops.kv import KV_FORMATS
 
 # Name, type, what stands for the value in help texts, and the help text. The type is what converts
 # the text, ``bool`` for a switch, ``list`` for a text that may be repeated, or a tuple of choices.
@@ -66,7 +67,7 @@ _LOADING: tuple[Flag, ...] = (
 _LOADING_ADVANCED: tuple[Flag, ...] = (
     ("--engine", ("auto", "native", "llamacpp"), None, _ENGINE_HELP),
     ("--format", ("bf16", "f32"), None, FORMAT_HELP),
-    ("--kv-format", ("bf16", "int8", "int4"), None, KV_HELP),
+    ("--kv-format", KV_FORMATS, None, KV_HELP),
     ("--activations", ("int8", "bf16"), None, _ACTIVATIONS_HELP),
     ("--chat-template", str, "FILE", _TEMPLATE_HELP),
     ("--pre-tokenizer", str, "NAME", _PRE_HELP),

@@ -23,6 +23,7 @@ from localrt.offload.planner.pc import PRESETS
 from localrt.planning.inputs import Hardware, find_model, shape_of
 from localrt.planning.plan import plan
 from localrt.planning.what_runs import what_runs
+from localrt.quant.ops.kv import KV_FORMATS
 
 EXAMPLES: Examples = (
     ("localrt plan", "what this PC runs well"),
@@ -43,7 +44,7 @@ _ACCEPTANCE_HELP = "share of the draft's first choices that are right, from 0 to
 _PLAN: tuple[Flag, ...] = (
     ("--ctx", int, "TOKENS", "longest conversation (default: 4096)"),
     ("--format", str, "F", "plan as if the weights had this format (default: their own)"),
-    ("--kv-format", ("bf16", "int8", "int4"), None, "format of the KV cache (default: bf16)"),
+    ("--kv-format", KV_FORMATS, None, "format of the KV cache (default: bf16)"),
     ("--batch", int, "N", "sequences at once (default: 1)"),
     ("--kv-on-ssd", bool, None, "keep keys and values that do not fit in RAM on the SSD"),
 )

@@ -14,9 +14,9 @@ from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.planner.cards import measured_profile
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
-from localrt.quant.cpu.kv import parse_kv_format
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_file import CardRates
+from localrt.quant.ops.kv import parse_kv_format
 from localrt.quant.ops.protocol import Ops
 
 # Reads and writes of a copy within the card's memory reach about what reading alone does.

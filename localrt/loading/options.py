@@ -12,11 +12,11 @@ from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES
 from localrt.offload.account import longest_context
+from localrt.quant.ops.kv import parse_kv_format
 
 ENGINES = ("auto", "native", "llamacpp")
 FORMATS = (None, "bf16", "f32")
 _MOST_THREADS = 1024
-KV_FORMATS = (None, "bf16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,7 @@ class LoadOptions:
                 f"{option('format')} must be bf16 or f32 in this version (or unset), "
                 f"is {self.format!r}"
             )
-        if self.kv_format not in KV_FORMATS:
-            raise OptionError(
-                f"{option('kv_format')} must be bf16, int8 or int4 (or unset), "
-                f"is {self.kv_format!r}"
-            )
+        parse_kv_format(self.kv_format)  # raises
         if self.pre_tokenizer not in (*KNOWN_PRE_TYPES, None):
             raise OptionError(
                 f"{option('pre_tokenizer')} must be one of {', '.join(KNOWN_PRE_TYPES)}, is "

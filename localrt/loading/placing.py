@@ -66,9 +66,9 @@ from localrt.offload.planner.costs import expert_costs
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.search import fits
 from localrt.offload.planner.simulate import simulate
-from localrt.offload.shapes import KvFormat, parse_kv_format
 from localrt.offload.store.cached import cached_store, mend_unit, store_folder
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.kv import KvFormat, parse_kv_format
 from localrt.quant.ops.protocol import AttentionSpec, Ops
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from localrt.common.errors import HubError, LocalrtError, OptionError, known_arguments
-from localrt.common.option_names import option
 from localrt.common.settings import Settings
 from localrt.hub.known_models import repo_thinks
 from localrt.hub.listing import expand_name
@@ -47,6 +45,7 @@ from localrt.planning.recommending import (
 )
 from localrt.planning.report import details, report, with_commands
 from localrt.quant.formats import FORMATS
+from localrt.quant.ops.kv import KvFormat, parse_kv_format
 from localrt.quantize.mix import MIX_FORMATS, LossTable, known_losses
 
 _AS_FAST = 0.9  # of the plan's speed, where that is below reading speed
@@ -161,7 +160,6 @@ def _is_away(plan: Plan, unit: PlacedUnit, goal: str) -> bool:
 
 
 _DEFAULT_CTX = 4096
-_KV_FORMATS = ("bf16", "int8", "int4")
 
 
 @known_arguments
@@ -170,7 +168,7 @@ def plan(
     *,
     ctx: int | None = None,
     format: str | None = None,
-    kv_format: Literal["bf16", "int8", "int4"] = "bf16",
+    kv_format: KvFormat = "bf16",
     batch: int = 1,
     kv_on_ssd: bool = False,
     ram: str | int | None = None,
@@ -218,10 +216,7 @@ def plan(
     for name, value in (("ctx", 1 if ctx is None else ctx), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise OptionError(f"{name} must be an integer of at least 1, is {value!r}")
-    if kv_format not in _KV_FORMATS:
-        raise OptionError(
-            f"{option('kv_format')} must be {', '.join(_KV_FORMATS)}, is {kv_format!r}"
-        )
+    kv_format = parse_kv_format(kv_format)
     settings = Settings.from_environment()
     wanted = Hardware(
         ram=ram,

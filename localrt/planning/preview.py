@@ -27,7 +27,6 @@ from localrt.offload.planner import MachineProfile, Plan, make_plan
 from localrt.offload.planner.measure import known_machine
 from localrt.offload.planner.plan import Change, PlanRequest, in_words
 from localrt.offload.planner.search import fits, helpful_changes
-from localrt.offload.shapes import parse_kv_format
 from localrt.planning.inputs import (
     Hardware,
     budgets_of,
@@ -37,6 +36,7 @@ from localrt.planning.inputs import (
     unmeasured_machine,
     with_card,
 )
+from localrt.quant.ops.kv import parse_kv_format
 
 if TYPE_CHECKING:
     from localrt.loading.parts import LoadedModel

@@ -16,7 +16,7 @@ from localrt.hub.known_models import KnownModel, find_known
 from localrt.offload.planner import ModelShape
 from localrt.offload.planner.cards import DEFAULT_CARD
 from localrt.offload.planner.estimate import outline
-from localrt.offload.shapes import KvFormat
+from localrt.quant.ops.kv import KvFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

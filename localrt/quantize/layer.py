@@ -32,7 +32,7 @@ from localrt.models.layers.recurrent import recurrent_groups
 from localrt.offload.store.pack import Tiler, stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
-from localrt.quant.formats.pack import require_finite
+from localrt.quant.formats.convert import require_finite
 from localrt.quant.methods import (
     Quantized,
     ScaleSearch,

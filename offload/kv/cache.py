@@ -20,16 +20,8 @@ from pathlib import Path
 from localrt.common.errors import MemoryBudgetError, StorageError
 from localrt.offload.kv.file import PAGE, Bytes, IoTask, IoThread, KvFile
 from localrt.offload.placement import KvPlace
-from localrt.quant.cpu.kv import (
-    BLOCK,
-    KVFormat,
-    NativeKVCache,
-    block_nbytes,
-    cache_format,
-    map_zeros,
-    move_rows,
-)
-from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.cpu.kv import NativeKVCache, cache_format, map_zeros, move_rows
+from localrt.quant.ops.kv import BLOCK_TOKENS, CacheFormat, block_nbytes, grown_capacity
 from localrt.quant.ops.protocol import AttentionSpec
 
 
@@ -123,7 +115,7 @@ class SlotPool:
         return 0 if any(slot.owner is other for other in self._active) else 1 << 29
 
 
-def block_stride(spec: AttentionSpec, kv_format: KVFormat) -> int:
+def block_stride(spec: AttentionSpec, kv_format: CacheFormat) -> int:
     """Bytes from one block of a layer to the next, in its buffer and in the file: whole pages."""
     kv_format = cache_format([spec], kv_format)
     return -(-block_nbytes(spec.cached_heads, spec.head_dim, kv_format) // PAGE) * PAGE
@@ -155,7 +147,7 @@ class SsdKVCache(NativeKVCache):
         self,
         specs: Sequence[AttentionSpec],
         capacity: int,
-        kv_format: KVFormat,
+        kv_format: CacheFormat,
         *,
         places: Sequence[KvPlace],
         folder: Path,
@@ -177,7 +169,7 @@ class SsdKVCache(NativeKVCache):
         strides = [block_stride(specs[layer], kv_format) for layer in ssd]
         self._tails = map_zeros(2 * sum(strides))
         self._stored: dict[int, _Stored] = {}
-        blocks, offset, at = grown_capacity(capacity) // BLOCK, 0, 0
+        blocks, offset, at = grown_capacity(capacity) // BLOCK_TOKENS, 0, 0
         for layer, stride in zip(ssd, strides, strict=True):
             first, second = (self._tails[at + n * stride :][:stride] for n in range(2))
             spec = specs[layer]
@@ -210,7 +202,7 @@ class SsdKVCache(NativeKVCache):
         super().reserve(length)
         try:
             for stored in self._stored.values():
-                at, count = before // BLOCK, (self.allocated - before) // BLOCK
+                at, count = before // BLOCK_TOKENS, (self.allocated - before) // BLOCK_TOKENS
                 self._file.reserve(stored.offset + at * stored.stride, count * stored.stride)
         except StorageError:
             self.allocated = before
@@ -279,7 +271,7 @@ class SsdKVCache(NativeKVCache):
                 wait([slot.task])
             self._move_stored(stored, first, rows)
             if slot is not None:
-                slot.stop = min(slot.stop, first // BLOCK)
+                slot.stop = min(slot.stop, first // BLOCK_TOKENS)
 
     def _move_stored(self, stored: _Stored, first: int, rows: Sequence[int]) -> None:
         """Put token ``first + rows[i]`` where token ``first + i`` is; what lies behind is lost.
@@ -289,24 +281,24 @@ class SsdKVCache(NativeKVCache):
         Raises:
             StorageError: the disk fails. Tokens from ``first`` on are lost.
         """
-        begin, stop = first // BLOCK, (first + rows[-1]) // BLOCK + 1
+        begin, stop = first // BLOCK_TOKENS, (first + rows[-1]) // BLOCK_TOKENS + 1
         stride, at = stored.stride, stored.offset + begin * stored.stride
         blocks = map_zeros((stop - begin) * stride)
-        in_file = max(0, min(stop, -(-stored.saved // BLOCK)) - begin)
+        in_file = max(0, min(stop, -(-stored.saved // BLOCK_TOKENS)) - begin)
         if in_file:
             self._io.start(lambda: self._file.read_into(at, blocks[: in_file * stride])).result()
         if begin + in_file < stop:
             blocks[in_file * stride : (in_file + 1) * stride] = stored.tail
         size = block_nbytes(*stored.shape, self.kv_format)
         view = blocks.reshape(stop - begin, 1, stride)[:, :, :size]
-        move_rows(view, *stored.shape, self.kv_format, first - begin * BLOCK, rows)
+        move_rows(view, *stored.shape, self.kv_format, first - begin * BLOCK_TOKENS, rows)
         end = first + len(rows)
-        full = end // BLOCK - begin
+        full = end // BLOCK_TOKENS - begin
         if full > 0:
             self._io.start(lambda: self._file.write(at, blocks[: full * stride])).result()
-        if end % BLOCK:
+        if end % BLOCK_TOKENS:
             stored.tail[:] = blocks[full * stride : (full + 1) * stride]
-        stored.saved = end // BLOCK * BLOCK
+        stored.saved = end // BLOCK_TOKENS * BLOCK_TOKENS
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -319,8 +311,8 @@ class SsdKVCache(NativeKVCache):
 
     def _wanted(self, stored: _Stored) -> tuple[int, int]:
         """The blocks of a layer that are in the file and may be seen."""
-        first = 0 if stored.window is None else max(0, self._length - stored.window) // BLOCK
-        stop = -(-stored.saved // BLOCK)
+        first = 0 if stored.window is None else max(0, self._length - stored.window) // BLOCK_TOKENS
+        stop = -(-stored.saved // BLOCK_TOKENS)
         return min(first, stop), stop
 
     def _take(self, layer: int, after: int, *, ahead: bool) -> Slot | None:
@@ -359,7 +351,7 @@ class SsdKVCache(NativeKVCache):
             begin, slot.stop = slot.stop, stop
             self._io.start(lambda: self._read(slot, stored, begin, stop)).result()
         if self._length > stored.saved:
-            at = stored.saved // BLOCK * stored.stride
+            at = stored.saved // BLOCK_TOKENS * stored.stride
             slot.data[at : at + stored.stride] = stored.tail
 
     def _read(self, slot: Slot, stored: _Stored, first: int, stop: int) -> None:
@@ -368,11 +360,13 @@ class SsdKVCache(NativeKVCache):
 
     def _save(self, slot: Slot, stored: _Stored, end: int) -> None:
         """Rows up to ``end`` are in the buffer."""
-        first, full, stride = stored.saved // BLOCK, end // BLOCK, stored.stride
-        if stored.saved % BLOCK:  # trimmed into the file: what is held of the block goes to RAM
+        first, full, stride = stored.saved // BLOCK_TOKENS, end // BLOCK_TOKENS, stored.stride
+        if (
+            stored.saved % BLOCK_TOKENS
+        ):  # trimmed into the file: what is held of the block goes to RAM
             stored.tail[:] = slot.data[first * stride : (first + 1) * stride]
-            stored.saved = first * BLOCK
-        slot.stop = max(slot.stop, -(-end // BLOCK))
+            stored.saved = first * BLOCK_TOKENS
+        slot.stop = max(slot.stop, -(-end // BLOCK_TOKENS))
         if full == first:
             stored.tail[:] = slot.data[first * stride : (first + 1) * stride]
             return
@@ -380,9 +374,9 @@ class SsdKVCache(NativeKVCache):
         offset = stored.offset + first * stride
         slot.task = self._io.start(lambda: self._file.write(offset, part))
         stored.saves.append(slot.task)
-        if end > full * BLOCK:
+        if end > full * BLOCK_TOKENS:
             stored.next_tail[:] = slot.data[full * stride : (full + 1) * stride]
-        stored.next_saved = full * BLOCK
+        stored.next_saved = full * BLOCK_TOKENS
 
 
 def _release(io: IoThread, slots: SlotPool, file: KvFile, key: object) -> None:

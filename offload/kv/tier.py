@@ -15,13 +15,8 @@ from localrt.common.errors import OptionError
 from localrt.offload.kv.cache import SlotPool, SsdKVCache, block_stride
 from localrt.offload.kv.file import IoThread
 from localrt.offload.placement import KvPlace
-from localrt.quant.cpu.kv import (
-    BLOCK,
-    KVFormat,
-    NativeKVCache,
-    token_nbytes,
-)
-from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.cpu.kv import NativeKVCache, token_nbytes
+from localrt.quant.ops.kv import BLOCK_TOKENS, CacheFormat, grown_capacity
 from localrt.quant.ops.protocol import AttentionSpec
 
 
@@ -39,7 +34,7 @@ class KvTier:
         folder: Path,
         *,
         capacity: int,
-        kv_format: KVFormat,
+        kv_format: CacheFormat,
         slots: int = 2,
     ) -> None:
         if len(places) != len(specs) or any(place not in ("ram", "ssd") for place in places):
@@ -62,7 +57,9 @@ class KvTier:
             ),
             default=0,
         )
-        self._slots = SlotPool(slots if largest else 0, grown_capacity(capacity) // BLOCK * largest)
+        self._slots = SlotPool(
+            slots if largest else 0, grown_capacity(capacity) // BLOCK_TOKENS * largest
+        )
         self._io = IoThread()
         self._caches: WeakSet[SsdKVCache] = WeakSet()
 
@@ -77,7 +74,7 @@ class KvTier:
         return sum(cache.read_bytes for cache in self._caches)
 
     def cache(
-        self, layers: Sequence[AttentionSpec], capacity: int, kv_format: KVFormat
+        self, layers: Sequence[AttentionSpec], capacity: int, kv_format: CacheFormat
     ) -> NativeKVCache:
         """An empty cache for one sequence.
 
@@ -98,7 +95,7 @@ class KvTier:
         return cache
 
     def cache_nbytes(
-        self, layers: Sequence[AttentionSpec], length: int, kv_format: KVFormat
+        self, layers: Sequence[AttentionSpec], length: int, kv_format: CacheFormat
     ) -> int:
         """Bytes of RAM of one cache that has grown to ``length`` tokens, without the buffers."""
         in_ram, tails = [], 0

@@ -14,7 +14,8 @@ from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.simulate import Resource, Simulation
 from localrt.offload.planner.verdict import PROMPT_TOKENS, Expected, Verdict, judge
-from localrt.offload.shapes import KvFormat, ModelShape
+from localrt.offload.shapes import ModelShape
+from localrt.quant.ops.kv import KvFormat
 
 PlannedPlace = Literal["streamed", "memory", "card"]
 

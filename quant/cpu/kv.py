@@ -1,19 +1,10 @@
-"""The native KV cache in RAM, in blocks of 256 tokens whose insides ``quant/cpu/csrc/kv.h``
-describes.
+"""The KV cache in RAM, in blocks of 256 tokens whose insides ``quant/cpu/csrc/kv.h`` describes.
 
-Formats are bf16; int8, one float32 scale for each token and head; int4, chunks of 32 neighbours of
-a head with a scale in bf16: values in 4 bits, keys in 6, with scales 5.5 on average. Quantized keys
-and values are kept times a Hadamard matrix, behind the rotary embedding and over the largest power
-of two that divides the head's size, at most 128. Keys leave out their projection's bias, which
-attention adds exactly. docs/quality.md has what other choices lose.
-
-Memory is mapped for the whole capacity at once and becomes resident as tokens are written: growth
-copies nothing, and what is resident is never more than ``nbytes``.
-
-Moving rows of the native KV cache: what verification keeps of a tree, side by side.
-
-It knows the insides of a block (``quant/cpu/csrc/kv.h``) and nothing of caches: keys lie in tiles
-of 16 tokens, values token by token, scales in planes of 256 tokens.
+Quantized keys leave out their projection's bias, which attention adds exactly. Memory is mapped for
+the whole capacity at once and becomes resident as tokens are written: growth copies nothing, and
+what is resident is never more than ``nbytes``. ``move_rows`` keeps what verification keeps of a
+tree, side by side: keys lie in tiles of 16 tokens, values token by token, scales in planes of 256
+tokens.
 """
 
 from __future__ import annotations
@@ -21,17 +12,26 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
-from localrt.quant.ops.kv import GrowingCache, ReadBlocks, grown_capacity
+from localrt.quant.ops.kv import (
+    BLOCK_TOKENS,
+    KV_CHUNK,
+    LATENT_FORMATS,
+    CacheFormat,
+    GrowingCache,
+    ReadBlocks,
+    block_nbytes,
+    grown_capacity,
+)
 
-_BLOCK, _TILE, _MOVED_AT_ONCE = 256, 16, 32
-Bytes = npt.NDArray[np.uint8]
+_TILE = 16  # tokens
 
 
 def move_rows(
@@ -54,7 +54,7 @@ def move_rows(
 
 def _place(tokens: npt.NDArray[np.intp], tiled: bool) -> tuple[Any, ...]:
     """An index of a plane's tokens: its block, and in it a token or a tile's lane."""
-    block, at = tokens // _BLOCK, tokens % _BLOCK
+    block, at = tokens // BLOCK_TOKENS, tokens % BLOCK_TOKENS
     everything = slice(None)
     if tiled:
         return block, everything, everything, at // _TILE, ..., at % _TILE
@@ -71,13 +71,16 @@ def _planes(
     blocks, layers = data.shape[:2]
     if kv_format.startswith("latent-"):  # rows, token by token, then a scale for each
         size = 2 if kv_format == "latent-bf16" else 1
-        rows, scales = data[..., : _BLOCK * size * width], data[..., _BLOCK * size * width :]
-        yield rows.reshape(blocks, layers, groups, 1, _BLOCK, size * width), False
+        rows, scales = (
+            data[..., : BLOCK_TOKENS * size * width],
+            data[..., BLOCK_TOKENS * size * width :],
+        )
+        yield rows.reshape(blocks, layers, groups, 1, BLOCK_TOKENS, size * width), False
         if scales.shape[-1]:
-            yield scales.view(np.uint32).reshape(blocks, layers, groups, 1, _BLOCK), False
+            yield scales.view(np.uint32).reshape(blocks, layers, groups, 1, BLOCK_TOKENS), False
         return
-    chunks = -(-width // _MOVED_AT_ONCE)
-    tiles = _BLOCK // _TILE
+    chunks = -(-width // KV_CHUNK)
+    tiles = BLOCK_TOKENS // _TILE
     # Bytes of a token's key, value, and what each of them is scaled by.
     if kv_format == "bf16":
         key, value, scale = 2 * width, 2 * width, 0
@@ -85,8 +88,8 @@ def _planes(
         key, value, scale = width, width, 4
     else:
         key, value, scale = 24 * chunks, 16 * chunks, 2 * chunks
-    pieces = data.reshape(blocks, layers, groups, _BLOCK * (key + value + 2 * scale))
-    keys = pieces[..., : _BLOCK * key]
+    pieces = data.reshape(blocks, layers, groups, BLOCK_TOKENS * (key + value + 2 * scale))
+    keys = pieces[..., : BLOCK_TOKENS * key]
     if kv_format == "int4":
         coded = keys.reshape(blocks, layers, groups, tiles, chunks, 24 * _TILE)
         low = coded[..., : 16 * _TILE]
@@ -96,38 +99,19 @@ def _planes(
     else:
         number: Any = np.uint16 if kv_format == "bf16" else np.uint8
         yield keys.view(number).reshape(blocks, layers, groups, tiles, width, _TILE), True
-    values = pieces[..., _BLOCK * key : _BLOCK * (key + value)]
-    yield values.reshape(blocks, layers, groups, 1, _BLOCK, value), False
+    values = pieces[..., BLOCK_TOKENS * key : BLOCK_TOKENS * (key + value)]
+    yield values.reshape(blocks, layers, groups, 1, BLOCK_TOKENS, value), False
     if scale:
         wide: Any = np.uint32 if kv_format == "int8" else np.uint16
-        rest = pieces[..., _BLOCK * (key + value) :].view(wide)
-        yield rest.reshape(blocks, layers, groups, -1, _BLOCK), False
+        rest = pieces[..., BLOCK_TOKENS * (key + value) :].view(wide)
+        yield rest.reshape(blocks, layers, groups, -1, BLOCK_TOKENS), False
 
 
-KVFormat = Literal["bf16", "int8", "int4", "latent-bf16", "latent-int8"]
-KV_FORMATS: tuple[KVFormat, ...] = ("bf16", "int8", "int4")  # in the order of abi.h
-LATENT_FORMATS: dict[KVFormat, KVFormat] = {"bf16": "latent-bf16", "int8": "latent-int8"}
-"""Of latent attention, by what they keep a number as: a token's row is key and value at once."""
-BLOCK = 256  # tokens
-_LAYOUTS: dict[KVFormat, int] = {"int8": 2, "int4": 2}
+_LAYOUTS: dict[CacheFormat, int] = {"int8": 2, "int4": 2}
 """Of a block's insides, 1 where none is named; another number for another meaning of bytes."""
-_CHUNK = 32
-_KEY_BYTES, _VALUE_BYTES = 24 + 2, 16 + 2  # of a chunk: codes and their scale
 
 
-def parse_kv_format(name: str | None) -> KVFormat:
-    """The format of that name; bf16 for none.
-
-    Raises:
-        OptionError: there is no such format.
-    """
-    for known in KV_FORMATS:
-        if name in (known, None):
-            return known
-    raise OptionError(f"kv_format must be one of {', '.join(KV_FORMATS)}, is {name!r}")
-
-
-def cache_format(layers: Sequence[AttentionSpec], kv_format: KVFormat) -> KVFormat:
+def cache_format(layers: Sequence[AttentionSpec], kv_format: CacheFormat) -> CacheFormat:
     """The format of the layers' cache where ``kv_format`` is asked for, or has been given before.
 
     Raises:
@@ -145,24 +129,9 @@ def cache_format(layers: Sequence[AttentionSpec], kv_format: KVFormat) -> KVForm
     return LATENT_FORMATS[kv_format]
 
 
-def block_nbytes(groups: int, width: int, kv_format: KVFormat) -> int:
-    """Bytes of one layer's keys and values of 256 tokens: ``groups`` heads of ``width``."""
-    if kv_format == "bf16":
-        head = 4 * width
-    elif kv_format == "int8":
-        head = 2 * (width + 4)
-    elif kv_format == "latent-bf16":
-        head = 2 * width
-    elif kv_format == "latent-int8":
-        head = width + 4
-    else:
-        head = -(-width // _CHUNK) * (_KEY_BYTES + _VALUE_BYTES)
-    return BLOCK * groups * head
-
-
-def token_nbytes(shapes: Sequence[tuple[int, int]], kv_format: KVFormat) -> int:
+def token_nbytes(shapes: Sequence[tuple[int, int]], kv_format: CacheFormat) -> int:
     """Bytes that one token takes in all layers. ``shapes`` gives (kv heads, head size) of each."""
-    return sum(block_nbytes(groups, width, kv_format) for groups, width in shapes) // BLOCK
+    return sum(block_nbytes(groups, width, kv_format) for groups, width in shapes) // BLOCK_TOKENS
 
 
 def map_zeros(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -197,21 +166,21 @@ class NativeKVCache(GrowingCache):
     grows_in_place = True
 
     def __init__(
-        self, shapes: Sequence[tuple[int, int]], capacity: int, kv_format: KVFormat = "bf16"
+        self, shapes: Sequence[tuple[int, int]], capacity: int, kv_format: CacheFormat = "bf16"
     ) -> None:
         super().__init__(capacity)
-        self.kv_format: KVFormat = kv_format
+        self.kv_format: CacheFormat = kv_format
         self._blocks = [block_nbytes(groups, width, kv_format) for groups, width in shapes]
         self._shapes = list(shapes)
         self._step = sum(self._blocks)
-        self._memory = map_zeros(grown_capacity(capacity) // BLOCK * self._step)
+        self._memory = map_zeros(grown_capacity(capacity) // BLOCK_TOKENS * self._step)
         start = self._memory.ctypes.data
         self._starts = [start + sum(self._blocks[:layer]) for layer in range(len(shapes))]
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.allocated // BLOCK * self._step
+        return self.allocated // BLOCK_TOKENS * self._step
 
     @property
     def kv_layout(self) -> str:
@@ -228,7 +197,7 @@ class NativeKVCache(GrowingCache):
 
     def take_blocks(self, first: int, count: int) -> npt.NDArray[np.uint8]:
         """A view, (count, block_bytes)."""
-        assert (first + count) * BLOCK <= self.allocated, "blocks that there are"
+        assert (first + count) * BLOCK_TOKENS <= self.allocated, "blocks that there are"
         memory = self._memory[first * self._step : (first + count) * self._step]
         return memory.reshape(count, self._step)
 
@@ -250,7 +219,7 @@ class NativeKVCache(GrowingCache):
         """The memory is mapped already."""
 
     def _move(self, first: int, rows: Sequence[int]) -> None:
-        steps = self.allocated // BLOCK
+        steps = self.allocated // BLOCK_TOKENS
         memory = self._memory[: steps * self._step].reshape(steps, self._step)
         at = 0
         for (groups, width), alike in groupby(self._shapes):
@@ -266,11 +235,11 @@ class KVMaker(Protocol):
     """Makes caches that are not in RAM throughout: see ``NativeOps.kv_maker``."""
 
     def cache(
-        self, layers: Sequence[AttentionSpec], capacity: int, kv_format: KVFormat
+        self, layers: Sequence[AttentionSpec], capacity: int, kv_format: CacheFormat
     ) -> NativeKVCache:
         """An empty cache for one sequence."""
 
     def cache_nbytes(
-        self, layers: Sequence[AttentionSpec], length: int, kv_format: KVFormat
+        self, layers: Sequence[AttentionSpec], length: int, kv_format: CacheFormat
     ) -> int:
         """Bytes of RAM of a cache that has grown to ``length`` tokens."""

@@ -25,7 +25,6 @@ from localrt.quant.cpu.abi import (
 )
 from localrt.quant.cpu.adapters import NativeAdapters, PackedLowRank
 from localrt.quant.cpu.kv import (
-    KVFormat,
     KVMaker,
     NativeKVCache,
     cache_format,
@@ -74,7 +73,7 @@ from localrt.quant.ops.experts import (
     Routing,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
-from localrt.quant.ops.kv import KVCache, grown_capacity
+from localrt.quant.ops.kv import CacheFormat, KVCache, grown_capacity
 from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateCache, StateLayout
@@ -97,7 +96,7 @@ class NativeOps(StreamSteps):
     compute_format = "packed"
 
     def __init__(
-        self, *, threads: int | None = None, isa: str = "", kv_format: KVFormat = "bf16"
+        self, *, threads: int | None = None, isa: str = "", kv_format: CacheFormat = "bf16"
     ) -> None:
         path = find_library()
         if path is None:
@@ -108,7 +107,7 @@ class NativeOps(StreamSteps):
         self._handle = self._api.lrt_create(threads or _usable_cores(), isa.encode())
         if not self._handle:
             raise OptionError(f"this processor cannot run the {isa!r} kernels")
-        self._kv_format: KVFormat = kv_format
+        self._kv_format: CacheFormat = kv_format
         self.kv_maker: KVMaker | None = None
         self._turns: dict[Rope, Turns] = {}
         self._spare: dict[tuple[int, ...], Floats] = {}

@@ -21,12 +21,7 @@ from localrt.quant.cpu.abi import (
     SpanArgs,
     StateSpanArgs,
 )
-from localrt.quant.cpu.kv import (
-    BLOCK,
-    KV_FORMATS,
-    LATENT_FORMATS,
-    NativeKVCache,
-)
+from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.cpu.weights import NativeVector, address_of
 from localrt.quant.ops.attention import (
     AttentionSpec,
@@ -38,6 +33,7 @@ from localrt.quant.ops.attention import (
     Rope,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
+from localrt.quant.ops.kv import BLOCK_TOKENS, KV_FORMATS, LATENT_FORMATS
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
@@ -318,8 +314,8 @@ class Turns:
 
     def __init__(self, rope: Rope) -> None:
         self._rope = rope
-        places = self._angles(np.arange(BLOCK), 1.0)  # (256, pairs, 2)
-        tiles = places.reshape(BLOCK // 16, 16, *places.shape[1:])
+        places = self._angles(np.arange(BLOCK_TOKENS), 1.0)  # (256, pairs, 2)
+        tiles = places.reshape(BLOCK_TOKENS // 16, 16, *places.shape[1:])
         self._near = np.ascontiguousarray(tiles.transpose(0, 2, 3, 1))  # (16, pairs, 2, 16)
         self._far: Floats = np.empty((0, *places.shape[1:]), np.float32)
 
@@ -328,9 +324,9 @@ class Turns:
 
         They stay there until more positions are asked for.
         """
-        blocks = -(-positions // BLOCK)
+        blocks = -(-positions // BLOCK_TOKENS)
         if blocks > len(self._far):
-            self._far = self._angles(BLOCK * np.arange(2 * blocks), self._rope.scale)
+            self._far = self._angles(BLOCK_TOKENS * np.arange(2 * blocks), self._rope.scale)
         return self._near.ctypes.data, self._far.ctypes.data
 
     def _angles(self, positions: npt.NDArray[np.int64], scale: float) -> Floats:

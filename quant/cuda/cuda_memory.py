@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.device import FullCard, upload
+from localrt.quant.cuda.launch import FullCard, upload
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.ops.experts import Routing

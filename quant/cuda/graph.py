@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.device import upload
-from localrt.quant.cuda.kernels.products import MOST_ROWS
+from localrt.quant.cuda.launch import upload
+from localrt.quant.cuda.products import MOST_ROWS
 from localrt.quant.cuda.recurrent import SequenceTable
 from localrt.quant.cuda.stream import (
     CudaPass,

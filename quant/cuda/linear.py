@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.cuda.device import multiplies_bf16
-from localrt.quant.cuda.kernels.products import (
+from localrt.quant.cuda.launch import multiplies_bf16
+from localrt.quant.cuda.products import (
     MOST_ROWS,
     Records,
     TiledMatrix,
@@ -21,7 +21,7 @@ from localrt.quant.cuda.kernels.products import (
     quantize,
     unpack_rows,
 )
-from localrt.quant.cuda.kernels.steps import gate, rotate_blocks
+from localrt.quant.cuda.steps import gate, rotate_blocks
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.ops.experts import ExpertSpec

@@ -20,6 +20,7 @@ import torch
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.gpu_file import (
     FINE_RATES,
     RATES,
@@ -28,12 +29,17 @@ from localrt.quant.cuda.gpu_file import (
     CardRates,
 )
 from localrt.quant.cuda.graph import record
-from localrt.quant.cuda.kernels.formats import TYPES
-from localrt.quant.cuda.kernels.launch import CudaStopwatch, Stopwatch, card_file, noting, prepare
-from localrt.quant.cuda.kernels.products import TiledMatrix, quantize
-from localrt.quant.cuda.kernels.programs import Program
-from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.launch import (
+    CudaStopwatch,
+    Stopwatch,
+    card_file,
+    noting,
+    prepare,
+)
 from localrt.quant.cuda.linear import linear
+from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import TiledMatrix, quantize
+from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span

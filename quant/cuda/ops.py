@@ -29,17 +29,15 @@ from localrt.quant.cuda.attention import (
     cache_nbytes,
     new_cache,
 )
-from localrt.quant.cuda.device import FullCard, upload
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
 from localrt.quant.cuda.graph import GraphedForward, Recordings
-from localrt.quant.cuda.kernels.kv import CardKvFormat
-from localrt.quant.cuda.kernels.products import unpack_rows
-from localrt.quant.cuda.kernels.routing import combined, put_rows
-from localrt.quant.cuda.kernels.steps import norm, rotate_blocks
 from localrt.quant.cuda.latent import LatentSteps
+from localrt.quant.cuda.launch import FullCard, upload
 from localrt.quant.cuda.linear import gate_up, linear, normed_for
+from localrt.quant.cuda.products import unpack_rows
 from localrt.quant.cuda.recurrent import RecurrentSteps
-from localrt.quant.cuda.routing import on_card
+from localrt.quant.cuda.routing import combined, on_card, put_rows
+from localrt.quant.cuda.steps import norm, rotate_blocks
 from localrt.quant.cuda.stream import (
     CudaPass,
     Logits,
@@ -64,7 +62,7 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.kv import KVCache, KvFormat
 from localrt.quant.ops.protocol import (
     Batch,
     Forward,
@@ -95,9 +93,9 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     compute_format = "packed"
 
     def __init__(
-        self, *, device: str = "cuda", kv_format: CardKvFormat = "bf16", fine: bool = False
+        self, *, device: str = "cuda", kv_format: KvFormat = "bf16", fine: bool = False
     ) -> None:
-        self.kv_format: CardKvFormat = kv_format
+        self.kv_format: KvFormat = kv_format
         self.fine = fine
         self._device = torch.device(device)
         if device == "cuda":

@@ -15,12 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.experts import CudaExpertTable, run_kind
-from localrt.quant.cuda.kernels.grouped import plan_slots, rows_at_once
-from localrt.quant.cuda.kernels.launch import noting, prepare
-from localrt.quant.cuda.kernels.products import MOST_ROWS, TiledMatrix
-from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.experts import CudaExpertTable, plan_slots, rows_at_once, run_kind
+from localrt.quant.cuda.launch import noting, prepare
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import MOST_ROWS, TiledMatrix
+from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.cuda.weight import CudaWeight, is_packed
 from localrt.quant.formats.packed import PackedTensor

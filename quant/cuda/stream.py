@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.kernels.products import Records
-from localrt.quant.cuda.kernels.steps import norm, norm_records
+from localrt.quant.cuda.products import Records
+from localrt.quant.cuda.steps import norm, norm_records
 from localrt.quant.ops.attention import AttentionTemperature, Rope
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.protocol import Span

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cuda.adapters import CudaAdapters
-from localrt.quant.cuda.kernels.formats import TYPES
-from localrt.quant.cuda.kernels.products import TiledMatrix
+from localrt.quant.cuda.formats import TYPES
+from localrt.quant.cuda.products import TiledMatrix
 from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import Format, PackedTensor
 from localrt.quant.formats.published import E4m3Codec

@@ -2,6 +2,7 @@
 
 from localrt.quant.formats.affine import AFFINE, AffineCodec
 from localrt.quant.formats.catalog import CODECS, FORMATS, GROUP_CODECS
+from localrt.quant.formats.convert import assemble, codec_of, pack, unpack
 from localrt.quant.formats.fp4 import F8_E4M3, NF4, NVFP4
 from localrt.quant.formats.ggml import (
     BF16,
@@ -20,7 +21,6 @@ from localrt.quant.formats.ggml import (
     Q8_0,
     TQ2_0,
 )
-from localrt.quant.formats.pack import assemble, codec_of, pack
 from localrt.quant.formats.packed import Codec, Exactness, Format, GroupCodec, PackedTensor
 from localrt.quant.formats.published import (
     PUBLISHED,
@@ -29,7 +29,6 @@ from localrt.quant.formats.published import (
     Nf4FloatCodec,
     ZeroPointCodec,
 )
-from localrt.quant.formats.unpack import unpack
 
 __all__ = [
     "AFFINE",

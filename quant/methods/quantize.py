@@ -32,7 +32,7 @@ from localrt.quant.formats import (
     assemble,
     codec_of,
 )
-from localrt.quant.formats.pack import require_finite, require_whole_groups
+from localrt.quant.formats.convert import require_finite, require_whole_groups
 from localrt.quant.formats.packed import Floats
 from localrt.quant.formats.tiled import tile_span
 from localrt.quant.methods.gptq import gptq_codes

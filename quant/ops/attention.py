@@ -266,3 +266,29 @@ class IndexWeights:
     qk: Weight  # (projected_rows, D)
     q_norm: Vector  # (E,)
     k_norm: Vector  # (E,), of a block's mean
+
+
+RUN = 256
+"""Keys of a run: RUN in quant/cuda/src/attention.cuh."""
+_MOST_ROWS = 64  # that are split: MOST_ROWS of the products
+_MOST_NBYTES = 32 << 20
+
+
+# A GPU splits the keys that few rows see into runs, each of which gives a row's result and two
+# numbers for each head, in float32; they are joined afterwards.
+
+
+def run_nbytes(runs: int, heads: int, value: int) -> int:
+    """Of a row's results of ``value`` numbers."""
+    return runs * heads * (value + 2) * 4
+
+
+def rows_together(rows: int, nbytes: int) -> int:
+    """Of ``rows`` rows with ``nbytes`` each, so many that they stay small."""
+    return max(1, min(rows, _MOST_NBYTES // nbytes))
+
+
+def scratch_nbytes(heads: int, value: int, longest: int) -> int:
+    """The most that a GPU's passes take over caches of up to ``longest`` tokens."""
+    row = run_nbytes(-(-longest // RUN), heads, value)
+    return row * rows_together(_MOST_ROWS, row)

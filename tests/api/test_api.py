@@ -246,7 +246,7 @@ def test_context_and_memory_are_checked_before_loading(tiny_folder: Path) -> Non
         ({"engine": "magic"}, "engine"),
         ({"format": "int3"}, "format"),
         ({"device": "tpu"}, "device"),
-        ({"kv_format": "int3"}, "kv_format must be bf16, int8 or int4"),
+        ({"kv_format": "int3"}, "kv_format must be one of bf16, int8, int4"),
         ({"kv_format": "int8", "format": "f32"}, "CPU kernels"),
         ({"ctx": 0}, "ctx"),
         ({"ctx": 2.5}, "ctx"),

@@ -17,7 +17,7 @@ from benchmarks.gpu.adapters import check_adapters
 from benchmarks.gpu.kernels import AS_PUBLISHED, FOUR_BIT, LOW_BIT, OTHERS
 from benchmarks.gpu.tables import gpu_tables
 from benchmarks.gpu.timing import Result
-from localrt.quant.cuda.kernels.formats import TYPES
+from localrt.quant.cuda.formats import TYPES
 from tests.ops.cuda import target  # noqa: F401  kernels run on the CPU
 
 ROOT = Path(__file__).parents[2]

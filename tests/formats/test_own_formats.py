@@ -24,8 +24,8 @@ from localrt.quant.formats import (
     pack,
     unpack,
 )
+from localrt.quant.formats.convert import unpack as unpack_tensor
 from localrt.quant.formats.ggml import GGUF_CODECS
-from localrt.quant.formats.unpack import unpack as unpack_tensor
 
 # Half the widest gap between neighbouring levels, over the group's largest magnitude (for a format
 # with a minimum: over its range), with room for the rounding of the scale itself.

@@ -23,8 +23,8 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv import KvTier
 from localrt.offload.kv.file import PAGE, IoThread, KvFile
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cpu.kv import KV_FORMATS, KVFormat
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.kv import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import save_tiny, tokens
 
@@ -50,7 +50,7 @@ class Pair:
         path: Path,
         folder: Path,
         *,
-        kv_format: KVFormat = "bf16",
+        kv_format: CacheFormat = "bf16",
         on_ssd: tuple[int, ...] | None = None,
         slots: int = 2,
     ) -> None:
@@ -68,7 +68,7 @@ class Pair:
         self.tier.close()
 
 
-def _load(path: Path, kv_format: KVFormat) -> Decoder:
+def _load(path: Path, kv_format: CacheFormat) -> Decoder:
     with closing(open_checkpoint(path)) as checkpoint:
         config = read_config(checkpoint, context=CAPACITY)
         return load_decoder(checkpoint, NativeOps(threads=1, kv_format=kv_format), config)
@@ -94,7 +94,7 @@ def extend(decoder: Decoder, *sequences: tuple[Any, list[int]]) -> Any:
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])  # the latter sees through windows
 def test_chunks_tokens_and_trims_are_bitwise_those_of_ram(
-    name: str, kv_format: KVFormat, pairs: Any, tmp_path: Path
+    name: str, kv_format: CacheFormat, pairs: Any, tmp_path: Path
 ) -> None:
     pair = pairs(name, kv_format=kv_format)
     caches = [pair.ram.cache(CAPACITY), pair.ssd.cache(CAPACITY)]

@@ -26,9 +26,9 @@ from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
 from localrt.offload.placement import Placement, Where
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.kernels.launch import Grid, emulate
-from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.launch import Grid, emulate
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.programs import Program
 from localrt.quant.formats import CODECS, pack, unpack
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps

@@ -26,7 +26,7 @@ from tests.loading.conftest import Choose
 pytest.importorskip("torch")
 
 from localrt.quant import choose
-from localrt.quant.cuda.kernels.launch import emulate
+from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
 from tests.inside import core_of
 from tests.ops.cuda.emulator import Emulator

@@ -22,9 +22,9 @@ from localrt.offload.reading.files import ReadMode
 from localrt.offload.ring import PAGE
 from localrt.offload.store import pack_store
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cpu.kv import KVFormat
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.tiled import tile_tensor
+from localrt.quant.ops.kv import CacheFormat
 from localrt.quant.ops.protocol import Batch, KVCache
 from tests.store.synthetic import SyntheticCheckpoint
 
@@ -107,7 +107,7 @@ def tokens(count: int, seed: int = 0, vocab: int = 200) -> list[int]:
 class Model:
     """A store opened for comparing: one ``Ops`` computes both decoders."""
 
-    def __init__(self, folder: Path, *, threads: int = 1, kv_format: KVFormat = "bf16") -> None:
+    def __init__(self, folder: Path, *, threads: int = 1, kv_format: CacheFormat = "bf16") -> None:
         store = open_checkpoint(folder)
         assert isinstance(store, StoreCheckpoint)
         self.store = store

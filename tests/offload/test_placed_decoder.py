@@ -15,7 +15,7 @@ from localrt.common.errors import CancelledError, MemoryBudgetError
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
-from localrt.quant.cpu.kv import KVFormat
+from localrt.quant.ops.kv import CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.offload.placed import (
     Model,
@@ -131,7 +131,7 @@ def test_every_architecture_streams(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("threads", "kv_format"), [(2, "bf16"), (1, "int8"), (2, "int8")])
 def test_threads_and_cache_formats_stream_alike(
-    model: Model, threads: int, kv_format: KVFormat
+    model: Model, threads: int, kv_format: CacheFormat
 ) -> None:
     with closing(Model(model.store.path, threads=threads, kv_format=kv_format)) as other:
         with other.placed(passing(model.store)) as decoder:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.quant.cpu.kv import KVFormat
+from localrt.quant.ops.kv import CacheFormat
 from tests.offload.placed import Model, extend, needs_kernels, pack_tiny, tokens
 
 pytestmark = needs_kernels
@@ -19,7 +19,7 @@ pytestmark = needs_kernels
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:
-    kv_format: KVFormat = request.param
+    kv_format: CacheFormat = request.param
     folder = pack_tiny("deepseek-v3", tmp_path_factory.mktemp("deepseek"))
     with closing(Model(folder, kv_format=kv_format)) as opened:
         yield opened

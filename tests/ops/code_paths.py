@@ -15,13 +15,12 @@ import numpy as np
 from localrt.common.errors import OptionError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
-from localrt.quant.cpu.kv import KVFormat
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.kv import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch
 from tests.ops.test_native_matmul import ISAS
 
 LENGTH = 40
-KV_FORMATS: tuple[KVFormat, ...] = ("bf16", "int8", "int4")
 
 
 def save(folder: Path) -> None:
@@ -32,7 +31,7 @@ def save(folder: Path) -> None:
         save_tiny(name, folder / name)
 
 
-def logits(folder: Path, isa: str, kv: KVFormat) -> np.ndarray:
+def logits(folder: Path, isa: str, kv: CacheFormat) -> np.ndarray:
     """Of a prompt, and of tokens one by one behind it."""
     with closing(open_checkpoint(folder)) as checkpoint:
         config = read_config(checkpoint, context=LENGTH)

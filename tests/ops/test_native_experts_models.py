@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cpu.kv import KVFormat
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
+from localrt.quant.ops.kv import CacheFormat
 from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
 from localrt.quant.reference.ops import TorchOps
 from tests.models.test_architectures import oracle
@@ -81,7 +81,7 @@ def test_a_layer_is_torchs(spec: RouterSpec, activation: Any) -> None:
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 @pytest.mark.parametrize("name", sorted(MIXTURES))
-def test_every_mixture(name: str, kv: KVFormat, tiny: Any) -> None:
+def test_every_mixture(name: str, kv: CacheFormat, tiny: Any) -> None:
     folder, theirs = tiny(name)
     ours = load(folder, kv=kv)
     # A rounded key may change a choice, which changes that row, and those that see it a little.

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cpu.kv import KV_FORMATS, KVFormat
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import unpack
+from localrt.quant.ops.kv import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch, Span
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS
@@ -84,7 +84,7 @@ BOUNDS = {"bf16": 0.01, "int8": 0.02, "int4": 0.12}
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kv", KV_FORMATS)
 @pytest.mark.parametrize("window", [None, 100])
-def test_sinks_take_their_share(window: int | None, kv: KVFormat, isa: str) -> None:
+def test_sinks_take_their_share(window: int | None, kv: CacheFormat, isa: str) -> None:
     count = 600 if isa == ISAS[0] else 300
     x, spec = rows_of(count), replace(SPEC, window=window)
     wanted = reference(x, window)
@@ -102,7 +102,7 @@ def test_sinks_take_their_share(window: int | None, kv: KVFormat, isa: str) -> N
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS)
-def test_a_sink_far_below_changes_nothing(kv: KVFormat) -> None:
+def test_a_sink_far_below_changes_nothing(kv: CacheFormat) -> None:
     x = rows_of(300)
     far = np.full(HEADS, -1e4, np.float32)
     results = [Layer(NativeOps(threads=2, kv_format=kv), s).extend(x) for s in (None, far)]
@@ -115,7 +115,7 @@ def test_a_sink_far_above_takes_everything() -> None:
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS)
-def test_rows_of_a_tree_have_sinks_too(kv: KVFormat) -> None:
+def test_rows_of_a_tree_have_sinks_too(kv: CacheFormat) -> None:
     ops = NativeOps(threads=2, kv_format=kv)
     x, parents = rows_of(305), [-1, 0, 0, 2, 1]
     mask = np.eye(5, dtype=bool)

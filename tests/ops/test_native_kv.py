@@ -11,9 +11,9 @@ import numpy.typing as npt
 import pytest
 
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cpu.kv import KV_FORMATS, KVFormat, block_nbytes
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
+from localrt.quant.ops.kv import KV_FORMATS, CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import (
     AttentionSpec,
     AttentionWeights,
@@ -37,7 +37,7 @@ HIDDEN = 64
 LATENT = {*DEEPSEEK_CONFIGS, "glm4-moe-lite", "kimi-linear"}
 # Largest error over the largest output, against exact keys and values. The reference that knows
 # the format is met much closer, but for numbers at a rounding's edge, one in a hundred at most.
-BOUNDS: dict[KVFormat, float] = {"bf16": 0.01, "int8": 0.02, "int4": 0.15}
+BOUNDS: dict[CacheFormat, float] = {"bf16": 0.01, "int8": 0.02, "int4": 0.15}
 SAME = 6e-5
 
 
@@ -88,7 +88,7 @@ class Layer:
         x: npt.NDArray[np.float32],
         positions: npt.NDArray[np.int64],
         seen: npt.NDArray[np.bool_],
-        kv_format: KVFormat | None,
+        kv_format: CacheFormat | None,
     ) -> Doubles:
         """Of the last rows, which see ``seen`` (rows, all); exact keys where no format is named."""
         spec, size = self.spec, self.spec.head_dim
@@ -146,7 +146,7 @@ def rotated(x: Doubles) -> Doubles:
     return (x.reshape(*x.shape[:-1], -1, block) @ matrix).reshape(x.shape)
 
 
-def cached(x: Doubles, kv_format: KVFormat, *, bits: int) -> Doubles:
+def cached(x: Doubles, kv_format: CacheFormat, *, bits: int) -> Doubles:
     """What a cache makes of the last axis; ``bits`` are those of an int4 code."""
     if kv_format == "bf16":
         return rounded(x)
@@ -202,7 +202,7 @@ SPECS = {
 @pytest.mark.parametrize("bias", [0.0, 60.0])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("name", sorted(SPECS))
-def test_attention_equals_float64(name: str, kv_format: KVFormat, bias: float) -> None:
+def test_attention_equals_float64(name: str, kv_format: CacheFormat, bias: float) -> None:
     if bias and (name == "no rotary" or name == "partly rotary"):
         bias = 2.0  # the part that does not turn stays in the keys
     layer, count = Layer.random(SPECS[name], bias=bias), 274
@@ -226,7 +226,7 @@ def test_attention_equals_float64(name: str, kv_format: KVFormat, bias: float) -
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_a_tree_sees_keys_at_its_nodes_positions(kv_format: KVFormat) -> None:
+def test_a_tree_sees_keys_at_its_nodes_positions(kv_format: CacheFormat) -> None:
     layer, held = Layer.random(spec_of(), bias=40.0), 250
     parents = [-1, 0, 0, 1, 1, 2, 2, 6]  # across a block's end
     count = held + len(parents)
@@ -251,7 +251,7 @@ def test_a_tree_sees_keys_at_its_nodes_positions(kv_format: KVFormat) -> None:
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "int4"])
-def test_a_large_number_costs_the_others_of_its_head_little(kv_format: KVFormat) -> None:
+def test_a_large_number_costs_the_others_of_its_head_little(kv_format: CacheFormat) -> None:
     """One number of every value is fifty times the others, which share scales with it."""
     layer, count = Layer.random(spec_of()), 100
     values = layer.qkv[-2 * 64 :].reshape(2, 64, HIDDEN)
@@ -284,7 +284,9 @@ def test_far_positions_keep_their_bias() -> None:
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("isa", ISAS)
-def test_rows_are_the_same_for_any_rows_threads_and_lengths(isa: str, kv_format: KVFormat) -> None:
+def test_rows_are_the_same_for_any_rows_threads_and_lengths(
+    isa: str, kv_format: CacheFormat
+) -> None:
     """Bit for bit, for 1 to 64 rows at once, across blocks; every code path agrees with float64."""
     layer = Layer.random(spec_of(48, heads=6), bias=10.0)
     count = 600 if isa == ISAS[0] else 280
@@ -325,7 +327,7 @@ def test_every_architecture_runs_on_int4(name: str, tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_trimming_leaves_no_trace(kv_format: KVFormat, tiny: Any) -> None:
+def test_trimming_leaves_no_trace(kv_format: CacheFormat, tiny: Any) -> None:
     decoder = load(tiny("qwen2")[0], kv=kv_format)
     ids = tokens(300)
     cache = decoder.cache(600)

@@ -19,8 +19,9 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv import KvTier
 from localrt.quant.choose import make_ops
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cpu.kv import KVFormat, block_nbytes, move_rows
+from localrt.quant.cpu.kv import move_rows
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.kv import CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
 from localrt.quantize.quantize import Recipe, quantize_model
@@ -60,7 +61,7 @@ def native(
     *,
     threads: int = 2,
     isa: str = "",
-    kv: KVFormat = "bf16",
+    kv: CacheFormat = "bf16",
     on_ssd: Path | None = None,
 ) -> Decoder:
     decoder = load(path, NativeOps(threads=threads, isa=isa, kv_format=kv))
@@ -116,7 +117,9 @@ def test_rotated_inputs_are_rotated(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_long_contexts_are_the_same_for_any_threads_and_chunks(folder: Path, kv: KVFormat) -> None:
+def test_long_contexts_are_the_same_for_any_threads_and_chunks(
+    folder: Path, kv: CacheFormat
+) -> None:
     """Beyond one block of keys, where work is split over the cache."""
     ids = tokens(600)
     results = []
@@ -138,7 +141,7 @@ PATHS = ([0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4])
 @pytest.mark.parametrize("held", [20, 254, 300])
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_a_tree_equals_its_branches_and_keeps_one(
-    folder: Path, kv: KVFormat, held: int, tmp_path: Path
+    folder: Path, kv: CacheFormat, held: int, tmp_path: Path
 ) -> None:
     """On either side of a block's border, in RAM and with layers on the SSD."""
     prompt, nodes = tokens(held), [5, 6, 7, 8, 9]
@@ -162,7 +165,7 @@ def test_a_tree_equals_its_branches_and_keeps_one(
 
 
 @pytest.mark.parametrize(("kv", "token"), [("bf16", 2 * 48), ("int8", 48 + 4)])
-def test_a_cache_holds_one_row_of_a_token(folder: Path, kv: KVFormat, token: int) -> None:
+def test_a_cache_holds_one_row_of_a_token(folder: Path, kv: CacheFormat, token: int) -> None:
     decoder = native(folder, kv=kv)
     cache = decoder.cache(300)
     cache.reserve(300)
@@ -171,7 +174,7 @@ def test_a_cache_holds_one_row_of_a_token(folder: Path, kv: KVFormat, token: int
 
 @settings(max_examples=30)
 @given(st.data(), st.sampled_from(["latent-bf16", "latent-int8"]))
-def test_rows_move_with_their_scales(data: st.DataObject, kv: KVFormat) -> None:
+def test_rows_move_with_their_scales(data: st.DataObject, kv: CacheFormat) -> None:
     size, width = block_nbytes(1, 48, kv), 48
     memory = np.random.default_rng(1).integers(0, 256, (2, 1, size), np.uint8)
     before = memory.copy()

@@ -13,8 +13,8 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cpu.kv import KVFormat
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.kv import CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.test_architectures import oracle
 from tests.models.tiny import CONFIGS, relative_error, tokens
@@ -28,7 +28,7 @@ TOLERANCE = 0.03
 LENGTH = 40
 
 
-def load(folder: Path, *, threads: int = 2, isa: str = "", kv: KVFormat = "bf16") -> Decoder:
+def load(folder: Path, *, threads: int = 2, isa: str = "", kv: CacheFormat = "bf16") -> Decoder:
     with closing(open_checkpoint(folder)) as checkpoint:
         config = read_config(checkpoint, context=LENGTH)
         ops = NativeOps(threads=threads, isa=isa, kv_format=kv)
@@ -37,7 +37,7 @@ def load(folder: Path, *, threads: int = 2, isa: str = "", kv: KVFormat = "bf16"
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_every_architecture(name: str, kv: KVFormat, tiny: Any) -> None:
+def test_every_architecture(name: str, kv: CacheFormat, tiny: Any) -> None:
     folder, theirs = tiny(name)
     ours = load(folder, kv=kv)
     ids = tokens(LENGTH)
@@ -63,7 +63,7 @@ def folder(tiny: Any) -> Path:
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_every_instruction_set_gives_the_same_bits(name: str, tiny: Any) -> None:
-    kinds: tuple[KVFormat, ...] = KV_FORMATS if name == "llama" else ("int8",)
+    kinds: tuple[CacheFormat, ...] = KV_FORMATS if name == "llama" else ("int8",)
     for kv in kinds:
         best, *others = (logits(tiny(name)[0], isa, kv) for isa in ISAS)
         for other in others:
@@ -71,7 +71,9 @@ def test_every_instruction_set_gives_the_same_bits(name: str, tiny: Any) -> None
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_long_contexts_are_the_same_for_any_threads_and_chunks(kv: KVFormat, folder: Path) -> None:
+def test_long_contexts_are_the_same_for_any_threads_and_chunks(
+    kv: CacheFormat, folder: Path
+) -> None:
     """Beyond one block of keys, where work is split over the cache."""
     ids = tokens(700)
     results = []
@@ -118,7 +120,7 @@ def test_a_tree_equals_its_branches(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_trim_and_growth_leave_no_trace(folder: Path, kv: KVFormat) -> None:
+def test_trim_and_growth_leave_no_trace(folder: Path, kv: CacheFormat) -> None:
     decoder = load(folder, kv=kv)
     ids = tokens(300)
     cache = decoder.cache(600)

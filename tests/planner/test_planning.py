@@ -105,7 +105,7 @@ def test_a_whole_pc_and_what_replaces_parts_of_it(tmp_path: Path) -> None:
         ({"cores": 0}, localrt.OptionError, "cores must be at least 1"),
         ({"ctx": 0}, localrt.OptionError, "ctx must be an integer of at least 1"),
         ({"batch": True}, localrt.OptionError, "batch"),
-        ({"kv_format": "int3"}, localrt.OptionError, "kv_format must be bf16"),
+        ({"kv_format": "int3"}, localrt.OptionError, "kv_format must be one of bf16"),
         ({"format": "int9"}, localrt.OptionError, "format must be one of"),
         ({"ram": "lots"}, localrt.OptionError, "not a size"),
         ({"ssd": "fast"}, localrt.OptionError, "fast"),

@@ -15,8 +15,9 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.kv import KvTier
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cpu.kv import KV_FORMATS, NativeKVCache
+from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.kv import KV_FORMATS
 from localrt.quant.ops.protocol import Batch, Ops
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import save_tiny, tokens

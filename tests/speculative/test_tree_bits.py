@@ -15,8 +15,8 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cpu.kv import KV_FORMATS, KVFormat
 from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.kv import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.tree import ROOT, TokenTree
 from tests.models.tiny import save_tiny, tokens
@@ -38,7 +38,7 @@ HELD = [
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, KVFormat], Decoder]:
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, CacheFormat], Decoder]:
     """A tiny model by its name and the format of its cache, each loaded once."""
 
     @functools.cache
@@ -48,7 +48,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, KVFormat], 
         return folder
 
     @functools.cache
-    def loaded(name: str, kv_format: KVFormat) -> Decoder:
+    def loaded(name: str, kv_format: CacheFormat) -> Decoder:
         with closing(open_checkpoint(saved(name))) as checkpoint:
             config = read_config(checkpoint, context=CAPACITY)
             return load_decoder(checkpoint, NativeOps(threads=2, kv_format=kv_format), config)
@@ -72,7 +72,7 @@ def tree_pass(decoder: Decoder, cache: Any, token: int, tree: TokenTree) -> Any:
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize(("name", "held"), HELD)
 def test_every_path_has_the_bits_of_plain_decoding(
-    load: Any, name: str, kv_format: KVFormat, held: int
+    load: Any, name: str, kv_format: CacheFormat, held: int
 ) -> None:
     decoder, tree = load(name, kv_format), some_tree()
     prompt = tokens(held)
@@ -95,7 +95,7 @@ def test_every_path_has_the_bits_of_plain_decoding(
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tree_may_grow_pass_by_pass(load: Any, name: str, kv_format: KVFormat) -> None:
+def test_a_tree_may_grow_pass_by_pass(load: Any, name: str, kv_format: CacheFormat) -> None:
     decoder, tree = load(name, kv_format), some_tree()
     whole, steps = decoder.cache(CAPACITY), decoder.cache(CAPACITY)
     for cache in (whole, steps):

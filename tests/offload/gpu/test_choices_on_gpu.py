@@ -27,9 +27,9 @@ from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda import ops as cuda_ops
 from localrt.quant.cuda import routing as cuda_routing
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.kernels.launch import Grid, emulate
-from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.launch import Grid, emulate
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.programs import Program
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.fake_cuda import LateCudaGpu
 from tests.offload.gpu.placed_on_gpu import all_in_ram

@@ -22,9 +22,9 @@ from localrt.offload.pipeline.lane import Lane
 from localrt.offload.placement import Where
 from localrt.quant.cuda import cuda_memory
 from localrt.quant.cuda.cuda_memory import CudaCopies
-from localrt.quant.cuda.kernels.launch import emulate
-from localrt.quant.cuda.kernels.products import TiledMatrix
+from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import TiledMatrix
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import relative_error
 from tests.offload.experts.rates import Rate

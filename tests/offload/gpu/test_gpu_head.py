@@ -11,7 +11,7 @@ import pytest
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
-from localrt.quant.cuda.kernels.launch import emulate
+from localrt.quant.cuda.launch import emulate
 from tests.offload.gpu.fake_cuda import on_late_gpu
 from tests.offload.placed import (
     Model,

@@ -21,7 +21,7 @@ from localrt.models.decoder import Decoder
 from localrt.offload.pipeline.stage import Segment
 from localrt.offload.placement import Where
 from localrt.quant.cuda import graph
-from localrt.quant.cuda.kernels.launch import emulate
+from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from tests.offload.gpu.fake_cuda import on_late_gpu

@@ -14,11 +14,11 @@ from importlib.resources import files
 
 import torch
 
-from localrt.quant.cuda.kernels.formats import steps_at_once
-from localrt.quant.cuda.kernels.grouped import grouped_program
-from localrt.quant.cuda.kernels.products import linear_program
-from localrt.quant.cuda.kernels.programs import Program, compile_program
-from localrt.quant.cuda.kernels.variants import Case, Cut, best_cut
+from localrt.quant.cuda.experts import grouped_program
+from localrt.quant.cuda.formats import steps_at_once
+from localrt.quant.cuda.products import linear_program
+from localrt.quant.cuda.programs import Program, compile_program
+from localrt.quant.cuda.variants import Case, Cut, best_cut
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
 

@@ -12,8 +12,8 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from localrt.quant.cuda.kernels.launch import Grid
-from localrt.quant.cuda.kernels.programs import Program, sources
+from localrt.quant.cuda.launch import Grid
+from localrt.quant.cuda.programs import Program, sources
 
 __all__ = ["Emulator"]
 

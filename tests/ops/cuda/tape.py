@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from localrt.quant.cuda.kernels.launch import Grid, Launcher
-from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.launch import Grid, Launcher
+from localrt.quant.cuda.programs import Program
 
 __all__ = ["Steps", "Tape"]
 

@@ -9,8 +9,8 @@ from localrt.quant.formats.tiled import tile
 
 __all__ = ["DEVICE", "tiles_of"]
 
-from localrt.quant.cuda.kernels.launch import emulate
-from localrt.quant.cuda.kernels.products import TiledMatrix
+from localrt.quant.cuda.launch import emulate
+from localrt.quant.cuda.products import TiledMatrix
 from tests.ops.cuda.emulator import Emulator
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

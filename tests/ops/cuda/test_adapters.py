@@ -10,10 +10,10 @@ import torch
 
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.cuda.adapters import Change, add_low_rank
 from localrt.quant.cuda.graph import GraphedForward
-from localrt.quant.cuda.kernels.low_rank import Change, add_low_rank
-from localrt.quant.cuda.kernels.products import quantize
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.products import quantize
 from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.kernels.attention import attend, rope_append
-from localrt.quant.cuda.kernels.kv import CardKvFormat, row_nbytes
-from localrt.quant.cuda.kernels.launch import noting
-from localrt.quant.cuda.kernels.runs import scratch_nbytes
+from localrt.quant.cuda.attention import attend, rope_append, row_nbytes
+from localrt.quant.cuda.launch import noting
+from localrt.quant.ops.attention import scratch_nbytes
+from localrt.quant.ops.kv import KvFormat
 from tests.ops.cuda.emulator import Emulator
 
 ALLOCATED = 768
@@ -137,7 +137,7 @@ def test_a_row_has_the_same_bits_among_any_others(
     whole = run(case)
     for rows in (slice(0, 1), slice(3, 8), slice(15, 16), slice(20, 41)):
         assert torch.equal(run(case, rows=rows), whole[rows]), rows
-    monkeypatch.setattr("localrt.quant.cuda.kernels.runs._MOST_NBYTES", 20_000)
+    monkeypatch.setattr("localrt.quant.ops.attention._MOST_NBYTES", 20_000)
     assert torch.equal(run(case), whole)  # a few rows at a time
 
 
@@ -211,7 +211,7 @@ def test_rope_and_append(emulator: Emulator, size: int, half: int, norms: str) -
 )
 @pytest.mark.parametrize(("kept", "bound"), [("int8", 0.012), ("int4", 0.15)])
 def test_quantized_keys_and_values(
-    emulator: Emulator, n: int, size: int, groups: int, kept: CardKvFormat, bound: float
+    emulator: Emulator, n: int, size: int, groups: int, kept: KvFormat, bound: float
 ) -> None:
     """Appended and attended to: what is lost is the rounding of each token's key and value."""
     heads, held = 2 * groups, 40

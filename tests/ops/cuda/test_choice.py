@@ -9,7 +9,7 @@ import torch
 
 from localrt.common.errors import OptionError
 from localrt.quant import choose
-from localrt.quant.cuda.kernels import programs
+from localrt.quant.cuda import programs
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
 from localrt.quant.ops.protocol import Rope

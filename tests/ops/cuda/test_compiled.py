@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from localrt.common.errors import LocalrtError
-from localrt.quant.cuda.kernels.attention import attention_program, join_program, rope_program
-from localrt.quant.cuda.kernels.formats import HEAVY, TYPES, format_macros
-from localrt.quant.cuda.kernels.latent import append_program, latent_programs
-from localrt.quant.cuda.kernels.products import linear_program
-from localrt.quant.cuda.kernels.programs import Program, compile_program, machine_code
-from localrt.quant.cuda.kernels.recurrent import recurrent_programs
-from localrt.quant.cuda.kernels.variants import Cut
+from localrt.quant.cuda.attention import attention_program, join_program, rope_program
+from localrt.quant.cuda.formats import HEAVY, TYPES, format_macros
+from localrt.quant.cuda.latent import append_program, latent_programs
+from localrt.quant.cuda.products import linear_program
+from localrt.quant.cuda.programs import Program, compile_program, machine_code
+from localrt.quant.cuda.recurrent import recurrent_programs
+from localrt.quant.cuda.variants import Cut
 from localrt.quant.ops.recurrent import RecurrentSpec
 from tests.ops.cuda.compiled import (
     SHARED_BYTES,
@@ -187,7 +187,7 @@ def test_latent_attention(target: int) -> None:
 def test_machine_code_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program.of("quantize", IN="float")
     first = machine_code(program, 89, tmp_path)
-    monkeypatch.setattr("localrt.quant.cuda.kernels.programs.compile_program", None)
+    monkeypatch.setattr("localrt.quant.cuda.programs.compile_program", None)
     assert machine_code(program, 89, tmp_path) == first
     assert len(list(tmp_path.iterdir())) == 1
 

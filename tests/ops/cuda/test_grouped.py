@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.cuda.kernels.grouped import (
+from localrt.quant.cuda.experts import (
     ADDRESSES,
     Plan,
     Side,
@@ -15,7 +15,7 @@ from localrt.quant.cuda.kernels.grouped import (
     plan_slots,
     write_entries,
 )
-from localrt.quant.cuda.kernels.products import product, quantize
+from localrt.quant.cuda.products import product, quantize
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.test_products import Matrix, inputs, matrix
 

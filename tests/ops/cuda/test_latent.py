@@ -10,7 +10,7 @@ import torch
 
 from localrt.models.decoder import Decoder
 from localrt.quant.cuda.graph import GraphedForward
-from localrt.quant.cuda.kernels.latent import attend_latent_rows, latent_append
+from localrt.quant.cuda.latent import attend_latent_rows, latent_append
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
@@ -83,7 +83,7 @@ def test_a_row_has_the_same_bits_among_any_others(
     whole = attend(q, cache, held, rope)
     for first, stop in ((0, 1), (3, 8), (7, 8), (20, 25)):
         assert torch.equal(attend(q[first:stop], cache, held + first, rope), whole[first:stop])
-    monkeypatch.setattr("localrt.quant.cuda.kernels.runs._MOST_NBYTES", 10_000)
+    monkeypatch.setattr("localrt.quant.ops.attention._MOST_NBYTES", 10_000)
     assert torch.equal(attend(q, cache, held, rope), whole)  # a few rows at a time
 
 

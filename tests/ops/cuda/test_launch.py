@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from localrt.common.errors import LocalrtError
-from localrt.quant.cuda.kernels import launch as launching
-from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda import launch as launching
+from localrt.quant.cuda.programs import Program
 
 bindings = pytest.importorskip("cuda.bindings")
 

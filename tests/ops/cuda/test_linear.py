@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.cuda.kernels.formats import TYPES
-from localrt.quant.cuda.kernels.products import dense_product, quantize, unpack_rows
+from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.linear import linear
+from localrt.quant.cuda.products import dense_product, quantize, unpack_rows
 from localrt.quant.cuda.weight import build_weight
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, tile

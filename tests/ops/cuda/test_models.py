@@ -18,7 +18,7 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda import linear
 from localrt.quant.cuda.graph import GraphedForward, record
-from localrt.quant.cuda.kernels.launch import emulate
+from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.formats import CODECS, pack, unpack

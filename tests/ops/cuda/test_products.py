@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.cuda.kernels.formats import TYPES
-from localrt.quant.cuda.kernels.products import (
+from localrt.quant.cuda.formats import TYPES
+from localrt.quant.cuda.products import (
     Records,
     TiledMatrix,
     empty_records,
     product,
     quantize,
 )
-from localrt.quant.cuda.kernels.variants import Case, Cut, best_cut
+from localrt.quant.cuda.variants import Case, Cut, best_cut
 from localrt.quant.formats import FORMATS, unpack
 from localrt.quant.formats.tiled import tile, tile_span
 from tests.ops.cuda.emulator import Emulator

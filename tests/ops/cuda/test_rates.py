@@ -12,9 +12,9 @@ import pytest
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda import measuring
 from localrt.quant.cuda.gpu_file import RATES, ROWS, CardFile, CardRates
-from localrt.quant.cuda.kernels.programs import Program
 from localrt.quant.cuda.measuring import card_rates, measure_card
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.cuda.programs import Program
 from tests.ops.cuda.emulator import Emulator
 from tests.planner.models import RATE
 

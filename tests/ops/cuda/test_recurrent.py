@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.cuda.kernels.products import empty_records, product, quantize
-from localrt.quant.cuda.kernels.recurrent import fits_records, mix_rows
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.recurrent import SequenceTable, mix_and_project
+from localrt.quant.cuda.products import empty_records, product, quantize
+from localrt.quant.cuda.recurrent import SequenceTable, fits_records, mix_and_project, mix_rows
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.protocol import Batch, KVCache, Span

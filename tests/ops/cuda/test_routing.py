@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.quant.cuda.kernels.routing import choose, put_rows
-from localrt.quant.cuda.routing import CudaRouting
+from localrt.quant.cuda.routing import CudaRouting, choose, put_rows
 from localrt.quant.ops.experts import RouterSpec, Routing
 from localrt.quant.reference.experts import route
 from tests.ops.cuda.emulator import Emulator

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.cuda.kernels.products import empty_records, quantize
-from localrt.quant.cuda.kernels.steps import (
+from localrt.quant.cuda.products import empty_records, quantize
+from localrt.quant.cuda.steps import (
     gate,
     norm,
     norm_gate,

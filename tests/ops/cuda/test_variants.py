@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from localrt.common.errors import LocalrtError
+from localrt.quant.cuda import launch as timing
+from localrt.quant.cuda import products
 from localrt.quant.cuda.gpu_file import CardFile, kept_of
-from localrt.quant.cuda.kernels import launch as timing
-from localrt.quant.cuda.kernels import products
-from localrt.quant.cuda.kernels.launch import noting
-from localrt.quant.cuda.kernels.products import product, quantize
-from localrt.quant.cuda.kernels.programs import Program
-from localrt.quant.cuda.kernels.variants import (
+from localrt.quant.cuda.launch import noting
+from localrt.quant.cuda.products import product, quantize
+from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.variants import (
     CUTS,
     Case,
     Cut,

@@ -18,10 +18,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.kernels.formats import HEAVY, format_macros, steps_at_once
-from localrt.quant.cuda.kernels.launch import launch
-from localrt.quant.cuda.kernels.programs import Program
-from localrt.quant.cuda.kernels.variants import (
+from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
+from localrt.quant.cuda.launch import launch
+from localrt.quant.cuda.programs import Program
+from localrt.quant.cuda.variants import (
     Case,
     Cut,
     groups_of,

@@ -7,14 +7,14 @@ from ctypes import Structure, c_float, c_int, c_void_p
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.kernels.launch import launch
-from localrt.quant.cuda.kernels.products import (
+from localrt.quant.cuda.launch import launch
+from localrt.quant.cuda.products import (
     GATES,
     OUT,
     Records,
     empty_records,
 )
-from localrt.quant.cuda.kernels.programs import Program
+from localrt.quant.cuda.programs import Program
 
 _THREADS = 256
 # Widest block of the Hadamard rotation: a block of threads holds it.

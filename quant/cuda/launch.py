@@ -1,13 +1,8 @@
-"""Launching the kernels of ``quant/cuda/src`` on torch's current stream.
+"""A GPU as torch and the driver show it: launching kernels, copying to it, timing, full memory.
 
-A card's machine code is loaded once for each program. ``noting`` finds out which programs steps
-would launch; ``prepare`` compiles one before it is needed. On ``device="cpu"`` somebody else runs
-them: ``emulate`` says who, for tests.
-
-Seconds that a card takes for what is launched, by its own clock.
-
-The second-level cache is overwritten before each run: a matrix comes from memory, as in a pass. The
-same writes keep the card busy while the host prepares the launch, so that its time is not measured.
+Kernels of ``quant/cuda/src`` go to torch's current stream; their machine code is loaded once for
+each program. ``noting`` finds out which programs steps would launch; ``prepare`` compiles one
+before it is needed. On ``device="cpu"`` somebody else runs them: ``emulate`` says who, for tests.
 """
 
 from __future__ import annotations
@@ -17,17 +12,20 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.common.settings import Settings
 from localrt.common.version import __version__
 from localrt.quant.cuda.gpu_file import CardFile
-from localrt.quant.cuda.kernels.programs import (
+from localrt.quant.cuda.programs import (
     OLDEST,
     Program,
     machine_code,
@@ -245,3 +243,35 @@ class CudaStopwatch:
             filler.zero_()
             torch.cuda.current_stream(self._device).synchronize()
         self._awake = True
+
+
+class FullCard(AbstractContextManager[None]):
+    """Says in our words that a card has no memory left.
+
+    Raises:
+        MemoryBudgetError: in the place of torch's error.
+    """
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise MemoryBudgetError(
+                "the card has no memory left: close other programs that use it, or give the model "
+                "less with --gpu-memory"
+            ) from error
+
+
+@cache
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether torch's products of bf16 run on the device at full speed."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def upload(values: npt.NDArray[Any], device: torch.device, *, out: Tensor | None = None) -> Tensor:
+    """A copy of ``values`` on the device, in ``out`` if given, which the host does not wait for."""
+    if device.type != "cuda":
+        copied = torch.from_numpy(np.array(values))
+        return copied if out is None else out.copy_(copied)
+    staged = torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
+    if out is None:
+        return staged.to(device, non_blocking=True)
+    return out.copy_(staged, non_blocking=True)

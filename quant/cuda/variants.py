@@ -18,7 +18,12 @@ import torch
 
 from localrt.common.errors import LocalrtError
 from localrt.quant.cuda.gpu_file import CardFile
-from localrt.quant.cuda.kernels.launch import CudaStopwatch, Stopwatch, card_file, is_noting
+from localrt.quant.cuda.launch import (
+    CudaStopwatch,
+    Stopwatch,
+    card_file,
+    is_noting,
+)
 from localrt.quant.formats.affine import AFFINE
 
 CUTS = "cuts"
