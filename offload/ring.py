@@ -16,14 +16,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from localrt.offload.device.gpu import Event
 from localrt.quant.ops.arrays import aligned_buffer
 
 PAGE = 4096
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

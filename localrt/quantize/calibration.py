@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.common.errors import (
     CancelledError,
@@ -38,13 +37,13 @@ from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import PassState, Residual, SideBySide
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.protocol import Batch
 
 if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint
     from localrt.quant.reference.calibration import CalibrationOps
 Windows = Sequence[Sequence[int]]
-Floats = npt.NDArray[np.float32]
 Layer = Sequence[Residual | SideBySide]
 _WINDOW = 512
 _MOST_TOKENS = 65_536

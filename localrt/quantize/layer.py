@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.models.checkpoints import Checkpoint, TensorInfo
 from localrt.models.checkpoints.base import WeightBlock
@@ -33,6 +32,7 @@ from localrt.offload.store.pack import Tiler, stored_pieces, tiled_pieces
 from localrt.offload.store.writer import Pieces
 from localrt.quant.formats import CODECS, F32, PackedTensor, pack, unpack
 from localrt.quant.formats.convert import require_finite
+from localrt.quant.formats.packed import Floats
 from localrt.quant.methods import (
     Quantized,
     ScaleSearch,
@@ -42,8 +42,6 @@ from localrt.quant.methods import (
     rotation,
 )
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
-
-Floats = npt.NDArray[np.float32]
 
 ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
 """How the names of matrices end that choose or weigh experts: small and touchy, they stay."""

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.base import WeightBlock
 from localrt.offload.store.pack import fingerprint, stored_infos
 from localrt.quant.cpu.ops import fast_tiler
 from localrt.quant.formats import CODECS, Format
+from localrt.quant.formats.packed import Floats
 from localrt.quant.methods import ScaleSearch, fitting_format, quantize, restore
 from localrt.quantize.calibration import Calibration, HiddenStates
 from localrt.quantize.layer import LayerQuantizer, common_names
@@ -33,8 +33,6 @@ from localrt.quantize.mix import (
     LossTable,
     known_losses,
 )
-
-Floats = npt.NDArray[np.float32]
 
 TRIAL_FORMAT = "q3_k"
 _WINDOWS = 2

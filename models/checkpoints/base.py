@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.ranged_file import RangedFile
-from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.packed import Bytes, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 
 WeightBlock: TypeAlias = PackedTensor | TiledTensor
@@ -101,7 +100,6 @@ class Checkpoint(TensorSource, Protocol):
         """Close the files. Reading afterwards raises ``CheckpointError``."""
 
 
-Bytes = npt.NDArray[np.uint8]
 _VECTORS = (
     "conv1d.weight",
     ".conv.conv.weight",

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, TensorInfo
+from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
 from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.quant.formats import PackedTensor
+from localrt.quant.formats.packed import Bytes
 
 _MATRIX = ".weight"
 

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, TensorInfo
+from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
 from localrt.models.checkpoints.expert_stacks import StackedRows
 from localrt.quant.formats import (
     BF16,
@@ -51,6 +51,7 @@ from localrt.quant.formats import (
     pack,
     unpack,
 )
+from localrt.quant.formats.packed import Bytes
 
 _BOTH: Mapping[str, tuple[tuple[str, str], ...]] = {
     # the published matrix, and what it holds in its order: "v" stands for the values' rows

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import Bytes, RowSource
+from localrt.models.checkpoints.base import RowSource
 from localrt.quant.formats import GGML_UNREAD, NVFP4, TQ2_0, Format
+from localrt.quant.formats.packed import Bytes
 
 _TURNED = ("self_attn.q_proj", "self_attn.k_proj")
 

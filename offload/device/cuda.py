@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from localrt.offload.device.gpu import Bytes, Clock, Event, Gpu
+from localrt.offload.device.gpu import Clock, Event, Gpu
 from localrt.quant.cuda.cuda_memory import CudaCopies
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
 

@@ -14,12 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.models.weight_store import Resource, Task
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Array, Ops
@@ -96,7 +94,6 @@ class Clock:
             return list(self._tasks)
 
 
-Bytes = npt.NDArray[np.uint8]
 SLABS = 64
 """Slabs of one kind, about. At most one slab too much is given back at a time; of an 8 GB GPU about
 64 MB are lost to rounding.

@@ -20,10 +20,11 @@ from localrt.models.layers.parts import Check, PassState
 from localrt.models.weights import WeightLoader
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.cache import ExpertCache, Key, slots_within
-from localrt.offload.experts.pool import Bytes, ExpertPool, GpuSlots, SlotMemory
+from localrt.offload.experts.pool import ExpertPool, GpuSlots, SlotMemory
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.reading.reader import DemandReader, Source
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
 from localrt.quant.ops.protocol import Array, Ops
 

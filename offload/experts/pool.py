@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import SLABS, Event, Gpu, Slab
 from localrt.offload.experts.cache import ExpertCache, Key
 from localrt.offload.reading.reader import DemandLoad, DemandReader
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.experts import ExpertWeights, Routing
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ import numpy as np
 from localrt.common.errors import StorageError
 from localrt.common.files import private_file, private_folder, write_text
 from localrt.models.prefix import Tokens, common_prefix
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
-from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, FillBlocks
+from localrt.quant.ops.kv import BLOCK_TOKENS, FillBlocks
 from localrt.quant.ops.states import SavedState, reachable
 
 _VERSION = 2

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from localrt.common.errors import MemoryBudgetError, StorageError
-from localrt.offload.kv.file import PAGE, Bytes, IoTask, IoThread, KvFile
+from localrt.offload.kv.file import PAGE, IoTask, IoThread, KvFile
 from localrt.offload.placement import KvPlace
 from localrt.quant.cpu.kv import NativeKVCache, cache_format, map_zeros, move_rows
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.kv import BLOCK_TOKENS, CacheFormat, block_nbytes, grown_capacity
 from localrt.quant.ops.protocol import AttentionSpec
 

@@ -18,10 +18,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from localrt.common.errors import StorageError
+from localrt.quant.formats.packed import Bytes
 
 IoTask: TypeAlias = "Future[None]"
 
@@ -89,7 +87,6 @@ def _refuse(task: IoTask) -> None:
     task.set_exception(StorageError("the model is closed: load it again"))
 
 
-Bytes = npt.NDArray[np.uint8]
 PAGE = 4096  # offsets, sizes and addresses are multiples, as direct I/O wants
 _REQUEST = 8 << 20
 _NO_PREALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)

@@ -23,10 +23,9 @@ from localrt.offload.pipeline.caches import split_batch
 from localrt.offload.reading.unit_reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.formats import PackedTensor
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import copy_to_host
 from localrt.quant.ops.protocol import Array, Batch, Ops, Pass, Vector
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Step(Protocol):

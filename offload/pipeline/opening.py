@@ -24,7 +24,7 @@ from localrt.offload.experts.memory import (
 )
 from localrt.offload.pipeline.balance import Balance, Rings, host_ring
 from localrt.offload.pipeline.caches import Caches
-from localrt.offload.pipeline.lane import Bytes, Lane
+from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.setup import Opening, Setup, load_resident, make_stages
 from localrt.offload.pipeline.stage import Stage
 from localrt.offload.pipeline.streamed import Pipeline, StreamedWeights
@@ -34,6 +34,7 @@ from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.unit_reader import DiskSource, LinkSource, UnitReader
 from localrt.offload.ring import Ring
 from localrt.offload.shapes import PassSizes
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 
 # Two copies on their way at once: the link does not rest while the next is asked for.

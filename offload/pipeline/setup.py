@@ -25,10 +25,11 @@ from localrt.models.units import TABLES
 from localrt.offload.device.gpu import Clock, Gpu, Slab, share_slabs
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.kv.tier import KvTier
-from localrt.offload.pipeline.lane import Bytes, Lane
+from localrt.offload.pipeline.lane import Lane
 from localrt.offload.pipeline.stage import CrossingStage, JoinedHead, Segments, Stage
 from localrt.offload.placement import Placement, Where
 from localrt.offload.reading.files import ReadMode, StoreFiles
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Ops
 

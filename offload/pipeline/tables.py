@@ -25,12 +25,12 @@ from localrt.models.weight_store import Check
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import wait_for_all
 from localrt.offload.ring import PAGE
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, padded_rows
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
 from localrt.quant.ops.streams import rows_of_tokens
 
-Bytes = npt.NDArray[np.uint8]
 Ids = npt.NDArray[np.int64]
 _READS_AT_ONCE = 16  # reads of one page wait for the disk, not for a core
 _LEAST = 2  # rows of a thread: waking one takes as long as part of a read

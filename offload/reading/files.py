@@ -13,12 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from localrt.common.errors import CheckpointError
-
-Bytes = npt.NDArray[np.uint8]
+from localrt.quant.formats.packed import Bytes
 
 
 @dataclass(frozen=True, slots=True)

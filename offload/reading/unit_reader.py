@@ -14,9 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.weight_store import Check
@@ -24,6 +21,7 @@ from localrt.offload.device.gpu import Clock, Event, Gpu
 from localrt.offload.reading import reader
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.ring import Lease, Ring
+from localrt.quant.formats.packed import Bytes
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -237,9 +235,6 @@ class UnitReader(reader.Reader):
             self._sweep()
         if load.done or load.error is not None or self._draining:
             self._changed.notify_all()
-
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class DiskSource:

@@ -18,7 +18,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.common.errors import (
     CancelledError,
@@ -36,6 +35,7 @@ from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, StoredUnit
 from localrt.offload.store.pack import Tiler, fingerprint, pack_store, stored_pieces
 from localrt.offload.store.writer import ProgressFunction
 from localrt.quant.cpu.ops import fast_tiler
+from localrt.quant.formats.packed import Bytes
 
 _POLL_S = 0.1
 
@@ -120,9 +120,6 @@ def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
             except OSError:  # a network file system without locks: the writer has its own
                 break
         yield
-
-
-Bytes = npt.NDArray[np.uint8]
 
 
 def mend_unit(model: Path, store: Path, unit: StoredUnit, data: Bytes) -> None:

@@ -16,19 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.quant.cpu.abi import AdapterArgs, LowRankArgs, LowRankPack
+from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
-from localrt.quant.ops.adapters import (
-    Adapter,
-    AdapterTable,
-    Floats,
-    LowRank,
-    adapted_rows,
-    joined_factors,
-)
+from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, adapted_rows, joined_factors
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Batch
-
-Bytes = npt.NDArray[np.uint8]
 
 _COLUMNS = 64  # of A that share a scale: LOW_COLUMNS in quant/cpu/csrc/abi.h
 _LINE = 64  # bytes

@@ -51,7 +51,7 @@ from localrt.quant.cpu.weights import (
     locate,
     route_args,
 )
-from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.packed import Floats, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile_tensor
 from localrt.quant.methods.rotation import widened_format
 from localrt.quant.ops.adapters import AdapterTable, head_deltas
@@ -80,8 +80,6 @@ from localrt.quant.ops.states import StateCache, StateLayout
 from localrt.quant.ops.streams import rows_of_tokens
 
 __all__ = ["NativeOps", "NativeWeight", "fast_tiler"]
-
-Floats = npt.NDArray[np.float32]
 
 
 class NativeOps(StreamSteps):

@@ -23,6 +23,7 @@ from localrt.quant.cpu.abi import (
 )
 from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.cpu.weights import NativeVector, address_of
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.attention import (
     AttentionSpec,
     AttentionWeights,
@@ -37,8 +38,6 @@ from localrt.quant.ops.kv import BLOCK_TOKENS, KV_FORMATS, LATENT_FORMATS
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
-
-Floats = npt.NDArray[np.float32]
 
 _CACHE_FORMATS = (*KV_FORMATS, *LATENT_FORMATS.values())  # as the kernels number them
 

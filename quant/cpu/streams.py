@@ -6,7 +6,6 @@ import ctypes
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.quant.cpu.abi import (
     ACTIVATIONS,
@@ -17,6 +16,7 @@ from localrt.quant.cpu.abi import (
 )
 from localrt.quant.cpu.passes import NativePass
 from localrt.quant.cpu.weights import NativeWeight, address_of, locate
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.streams import (
@@ -29,8 +29,6 @@ from localrt.quant.ops.streams import (
     StreamSpec,
     StreamWeights,
 )
-
-Floats = npt.NDArray[np.float32]
 
 
 class StreamSteps:

@@ -35,7 +35,7 @@ from localrt.quant.cpu.abi import (
 )
 from localrt.quant.formats.catalog import FORMATS
 from localrt.quant.formats.codebook import CODEBOOKS
-from localrt.quant.formats.packed import Format, PackedTensor
+from localrt.quant.formats.packed import Bytes, Format, PackedTensor
 from localrt.quant.formats.tiled import (
     TiledTensor,
     padded_rows,
@@ -45,8 +45,6 @@ from localrt.quant.formats.tiled import (
 )
 from localrt.quant.methods.rotation import widened
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)

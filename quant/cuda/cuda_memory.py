@@ -22,9 +22,8 @@ from torch import Tensor
 from localrt.quant.cuda.launch import FullCard, upload
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Stream
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.experts import Routing
-
-Bytes = npt.NDArray[np.uint8]
 
 _PAGE = 4096
 _SAMPLE = 256 << 20

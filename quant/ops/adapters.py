@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import OptionError
-
-Floats = npt.NDArray[np.float32]
+from localrt.quant.formats.packed import Floats
 
 _MIXES = 8  # of several adapters, kept for the next pass
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.attention import AttentionSpec
-from localrt.quant.ops.kv import BlockCache, Bytes, GrowingCache, KVCache, ReadBlocks
+from localrt.quant.ops.kv import BlockCache, GrowingCache, KVCache, ReadBlocks
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import SavedState, StateCache, StatePass

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from localrt.common.errors import StorageError
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.cpu.kv import NativeKVCache
-from localrt.quant.ops.kv import BLOCK_TOKENS, Bytes, ReadBlocks
+from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.kv import BLOCK_TOKENS, ReadBlocks
 
 SIZE = 100  # bytes of a block
 

@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Event
 from localrt.offload.ring import PAGE
+from localrt.quant.formats.packed import Bytes
 
-Bytes = npt.NDArray[np.uint8]
 Fault = Callable[[StoredUnit, int], None]
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from localrt.quant.formats import F32, PackedTensor
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import copy_to_host
 from localrt.quant.ops.attention import (
     AttentionSpec,
@@ -19,8 +20,6 @@ from localrt.quant.ops.attention import (
     Rope,
 )
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
-
-Floats = npt.NDArray[np.float32]
 
 HIDDEN, EPS = 48, 1e-6
 ROPE = Rope(inv_freq=tuple(10000.0 ** (-i / 4) for i in range(4)))

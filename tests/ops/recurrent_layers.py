@@ -9,11 +9,10 @@ import numpy.typing as npt
 import torch
 
 from localrt.quant.formats import F32, PackedTensor
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import copy_to_host
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
-
-Floats = npt.NDArray[np.float32]
 
 HIDDEN = 48
 SPECS = {

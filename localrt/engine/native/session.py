@@ -15,8 +15,9 @@ from localrt.common.errors import LocalrtError
 from localrt.engine.native.meters import RamMeter
 from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logits
 from localrt.models.weight_store import PipelineCounts
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.adapters import Mix
-from localrt.quant.ops.kv import BLOCK_TOKENS, BlockCache, Bytes, FillBlocks, ReadBlocks
+from localrt.quant.ops.kv import BLOCK_TOKENS, BlockCache, FillBlocks, ReadBlocks
 from localrt.quant.ops.protocol import KVCache
 from localrt.quant.ops.states import SavedState
 from localrt.speculative.tree import TokenTree

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.adapters.places import (
@@ -42,6 +41,7 @@ from localrt.models.checkpoints.safetensors.header import (
 )
 from localrt.models.checkpoints.safetensors.names import INTERLEAVED_ROTARY as PUBLISHED_IN_PAIRS
 from localrt.quant.formats import unpack
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.adapters import Adapter, LowRank
 
 # What changes more than a matrix by a low rank.
@@ -155,7 +155,6 @@ def mlx_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], flo
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _MLX_NAME = "adapters.safetensors"
-Floats = npt.NDArray[np.float32]
 _HASHED = 1 << 18  # bytes at once: they stay in the cache
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WRAPPER = "base_model.model."

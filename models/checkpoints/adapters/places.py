@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.base import Bytes, Checkpoint, RowSource, TensorInfo
+from localrt.models.checkpoints.base import Checkpoint, RowSource, TensorInfo
 from localrt.models.checkpoints.family_tensors import delta_tensors
 from localrt.models.checkpoints.gguf.names import QWEN_DELTA
 from localrt.models.checkpoints.moved_rows import rotary_rows
 from localrt.models.checkpoints.safetensors.names import plain_tensors
 from localrt.models.checkpoints.text_model import decoder_tensor
 from localrt.quant.formats import F32
+from localrt.quant.formats.packed import Bytes
 
 Numbers = npt.NDArray[np.intp]
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, TensorInfo
+from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
 from localrt.models.checkpoints.expert_stacks import (
     Stack,
     check_stack,
@@ -30,6 +30,7 @@ from localrt.models.checkpoints.expert_stacks import (
     split_stack,
 )
 from localrt.quant.formats import MXFP4
+from localrt.quant.formats.packed import Bytes
 
 _HALF = MXFP4.block // 2  # bytes of a group's nibbles
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import INT32
 from localrt.models.checkpoints.schemes.keys import Keys
 from localrt.models.checkpoints.schemes.rows import (
@@ -25,6 +25,7 @@ from localrt.models.checkpoints.schemes.rows import (
     zero_point_codec,
 )
 from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
+from localrt.quant.formats.packed import Bytes
 
 _WORDS, _ZEROS, _SCALES = ".qweight", ".qzeros", ".scales"
 _EACH = 8  # rows in a word

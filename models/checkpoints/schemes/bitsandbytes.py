@@ -15,13 +15,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import RAW_BYTES
 from localrt.models.checkpoints.schemes.keys import Keys
-from localrt.models.checkpoints.schemes.rows import CodedRows, Floats, weight_info
+from localrt.models.checkpoints.schemes.rows import CodedRows, weight_info
 from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
 from localrt.quant.formats import F32, Nf4FloatCodec, unpack
 from localrt.quant.formats.fp4 import NF4_LEVELS
+from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.published import NF4_F32
 
 _WEIGHT, _ABSMAX, _LEVELS = ".weight", ".weight.absmax", ".weight.quant_map"

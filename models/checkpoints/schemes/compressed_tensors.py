@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import (
     E5M2,
     INT8,
@@ -30,7 +30,6 @@ from localrt.models.checkpoints.schemes.fp8 import fp8_rows
 from localrt.models.checkpoints.schemes.keys import Keys, weights_alone
 from localrt.models.checkpoints.schemes.rows import (
     CodedRows,
-    Floats,
     Grid,
     codes_in_rows,
     group_of,
@@ -41,6 +40,7 @@ from localrt.models.checkpoints.schemes.rows import (
 )
 from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
 from localrt.quant.formats import BF16, F8_E4M3, MXFP4, NVFP4
+from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.published import GROUPS
 
 _FORMATS = (

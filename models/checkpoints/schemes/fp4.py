@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import RAW_BYTES
 from localrt.models.checkpoints.schemes.rows import FLOATS, numbers, weight_info
 from localrt.models.checkpoints.schemes.weights import require_shape, wrong
 from localrt.quant.formats import F8_E4M3, MXFP4, NVFP4, Format
+from localrt.quant.formats.packed import Bytes
 
 
 def nvfp4_rows(

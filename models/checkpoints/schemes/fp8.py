@@ -17,19 +17,13 @@ from types import MappingProxyType
 
 import numpy as np
 
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import E5M2
 from localrt.models.checkpoints.schemes.keys import Keys, weights_alone
-from localrt.models.checkpoints.schemes.rows import (
-    CodedRows,
-    Decoded,
-    Floats,
-    Grid,
-    group_of,
-    weight_info,
-)
+from localrt.models.checkpoints.schemes.rows import CodedRows, Decoded, Grid, group_of, weight_info
 from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
 from localrt.quant.formats import F8_E4M3, E4m3Codec, Format, GroupCodec
+from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.published import GROUPS
 
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import INT32
 from localrt.models.checkpoints.schemes.keys import Keys
 from localrt.models.checkpoints.schemes.rows import (
@@ -29,6 +29,7 @@ from localrt.models.checkpoints.schemes.rows import (
     zero_point_codec,
 )
 from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
+from localrt.quant.formats.packed import Bytes
 
 _WORDS, _ZEROS, _SCALES, _ORDER = ".qweight", ".qzeros", ".scales", ".g_idx"
 _LACKING: Mapping[int, int] = MappingProxyType({4: 0x11111111, 8: 0x01010101})

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor
+from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import RAW_BYTES, UINT32
 from localrt.models.checkpoints.schemes.fp4 import mxfp4_rows, nvfp4_rows
 from localrt.models.checkpoints.schemes.fp8 import fp8_rows
@@ -28,7 +28,6 @@ from localrt.models.checkpoints.schemes.keys import Keys
 from localrt.models.checkpoints.schemes.rows import (
     FLOATS,
     CodedRows,
-    Floats,
     Grid,
     codes_in_rows,
     group_of,
@@ -38,6 +37,7 @@ from localrt.models.checkpoints.schemes.rows import (
 from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
 from localrt.models.checkpoints.text_model import decoder_tensor
 from localrt.quant.formats import F8_E4M3, F32, unpack
+from localrt.quant.formats.packed import Bytes, Floats
 
 _WEIGHT, _SCALES, _MINIMA = ".weight", ".scales", ".biases"
 _ENDINGS = dict.fromkeys((_WEIGHT, _SCALES, _MINIMA), _WEIGHT)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.base import Bytes, RowSource, StoredTensor, TensorInfo
+from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
 from localrt.models.checkpoints.safetensors.header import EXPONENTS, RAW_BYTES
 from localrt.models.checkpoints.schemes.weights import wrong
 from localrt.quant.formats import (
@@ -39,10 +39,10 @@ from localrt.quant.formats import (
     ZeroPointCodec,
     unpack,
 )
+from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.published import GROUPS
 
 FLOATS = (F32, F16, BF16)
-Floats = npt.NDArray[np.float32]
 _POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astype(np.float32)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo, WeightBlock
@@ -27,12 +26,12 @@ from localrt.models.checkpoints.store.manifest import (
 )
 from localrt.models.checkpoints.store.memory import UnitMemory, Verifier
 from localrt.quant.formats import PackedTensor
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, untile
 
 GGUF_TEXT_NAME = "metadata.gguf"
 """Key-value pairs of the GGUF file that was packed, with its tokenizer and chat template."""
 
-Bytes = npt.NDArray[np.uint8]
 _Part = tuple[StoredUnit, UnitTensor]
 
 

@@ -11,16 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import TensorInfo, WeightBlock
 from localrt.models.checkpoints.store.manifest import StoredUnit, UnitTensor
 from localrt.quant.formats import PackedTensor
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TiledTensor
 
-Bytes = npt.NDArray[np.uint8]
 Mend: TypeAlias = Callable[[StoredUnit, Bytes], None]
 
 

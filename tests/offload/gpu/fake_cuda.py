@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from localrt.models.decoder import Decoder
-from localrt.offload.device.gpu import Bytes, Clock, Event
+from localrt.offload.device.gpu import Clock, Event
 from localrt.offload.placement import Where
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import Array
 from tests.offload.gpu.fakes import LateGpu
 from tests.offload.gpu.placed_on_gpu import place_on_gpu

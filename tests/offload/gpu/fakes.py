@@ -13,7 +13,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from localrt.offload.device.gpu import Bytes, Clock, Event, Gpu
+from localrt.offload.device.gpu import Clock, Event, Gpu
+from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.protocol import Array, Ops
 

@@ -14,13 +14,14 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.products import empty_records, product, quantize
 from localrt.quant.cuda.recurrent import SequenceTable, fits_records, mix_and_project, mix_rows
 from localrt.quant.cuda.stream import CudaPass, Stream
+from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.reference.recurrent import mix_rows as textbook
 from tests.ops.cuda.target import DEVICE
 from tests.ops.cuda.test_products import matrix
-from tests.ops.recurrent_layers import HIDDEN, SPECS, Floats, Layer, random_rows, tree_mask
+from tests.ops.recurrent_layers import HIDDEN, SPECS, Layer, random_rows, tree_mask
 
 NAMES = sorted(SPECS)
 
