@@ -4,8 +4,7 @@
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, in README.md or any page of
 docs/. NAME is that of a results file (``offload``, ``bench-smollm2``: a JSON of ``localrt bench``),
-or one of several tables of a file (``quality-full``); ``app`` and ``headline`` are made from
-several files.
+or one of several tables of a file (``quality-full``); ``headline`` is made from several files.
 ``--check`` changes nothing and fails when a table is not what its results say.
 """
 
@@ -26,18 +25,6 @@ from benchmarks.moe.tables import experts_table
 from benchmarks.offload import offload_table
 from benchmarks.published import published_table
 from benchmarks.quality.tables import full_tables, short_table
-from benchmarks.studies import (
-    adapters_table,
-    app_table,
-    flash_next_table,
-    hybrids_table,
-    kv_table,
-    remembering_table,
-    speculation_short,
-    speculation_table,
-    ssd_table,
-    types_table,
-)
 from localrt.common.formatting import format_bytes, format_rate, format_seconds
 
 _TABLE = re.compile(r"(<!-- table: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -112,26 +99,32 @@ def headline_table() -> str:
     return f"{table}\n\nMedians on {machine_of(limited)}. {versions_of(limited)}."
 
 
+def resume_table(record: dict[str, Any]) -> str:
+    """A long conversation's saved KV cache against computing it again."""
+    rows = [
+        [
+            f"{row['tokens']:,} tokens of {row['model'].removesuffix('.gguf')} ({row['saved']})",
+            f"{row['resume_s']:.2f} s, {row['faster']:.0f}x",
+            f"{row['resume_cold_s']:.2f} s, {row['faster_cold']:.0f}x",
+        ]
+        for row in record["results"]
+    ]
+    headers = ["from the disk, times as fast as computed again", "in the page cache", "not cached"]
+    return f"{markdown_table(headers, rows)}\n\nMedians on {machine_of(record['results'][-1])}."
+
+
 # Of a file's tables, the one with its name, and others.
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "bench": bench_table,
     "experts": experts_table,
-    "experts_ssd": ssd_table,
     "gpu_check": gpu_tables,
-    "adapters": adapters_table,
-    "types": types_table,
-    "flash_next": flash_next_table,
-    "hybrids": hybrids_table,
-    "hybrids-remembering": remembering_table,
     "kernels": kernels_table,
-    "kv": kv_table,
     "offload": offload_table,
     "passes": passes_table,
     "published": published_table,
     "quality": short_table,
     "quality-full": full_tables,
-    "speculation": speculation_table,
-    "speculation-short": speculation_short,
+    "resume": resume_table,
 }
 
 
@@ -145,8 +138,6 @@ def filled(text: str) -> str:
 
 
 def _table(name: str) -> str:
-    if name == "app":
-        return app_table(RESULTS)
     if name == "headline":
         return headline_table()
     kind = name.partition("-")[0]
