@@ -27,6 +27,7 @@ from localrt.engine.saved_caches import model_key
 from localrt.hub.files import quantization_label
 from localrt.models.checkpoints import open_checkpoint
 from localrt.server.anthropic import routes as anthropic
+from localrt.server.dialect import JSON, Endpoint
 from localrt.server.errors import ANTHROPIC_HEADER, JsonResponse
 from localrt.server.models import Offered
 from localrt.server.service import service_of
@@ -122,7 +123,7 @@ def _whole(value: Any) -> int | None:
 
 
 async def models(request: Request) -> Response:
-    """GET /v1/models"""
+    """The models that there are."""
     if ANTHROPIC_HEADER in request.headers:
         return await anthropic.models(request)
     service = service_of(request)
@@ -132,7 +133,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
-    """GET /v1/models/NAME"""
+    """One model."""
     if ANTHROPIC_HEADER in request.headers:
         return await anthropic.model(request)
     service = service_of(request)
@@ -141,20 +142,20 @@ async def model(request: Request) -> Response:
 
 
 async def studio_models(request: Request) -> Response:
-    """GET /api/v0/models, LM Studio's"""
+    """The models that there are (LM Studio)."""
     offered = service_of(request).models.offered()
     data = await asyncio.to_thread(lambda: [_lm_studio(one) for one in offered])
     return JsonResponse({"object": "list", "data": data})
 
 
 async def studio_model(request: Request) -> Response:
-    """GET /api/v0/models/NAME, LM Studio's"""
+    """One model (LM Studio)."""
     found = service_of(request).models.find(request.path_params["name"], exact=True)
     return JsonResponse(await asyncio.to_thread(_lm_studio, found))
 
 
 async def props(request: Request) -> Response:
-    """GET /props, llama.cpp's; ``?model=`` says of which"""
+    """The context and the template (llama.cpp)."""
     service = service_of(request)
     offered = service.models.find(request.query_params.get("model"))
     facts = await asyncio.to_thread(known_facts, offered)
@@ -216,9 +217,9 @@ def _lm_studio(offered: Offered) -> dict[str, Any]:
 
 
 ROUTES = (
-    ("/v1/models", "GET", models),
-    ("/v1/models/{name:path}", "GET", model),
-    ("/api/v0/models", "GET", studio_models),
-    ("/api/v0/models/{name:path}", "GET", studio_model),
-    ("/props", "GET", props),
+    Endpoint("/v1/models", "GET", models, "MODELS"),
+    Endpoint("/v1/models/{name:path}", "GET", model, "MODEL"),
+    Endpoint("/api/v0/models", "GET", studio_models, JSON),
+    Endpoint("/api/v0/models/{name:path}", "GET", studio_model),
+    Endpoint("/props", "GET", props, JSON),
 )

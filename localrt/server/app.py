@@ -7,11 +7,9 @@ it as exceptions, which become responses at the end.
 from __future__ import annotations
 
 import asyncio
-import base64
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,110 +20,50 @@ from starlette.routing import Route
 
 from localrt.api import Model
 from localrt.common.errors import LocalrtError
-from localrt.server import about, texts
+from localrt.server import about, infill, texts
 from localrt.server.anthropic import routes as anthropic
 from localrt.server.bodies import prepare_checks
-from localrt.server.errors import (
-    ApiError,
-    JsonResponse,
-    failure,
-    invalid,
-)
-from localrt.server.generating import answer
+from localrt.server.dialect import JSON, Endpoint, Handler
+from localrt.server.errors import ApiError, JsonResponse, failure
 from localrt.server.guard import Guard, LogLine
-from localrt.server.infill import routes as infill
 from localrt.server.models import Models, OneModel
 from localrt.server.ollama import routes as ollama
-from localrt.server.openai.calls import (
-    Generation,
-    chat_call,
-    completion_call,
-    prompts_of,
-)
-from localrt.server.openai.reply import ChatShape, Completion, TextShape
+from localrt.server.openai import routes as openai
 from localrt.server.openapi import describe
 from localrt.server.options import ServeOptions
-from localrt.server.replies import Reply, TokenBytes
 from localrt.server.responses import routes as responses
-from localrt.server.service import Service, read_request, service_of
-from localrt.server.texts import embedded
+from localrt.server.service import Service, service_of
 
 _WORKERS = 4
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
-
-
-# -- answers -------------------------------------------------------------------------------------
-
-
-async def chat_completions(request: Request) -> Response:
-    """POST /v1/chat/completions"""
-    asked = await read_request(request, "CHAT")
-    return await answer(asked, chat_call(asked.fields, asked.service.note_once), _chat_reply)
-
-
-async def completions(request: Request) -> Response:
-    """POST /v1/completions"""
-    asked = await read_request(request, "COMPLETION")
-    return await answer(asked, completion_call(asked.fields), _completion_reply)
-
-
-def _chat_reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
-    return Completion(ChatShape(tokens, call), call, name)
-
-
-def _completion_reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
-    return Completion(TextShape(tokens, call), call, name)
-
-
-# -- embeddings ----------------------------------------------------------------------------------
-
-
-async def embeddings(request: Request) -> Response:
-    """POST /v1/embeddings"""
-    asked = await read_request(request, "EMBEDDINGS")
-    fields = asked.fields
-    if fields.get("dimensions") is not None:
-        raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
-    texts = prompts_of(fields["input"])
-    name, vectors, read = await embedded(asked, texts)
-    if fields.get("encoding_format") == "base64":
-        rows: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in vectors]
-    else:
-        rows = vectors.tolist()
-    data = [
-        {"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)
-    ]
-    usage = {"prompt_tokens": read, "total_tokens": read}
-    return JsonResponse({"object": "list", "data": data, "model": name, "usage": usage})
 
 
 # -- about the server ----------------------------------------------------------------------------
 
 
 async def health(request: Request) -> Response:
-    """GET /health"""
+    """Whether the server is up."""
     service = service_of(request)
     status = "stopping" if service.stopping else "ok"
     return JsonResponse({"status": status}, status_code=503 if service.stopping else 200)
 
 
 async def metrics(request: Request) -> Response:
-    """GET /metrics"""
+    """Counts for Prometheus."""
     return PlainTextResponse(service_of(request).metrics_text(), media_type=_TEXT_FORMAT)
 
 
 async def openapi(request: Request) -> Response:
-    """GET /openapi.json"""
-    return JsonResponse(describe(keyed=service_of(request).options.api_key is not None))
+    """This document."""
+    keyed = service_of(request).options.api_key is not None
+    return JsonResponse(describe(ROUTES, keyed=keyed))
 
 
-_ROUTES = (
-    ("/v1/chat/completions", "POST", chat_completions),
-    ("/v1/completions", "POST", completions),
-    ("/v1/embeddings", "POST", embeddings),
-    ("/health", "GET", health),
-    ("/metrics", "GET", metrics),
-    ("/openapi.json", "GET", openapi),
+ROUTES = (
+    Endpoint("/health", "GET", health, JSON),
+    Endpoint("/metrics", "GET", metrics, "text/plain"),
+    Endpoint("/openapi.json", "GET", openapi),
+    *openai.ROUTES,
     *about.ROUTES,
     *texts.ROUTES,
     *responses.ROUTES,
@@ -170,11 +108,9 @@ def create_app(
             service.stop()
             await asyncio.to_thread(models.close)
 
-    paths = [path for path, _, _ in _ROUTES]
+    paths = [one.path for one in ROUTES]
     app = Starlette(
-        routes=[
-            Route(path, function, methods=methods.split()) for path, methods, function in _ROUTES
-        ],
+        routes=_routes(),
         middleware=[Middleware(Guard, service=service, paths=paths, log=log)],
         # The guard answers what else may go wrong.
         exception_handlers=dict.fromkeys((ApiError, LocalrtError, HTTPException), _failed),
@@ -182,6 +118,21 @@ def create_app(
     )
     app.state.service = service
     return app
+
+
+def _routes() -> list[Route]:
+    """One a path: whoever uses another method is told all that there are."""
+    paths: dict[str, dict[str, Handler]] = {}
+    for one in ROUTES:
+        paths.setdefault(one.path, {})[one.method] = one.handler
+    return [Route(path, _by_method(found), methods=[*found]) for path, found in paths.items()]
+
+
+def _by_method(handlers: Mapping[str, Handler]) -> Handler:
+    async def handle(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return handle
 
 
 async def _sample(service: Service) -> None:

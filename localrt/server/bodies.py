@@ -23,9 +23,8 @@ from starlette.requests import ClientDisconnect, Request
 from localrt.common.free_memory import return_free_memory
 from localrt.server.anthropic import schemas as anthropic
 from localrt.server.errors import ApiError, invalid
-from localrt.server.infill import schemas as infill
 from localrt.server.ollama import schemas as ollama
-from localrt.server.openai import schemas
+from localrt.server.openai import schemas as openai
 from localrt.server.options import ServeOptions
 from localrt.server.responses import schemas as responses
 from localrt.server.schema_parts import Schema
@@ -106,24 +105,9 @@ def encodings() -> dict[str, Callable[[], Any]]:
 
 
 REQUESTS: Mapping[str, Schema] = {
-    "CHAT": schemas.CHAT,
-    "COMPLETION": schemas.COMPLETION,
-    "EMBEDDINGS": schemas.EMBEDDINGS,
-    "RERANK": schemas.RERANK,
-    "TOKENIZE": schemas.TOKENIZE,
-    "DETOKENIZE": schemas.DETOKENIZE,
-    "FIM": infill.FIM,
-    "INFILL": infill.INFILL,
-    "MESSAGES": anthropic.MESSAGES,
-    "COUNT_TOKENS": anthropic.COUNT_TOKENS,
-    "RESPONSES": responses.RESPONSES,
-    "INPUT_TOKENS": responses.INPUT_TOKENS,
-    "OLLAMA_CHAT": ollama.OLLAMA_CHAT,
-    "OLLAMA_GENERATE": ollama.OLLAMA_GENERATE,
-    "OLLAMA_EMBED": ollama.OLLAMA_EMBED,
-    "OLLAMA_EMBEDDINGS": ollama.OLLAMA_EMBEDDINGS,
-    "OLLAMA_SHOW": ollama.OLLAMA_SHOW,
-    "OLLAMA_PULL": ollama.OLLAMA_PULL,
+    name: schema
+    for dialect in (openai, responses, anthropic, ollama)
+    for name, schema in dialect.REQUESTS.items()
 }
 """Schemas of requests."""
 

@@ -38,10 +38,9 @@ from localrt.chat_format.thinking import split_thinking
 from localrt.common.errors import CancelledError, ContextOverflowError, OptionError
 from localrt.engine.sampling import log_probabilities
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob
+from localrt.server.dialect import EVENT_STREAM, Generation, Reply, TokenBytes
 from localrt.server.errors import JsonResponse, failure, invalid
 from localrt.server.models import ServedModel
-from localrt.server.openai.calls import Generation
-from localrt.server.replies import EVENT_STREAM, Reply, TokenBytes
 from localrt.server.service import ModelRequest
 from localrt.service.arguments import joined
 from localrt.service.live import AsyncAnswer
@@ -55,9 +54,9 @@ _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 async def answer(
     asked: ModelRequest,
     call: Generation,
-    make: Callable[[TokenBytes, Generation, str], Reply],
+    make: Callable[[Generation, str, TokenBytes], Reply],
 ) -> Response:
-    """The response to ``call``, of the model ``asked`` for; ``make`` is told the name to give.
+    """The response to ``call``, of the model ``asked`` for; ``make`` puts it into words.
 
     A stream that has waited for long for its model or its prompt begins before these are there.
 
@@ -86,7 +85,7 @@ async def answer(
         told = call.stream and call.overflow_in_stream and isinstance(error, ContextOverflowError)
         if error is not None and not told:
             raise error
-        reply = make(work, call, asked.model_name)
+        reply = make(call, asked.model_name, work)
         loose = work.loosened()
         if not call.stream:
             chunks = await until_gone(request, work.gathered())

@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from localrt.server.errors import ApiError, failure
+from localrt.server.openapi import OPEN
 from localrt.server.options import ServeOptions, is_loopback
 from localrt.server.service import Service
 
@@ -52,7 +53,6 @@ class Paths:
 # -- the guard -------------------------------------------------------------------------------------
 
 
-_OPEN = ("/health", "/openapi.json")
 _WHEN_FULL = ("/health", "/metrics")
 _GONE = 499  # as web servers log a client that went away
 _LATE = 408
@@ -221,7 +221,7 @@ def _check(scope: Scope, options: ServeOptions) -> None:
     if options.api_key is None:  # which a page would not have
         _check_page(headers, options)
     preflight = scope["method"] == "OPTIONS" and "origin" in headers
-    if options.api_key is not None and scope["path"] not in _OPEN and not preflight:
+    if options.api_key is not None and scope["path"] not in OPEN and not preflight:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = bearer if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         if not hmac.compare_digest(given.strip().encode(), options.api_key.strip().encode()):

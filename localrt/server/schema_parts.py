@@ -1,4 +1,4 @@
-"""The parts that the schemas of all dialects are made of."""
+"""The parts that the schemas of all dialects are made of, and the fields that they share."""
 
 from __future__ import annotations
 
@@ -48,20 +48,43 @@ def where(field: str, value: str, then: Schema) -> Schema:
 STRING: Schema = {"type": "string"}
 FILLED: Schema = {"type": "string", "minLength": 1}
 COUNT: Schema = {"type": "integer"}
+OBJECT: Schema = {"type": "object"}
 TEXT = nullable(STRING)
 FLAG: Schema = {"type": ["boolean", "null"]}
 IDS = list_of({"type": "integer", "minimum": 0, "maximum": MOST_ID}, minItems=1)
 
-# What is in them is read whatever it is: see ``contents`` and ``functions``.
+# What is in them is read whatever it is: see ``messages``.
 CONTENT: Schema = {
     "description": "a text, or a list of parts",
     "type": ["string", "array", "object", "null"],
     "items": {"type": ["string", "object"]},
 }
 ARGUMENTS: Schema = {"type": ["string", "object", "null"]}
-TOOLS = nullable(list_of({"type": "object"}))
+TOOLS = nullable(list_of(OBJECT))
 TOOL_CHOICE: Schema = {
     "description": '"none", "auto", "required", or an object with the type of a choice',
     "anyOf": [{"enum": ["none", "auto", "required", "any", None]}, whole(type=STRING)],
 }
 STOPS: Schema = {"type": ["string", "array", "null"], "maxItems": 16, "items": STRING}
+
+_FIELDS: dict[str, Schema] = {
+    "temperature": number(0, 100),
+    "top_k": integer(-1, MOST_ID),
+    "top_p": number(0, 1),
+    "min_p": number(0, 1),
+    "typical_p": number(0, 1),
+    "seed": integer(-(1 << 63), (1 << 63) - 1),
+    "stop": STOPS,
+    "repeat_penalty": number(0.01, 100),
+    "presence_penalty": number(-2, 2),
+    "frequency_penalty": number(-2, 2),
+    "top_logprobs": integer(0, 20),
+    "dimensions": integer(1, MOST_ID),
+    "stream": FLAG,
+    "tools": TOOLS,
+}
+
+
+def fields(*names: str) -> dict[str, Schema]:
+    """The schemas of fields that several dialects have under the same name."""
+    return {name: _FIELDS[name] for name in names}

@@ -17,6 +17,7 @@ from localrt.common.errors import CancelledError, OptionError
 from localrt.engine.protocol import Logits
 from localrt.engine.types import Message
 from localrt.server.about import known_facts
+from localrt.server.dialect import JSON, Endpoint
 from localrt.server.errors import ApiError, JsonResponse, invalid
 from localrt.server.generating import until_gone
 from localrt.server.models import Offered
@@ -45,6 +46,8 @@ async def embedded(
         LocalrtError: a text is too long.
         ClientDisconnect: nobody waits for it.
     """
+    if asked.fields.get("dimensions") is not None:
+        raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
     if asked.model.base is not None:
         raise invalid("embeddings are the base model's alone, without an adapter", "model")
     cancel = threading.Event()
@@ -157,9 +160,10 @@ async def _computed(
 
 
 async def tokenize(request: Request) -> Response:
-    """POST /tokenize: ``content`` as llama.cpp has it, ``prompt`` or ``messages`` as vLLM."""
+    """Tokens of a text or a conversation."""
     asked = await read_request(request, "TOKENIZE")
     fields = asked.fields
+    # llama.cpp has the text in content, vLLM in prompt.
     text = next((fields[name] for name in ("content", "prompt") if fields.get(name)), "")
     added = fields.get("add_special", fields.get("add_special_tokens"))
     special = fields.get("content") is None if added is None else added
@@ -183,7 +187,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """GET /tokenizer_info, vLLM's, by which lm-eval does without a tokenizer of its own"""
+    """The tokenizer (vLLM)."""
 
     def work(model: Model, _: threading.Event) -> dict[str, Any]:
         tokenizer = model.tokenizer
@@ -207,7 +211,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """POST /detokenize: the text as llama.cpp and as vLLM call it"""
+    """The text of tokens."""
     asked = await read_request(request, "DETOKENIZE")
 
     def work(model: Model, _: threading.Event) -> str:
@@ -218,7 +222,7 @@ async def detokenize(request: Request) -> Response:
 
 
 async def rerank(request: Request) -> Response:
-    """POST /v1/rerank, in the form of Jina and Cohere"""
+    """Documents by how well they answer."""
     asked = await read_request(request, "RERANK")
     fields = asked.fields
     texts = [one if isinstance(one, str) else one["text"] for one in fields["documents"]]
@@ -246,9 +250,9 @@ async def rerank(request: Request) -> Response:
 
 
 ROUTES = (
-    ("/tokenize", "POST", tokenize),
-    ("/detokenize", "POST", detokenize),
-    ("/tokenizer_info", "GET", tokenizer_info),
-    ("/v1/rerank", "POST", rerank),
-    ("/v1/reranking", "POST", rerank),
+    Endpoint("/tokenize", "POST", tokenize, "TOKENIZED", "TOKENIZE"),
+    Endpoint("/detokenize", "POST", detokenize, "DETOKENIZED", "DETOKENIZE"),
+    Endpoint("/tokenizer_info", "GET", tokenizer_info, JSON),
+    Endpoint("/v1/rerank", "POST", rerank, "RERANKED", "RERANK"),
+    Endpoint("/v1/reranking", "POST", rerank),
 )

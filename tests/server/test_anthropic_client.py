@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from localrt.server.anthropic.routes import messages_call
+from localrt.server.anthropic.calls import messages_call
 from localrt.server.bodies import check_fields
 from localrt.server.openai.calls import chat_call
 from localrt.server.options import ServeOptions

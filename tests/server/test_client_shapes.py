@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.server.anthropic.routes import messages_call
+from localrt.server.anthropic.calls import messages_call
 from localrt.server.bodies import check_fields
+from localrt.server.dialect import Generation
 from localrt.server.errors import ApiError
-from localrt.server.functions import text_of, unnoted
+from localrt.server.messages import text_of, unnoted
 from localrt.server.ollama import calls as ollama
-from localrt.server.openai.calls import Generation, chat_call
-from localrt.server.responses.routes import items_of, responses_call
+from localrt.server.openai.calls import chat_call
+from localrt.server.responses.calls import items_of, responses_call
 from tests.server.conftest import Running
 
 HI: dict[str, Any] = {"role": "user", "content": "hi"}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.server.infill.routes import InfillReply
+from localrt.server.dialect import Generation
+from localrt.server.infill import InfillReply
 from tests.server.conftest import Running, needs_kernels
 
 pytestmark = needs_kernels
@@ -52,8 +53,9 @@ def test_a_completion_may_have_a_suffix(server: Running) -> None:
     assert (status, error["error"]["param"]) == (400, "suffix")
 
 
-def test_a_sign_of_life_is_a_piece_without_text() -> None:
-    sign = InfillReply("tiny", {}).alive().decode()
+def test_a_sign_of_life_is_a_piece_without_text(server: Running) -> None:
+    call = Generation(prompts=[], options={})
+    sign = InfillReply(call, "tiny", server.model.tokenizer, fields={}).alive().decode()
     found = json.loads(sign.removeprefix("data: "))
     assert (found["content"], found["stop"]) == ("", False)
 

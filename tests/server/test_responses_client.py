@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from localrt.server.responses.routes import conversation
+from localrt.server.responses.calls import conversation
 from localrt.server.service import ResponseStore
 from tests.server.conftest import Running
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from localrt.server.app import ROUTES
 from localrt.server.openapi import describe
 from tests.server.conftest import Running
 
@@ -17,7 +18,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance  # noqa: 
 # A field may be right and its text too long, its schema no grammar, its model another.
 EXCLUDED = [positive_data_acceptance]
 
-schema = schemathesis.openapi.from_dict(describe())
+schema = schemathesis.openapi.from_dict(describe(ROUTES))
 
 
 @schema.parametrize()

@@ -25,6 +25,7 @@ from localrt.hub import resolve
 from localrt.hub.names import looks_like_path
 from localrt.server.about import known_facts
 from localrt.server.bodies import read_fields
+from localrt.server.dialect import Endpoint
 from localrt.server.errors import (
     ApiError,
     JsonResponse,
@@ -34,7 +35,7 @@ from localrt.server.errors import (
 )
 from localrt.server.generating import until_gone
 from localrt.server.models import Offered
-from localrt.server.ollama.calls import LINES, line
+from localrt.server.ollama.reply import LINES, line
 from localrt.server.service import Service, service_of
 
 _PROTOCOL = "0.12.0"  # Ollama's: clients refuse older ones
@@ -42,23 +43,23 @@ _FOR_EVER = timedelta(days=36500)
 
 
 async def running(_: Request) -> Response:
-    """GET /, by which clients see whether somebody is there"""
+    """By which clients see whether somebody is there."""
     return PlainTextResponse("localrt is running")
 
 
 async def version(_: Request) -> Response:
-    """GET /api/version"""
+    """The protocol's version (Ollama)."""
     return JsonResponse({"version": _PROTOCOL, "localrt": __version__})
 
 
 async def tags(request: Request) -> Response:
-    """GET /api/tags"""
+    """The models that there are (Ollama)."""
     offered = service_of(request).models.offered()
     return JsonResponse({"models": await asyncio.to_thread(_listed, offered)})
 
 
 async def ps(request: Request) -> Response:
-    """GET /api/ps"""
+    """The models that are loaded (Ollama)."""
     service = service_of(request)
     at_work = {served.name: served for served in service.models.at_work()}
     offered = [one for one in service.models.offered() if one.name in at_work]
@@ -76,7 +77,7 @@ async def ps(request: Request) -> Response:
 
 
 async def show(request: Request) -> Response:
-    """POST /api/show"""
+    """What a model is (Ollama)."""
     service = service_of(request)
     fields = await read_fields(request, "OLLAMA_SHOW", service.options, service.bodies)
     offered = service.models.find(fields.get("model") or fields["name"])
@@ -96,7 +97,7 @@ async def show(request: Request) -> Response:
 
 
 async def not_here(request: Request) -> Response:
-    """What Ollama does with models, and this server does not"""
+    """What Ollama does with models, and this server does not."""
     raise ApiError(
         501, f"{request.url.path} is not supported: manage models with `localrt list`, `pull`, `rm`"
     )
@@ -131,7 +132,7 @@ _MOST_LINES = 64  # of progress that nobody has read: further ones are left out
 
 
 async def pull(request: Request) -> Response:
-    """POST /api/pull"""
+    """Download a model of the hub (Ollama)."""
     service = service_of(request)
     fields = await read_fields(request, "OLLAMA_PULL", service.options, service.bodies)
     name = fields.get("model") or fields["name"]
@@ -226,14 +227,12 @@ class _Download:
 
 
 ROUTES = (
-    ("/", "GET", running),
-    ("/api/version", "GET", version),
-    ("/api/tags", "GET", tags),
-    ("/api/ps", "GET", ps),
-    ("/api/show", "POST", show),
-    ("/api/create", "POST", not_here),
-    ("/api/copy", "POST", not_here),
-    ("/api/push", "POST", not_here),
-    ("/api/delete", "DELETE", not_here),
-    ("/api/pull", "POST", pull),
+    Endpoint("/", "GET", running),
+    Endpoint("/api/version", "GET", version, "OLLAMA_VERSION"),
+    Endpoint("/api/tags", "GET", tags, "OLLAMA_TAGS"),
+    Endpoint("/api/ps", "GET", ps, "OLLAMA_PS"),
+    Endpoint("/api/show", "POST", show, "OLLAMA_SHOWN", "OLLAMA_SHOW"),
+    Endpoint("/api/pull", "POST", pull, "OLLAMA_STATUS", "OLLAMA_PULL", LINES),
+    *(Endpoint(f"/api/{name}", "POST", not_here) for name in ("create", "copy", "push")),
+    Endpoint("/api/delete", "DELETE", not_here),
 )

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from localrt.server.errors import JsonResponse, invalid
-from localrt.server.functions import Note
+from localrt.server.dialect import Endpoint, Generation, prompts_of
+from localrt.server.errors import JsonResponse
 from localrt.server.generating import answer, until_gone
+from localrt.server.messages import Note
 from localrt.server.ollama import models
-from localrt.server.ollama.calls import (
-    OllamaReply,
-    chat_call,
-    generate_call,
-    keep_alive_s,
-    ready,
-)
-from localrt.server.openai.calls import Generation, prompts_of
-from localrt.server.replies import Reply, TokenBytes
+from localrt.server.ollama.calls import chat_call, generate_call, keep_alive_s
+from localrt.server.ollama.reply import LINES, OllamaReply, ready
 from localrt.server.service import ModelRequest, read_request
 from localrt.server.texts import embedded
 
 
 async def chat(request: Request) -> Response:
-    """POST /api/chat"""
+    """Answer a conversation (Ollama)."""
     return await _answered(request, "OLLAMA_CHAT", chat_call, chat=True)
 
 
 async def generate(request: Request) -> Response:
-    """POST /api/generate"""
+    """Answer a prompt (Ollama)."""
     return await _answered(request, "OLLAMA_GENERATE", generate_call, chat=False)
 
 
@@ -55,11 +50,8 @@ async def _answered(
     if call is not None or keep_s != 0 or asked.model.state != "unloaded":
         _keep(asked)  # else the one who asks next would find it gone at once
 
-    def reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
-        return OllamaReply(call, name, tokens, chat=chat, began=began)
-
     if call is not None:
-        return await answer(asked, call, reply)
+        return await answer(asked, call, partial(OllamaReply, chat=chat, began=began))
 
     async def load() -> None:
         async with asked.using():
@@ -73,12 +65,10 @@ async def _answered(
 
 
 async def embed(request: Request) -> Response:
-    """POST /api/embed"""
+    """Vectors of texts (Ollama)."""
     began = time.monotonic()
     asked = await read_request(request, "OLLAMA_EMBED")
     fields = asked.fields
-    if fields.get("dimensions") is not None:
-        raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
     _keep(asked)
     truncate = fields.get("truncate") is not False
     name, vectors, read = await embedded(asked, prompts_of(fields["input"]), truncate=truncate)
@@ -93,7 +83,7 @@ async def embed(request: Request) -> Response:
 
 
 async def embeddings(request: Request) -> Response:
-    """POST /api/embeddings, the older form"""
+    """The vector of a text (Ollama)."""
     asked = await read_request(request, "OLLAMA_EMBEDDINGS")
     _keep(asked)
     found = await embedded(asked, [asked.fields["prompt"]], truncate=True)
@@ -108,9 +98,11 @@ def _keep(asked: ModelRequest) -> None:
 
 
 ROUTES = (
-    ("/api/chat", "POST", chat),
-    ("/api/generate", "POST", generate),
-    ("/api/embed", "POST", embed),
-    ("/api/embeddings", "POST", embeddings),
+    Endpoint("/api/chat", "POST", chat, "OLLAMA_CHAT_RESPONSE", "OLLAMA_CHAT", LINES),
+    Endpoint(
+        "/api/generate", "POST", generate, "OLLAMA_GENERATE_RESPONSE", "OLLAMA_GENERATE", LINES
+    ),
+    Endpoint("/api/embed", "POST", embed, "OLLAMA_EMBED_RESPONSE", "OLLAMA_EMBED"),
+    Endpoint("/api/embeddings", "POST", embeddings, "OLLAMA_EMBEDDING", "OLLAMA_EMBEDDINGS"),
     *models.ROUTES,
 )

@@ -1,4 +1,4 @@
-"""What a request asks for, in the library's words: prompts, options, and what to do with text.
+"""What a chat or text completion asks for, in the library's words.
 
 It reads fields that have been checked against ``schemas``; what none of them can say is checked
 here. It starts nothing.
@@ -7,13 +7,12 @@ here. It starts nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from localrt.server.dialect import Generation, effort, prompts_of, sampling
 from localrt.server.errors import invalid
-from localrt.server.functions import (
+from localrt.server.messages import (
     Fields,
-    Known,
     Message,
     Note,
     chosen,
@@ -24,56 +23,15 @@ from localrt.server.functions import (
     thought,
     unnoted,
 )
-from localrt.server.openai.schemas import EFFORTS, THINKING_LIMITS
+from localrt.server.openai.schemas import THINKING_LIMITS
 
-SEEDS = 1 << 64
-ANY_SEED = -1  # of llama.cpp, LM Studio and Ollama: another every time
-_NO_LIMIT = -1  # of theirs, for tokens
 _KEPT = ("name", "tool_call_id", "prefix")  # of a message
-_AS_THEY_ARE = (
-    *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "ignore_eos", "max_tokens"),
+_SAME_NAMES = (
+    *("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "seed", "stop"),
+    *("presence_penalty", "frequency_penalty", "ignore_eos", "max_tokens"),
     *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """What a checked request wants to have written.
-
-    ``prompts`` are keyword arguments of ``LiveModel.submit``, one each. Every prompt gets
-    ``choices`` answers. ``logprobs`` says whether they are shown, ``echo`` whether the prompt
-    stands before its answers, ``only_reads`` that none are wanted. Without ``parallel_tools`` an
-    answer calls one at most. ``overflow_in_stream``: a prompt that does not fit is told in the
-    stream, if there is one. ``known`` are the tools that are no functions for the client, by the
-    names of the functions that they are for the model; a ``legacy`` call is a message's
-    ``function_call``.
-    """
-
-    prompts: Sequence[Mapping[str, Any]]
-    options: Mapping[str, Any]
-    choices: int = 1
-    stream: bool = False
-    include_usage: bool = False
-    logprobs: bool = False
-    echo: bool = False
-    only_reads: bool = False
-    parallel_tools: bool = True
-    overflow_in_stream: bool = False
-    known: Mapping[str, Known] = field(default_factory=dict)
-    legacy: bool = False
-
-    def submissions(self) -> list[dict[str, Any]]:
-        """The arguments of every answer, choices of a prompt side by side."""
-        seed = self.options.get("seed")
-        one = {} if self.parallel_tools else {"parallel_tool_calls": False}
-        found = []
-        for prompt in self.prompts:
-            for choice in range(self.choices):
-                own = {} if seed is None else {"seed": (seed + choice) % SEEDS}
-                found.append({**prompt, **self.options, **one, **own})
-        return found
 
 
 def chat_call(fields: Fields, note: Note = unnoted) -> Generation:
@@ -152,31 +110,15 @@ def completion_call(fields: Fields) -> Generation:
     )
 
 
-def prompts_of(given: Any) -> list[str | list[int]]:
-    """One text, or its ids, for each prompt."""
-    if isinstance(given, str) or not given:
-        return [given] if isinstance(given, str) else []
-    if isinstance(given[0], list):
-        return [list(map(int, ids)) for ids in given]
-    return list(given) if isinstance(given[0], str) else [list(map(int, given))]
-
-
 def _streaming(fields: Fields) -> dict[str, Any]:
     usage = (fields.get("stream_options") or {}).get("include_usage")
     return {"stream": bool(fields.get("stream")), "include_usage": bool(usage)}
 
 
 def _options(fields: Fields) -> dict[str, Any]:
-    options = {name: fields[name] for name in _AS_THEY_ARE if fields.get(name) is not None}
-    options |= stops(fields.get("stop"))
-    if options.get("max_tokens") == _NO_LIMIT:
-        del options["max_tokens"]
+    options = sampling(fields, *_SAME_NAMES)
     if fields.get("repeat_penalty") is not None:  # llama.cpp's and LM Studio's name
         options.setdefault("repetition_penalty", fields["repeat_penalty"])
-    if fields.get("seed") not in (None, ANY_SEED):
-        options["seed"] = fields["seed"] % SEEDS
-    if fields.get("top_k") is not None:
-        options["top_k"] = max(0, fields["top_k"])  # elsewhere -1 switches it off
     if fields.get("grammar"):  # in llama.cpp "" is none
         options["grammar"] = fields["grammar"]
     if fields.get("logit_bias"):
@@ -200,18 +142,6 @@ def _thinking(fields: Fields) -> dict[str, Any]:
     if limit >= 0:
         options["thinking_tokens"] = limit
     return options
-
-
-def effort(given: str) -> bool | str:
-    """How much a model is to think, in the library's words; much where a word is new."""
-    return EFFORTS.get(given, "high")
-
-
-def stops(given: str | Sequence[str] | None) -> dict[str, Any]:
-    """The option for strings that end an answer; an empty one ends none."""
-    texts = [given] if isinstance(given, str) else given or ()
-    found = [text for text in texts if text]
-    return {"stop": found} if found else {}
 
 
 # -- messages --------------------------------------------------------------------------------------

@@ -1,34 +1,33 @@
 """From chunks to OpenAI's chat and text completions: choices, deltas, log-probabilities, usage.
 
-The two differ in their ``Shape`` only. It does not know HTTP, or where chunks come from.
+It does not know HTTP, or where chunks come from.
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import isnan
-from typing import Any, TypeAlias
+from typing import Any
 
 from localrt.chat_format.messages import as_message_calls
 from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.common.version import __version__
 from localrt.engine.types import Chunk, Metrics
-from localrt.server.errors import ApiError, error_body
-from localrt.server.functions import text_argument
-from localrt.server.openai.calls import Generation
-from localrt.server.replies import (
-    EVENT_STREAM,
+from localrt.server.dialect import (
+    LEAST_LOGPROB,
+    Generation,
     Payload,
+    Reply,
     TokenBytes,
     event,
 )
+from localrt.server.messages import text_argument
 
 _DONE = b"data: [DONE]\n\n"
-# JSON knows no infinity; a token that cannot come has about this log-probability.
-_LEAST_LOGPROB = -9999.0
 
 
 def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, Any]:
@@ -46,17 +45,80 @@ def usage(metrics: Iterable[Metrics], prompts: int = 1) -> dict[str, Any]:
     }
 
 
-class ChatShape:
-    """How a chat completion looks."""
+class Completion(Reply):
+    """A response with choices, which look as the kinds of completion below say."""
+
+    kind = stream_kind = prefix = ""
+
+    def __init__(self, call: Generation, model: str, tokenizer: TokenBytes) -> None:
+        super().__init__(call, model, tokenizer)
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "object": self.stream_kind if call.stream else self.kind,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"localrt-{__version__}",
+        }
+        self._usage: Payload = {"usage": None} if call.include_usage else {}
+        self._ends: dict[int, Metrics] = {}
+
+    def whole(self, chunks: Sequence[Chunk]) -> Payload:
+        choices = [self.choice(index, chunk) for index, chunk in enumerate(chunks)]
+        counts = usage([chunk.metrics for chunk in chunks], len(self.call.prompts))
+        return {**self._head, "choices": choices, "usage": counts}
+
+    def begin(self) -> Iterator[bytes]:
+        for index in range(len(self.call.prompts) * self.call.choices):
+            yield from self._events(self.first(index))
+
+    def alive(self) -> bytes:
+        """A choice without anything new: some clients count events, not comments."""
+        return b"".join(self._events([self.idle()]))
+
+    def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+        if chunk.finish_reason is not None:
+            self._ends[index] = chunk.metrics
+        yield from self._events(self.pieces(index, chunk))
+
+    def end(self) -> Iterator[bytes]:
+        """What the choices took, if that is wanted."""
+        if self.call.include_usage:
+            metrics = [self._ends[index] for index in sorted(self._ends)]
+            counts = usage(metrics, len(self.call.prompts))
+            yield event({**self._head, "choices": [], "usage": counts})
+        yield _DONE
+
+    def _events(self, choices: Sequence[Payload]) -> Iterator[bytes]:
+        for choice in choices:
+            yield event({**self._head, "choices": [choice], **self._usage})
+
+    @abstractmethod
+    def choice(self, index: int, chunk: Chunk) -> Payload:
+        """The choice of a finished answer."""
+
+    def first(self, index: int) -> list[Payload]:
+        """What a stream says of a choice before its text."""
+        return []
+
+    @abstractmethod
+    def idle(self) -> Payload:
+        """What a stream says while there is nothing new."""
+
+    @abstractmethod
+    def pieces(self, index: int, chunk: Chunk) -> list[Payload]:
+        """What a stream says of a chunk: nothing, or choices."""
+
+
+class ChatReply(Completion):
+    """A chat completion."""
 
     kind, stream_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, tokenizer: TokenBytes, call: Generation) -> None:
-        self._tokenizer, self._call = tokenizer, call
+    def __init__(self, call: Generation, model: str, tokenizer: TokenBytes) -> None:
+        super().__init__(call, model, tokenizer)
         self._streams: dict[int, ThoughtStream] = {}
 
-    def whole(self, index: int, chunk: Chunk) -> Payload:
-        """The choice of a finished answer."""
+    def choice(self, index: int, chunk: Chunk) -> Payload:
         thinking, text = parted(chunk.text)
         message: Payload = {"role": "assistant", "content": text, "refusal": None}
         if thinking:
@@ -72,15 +134,12 @@ class ChatShape:
         }
 
     def first(self, index: int) -> list[Payload]:
-        """What a stream says of a choice before its text."""
         return [self._delta(index, {"role": "assistant", "content": ""})]
 
     def idle(self) -> Payload:
-        """What a stream says while there is nothing new."""
         return self._delta(0, {})
 
-    def delta(self, index: int, chunk: Chunk) -> list[Payload]:
-        """What a stream says of a chunk: nothing, or choices."""
+    def pieces(self, index: int, chunk: Chunk) -> list[Payload]:
         found = []
         stream = self._streams.setdefault(index, ThoughtStream())
         thinking, text = stream.push(chunk.text, last=chunk.finish_reason is not None)
@@ -101,10 +160,10 @@ class ChatShape:
     def _calls(self, chunk: Chunk) -> Payload:
         """The field of a message with the calls of a chunk."""
         calls = as_message_calls(chunk.tool_calls)
-        if self._call.legacy:
+        if self.call.legacy:
             return {"function_call": calls[0]["function"]}
         for call in calls:
-            function, known = call["function"], self._call.known.get(call["function"]["name"])
+            function, known = call["function"], self.call.known.get(call["function"]["name"])
             if known is not None and known.type == "custom":
                 text = text_argument(function["arguments"])
                 call |= {"type": "custom", "custom": {"name": known.name, "input": text}}
@@ -112,75 +171,45 @@ class ChatShape:
         return {"tool_calls": calls}
 
     def _reason(self, chunk: Chunk) -> str | None:
-        legacy = self._call.legacy and chunk.finish_reason == "tool_calls"
+        legacy = self.call.legacy and chunk.finish_reason == "tool_calls"
         return "function_call" if legacy else chunk.finish_reason
 
     def _delta(self, index: int, delta: Payload, **more: Any) -> Payload:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
     def _shown(self, chunk: Chunk) -> Payload | None:
-        if not self._call.logprobs:
+        if not self.call.logprobs:
             return None
-        return {"content": token_payloads(self._tokenizer, chunk), "refusal": None}
+        return {"content": self.logprobs(chunk), "refusal": None}
 
 
-def token_payloads(tokenizer: TokenBytes, chunk: Chunk) -> list[Payload]:
-    """The log-probability of each token of ``chunk``, with its alternatives."""
-
-    def one(token: int, logprob: float) -> Payload:
-        spelled = tokenizer.token_bytes(token)
-        return {
-            "token": spelled.decode("utf-8", "replace"),
-            "logprob": max(logprob, _LEAST_LOGPROB),
-            "bytes": list(spelled),
-        }
-
-    return [
-        {
-            **one(found.token_id, found.logprob),
-            "top_logprobs": [one(token, logprob) for token, _, logprob in found.top],
-        }
-        for found in chunk.logprobs
-    ]
-
-
-class TextShape:
-    """How a text completion looks. Methods as of ``ChatShape``."""
+class TextReply(Completion):
+    """A text completion; a prompt that is to be shown is its first chunk."""
 
     kind, stream_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, tokenizer: TokenBytes, call: Generation) -> None:
-        self._tokenizer, self._call = tokenizer, call
+    def __init__(self, call: Generation, model: str, tokenizer: TokenBytes) -> None:
+        super().__init__(call, model, tokenizer)
         self._lengths: dict[int, int] = {}  # of the texts so far, for offsets
 
-    def whole(self, index: int, chunk: Chunk) -> Payload:
-        """The choice of a finished answer."""
-        return self._choice(index, chunk)
-
-    def first(self, index: int) -> list[Payload]:
-        """Nothing: a prompt that is to be shown is the first chunk."""
-        return []
-
     def idle(self) -> Payload:
-        """A choice without text."""
         return {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
 
-    def delta(self, index: int, chunk: Chunk) -> list[Payload]:
-        """A choice for every chunk."""
-        return [self._choice(index, chunk)]
+    def pieces(self, index: int, chunk: Chunk) -> list[Payload]:
+        return [self.choice(index, chunk)]
 
-    def _choice(self, index: int, chunk: Chunk) -> Payload:
+    def choice(self, index: int, chunk: Chunk) -> Payload:
         return {
             "index": index,
             "text": chunk.text,
-            "logprobs": self._shown(index, chunk) if self._call.logprobs else None,
+            "logprobs": self._shown(index, chunk) if self.call.logprobs else None,
             "finish_reason": chunk.finish_reason,
         }
 
     def _shown(self, index: int, chunk: Chunk) -> Payload:
         """Of every token; the first of a prompt has no number, nor alternatives."""
         shown = list(chunk.logprobs)
-        if self._call.echo and chunk.end_logprob is not None:
+        if self.call.echo and chunk.end_logprob is not None:
             # Who scores prompts takes away as many tokens as were to be written.
             shown.append(chunk.end_logprob)
         texts = [self._text(found.token_id) for found in shown]
@@ -192,14 +221,14 @@ class TextShape:
         return {
             "tokens": texts,
             "token_logprobs": [
-                None if isnan(found.logprob) else max(found.logprob, _LEAST_LOGPROB)
+                None if isnan(found.logprob) else max(found.logprob, LEAST_LOGPROB)
                 for found in shown
             ],
             "top_logprobs": [
                 None
                 if isnan(found.logprob)
                 else {
-                    self._text(token): max(logprob, _LEAST_LOGPROB)
+                    self._text(token): max(logprob, LEAST_LOGPROB)
                     # Of those that look the same the likeliest counts.
                     for token, _, logprob in reversed(found.top)
                 }
@@ -209,62 +238,4 @@ class TextShape:
         }
 
     def _text(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
-
-
-Shape: TypeAlias = ChatShape | TextShape
-
-
-class Completion:
-    """The response to a ``call``, whose choices look as ``shape`` says. See ``Reply``."""
-
-    media_type = EVENT_STREAM
-
-    def __init__(self, shape: Shape, call: Generation, model: str) -> None:
-        self._shape, self._call = shape, call
-        self._head = {
-            "id": f"{shape.prefix}-{uuid.uuid4().hex}",
-            "object": shape.stream_kind if call.stream else shape.kind,
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": f"localrt-{__version__}",
-        }
-        self._usage: Payload = {"usage": None} if call.include_usage else {}
-        self._ends: dict[int, Metrics] = {}
-
-    def whole(self, chunks: Sequence[Chunk]) -> Payload:
-        """All choices, and what they took."""
-        choices = [self._shape.whole(index, chunk) for index, chunk in enumerate(chunks)]
-        counts = usage([chunk.metrics for chunk in chunks], len(self._call.prompts))
-        return {**self._head, "choices": choices, "usage": counts}
-
-    def begin(self) -> Iterator[bytes]:
-        """The role, or the prompt, of each choice."""
-        for index in range(len(self._call.prompts) * self._call.choices):
-            yield from self._events(self._shape.first(index))
-
-    def alive(self) -> bytes:
-        """A choice without anything new: some clients count events, not comments."""
-        return b"".join(self._events([self._shape.idle()]))
-
-    def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
-        """An event for each kind of content in it."""
-        if chunk.finish_reason is not None:
-            self._ends[index] = chunk.metrics
-        yield from self._events(self._shape.delta(index, chunk))
-
-    def end(self) -> Iterator[bytes]:
-        """What the choices took, if that is wanted."""
-        if self._call.include_usage:
-            metrics = [self._ends[index] for index in sorted(self._ends)]
-            counts = usage(metrics, len(self._call.prompts))
-            yield event({**self._head, "choices": [], "usage": counts})
-        yield _DONE
-
-    def failed(self, error: ApiError) -> Iterator[bytes]:
-        """An error in place of a choice."""
-        yield event(error_body(error))
-
-    def _events(self, choices: Sequence[Payload]) -> Iterator[bytes]:
-        for choice in choices:
-            yield event({**self._head, "choices": [choice], **self._usage})
+        return self.tokenizer.token_bytes(token).decode("utf-8", "replace")

@@ -13,16 +13,9 @@ from typing import Any
 from localrt.chat_format.messages import arguments_of
 from localrt.chat_format.thinking import ThoughtStream
 from localrt.engine.types import Chunk, Metrics, ToolCall
+from localrt.server.dialect import Generation, Payload, Reply, TokenBytes, event
 from localrt.server.errors import ApiError, in_words
-from localrt.server.functions import Known, text_argument
-from localrt.server.openai.calls import Generation
-from localrt.server.openai.reply import token_payloads
-from localrt.server.replies import (
-    EVENT_STREAM,
-    Payload,
-    TokenBytes,
-    event,
-)
+from localrt.server.messages import Known, text_argument
 
 # What clients send, and find again in the response.
 _SHOWN: Mapping[str, Any] = {
@@ -50,23 +43,20 @@ _WRITTEN = {
 _EVENTS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
 
 
-class ResponseReply:
-    """The response to a ``call`` of the model that is called ``model``. See ``Reply``.
-
-    ``fields`` are the request's. ``keep`` gets the finished response.
-    """
-
-    media_type = EVENT_STREAM
+class ResponseReply(Reply):
+    """A response. ``fields`` are the request's. ``keep`` gets the finished response."""
 
     def __init__(
         self,
         call: Generation,
         model: str,
         tokenizer: TokenBytes,
+        *,
         fields: Mapping[str, Any],
         keep: Callable[[Payload], None],
     ) -> None:
-        self._call, self._tokenizer, self._keep = call, tokenizer, keep
+        super().__init__(call, model, tokenizer)
+        self._keep = keep
         given = {name: fields[name] for name in _SHOWN if fields.get(name) is not None}
         self._response: Payload = {
             "id": _new_id("resp"),
@@ -86,7 +76,6 @@ class ResponseReply:
         self._sent = 0  # events so far
 
     def whole(self, chunks: Sequence[Chunk]) -> Payload:
-        """The response."""
         (chunk,) = chunks
         for _ in self.delta(0, chunk):
             pass
@@ -95,7 +84,6 @@ class ResponseReply:
         return self._response
 
     def begin(self) -> Iterator[bytes]:
-        """That it has begun."""
         yield self._event("response.created", response=self._response)
         yield self.alive()
 
@@ -105,13 +93,12 @@ class ResponseReply:
         return self._event("response.in_progress", response={**head, **_BRIEF, "output": []})
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
-        """Events of items that begin, grow and end."""
         ends = chunk.finish_reason is not None
         thinking, text = self._thoughts.push(chunk.text, last=ends)
         if thinking:
             yield from self._grow("reasoning", thinking)
         if text:
-            shown = token_payloads(self._tokenizer, chunk) if self._call.logprobs else []
+            shown = self.logprobs(chunk) if self.call.logprobs else []
             yield from self._grow("message", text, shown)
         if not ends:
             return
@@ -184,7 +171,7 @@ class ResponseReply:
 
     def _called(self, call: ToolCall) -> Iterator[bytes]:
         """Events of a call, which is an item of the type that its tool has for the client."""
-        known = self._call.known.get(call.name, Known("function", call.name))
+        known = self.call.known.get(call.name, Known("function", call.name))
         field = text = ""  # what is written of it
         item: Payload = {"call_id": call.id, "status": "in_progress"}
         if known.type == "local_shell":

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from localrt.server.schema_parts import (
     CONTENT,
     COUNT,
     FLAG,
     MOST_ID,
+    OBJECT,
     STRING,
     TEXT,
     TOOL_CHOICE,
-    TOOLS,
     Schema,
+    fields,
     integer,
     list_of,
     nullable,
-    number,
     object_of,
     where,
     whole,
 )
-
-__all__ = [
-    "INPUT_TOKENS",
-    "INPUT_TOKENS_COUNT",
-    "ITEMS",
-    "RESPONSE",
-    "RESPONSES",
-    "RESPONSE_DELETED",
-]
-
 
 _FORMAT: Schema = {
     **nullable(
@@ -39,13 +27,14 @@ _FORMAT: Schema = {
             "type",
             type={"enum": ["text", "json_object", "json_schema"]},
             name=TEXT,
-            schema={"type": "object"},
+            schema=OBJECT,
         )
     ),
     **where("type", "json_schema", {"required": ["schema"]}),
 }
 
-_PROMPT: dict[str, Any] = {
+_PROMPT: dict[str, Schema] = {
+    **fields("tools"),
     "model": TEXT,
     "input": {
         "description": "a text or a list of items with the fields of their types",
@@ -57,7 +46,6 @@ _PROMPT: dict[str, Any] = {
     },
     "instructions": TEXT,
     "previous_response_id": TEXT,
-    "tools": TOOLS,
     "tool_choice": TOOL_CHOICE,
     "parallel_tool_calls": FLAG,
     "reasoning": nullable(object_of(effort=TEXT)),
@@ -65,32 +53,31 @@ _PROMPT: dict[str, Any] = {
     "truncation": {"enum": ["auto", "disabled", None]},
 }
 
-INPUT_TOKENS = object_of(**_PROMPT)
+REQUESTS: dict[str, Schema] = {
+    "INPUT_TOKENS": object_of(**_PROMPT),
+    "RESPONSES": object_of(
+        **_PROMPT,
+        **fields("temperature", "top_p", "top_logprobs", "stream"),
+        max_output_tokens=integer(1, MOST_ID),
+        include=nullable(list_of(STRING)),
+        metadata=nullable(OBJECT),
+        store=FLAG,
+        background=FLAG,
+    ),
+}
 
-RESPONSES = object_of(
-    **_PROMPT,
-    max_output_tokens=integer(1, MOST_ID),
-    temperature=number(0, 100),
-    top_p=number(0, 1),
-    top_logprobs=integer(0, 20),
-    include=nullable(list_of(STRING)),
-    metadata=nullable({"type": "object"}),
-    store=FLAG,
-    stream=FLAG,
-    background=FLAG,
-)
-
-# -- responses -------------------------------------------------------------------------------------
-
-RESPONSE = whole(
-    id=STRING,
-    object={"const": "response"},
-    created_at=COUNT,
-    status={"enum": ["completed", "incomplete"]},
-    model=STRING,
-    output=list_of(whole(id=STRING, type=STRING)),
-    usage=whole(input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT),
-)
-ITEMS = whole(object={"const": "list"}, data=list_of(whole(id=STRING, type=STRING)), has_more=FLAG)
-RESPONSE_DELETED = whole(id=STRING, object={"const": "response"}, deleted={"const": True})
-INPUT_TOKENS_COUNT = whole(object={"const": "response.input_tokens"}, input_tokens=COUNT)
+_ITEM = whole(id=STRING, type=STRING)
+RESPONSES: dict[str, Schema] = {
+    "RESPONSE": whole(
+        id=STRING,
+        object={"const": "response"},
+        created_at=COUNT,
+        status={"enum": ["completed", "incomplete"]},
+        model=STRING,
+        output=list_of(_ITEM),
+        usage=whole(input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT),
+    ),
+    "ITEMS": whole(object={"const": "list"}, data=list_of(_ITEM), has_more=FLAG),
+    "RESPONSE_DELETED": whole(id=STRING, object={"const": "response"}, deleted={"const": True}),
+    "INPUT_TOKENS_COUNT": whole(object={"const": "response.input_tokens"}, input_tokens=COUNT),
+}

@@ -1,5 +1,6 @@
-"""Filling in the middle: llama.cpp's ``/infill`` and Mistral's completions.
+"""Filling in the middle, for editors: llama.cpp's ``/infill`` and Mistral's completions.
 
+A small dialect in one file: calls, reply and endpoints. Its requests have OpenAI's fields, too.
 Fields of answers are llama.cpp's, as far as they mean something here.
 """
 
@@ -7,34 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from localrt.engine.types import Chunk, Metrics
-from localrt.server.errors import ApiError, error_body
-from localrt.server.generating import answer
-from localrt.server.infill import schemas
-from localrt.server.openai.calls import Generation, completion_call
-from localrt.server.openai.reply import ChatShape, Completion
-from localrt.server.replies import (
+from localrt.server.dialect import (
     EVENT_STREAM,
+    Endpoint,
+    Generation,
     Payload,
     Reply,
     TokenBytes,
     event,
 )
+from localrt.server.generating import answer
+from localrt.server.messages import Fields
+from localrt.server.openai.calls import completion_call
+from localrt.server.openai.reply import ChatReply
+from localrt.server.openai.schemas import REQUESTS
 from localrt.server.service import read_request
-
-Fields = Mapping[str, Any]
 
 _FILE = "tmp"  # llama.cpp's name for one without
 
 
 def fim_call(fields: Fields) -> Generation:
     """Of Mistral's ``/v1/fim/completions``."""
-    known = _known(fields, schemas.FIM)
+    known = _known(fields, "FIM")
     if known.get("seed") is None:
         known["seed"] = fields.get("random_seed")
     call = completion_call({**known, "suffix": None})
@@ -43,7 +45,7 @@ def fim_call(fields: Fields) -> Generation:
 
 def infill_call(fields: Fields) -> Generation:
     """Of llama.cpp's ``/infill``."""
-    known = _known(fields, schemas.INFILL)
+    known = _known(fields, "INFILL")
     count = fields.get("n_predict")
     if count is not None:  # below zero there is no limit; 0 only reads the prompt
         known["max_tokens"] = max(1, count) if count >= 0 else None
@@ -63,8 +65,9 @@ def infill_call(fields: Fields) -> Generation:
     return _filling(call, before, fields["input_suffix"], files=files)
 
 
-def _known(fields: Fields, schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if name in schema["properties"]}
+def _known(fields: Fields, kind: str) -> dict[str, Any]:
+    known = REQUESTS[kind]["properties"]
+    return {name: value for name, value in fields.items() if name in known}
 
 
 def _filling(call: Generation, before: str, behind: str, **more: Any) -> Generation:
@@ -74,28 +77,27 @@ def _filling(call: Generation, before: str, behind: str, **more: Any) -> Generat
 # -- answers ---------------------------------------------------------------------------------------
 
 
-class InfillReply:
-    """The response of the model that is called ``model`` to a request with ``fields``."""
+class InfillReply(Reply):
+    """The response to a request with ``fields``."""
 
-    media_type = EVENT_STREAM
-
-    def __init__(self, model: str, fields: Mapping[str, Any]) -> None:
-        self._model = model
+    def __init__(
+        self,
+        call: Generation,
+        model: str,
+        tokenizer: TokenBytes,
+        *,
+        fields: Mapping[str, Any],
+    ) -> None:
+        super().__init__(call, model, tokenizer)
         self._chosen = fields.get("response_fields")
         self._only_read = fields.get("n_predict") == 0
         self._new_line = False
 
     def whole(self, chunks: Sequence[Chunk]) -> Payload:
-        """The text, and what it took."""
         (chunk,) = chunks
         return self._last(chunk)
 
-    def begin(self) -> Iterator[bytes]:
-        """Nothing: the first event has text."""
-        yield from ()
-
     def alive(self) -> bytes:
-        """A piece without text."""
         return event({"index": 0, "content": "", "tokens": [], "stop": False})
 
     def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
@@ -116,14 +118,6 @@ class InfillReply:
                 }
             )
 
-    def end(self) -> Iterator[bytes]:
-        """Nothing: the last event has said so."""
-        yield from ()
-
-    def failed(self, error: ApiError) -> Iterator[bytes]:
-        """An error in place of a piece."""
-        yield event(error_body(error))
-
     def _last(self, chunk: Chunk) -> Payload:
         metrics, text = chunk.metrics, "" if self._only_read else chunk.text
         limited = chunk.finish_reason == "length"
@@ -133,7 +127,7 @@ class InfillReply:
             "content": text,
             "tokens": [] if self._only_read else list(chunk.token_ids),
             "stop": True,
-            "model": self._model,
+            "model": self.model,
             "tokens_predicted": 0 if self._only_read else metrics.completion_tokens,
             "tokens_evaluated": metrics.prompt_tokens,
             "has_new_line": self._new_line or "\n" in text,
@@ -182,27 +176,20 @@ def _chosen(payload: Payload, names: Sequence[str]) -> Payload:
 
 
 async def infill(request: Request) -> Response:
-    """POST /infill"""
+    """Fill in the middle (llama.cpp)."""
     asked = await read_request(request, "INFILL")
-
-    def reply(_: TokenBytes, call: Generation, name: str) -> Reply:
-        return InfillReply(name, asked.fields)
-
+    reply = partial(InfillReply, fields=asked.fields)
     return await answer(asked, infill_call(asked.fields), reply)
 
 
 async def fim_completions(request: Request) -> Response:
-    """POST /v1/fim/completions"""
+    """Fill in the middle (Mistral)."""
     asked = await read_request(request, "FIM")
-    return await answer(asked, fim_call(asked.fields), _fim_reply)
-
-
-def _fim_reply(tokens: TokenBytes, call: Generation, name: str) -> Reply:
-    return Completion(ChatShape(tokens, call), call, name)
+    return await answer(asked, fim_call(asked.fields), ChatReply)
 
 
 ROUTES = (
-    ("/infill", "POST", infill),
-    ("/v1/infill", "POST", infill),
-    ("/v1/fim/completions", "POST", fim_completions),
+    Endpoint("/infill", "POST", infill, "INFILL_RESPONSE", "INFILL", EVENT_STREAM),
+    Endpoint("/v1/infill", "POST", infill),
+    Endpoint("/v1/fim/completions", "POST", fim_completions, "CHAT_RESPONSE", "FIM", EVENT_STREAM),
 )

@@ -1,0 +1,88 @@
+"""What Anthropic's Messages ask for, in the library's words. It starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from localrt.server.dialect import Generation, effort, sampling
+from localrt.server.errors import invalid
+from localrt.server.messages import (
+    Fields,
+    Message,
+    Note,
+    chosen,
+    messages_of,
+    offered,
+    text_of,
+    unnoted,
+    without_billing,
+)
+
+
+def messages_call(fields: Fields, note: Note = unnoted) -> Generation:
+    """The call of a message. A last message of the assistant is the beginning of the answer.
+
+    ``note`` is told what a model cannot be shown.
+
+    Raises:
+        ApiError: 400, fields that do not go together or are not supported.
+    """
+    options = sampling(fields, "max_tokens", "temperature", "top_p", "top_k", stop="stop_sequences")
+    output = fields.get("output_config") or {}
+    options |= _thinking(fields.get("thinking") or {}, output.get("effort"))
+    if output.get("format"):
+        options["json_schema"] = output["format"]["schema"]
+    tools = offered(fields.get("tools"), note)
+    given = fields.get("tool_choice") or {}
+    choice, functions = chosen(given or None, tools)
+    if choice != "auto":
+        options["tool_choice"] = choice
+    system = without_billing(text_of(fields.get("system"), note))
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    for message in fields["messages"]:
+        messages += messages_of(message["role"], message.get("content"), note)
+    messages = _merged(messages)
+    if not messages:
+        raise invalid("the messages have no content", "messages")
+    last = messages[-1]
+    if last["role"] == "assistant" and not last.get("tool_calls"):
+        messages[-1] = {**last, "prefix": True}
+    return Generation(
+        prompts=[{"prompt": messages, "tools": functions or None}],
+        options=options,
+        stream=bool(fields.get("stream")),
+        parallel_tools=not given.get("disable_parallel_tool_use"),
+    )
+
+
+def _thinking(thinking: Fields, wanted: str | None) -> dict[str, Any]:
+    """Whether and how much the model is to think: not, where nothing is said.
+
+    A model that cannot think answers without.
+    """
+    kind = thinking.get("type", "disabled" if wanted is None else "adaptive")
+    if kind == "disabled":
+        return {"thinking": False}
+    options: dict[str, Any] = {"thinking": effort(wanted or "high")}
+    if kind == "enabled":
+        options["thinking_tokens"] = thinking["budget_tokens"]
+    return options
+
+
+def _merged(messages: Sequence[Message]) -> list[Message]:
+    """Neighbours of one role as one message, as templates want them; those of tools stay apart."""
+    found: list[Message] = []
+    for message in messages:
+        last = found[-1] if found else None
+        plain = message.keys() == {"role", "content"}
+        if (
+            last is not None
+            and plain
+            and last.keys() == message.keys()
+            and last["role"] == message["role"]
+        ):
+            last["content"] = f"{last['content']}\n\n{message['content']}"
+        else:
+            found.append(message)
+    return found

@@ -1,0 +1,118 @@
+"""From chunks to Ollama's chat and generate: one object, or lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+from localrt.chat_format.messages import arguments_of
+from localrt.chat_format.thinking import ThoughtStream
+from localrt.engine.types import Chunk, ToolCall
+from localrt.server.dialect import Generation, Payload, Reply, TokenBytes
+from localrt.server.errors import ApiError, ollama_error, to_json
+
+LINES = "application/x-ndjson"
+
+
+class OllamaReply(Reply):
+    """A message, if ``chat`` says so, or a text.
+
+    ``began`` is when the request came, on ``time.monotonic``'s clock.
+    """
+
+    media_type = LINES
+
+    def __init__(
+        self, call: Generation, model: str, tokenizer: TokenBytes, *, chat: bool, began: float
+    ) -> None:
+        super().__init__(call, model, tokenizer)
+        self._chat, self._began = chat, began
+        self._thoughts = ThoughtStream()
+
+    def whole(self, chunks: Sequence[Chunk]) -> Payload:
+        (chunk,) = chunks
+        thinking, text = self._thoughts.push(chunk.text, last=True)
+        return {**self._piece(thinking, text, chunk, chunk.tool_calls), **self._end(chunk)}
+
+    def alive(self) -> bytes:
+        return line({**self._head(), **self._content("", ""), "done": False})
+
+    def delta(self, index: int, chunk: Chunk) -> Iterator[bytes]:
+        """A line for what there is to show, and one for the end."""
+        ends = chunk.finish_reason is not None
+        thinking, text = self._thoughts.push(chunk.text, last=ends)
+        if thinking or text or chunk.tool_calls or (self.call.logprobs and chunk.logprobs):
+            piece = self._piece(thinking, text, chunk, chunk.tool_calls)
+            yield line({**piece, "done": False})
+        if ends:
+            yield line({**self._head(), **self._content("", ""), **self._end(chunk)})
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        yield line(ollama_error(error))
+
+    def _head(self) -> Payload:
+        return {"model": self.model, "created_at": now()}
+
+    def _piece(self, thinking: str, text: str, chunk: Chunk, calls: Sequence[ToolCall]) -> Payload:
+        shown = self.logprobs(chunk) if self.call.logprobs else []
+        more = {"logprobs": shown} if shown else {}
+        return {**self._head(), **self._content(thinking, text, calls), **more}
+
+    def _content(self, thinking: str, text: str, calls: Sequence[ToolCall] = ()) -> Payload:
+        thought = {"thinking": thinking} if thinking else {}
+        if not self._chat:
+            return {"response": text, **thought}
+        message: Payload = {"role": "assistant", "content": text, **thought}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "function": {"index": at, "name": call.name, "arguments": arguments_of(call)},
+                }
+                for at, call in enumerate(calls)
+            ]
+        return {"message": message}
+
+    def _end(self, chunk: Chunk) -> Payload:
+        metrics = chunk.metrics
+        written = metrics.completion_tokens
+        all_s, read_s = time.monotonic() - self._began, metrics.ttft_s or 0.0
+        write_s = (metrics.tpot_s or 0.0) * max(0, written - 1)
+        return {
+            "done": True,
+            "done_reason": "length" if chunk.finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(all_s),
+            "load_duration": _nanoseconds(all_s - read_s - write_s),
+            "prompt_eval_count": metrics.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(read_s),
+            "eval_count": written,
+            "eval_duration": _nanoseconds(write_s),
+        }
+
+
+def ready(model: str, *, chat: bool, keep_s: float | None, seconds: float) -> Payload:
+    """The answer to a request that only has a model loaded, or unloaded."""
+    said: Payload = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
+    return {
+        "model": model,
+        "created_at": now(),
+        **said,
+        "done": True,
+        "done_reason": "unload" if keep_s == 0 else "load",
+        "load_duration": _nanoseconds(seconds),
+    }
+
+
+def line(payload: Payload) -> bytes:
+    """One line of a stream."""
+    return to_json(payload) + b"\n"
+
+
+def now() -> str:
+    """The time, as Ollama writes it."""
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1e9))  # clients divide by it

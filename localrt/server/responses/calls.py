@@ -1,0 +1,146 @@
+"""What OpenAI's Responses ask for, in the library's words: items as messages, options.
+
+It starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from localrt.chat_format.thinking import THOUGHT_FIELDS
+from localrt.server.dialect import Generation, effort, sampling
+from localrt.server.errors import invalid
+from localrt.server.messages import (
+    Fields,
+    Message,
+    Note,
+    chosen,
+    messages_of,
+    offered,
+    thought,
+    unnoted,
+)
+
+Item = dict[str, Any]
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "reasoning": "rs"}  # of ids
+_THOUGHT = THOUGHT_FIELDS[0]
+_LOGPROBS = "message.output_text.logprobs"  # of ``include``
+_NOT_HERE = {
+    "conversation": "send its items as input, or use previous_response_id",
+    "prompt": "send instructions and input",
+}
+
+
+def responses_call(fields: Fields, items: Sequence[Fields], note: Note = unnoted) -> Generation:
+    """The call that answers ``items``, the earlier ones first.
+
+    ``note`` is told what a model cannot be shown.
+
+    Raises:
+        ApiError: 400, fields that do not go together or are not supported.
+    """
+    for name, instead in _NOT_HERE.items():
+        if fields.get(name):
+            raise invalid(f"{name} is not supported: {instead}", name)
+    options = sampling(fields, "temperature", "top_p", max_tokens="max_output_tokens")
+    shows = _LOGPROBS in (fields.get("include") or ()) or bool(fields.get("top_logprobs"))
+    if shows:
+        options["logprobs"] = fields.get("top_logprobs") or 0
+    if (wanted := (fields.get("reasoning") or {}).get("effort")) is not None:
+        options["thinking"] = effort(wanted)
+    form = (fields.get("text") or {}).get("format") or {}
+    if form.get("type") == "json_object":
+        options["json_schema"] = {"type": "object"}
+    elif form.get("type") == "json_schema":
+        options["json_schema"] = form["schema"]
+    if fields.get("truncation") == "auto":
+        options["overflow"] = "drop_oldest"
+    tools = offered([*(fields.get("tools") or ()), *tools_in(items)], note)
+    choice, functions = chosen(fields.get("tool_choice"), tools)
+    if choice != "auto":
+        options["tool_choice"] = choice
+    instructions = fields.get("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    return Generation(
+        prompts=[{"prompt": [*system, *conversation(items, note)], "tools": functions or None}],
+        options=options,
+        stream=bool(fields.get("stream")),
+        logprobs=shows,
+        parallel_tools=fields.get("parallel_tool_calls") is not False,
+        overflow_in_stream=True,  # as OpenAI does: coding agents look for no other sign
+        known=tools.known,
+    )
+
+
+# -- items -----------------------------------------------------------------------------------------
+
+
+def items_of(given: str | Sequence[Fields] | None) -> list[Item]:
+    """The items of an ``input``, each with an id and a type."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}] if given else []
+    found: list[Item] = []
+    for item in given or ():
+        said = "role" in item or "content" in item
+        kind = item.get("type") or ("message" if said else "item_reference")
+        name = item.get("id") or f"{_PREFIXES.get(kind, kind[:20])}_{uuid4().hex}"
+        made = {**item, "type": kind, "id": name}
+        if kind == "message" and isinstance(made.get("content"), str):
+            part = "output_text" if made.get("role") == "assistant" else "input_text"
+            made["content"] = [{"type": part, "text": made["content"]}]
+        found.append(made)
+    return found
+
+
+def conversation(items: Sequence[Fields], note: Note = unnoted) -> list[Message]:
+    """The messages that ``items`` are: thoughts and calls go into the assistant's message."""
+    messages: list[Message] = []
+    for item in items:
+        kind = item.get("type") or "message"
+        if kind == "message":
+            found = messages_of(
+                str(item.get("role") or "user"), item.get("content"), note, between="\n"
+            )
+        elif kind == "additional_tools":
+            continue
+        elif kind == "tool_search_output":
+            tools = offered(tools_in([item]), unnoted).functions
+            names = ", ".join(tool["function"]["name"] for tool in tools)
+            told = f"tools that can be called now: {names}" if tools else "no tool was found"
+            found = messages_of("assistant", [{**item, "output": told}], note)
+        else:
+            found = messages_of("assistant", [item], note)
+        for message in found:
+            if not (messages and _joined(messages[-1], message)):
+                messages.append(message)
+    return messages
+
+
+def tools_in(items: Sequence[Fields]) -> list[Fields]:
+    """The tools that items of a conversation add to those of the request."""
+    return [
+        tool
+        for item in items
+        if item.get("type") in ("additional_tools", "tool_search_output")
+        and isinstance(item.get("tools"), list)
+        for tool in item["tools"]
+        if isinstance(tool, Mapping)
+    ]
+
+
+def _joined(last: Message, message: Message) -> bool:
+    """Whether both are of one turn of the assistant; ``last`` has it all then."""
+    if not last["role"] == message["role"] == "assistant":
+        return False
+    calls, thinks = last.get("tool_calls"), _THOUGHT in message
+    if (thinks and (last["content"] or calls)) or (message["content"] and calls):
+        return False
+    if thinks:
+        last |= thought("\n\n".join(filter(None, (last.get(_THOUGHT), message[_THOUGHT]))))
+    last["content"] = "\n\n".join(filter(None, (last["content"], message["content"])))
+    if "tool_calls" in message:
+        last["tool_calls"] = [*(calls or ()), *message["tool_calls"]]
+    return True
