@@ -1,31 +1,44 @@
 """Ollama's chat templates, which are of Go's text/template, as Jinja2.
 
 A model whose file brings no template of its own may have one in Ollama's store. It is translated
-once and then used like any other. There are two kinds: those that go through ``.Messages``, and
-older ones of a single exchange (``.System``, ``.Prompt``, ``.Response``), which are repeated.
+once, action by action (``{{ if eq .Role "user" }}``), and then used like any other. There are two
+kinds: those that go through ``.Messages``, and older ones of a single exchange (``.System``,
+``.Prompt``, ``.Response``), which are repeated. What such templates do not use (``define``,
+``template``, ``block``, methods) is refused. Reference: https://pkg.go.dev/text/template.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from localrt.chat_format.templates.go_syntax import (
-    Call,
-    Expression,
-    Field,
-    If,
-    Literal,
-    Node,
-    Range,
-    Set,
-    Show,
-    Step,
-    Text,
-    With,
-    parse,
-)
 from localrt.common.errors import TemplateError
+
+_ACTION = re.compile(
+    r"""\{\{(?P<left>-(?=\s))?\s*(?:
+        (?P<comment>/\*.*?\*/\s*)
+      | (?P<body>(?:"(?:[^"\\]|\\.)*"|`[^`]*`|[^"`}]|\}(?!\}))*)
+    )(?P<right>(?<=\s)-)?\}\}""",
+    re.DOTALL | re.VERBOSE,
+)
+_TOKEN = re.compile(
+    r"""\s*(?:
+        (?P<string>"(?:[^"\\]|\\.)*"|`[^`]*`)
+      | (?P<number>-?\d+)
+      | (?P<set>:=|=)
+      | (?P<mark>[|(),])
+      | (?P<path>(?:\$\w*)?(?:\.\w+)+|\$\w*|\.)
+      | (?P<word>\w+)
+    )""",
+    re.VERBOSE,
+)
+_Token: TypeAlias = tuple[str, str]  # its kind, one of the groups above, and its text
+_OPEN, _CLOSE = ("mark", "("), ("mark", ")")
+_DEEPEST = 64
+_CONSTANTS = {"true": "true", "false": "false", "nil": "none"}
 
 # What Ollama calls a part of a message, a call or a tool, and OpenAI's form.
 _KEYS = {
@@ -35,8 +48,7 @@ _KEYS = {
     "ToolCallID": "tool_call_id",
     "ID": "id",
 }
-_MAPPINGS = ("Properties", "Arguments")  # gone through by key
-_THINKS = "(enable_thinking is defined and enable_thinking)"
+_MAPPINGS = ('["properties"]', '["arguments"]')  # gone through by key
 _ROOT = {
     "Messages": "messages",
     "Tools": "(tools or [])",
@@ -44,7 +56,7 @@ _ROOT = {
     "Prompt": "ns.prompt",
     "Response": "ns.response",
     "Suffix": '""',
-    "Think": _THINKS,
+    "Think": "(enable_thinking is defined and enable_thinking)",
     "ThinkLevel": '(reasoning_effort if reasoning_effort is defined else "")',
     "IsThinkSet": "(enable_thinking is defined)",
 }
@@ -86,101 +98,221 @@ def to_jinja(source: str) -> str:
     """The same template in Jinja2, of ``messages``, ``tools`` and ``add_generation_prompt``.
 
     Raises:
-        TemplateError: it uses something of Go's templates that is not known here.
+        TemplateError: it is no such template, or uses something that is not known here.
     """
-    nodes = parse(source)
-    if _uses(nodes, "Messages"):
-        return _SHOW + _BEGIN + _SYSTEM + "".join(_Writer().write(nodes))
-    whole = "".join(_Writer().write(nodes))
-    if not _uses(nodes, "Response"):
+    found = _Translation(source)
+    if "Messages" in found.fields:
+        return _SHOW + _BEGIN + _SYSTEM + found.text
+    whole = found.text
+    if "Response" not in found.fields:
         whole += "{{- show(ns.response) -}}"
-    begun = "".join(_Writer().write(_until_response(nodes)[0]))
+    begun = _Translation(source, until_response=True).text
     macros = f"{{%- macro whole() -%}}{whole}{{%- endmacro -%}}"
     macros += f"{{%- macro begun() -%}}{begun}{{%- endmacro -%}}"
     return _SHOW + _BEGIN + macros + _EXCHANGES
 
 
-class _Writer:
-    """Writes nodes as Jinja2. ``dots`` are the expressions that the dot has stood for."""
+@dataclass(slots=True)
+class _Block:
+    """An ``if``, ``with`` or ``range`` that is open.
 
-    def __init__(self) -> None:
-        self._dots: list[str] = []
+    ``has_dot``: the dot is its own at this place. ``chained``: the end of the one within closes it
+    too (``else if``). ``silent``: it stands behind ``.Response``, which ``met`` says is within.
+    """
 
-    def write(self, nodes: Sequence[Node]) -> Iterator[str]:
-        for node in nodes:
-            match node:
-                case Text(text):
-                    yield f"{{{{- {_text(text)} -}}}}"
-                case Show(what):
-                    yield f"{{{{- show({self.value(what)}) -}}}}"
-                case Set(name, value):
-                    yield self._set(name, self.value(value))
-                case Step(word):
-                    yield f"{{%- {word} -%}}"
-                case If(test, body, other):
-                    yield f"{{%- if {self.value(test)} -%}}"
-                    yield from self.write(body)
-                    yield "{%- else -%}"
-                    yield from self.write(other)
-                    yield "{%- endif -%}"
-                case With(value, body, other):
-                    shown = self.value(value)
-                    yield f"{{%- if {shown} -%}}"
-                    yield from self._inside(shown, body)
-                    yield "{%- else -%}"
-                    yield from self.write(other)
-                    yield "{%- endif -%}"
-                case Range():
-                    yield from self._range(node)
+    word: str
+    has_dot: bool
+    chained: bool
+    silent: bool
+    met: bool = False
 
-    def _range(self, node: Range) -> Iterator[str]:
-        over, element = self.value(node.over), f"each{len(self._dots)}"
-        keyed = (
-            isinstance(node.over, Field)
-            and node.over.names[-1:]
-            and (node.over.names[-1] in _MAPPINGS)
-        )
-        if keyed:
-            yield f"{{%- for key, {element} in (({over}) or {{}}).items() -%}}"
+
+class _Translation:
+    """``text`` is the Jinja2 of ``source``, up to ``.Response`` if asked; ``fields`` are its names.
+
+    ``.Response`` is looked for in what is shown at the top and within conditions, each branch of
+    which ends there.
+    """
+
+    def __init__(self, source: str, *, until_response: bool = False) -> None:
+        self.fields: set[str] = set()
+        self._until_response = until_response
+        self._written: list[str] = []
+        self._silent = False  # behind ``.Response``
+        self._blocks: list[_Block] = []
+        self._dots: list[str] = []  # the expressions that the dot has stood for
+        last, trim = 0, False
+        for action in _ACTION.finditer(source):
+            self._plain(source[last : action.start()], trim, action["left"] is not None)
+            body = action["body"] or ""
+            trims = body.endswith((" -", "\t-", "\n-"))
+            last, trim = action.end(), trims or action["right"] is not None
+            if not action["comment"]:
+                self._action(_tokens(body.removesuffix("-").strip() if trims else body.strip()))
+            if len(self._blocks) >= _DEEPEST:
+                raise TemplateError("its blocks are nested too deeply")
+        if self._blocks:
+            raise TemplateError(f"a block of {self._blocks[-1].word} has no end")
+        self._plain(source[last:], trim, False)
+        self.text = "".join(self._written)
+
+    def _plain(self, text: str, left: bool, right: bool) -> None:
+        """Text between actions, which may trim it on either side."""
+        if "{{" in text:
+            raise TemplateError("an action does not end")
+        text = text.lstrip() if left else text
+        text = text.rstrip() if right else text
+        if text:
+            self._write(f"{{{{- {_text(text)} -}}}}")
+
+    def _write(self, text: str) -> None:
+        if not self._silent:
+            self._written.append(text)
+
+    # -- actions ---------------------------------------------------------------------------------
+
+    def _action(self, tokens: list[_Token]) -> None:
+        word = tokens[0][1] if tokens and tokens[0][0] == "word" else ""
+        if word in ("if", "with", "range"):
+            self._open(word, tokens[1:])
+        elif word == "else":
+            if not self._blocks:
+                raise TemplateError("an else outside of a block")
+            self._leave(self._blocks[-1])
+            self._write("{%- else -%}")
+            if len(tokens) > 1:
+                self._open(tokens[1][1], tokens[2:], chained=True)
+        elif word == "end":
+            self._end()
+        elif word in ("break", "continue"):
+            self._write(f"{{%- {word} -%}}")
+        elif word in ("define", "template", "block"):
+            raise TemplateError(f"{word} is not known here")
+        elif len(tokens) > 1 and tokens[0][1].startswith("$") and tokens[1][0] == "set":
+            self._set(tokens[0][1], self._pipeline(tokens[2:]))
+        elif tokens:
+            value = self._pipeline(tokens)
+            conditions = all(block.word == "if" for block in self._blocks)
+            if self._until_response and conditions and _is_response(tokens):
+                self._stop()
+            else:
+                self._write(f"{{{{- show({value}) -}}}}")
+
+    def _open(self, word: str, tokens: list[_Token], *, chained: bool = False) -> None:
+        if word not in ("if", "with", "range"):
+            raise TemplateError(f"else {word} is not known here")
+        block = _Block(word, word != "if", chained, self._silent)
+        if word == "range":
+            self._range(tokens)
         else:
-            yield f"{{%- for {element} in ({over}) or [] -%}}"
-        names = [name for name in node.names if name not in ("_", "$_")]
-        if len(node.names) == 2 and node.names[0] in names:
-            yield self._set(node.names[0], "key" if keyed else "loop.index0")
-        if node.names and node.names[-1] in names:
-            yield self._set(node.names[-1], element)
-        yield from self._inside(element, node.body)
-        if node.other:
-            yield "{%- else -%}"
-            yield from self.write(node.other)
-        yield "{%- endfor -%}"
+            value = self._pipeline(tokens)
+            self._write(f"{{%- if {value} -%}}")
+            if block.has_dot:
+                self._dots.append(value)
+        self._blocks.append(block)
 
-    def _inside(self, dot: str, body: Sequence[Node]) -> Iterator[str]:
-        self._dots.append(dot)
-        yield from self.write(body)
-        self._dots.pop()
+    def _range(self, tokens: list[_Token]) -> None:
+        names: list[str] = []  # of the variables for a place or key, and the element
+        at = next((i for i, (kind, _) in enumerate(tokens) if kind == "set"), None)
+        if at is not None:
+            names = [text for kind, text in tokens[:at] if kind in ("path", "word")]
+            tokens = tokens[at + 1 :]
+        over, element = self._pipeline(tokens), f"each{len(self._dots)}"
+        keyed = over.endswith(_MAPPINGS)
+        if keyed:
+            self._write(f"{{%- for key, {element} in (({over}) or {{}}).items() -%}}")
+        else:
+            self._write(f"{{%- for {element} in ({over}) or [] -%}}")
+        values = ["key" if keyed else "loop.index0", element]
+        for name, value in zip(names[::-1], values[::-1], strict=False):
+            if name not in ("_", "$_"):
+                self._set(name, value)
+        self._dots.append(element)
 
-    @staticmethod
-    def _set(name: str, value: str) -> str:
-        return f"{{%- set {_variable(name)} = {value} -%}}"
+    def _leave(self, block: _Block) -> None:
+        """A branch of ``block`` is whole."""
+        if block.has_dot:
+            self._dots.pop()
+            block.has_dot = False
+        self._silent = block.silent
 
-    def value(self, expression: Expression) -> str:
-        """An expression of Jinja2."""
-        match expression:
-            case Literal(None):
-                return "none"
-            case Literal(bool(flag)):
-                return str(flag).lower()
-            case Literal(int(number)):
-                return str(number)
-            case Literal(value):
-                return _text(str(value))
-            case Field(root, names):
-                return self._field(root, names)
-            case Call(name, arguments):
-                return self._call(name, [self.value(each) for each in arguments], arguments)
+    def _end(self) -> None:
+        if not self._blocks:
+            raise TemplateError("an end without a block")
+        chained = True
+        while chained:
+            block = self._blocks.pop()
+            self._leave(block)
+            self._write("{%- endfor -%}" if block.word == "range" else "{%- endif -%}")
+            chained = block.chained
+            if block.met:
+                self._stop()
 
-    def _field(self, root: str, names: Sequence[str]) -> str:
+    def _stop(self) -> None:
+        """``.Response`` comes here: the branch ends."""
+        self._silent = True
+        if self._blocks:
+            self._blocks[-1].met = True
+
+    def _set(self, name: str, value: str) -> None:
+        self._write(f"{{%- set {_variable(name)} = {value} -%}}")
+
+    # -- expressions -----------------------------------------------------------------------------
+
+    def _pipeline(self, tokens: Sequence[_Token]) -> str:
+        """``a b | c``: what comes before a bar is the last argument of what follows it."""
+        commands: list[list[_Token]] = [[]]
+        depth = 0
+        for token in tokens:
+            depth += (token == _OPEN) - (token == _CLOSE)
+            if token == ("mark", "|") and not depth:
+                commands.append([])
+            else:
+                commands[-1].append(token)
+        value: str | None = None
+        for command in commands:
+            value = self._command(command, value)
+        assert value is not None, "there is one command at least"
+        return value
+
+    def _command(self, tokens: list[_Token], piped: str | None) -> str:
+        name, place = "", 0
+        if tokens and tokens[0][0] == "word" and tokens[0][1] not in _CONSTANTS:
+            name, place = tokens[0][1], 1
+        elif piped is not None:
+            raise TemplateError("a pipe leads to no function")
+        values: list[str] = []
+        while place < len(tokens):
+            if tokens[place] == _OPEN:
+                end = _closing(tokens, place)
+                values.append(self._pipeline(tokens[place + 1 : end]))
+                place = end
+            else:
+                values.append(self._operand(*tokens[place]))
+            place += 1
+        if piped is not None:
+            values.append(piped)
+        if name:
+            return _call(name, values, tokens[1:2])
+        if len(values) != 1:
+            raise TemplateError("an action says nothing, or too much")
+        return values[0]
+
+    def _operand(self, kind: str, text: str) -> str:
+        match kind:
+            case "string":
+                return _text(_literal(text))
+            case "number":
+                return str(int(text))
+            case "word":
+                return _CONSTANTS.get(text) or _call(text, [], [])
+            case "path":
+                return self._field(*(text.split(".") if text != "." else [""]))
+        raise TemplateError(f"{text:.40} is out of place")
+
+    def _field(self, root: str, *names: str) -> str:
+        """``.A.B`` of the dot (``root`` is empty), of a variable (``$x``), or of all (``$``)."""
+        self.fields |= {*names}
         if root == "$" or (not root and not self._dots):
             if not names:
                 raise TemplateError("the whole of the data cannot be shown")
@@ -194,99 +326,87 @@ class _Writer:
             found = f'{inner}["{_KEYS.get(name, name.lower())}"]'
         return found
 
-    def _call(self, name: str, values: Sequence[str], arguments: Sequence[Expression]) -> str:
-        match name, values:
-            case (("and" | "or"), [_, *_]):
-                return "(" + f" {name} ".join(values) + ")"
-            case "not", [value]:
-                return f"(not {value})"
-            case "eq", [first, _, *_]:
-                return "(" + " or ".join(f"{first} == {each}" for each in values[1:]) + ")"
-            case (("ne" | "lt" | "le" | "gt" | "ge"), [first, second]):
-                return f"({first} {_COMPARISONS[name]} {second})"
-            case "len", [value]:
-                return f"(({value}) or []) | length"
-            case "slice", [value, *ends] if 1 <= len(ends) <= 2:
-                return f"({value})[{ends[0]}:{ends[1] if len(ends) == 2 else ''}]"
-            case "index", [value, *places]:
-                return value + "".join(f"[{each}]" for each in places)
-            case "json", [value]:
-                return f"(({value}) | tojson)"
-            case (("print" | "html" | "trim"), [_, *_]):
-                return "(" + " ~ ".join(values) + ")"
-            case "printf", [_, *rest]:
-                return _printf(arguments[0], rest)
-            case "currentDate", _:
-                return 'strftime_now("%Y-%m-%d")'
-        raise TemplateError(f"the function {name} is not known here")
+
+def _tokens(body: str) -> list[_Token]:
+    found, place = [], 0
+    while place < len(body):
+        match = _TOKEN.match(body, place)
+        if match is None:
+            raise TemplateError(f"{body[place : place + 40]!r} is not understood")
+        kind = match.lastgroup or ""
+        found.append((kind, match[kind]))
+        place = match.end()
+    return found
 
 
-def _printf(format: Expression, values: Sequence[str]) -> str:
-    if not isinstance(format, Literal) or not isinstance(format.value, str):
+def _is_response(tokens: Sequence[_Token]) -> bool:
+    return [kind for kind, _ in tokens] == ["path"] and "Response" in tokens[0][1].split(".")
+
+
+def _closing(tokens: Sequence[_Token], place: int) -> int:
+    depth = 0
+    for at in range(place, len(tokens)):
+        depth += (tokens[at] == _OPEN) - (tokens[at] == _CLOSE)
+        if depth == 0:
+            return at
+    raise TemplateError("a bracket is not closed")
+
+
+def _call(name: str, values: Sequence[str], first: Sequence[_Token]) -> str:
+    """A function of ``values``, of which the ``first`` is also given as it was written."""
+    match name, values:
+        case (("and" | "or"), [_, *_]):
+            return "(" + f" {name} ".join(values) + ")"
+        case "not", [value]:
+            return f"(not {value})"
+        case "eq", [left, _, *_]:
+            return "(" + " or ".join(f"{left} == {each}" for each in values[1:]) + ")"
+        case (("ne" | "lt" | "le" | "gt" | "ge"), [left, right]):
+            return f"({left} {_COMPARISONS[name]} {right})"
+        case "len", [value]:
+            return f"(({value}) or []) | length"
+        case "slice", [value, *ends] if 1 <= len(ends) <= 2:
+            return f"({value})[{ends[0]}:{ends[1] if len(ends) == 2 else ''}]"
+        case "index", [value, *places]:
+            return value + "".join(f"[{each}]" for each in places)
+        case "json", [value]:
+            return f"(({value}) | tojson)"
+        case (("print" | "html" | "trim"), [_, *_]):
+            return "(" + " ~ ".join(values) + ")"
+        case "printf", [_, *rest]:
+            return _printf(first, rest)
+        case "currentDate", _:
+            return 'strftime_now("%Y-%m-%d")'
+    raise TemplateError(f"the function {name} is not known here")
+
+
+def _printf(layout: Sequence[_Token], values: Sequence[str]) -> str:
+    if not layout or layout[0][0] != "string":
         raise TemplateError("the format of a printf is no text")
-    parts: list[str] = []
-    left = list(values)
-    pieces = format.value.replace("%v", "%s").replace("%d", "%s").split("%s")
-    for place, piece in enumerate(pieces):
-        if "%" in piece:
-            raise TemplateError("the format of a printf is not understood")
-        parts.append(_text(piece))
-        if place < len(pieces) - 1:
-            if not left:
-                raise TemplateError("a printf has too few values")
-            parts.append(f"show({left.pop(0)})")
-    return "(" + " ~ ".join(parts) + ")"
+    pieces = _literal(layout[0][1]).replace("%v", "%s").replace("%d", "%s").split("%s")
+    if any("%" in piece for piece in pieces):
+        raise TemplateError("the format of a printf is not understood")
+    if len(values) < len(pieces) - 1:
+        raise TemplateError("a printf has too few values")
+    shown = [f"show({value})" for value in values]
+    parts = [part for pair in zip(map(_text, pieces), [*shown, ""], strict=False) for part in pair]
+    return "(" + " ~ ".join(parts[: 2 * len(pieces) - 1]) + ")"
+
+
+def _literal(text: str) -> str:
+    """What a literal of Go's says."""
+    try:
+        found: str = text[1:-1] if text[0] == "`" else json.loads(text, strict=False)
+    except ValueError:
+        raise TemplateError(f"the text {text:.40} is not understood") from None
+    return found
 
 
 def _text(text: str) -> str:
-    """A literal; what could end an action of Jinja2 is written otherwise."""
+    """A literal of Jinja2's; what could end an action there is written otherwise."""
     written = json.dumps(text, ensure_ascii=False)
     return written.replace("}", "\\x7d").replace("%", "\\x25").replace("{", "\\x7b")
 
 
 def _variable(name: str) -> str:
     return f"ns.v_{name.removeprefix('$')}"
-
-
-def _uses(nodes: Sequence[Node], name: str) -> bool:
-    """Whether ``.NAME`` is in the template."""
-
-    def inside(expression: Expression) -> bool:
-        match expression:
-            case Field(_, names):
-                return name in names
-            case Call(_, arguments):
-                return any(map(inside, arguments))
-        return False
-
-    for node in nodes:
-        match node:
-            case Text() | Step():
-                continue
-            case Show(what):
-                found = inside(what)
-            case Set(_, value):
-                found = inside(value)
-            case If(value, body, other) | With(value, body, other) | Range(value, _, body, other):
-                found = inside(value) or _uses(body, name) or _uses(other, name)
-        if found:
-            return True
-    return False
-
-
-def _until_response(nodes: Sequence[Node]) -> tuple[list[Node], bool]:
-    """What comes before ``.Response``, also inside of a block; whether it was met."""
-    kept: list[Node] = []
-    for node in nodes:
-        match node:
-            case Show(Field(_, names)) if "Response" in names:
-                return kept, True
-            case If(test, body, other):
-                first, met = _until_response(body)
-                second, also = _until_response(other)
-                kept.append(If(test, first, second))
-                if met or also:
-                    return kept, True
-            case _:
-                kept.append(node)
-    return kept, False
