@@ -589,7 +589,7 @@ def _keys(value: Any, path: tuple[str, ...]) -> JsonCalls | None:
         elif item == IDS[0]:
             keys["id"] = key
     if "name" in keys and "arguments" in keys:
-        return JsonCalls(path, keys["name"], keys["arguments"], keys["id"] or None)
+        return JsonCalls(path, keys["name"], (keys["arguments"],), keys["id"])
     inner = (_keys(item, (*path, key)) for key, item in value.items())
     return next((found for found in inner if found is not None), None)
 

@@ -7,28 +7,19 @@ calls in another way than its template does, behind the same mark.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from localrt.chat_format.notations import (
-    Call,
     Framed,
     JsonArguments,
     JsonCalls,
     KeywordArguments,
     Mid,
-    Parser,
+    PythonCalls,
     QuotedArguments,
-    Signatures,
     Spelling,
     TaggedArguments,
-    ends_in_string,
-    parse_deepseek,
-    parse_json,
-    parse_mistral,
-    parse_python,
-    parse_python_or_json,
-    parse_tagged,
 )
 from localrt.chat_format.parser import CallSyntax
 
@@ -36,23 +27,45 @@ TURN_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>", "<|calls|>")
 """Control tokens after which a tool has to be called: of gpt-oss, Llama and Solar."""
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A parser as a ``Notation``."""
-
-    parser: Parser
-
-    def parse(self, text: str, tools: Signatures) -> list[Call] | None:
-        return self.parser(text, tools)
-
-    def is_open(self, text: str) -> bool:
-        return text.lstrip()[:1] in ("{", "[") and ends_in_string(text)
-
-
-def _of(
-    opening: str, closing: str, parser: Parser, marks: tuple[str, ...] = (), *, bare: bool = False
-) -> CallSyntax:
-    return CallSyntax(opening, closing, (Known(parser),), marks=marks, bare=bare)
+_JSON = (JsonCalls(),)
+_PYTHON_OR_JSON = (JsonCalls(), PythonCalls())
+_TAGGED = (
+    JsonCalls(),  # Hermes, Qwen
+    Framed(  # Qwen coder
+        "<function=",
+        r"\s*>",
+        "</function>",
+        TaggedArguments(
+            "<parameter=", (Mid(">\n", "\n</parameter>"),), "</function>", forgotten=True
+        ),
+    ),
+    Framed(  # GLM
+        "",
+        r"\s*(?=<arg_key>|$)",
+        "",
+        TaggedArguments(
+            "<arg_key>",
+            tuple(Mid(f"</arg_key>{gap}<arg_value>", "</arg_value>") for gap in ("\n", "")),
+            "",
+        ),
+    ),
+)
+_MISTRAL = (
+    JsonCalls(),
+    Framed(
+        "",
+        r"(?=[\s\[{])\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?",
+        "",
+        JsonArguments(),
+        between=r"\[TOOL_CALLS\]",
+    ),
+)
+_DEEPSEEK = Framed(
+    "<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?",
+    r"(?:<｜tool▁sep｜>|\n```(?:json)?\n)",
+    r"(?:```\s*)?<｜tool▁call▁end｜>",
+    JsonArguments(),
+)
 
 
 HERMES_CALL = Spelling(
@@ -65,10 +78,7 @@ HERMES_CALL = Spelling(
 )
 """A call in the way that most models know."""
 
-_HERMES = CallSyntax(
-    "<tool_call>", "</tool_call>", (Known(parse_tagged),), bare=True, spelling=HERMES_CALL
-)
-_FUNCTOOLS = CallSyntax("functools[", "", (Known(parse_json),), kept="[")
+_HERMES = CallSyntax("<tool_call>", "</tool_call>", _TAGGED, bare=True, spelling=HERMES_CALL)
 _DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 
 
@@ -113,7 +123,7 @@ _LFM = CallSyntax(
     "<|tool_call_end|>",
     (
         Framed("", r"\(", r"\)", KeywordArguments(escaped=True), section=r"\[", between=r",|\]"),
-        Known(parse_python_or_json),
+        *_PYTHON_OR_JSON,
     ),
 )
 
@@ -124,33 +134,35 @@ _BY_NEEDLE: tuple[tuple[str, CallSyntax], ...] = (
     ("｜DSML｜", _dsml("function_calls")),
     (
         "<｜tool▁calls▁begin｜>",
-        _of("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", parse_deepseek, _DEEPSEEK_MARKS),
+        CallSyntax(
+            "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", (_DEEPSEEK,), marks=_DEEPSEEK_MARKS
+        ),
     ),
-    ("[TOOL_CALLS]", _of("[TOOL_CALLS]", "", parse_mistral, ("[ARGS]", "[CALL_ID]"))),
+    ("[TOOL_CALLS]", CallSyntax("[TOOL_CALLS]", "", _MISTRAL, marks=("[ARGS]", "[CALL_ID]"))),
     ("<|tool_calls_section_begin|>", _KIMI),
     ("<tool_call|>", _GEMMA),
     ("<|tool_call_start|>", _LFM),
     ("<|tool_list_start|>", _LFM),
     ("<tool_call>", _HERMES),
-    ("functools", _FUNCTOOLS),
-    ("<|tool_call|>", _of("<|tool_call|>", "<|/tool_call|>", parse_json)),
+    ("functools", CallSyntax("functools[", "", _JSON, kept="[")),
+    ("<|tool_call|>", CallSyntax("<|tool_call|>", "<|/tool_call|>", _JSON)),
     (
         "<|START_ACTION|>",
         CallSyntax(
             "<|START_ACTION|>",
             "<|END_ACTION|>",
-            (JsonCalls(name="tool_name", arguments="parameters"),),
+            (JsonCalls(name="tool_name", arguments=("parameters",)),),
         ),
     ),
     (
         "<|tools_prefix|>",
         CallSyntax("<|tools_prefix|>", "<|tools_suffix|>", (JsonCalls(name=None),)),
     ),
-    ("<TOOLCALL>", _of("<TOOLCALL>", "</TOOLCALL>", parse_json)),
-    ("<tool_calls>", _of("<tool_calls>", "</tool_calls>", parse_json)),
-    ("<|python_tag|>", _of("<|python_tag|>", "", parse_python_or_json, bare=True)),
-    ("Environment: ipython", _of("<|python_tag|>", "", parse_python_or_json, bare=True)),
-    ("tool_code", _of("```tool_code", "```", parse_python)),
+    ("<TOOLCALL>", CallSyntax("<TOOLCALL>", "</TOOLCALL>", _JSON)),
+    ("<tool_calls>", CallSyntax("<tool_calls>", "</tool_calls>", _JSON)),
+    ("<|python_tag|>", CallSyntax("<|python_tag|>", "", _PYTHON_OR_JSON, bare=True)),
+    ("Environment: ipython", CallSyntax("<|python_tag|>", "", _PYTHON_OR_JSON, bare=True)),
+    ("tool_code", CallSyntax("```tool_code", "```", (PythonCalls(),))),
 )
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 from localrt.chat_format.argument_types import (
@@ -39,9 +38,6 @@ class Call:
     id: str | None = None
 
 
-Parser: TypeAlias = Callable[[str, Signatures], "list[Call] | None"]
-
-
 def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Types]:
     """The parameters of each tool, given as OpenAI's and Hugging Face's lists have them."""
     found: dict[str, Types] = {}
@@ -57,24 +53,29 @@ def signatures(tools: Sequence[Mapping[str, Any]]) -> dict[str, Types]:
     return found
 
 
+ID = "zidzid"
+"""Stands for a call's id in a literal."""
+NUMBERED = "znznzn"
+"""Stands for the number of a call in a literal."""
+_NAME = r"""[^\s<>{}()\[\]"',=]+"""
+
+
+class Notation(Protocol):
+    """Text between the mark that opens calls and the one that closes them."""
+
+    def parse(self, text: str, tools: Signatures) -> list[Call] | None:
+        """The calls that ``text`` consists of; None where it is anything else."""
+
+    def is_open(self, text: str) -> bool:
+        """Whether ``text`` ends within a string: a closing mark there is part of the string."""
+
+
+def pattern(literal: str) -> str:
+    """An expression for ``literal`` with any space where it has some."""
+    return r"\s*".join(map(re.escape, re.split(r"\s+", literal)))
+
+
 # -- JSON ----------------------------------------------------------------------------------------
-
-
-def parse_json(text: str, tools: Signatures) -> list[Call] | None:
-    """``{"name": ..., "arguments": {...}}``, several of them, or a list.
-
-    ``parameters`` stands for ``arguments`` in Llama's.
-    """
-    values = json_values(text)
-    items = (value if isinstance(value, list) else [value] for value in values or ())
-    return all_calls(map(_from_object, chain.from_iterable(items)))
-
-
-def all_calls(found: Iterable[Call | None]) -> list[Call] | None:
-    """The calls; None where there are none, or one of them is none."""
-    calls = list(found)
-    known = [call for call in calls if call is not None]
-    return known if known and len(known) == len(calls) else None
 
 
 def json_values(text: str) -> list[Any] | None:
@@ -102,21 +103,7 @@ def ends_in_string(text: str) -> bool:
     return bool(found) and not found[-1]["end"]
 
 
-def _from_object(value: Any) -> Call | None:
-    if not isinstance(value, Mapping):
-        return None
-    value = value.get("function", value) if not isinstance(value.get("name"), str) else value
-    if not isinstance(value, Mapping):
-        return None
-    name = value.get("name")
-    given = value.get("arguments", value.get("parameters"))
-    if not isinstance(name, str) or not name:
-        return None
-    call_id = value.get("id")
-    return call_of(name, given, call_id if isinstance(call_id, str) and call_id else None)
-
-
-def call_of(name: str, given: Any, call_id: str | None = None) -> Call | None:
+def call_of(name: Any, given: Any, call_id: Any = None) -> Call | None:
     """A call with the arguments ``given``, an object or its text; None where they are neither.
 
     Nothing, an empty text and an empty list are no arguments.
@@ -128,165 +115,34 @@ def call_of(name: str, given: Any, call_id: str | None = None) -> Call | None:
         given = values[0] if values else {}
     if given in (None, "", []):
         given = {}
-    if not isinstance(given, Mapping):
+    if not isinstance(name, str) or not name or not isinstance(given, Mapping):
         return None
-    return Call(name, json.dumps(given, ensure_ascii=False), call_id)
-
-
-# -- in tags -------------------------------------------------------------------------------------
-
-_FUNCTION = re.compile(r"<function=([^>\s]+)\s*>(.*?)(</function>|$)", re.DOTALL)
-_PARAMETER = re.compile(
-    r"<parameter=([^>\s]+)\s*>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL
-)
-_ENDED = "</parameter>"
-_PAIR = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-
-
-def parse_tagged(text: str, tools: Signatures) -> list[Call] | None:
-    """Within ``<tool_call>``: JSON (Hermes, Qwen), ``<function=...>`` (Qwen coder), or GLM's."""
-    calls = parse_json(text, tools)
-    if calls is not None:
-        return calls
-    found = _FUNCTION.findall(text)
-    if found:
-        if any(
-            not closed and "<parameter=" in body.rpartition(_ENDED)[2] for _, body, closed in found
-        ):
-            return None  # it was cut off
-        return [_from_text(name, _PARAMETER.findall(body), tools) for name, body, _ in found]
-    name, _, rest = text.partition("<arg_key>")
-    pairs = _PAIR.findall(text)
-    if rest and _PAIR.sub("", f"<arg_key>{rest}").strip():
-        return None
-    name = name.strip()
-    if name and (pairs or name in tools) and not re.search(r"[\s<{]", name):
-        return [_from_text(name, pairs, tools)]
-    return None
-
-
-def _from_text(name: str, pairs: Sequence[tuple[str, str]], tools: Signatures) -> Call:
-    """A call whose arguments are plain text: what the tool's schema calls a string stays one."""
-    types = tools.get(name, {})
-    read = {key: types.get(key, Accepted()).read(text) for key, text in pairs}
-    arguments = {key: value for key, value in read.items() if value is not ABSENT}
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
-
-
-# -- others --------------------------------------------------------------------------------------
-
-_NAMED = re.compile(
-    r"\s*([\w.\-/]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL
-)
-
-
-def parse_mistral(text: str, tools: Signatures) -> list[Call] | None:
-    """What follows ``[TOOL_CALLS]``: a list of calls, or ``name[ARGS]{...}`` once or more often."""
-    if text.lstrip()[:1] in ("[", "{"):
-        return parse_json(text, tools)
-    found = map(_NAMED.fullmatch, text.split("[TOOL_CALLS]"))
-    return all_calls(match and call_of(match[1], match[3], match[2]) for match in found)
-
-
-_FENCE = re.compile(r"\s*(.+?)\n```(?:json)?\n(.*?)\n?```\s*", re.DOTALL)
-
-
-def parse_deepseek(text: str, tools: Signatures) -> list[Call] | None:
-    """What DeepSeek's models write between the marks that begin and end calls."""
-    return all_calls(map(_deepseek_call, text.split("<｜tool▁call▁begin｜>")[1:]))
-
-
-def _deepseek_call(text: str) -> Call | None:
-    body, _, _ = text.partition("<｜tool▁call▁end｜>")
-    first, _, rest = body.partition("<｜tool▁sep｜>")
-    fenced = _FENCE.fullmatch(rest)
-    name, given = fenced.groups() if fenced else (first.strip(), rest)
-    if not fenced and not rest.strip():
-        return None  # it was cut off
-    call = call_of(name, given)
-    return call if call is not None and call.name else None
-
-
-def parse_python(text: str, tools: Signatures) -> list[Call] | None:
-    """``name(key="value")``, several of them, or a list; ``print(...)`` around one is ignored."""
-    try:
-        tree = ast.parse(text.strip())
-        calls: list[Call] = []
-        for statement in tree.body:
-            if not isinstance(statement, ast.Expr):
-                return None
-            value = statement.value
-            items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
-            calls += [_from_python(item, tools) for item in items]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return None
-    return calls or None
-
-
-def _from_python(node: ast.expr, tools: Signatures) -> Call:
-    if not isinstance(node, ast.Call):
-        raise ValueError("not a call")
-    name = ast.unparse(node.func)
-    if name == "print" and len(node.args) == 1 and not node.keywords and "print" not in tools:
-        return _from_python(node.args[0], tools)
-    name = name.removesuffix(".call")  # of Llama's built-in tools
-    positional = zip(tools.get(name, {}), node.args, strict=False)
-    if len(node.args) > len(tools.get(name, {})):
-        raise ValueError("more arguments than parameters")
-    arguments = {key: ast.literal_eval(value) for key, value in positional}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("arguments that are not spelled out")
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
-
-
-def parse_python_or_json(text: str, tools: Signatures) -> list[Call] | None:
-    """What follows Llama's ``<|python_tag|>``."""
-    return parse_json(text, tools) or parse_python(text, tools)
-
-
-ID = "zidzid"
-"""Stands for a call's id in a literal."""
-NUMBERED = "znznzn"
-"""Stands for the number of a call in a literal."""
-_NAME = r"""[^\s<>{}()\[\]"',=]+"""
-
-
-class Notation(Protocol):
-    """Text between the mark that opens calls and the one that closes them."""
-
-    def parse(self, text: str, tools: Signatures) -> list[Call] | None:
-        """The calls that ``text`` consists of; None where it is anything else."""
-
-    def is_open(self, text: str) -> bool:
-        """Whether ``text`` ends within a string: a closing mark there is part of the string."""
-
-
-def pattern(literal: str) -> str:
-    """An expression for ``literal`` with any space where it has some."""
-    return r"\s*".join(map(re.escape, re.split(r"\s+", literal)))
+    known = call_id if isinstance(call_id, str) and call_id else None
+    return Call(name, json.dumps(given, ensure_ascii=False), known)
 
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
     """JSON objects, in a list or one after the other, with a name and arguments at these keys.
 
-    ``path`` leads to the object that has both. Where ``name`` is None, the name itself is the key.
-    ``lead`` may stand before them, ``trail`` behind.
+    ``path`` leads to the object that has both; one without a name may have it in a ``function``.
+    Where ``name`` is None, the name itself is the key. ``lead`` may stand before them, ``trail``
+    behind.
     """
 
     path: tuple[str, ...] = ()
     name: str | None = "name"
-    arguments: str = "arguments"
-    id: str | None = None
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    id: str = "id"
     lead: str = ""
     trail: str = ""
 
     def parse(self, text: str, tools: Signatures) -> list[Call] | None:
         values = json_values(text.strip().removeprefix(self.lead).removesuffix(self.trail))
         items = (value if isinstance(value, list) else [value] for value in values or ())
-        return all_calls(self._call(item) for group in items for item in group)
+        calls = [self._call(item) for group in items for item in group]
+        known = [call for call in calls if call is not None]
+        return known if known and len(known) == len(calls) else None
 
     def is_open(self, text: str) -> bool:
         inside = text.strip().removeprefix(self.lead).lstrip()
@@ -298,13 +154,54 @@ class JsonCalls:
         if not isinstance(value, Mapping):
             return None
         if self.name is None:
-            ((name, given), *others) = value.items() or [("", None)]
-            return None if others or not name else call_of(name, given)
-        name, call_id = value.get(self.name), value.get(self.id) if self.id else None
-        if not isinstance(name, str) or not name:
+            return call_of(*next(iter(value.items()))) if len(value) == 1 else None
+        if not isinstance(value.get(self.name), str) and "function" in value:
+            return self._call(value["function"]) if not self.path else None
+        given = next((value[key] for key in self.arguments if key in value), None)
+        return call_of(value.get(self.name), given, value.get(self.id))
+
+
+# -- as Python calls a function --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCalls:
+    """``name(key="value")``, several of them, or a list; ``print(...)`` around one is ignored."""
+
+    def parse(self, text: str, tools: Signatures) -> list[Call] | None:
+        try:
+            calls: list[Call] = []
+            for statement in ast.parse(text.strip()).body:
+                if not isinstance(statement, ast.Expr):
+                    return None
+                value = statement.value
+                items = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+                calls += [self._call(item, tools) for item in items]
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             return None
-        known = call_id if isinstance(call_id, str) and call_id else None
-        return call_of(name, value.get(self.arguments), known)
+        return calls or None
+
+    def is_open(self, text: str) -> bool:
+        return False
+
+    def _call(self, node: ast.expr, tools: Signatures) -> Call:
+        if not isinstance(node, ast.Call):
+            raise ValueError("not a call")
+        name = ast.unparse(node.func)
+        if name == "print" and len(node.args) == 1 and not node.keywords and "print" not in tools:
+            return self._call(node.args[0], tools)
+        name = name.removesuffix(".call")  # of Llama's built-in tools
+        if len(node.args) > len(tools.get(name, {})):
+            raise ValueError("more arguments than parameters")
+        given = dict(zip(tools.get(name, {}), node.args, strict=False))
+        given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        if len(given) < len(node.args) + len(node.keywords):
+            raise ValueError("arguments that are named twice, or not spelled out")
+        arguments = {key: ast.literal_eval(value) for key, value in given.items()}
+        return Call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+# -- a name in a frame -----------------------------------------------------------------------------
 
 
 class Arguments(Protocol):
@@ -347,7 +244,8 @@ class Framed:
             return None
 
     def is_open(self, text: str) -> bool:
-        return self.arguments.is_open(self.mark + text)
+        begins = re.match(rf"\s*(?:{self.section})?\s*{self.opening}", self.mark + text)
+        return begins is not None and self.arguments.is_open(self.mark + text)
 
     def _calls(self, text: str, tools: Signatures) -> Iterator[Call]:
         name = _NAME if self.middle in ("", r"\s*") else f"{_NAME}?"
@@ -360,6 +258,8 @@ class Framed:
                 raise ValueError("no call")
             name = found["name"]
             given, at = self.arguments.read(text, found.end(), tools.get(name, {}))
+            if not (given or self.opening or name in tools):
+                raise ValueError("a word, and no call")
             at = _end_of(end, text, at)
             yield Call(name, json.dumps(given, ensure_ascii=False), self._id(found))
 
@@ -380,11 +280,10 @@ class JsonArguments:
     """One JSON object."""
 
     def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
-        while at < len(text) and text[at].isspace():
-            at += 1
-        value, end = DECODER.raw_decode(text, at)
+        value, end = DECODER.raw_decode(text, _space(text, at))
         if isinstance(value, str):  # the object as text
-            value = DECODER.decode(value)
+            value = DECODER.decode(value) if value.strip() else {}
+        value = {} if value in (None, []) else value
         if not isinstance(value, dict):
             raise ValueError("no object")
         return value, end
@@ -431,6 +330,7 @@ class TaggedArguments:
     """``opening key before value after``, repeated: values are plain text, or JSON with ``json``.
 
     Text is a string or a value as the tool's schema says; without one, it is what it reads as.
+    ``forgotten``: the model may leave out what ends a value.
     """
 
     opening: str
@@ -438,6 +338,7 @@ class TaggedArguments:
     closing: str
     as_json: bool = False
     gap: str = ""  # between pairs
+    forgotten: bool = False
 
     def read(self, text: str, at: int, types: Types) -> tuple[dict[str, Any], int]:
         found: dict[str, Any] = {}
@@ -468,17 +369,22 @@ class TaggedArguments:
     def _value(self, text: str, at: int, mid: Mid) -> tuple[str, int]:
         """The text at ``at`` up to what ends it: another pair, or the end of the call, follows."""
         after = mid.after.lstrip()
+        trail = mid.after[: len(mid.after) - len(after)]
         follows = re.compile(
             rf"\s*(?:{pattern(self.opening.strip())}|{pattern(self.closing.strip()) or '$'}|$)"
         )
         end = text.find(after, at)
         while end >= 0 and not follows.match(text, end + len(after)):
             end = text.find(after, end + 1)
+        if self.forgotten:
+            lacks = re.compile(rf"{pattern(after)}|(?={self.opening}|{self.closing})").search(
+                text, at
+            )
+            end, after = (-1, "") if lacks is None else (lacks.start(), lacks[0])
         if end < 0:
             raise ValueError("a value without an end")
         value = text[at:end]
         lead = mid.before[len(mid.before.rstrip()) :]
-        trail = mid.after[: len(mid.after) - len(after)]
         value = value.removeprefix(lead) if lead else value
         return value.removesuffix(trail) if trail else value, end + len(after)
 
