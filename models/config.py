@@ -1,27 +1,22 @@
 """What a decoder is: its shape and behaviour, and what its tensors are called.
 
 An architecture's own file (``architectures/llama.py``, ...) reads a checkpoint's config into these.
-Nothing here knows weights or computes.
+Nothing here computes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-from localrt.models.layers.ngrams import NgramHash, NgramSpec
-from localrt.quant.ops.attention import IndexSpec
+from localrt.models.weights import WeightLoader
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
-from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec, RecurrentSpec
-from localrt.quant.ops.streams import StreamSpec
+from localrt.quant.ops.protocol import Array, AttentionSpec, LayerSpec, MlpSpec, Weight
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-# Checkpoints present it with a row for each layer of each token: (vocabulary * layers, width)
-LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
-# Checkpoints present it as one table
-NGRAM_TABLE = "model.ngram_embedding.weight"
 
 # A sparse layer's tensors, below ``model.layers.N.``, whatever a file calls them
 ROUTER = "mlp.gate"
@@ -35,6 +30,22 @@ SHARED_DOWN = "mlp.shared_experts.down_proj"
 SHARED_GATE = "mlp.shared_expert_gate"
 LATENT_DOWN = "mlp.latent_down"
 LATENT_UP = "mlp.latent_up"
+
+Part: TypeAlias = Callable[[Any], None]
+"""Changes a ``PassState``."""
+
+Places: TypeAlias = Sequence[tuple[LayerSpec, int]]
+"""What a layer remembers of a sequence, each with its number in the cache."""
+
+
+class Layer(Protocol):
+    """What joins the residual stream: attention or an MLP."""
+
+    def __call__(self, state: Any) -> Array:
+        """(R, D), for ``state.x`` of a ``PassState``."""
+
+    def matrices(self) -> dict[str, Weight]:
+        """The stacked matrices by the first name in each."""
 
 
 def memory_places(layers: Iterable[Sequence[LayerSpec]]) -> Iterator[tuple[int, ...]]:
@@ -137,57 +148,69 @@ class Multipliers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInputs:
-    """Per-layer embeddings: ``width`` numbers for each layer, of each of ``vocab_size`` tokens."""
+class Table:
+    """A table beside the embedding, of which passes take rows: the one tensor of ``unit``.
 
-    width: int
-    vocab_size: int
+    Checkpoints present it as one matrix of ``shape``.
+    """
+
+    unit: str
+    tensor: str
+    shape: tuple[int, int]
+
+    def part(self, weight: Weight) -> Part:
+        """What takes a pass's rows of a table that is in memory."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Connections:
-    """Hyper-connections: so many residual streams, of which layers read a mixture; its gates are
-    projected in two steps, by way of ``rank`` numbers.
+class Block:
+    """How a model's layers are put together: what is computed around attention and MLPs.
+
+    Most architectures have ``layers/block.py``'s ``ResidualBlock``. What runs once, ``before`` the
+    first layer or ``after`` the last one, belongs to that layer's unit. ``final_norm``: there is a
+    norm before the head.
     """
 
-    count: int
-    rank: int
+    final_norm: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if self.count < 2:
-            raise ValueError(f"hc_count must be at least 2, is {self.count}")
+    def attention(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, at: Places
+    ) -> Part:
+        """A layer's attention or recurrence; ``at`` is where the cache has what it remembers."""
+        raise NotImplementedError
 
+    def mlp(self, config: DecoderConfig, layer: int, weights: WeightLoader, mlp: Layer) -> Part:
+        """How a layer's ``mlp`` joins the residual stream."""
+        raise NotImplementedError
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NgramLayer:
-    """Hashed n-grams before ``layer``: ``width`` numbers of a token, all rows of the table side by
-    side. ``memory`` is what the layer remembers of a sequence.
-    """
+    def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
+        """What is computed before the first layer."""
+        return ()
 
-    layer: int
-    width: int
-    spec: NgramSpec
-    memory: RecurrentSpec
+    def after(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
+        """What is computed behind the last layer."""
+        return ()
 
-    def __post_init__(self) -> None:
-        if self.width % self.spec.rows_per_token:
-            raise ValueError(
-                f"ple_embed_dim must be a multiple of {self.spec.rows_per_token} (the heads of all "
-                f"n-grams), is {self.width}"
-            )
+    def memory(self, config: DecoderConfig, layer: int) -> tuple[LayerSpec, ...]:
+        """What a layer remembers of a sequence: nothing if it is an MLP alone."""
+        own = config.attention[layer]
+        return () if own is None else (own,)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the table."""
-        return NgramHash(self.spec).rows, self.width // self.spec.rows_per_token
+    def tables(self, config: DecoderConfig) -> Sequence[Table]:
+        """What passes take rows of, beside the embedding."""
+        return ()
+
+    def numbers_beside(self, config: DecoderConfig) -> int:
+        """How many numbers a row of a pass has beside the residual stream."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """What a decoder is, whatever file it came from. ``attention`` has one entry per layer, which
     is a ``RecurrentSpec`` where the layer has a state in the place of keys and values, and None
-    where it is an MLP alone. ``beside`` are recurrent layers side by side with each layer's
-    attention.
+    where it is an MLP alone. ``block`` puts layers together.
 
     ``mixtures`` has one entry per layer, None for a dense one; it is empty for a dense model. A
     layer without a mixture whose ``inner_sizes`` are 0 has no MLP.
@@ -201,6 +224,7 @@ class DecoderConfig:
     norm_eps: float
     attention: tuple[LayerSpec | None, ...]
     mlp: MlpSpec
+    block: Block
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
@@ -209,23 +233,12 @@ class DecoderConfig:
     final_softcap: float | None = None
     tied_head: bool = False
     mixtures: tuple[MixtureSpec | None, ...] = ()
-    residual_scale: float = 1.0  # of what attention and MLP add
     logit_scale: float = 1.0
-    layer_scale: bool = False  # a learned factor of the residual stream behind every layer
     inner_sizes: tuple[int, ...] = ()  # of each layer's MLP, where they differ
     cutoffs: tuple[float | None, ...] = ()  # of each layer's MLP, see ``MlpSpec``
-    layer_inputs: LayerInputs | None = None
-    streams: StreamSpec | None = None
-    scaled_stream: bool = False  # the active stream is scaled before it gates a layer's inputs
-    low_rank: int = 0  # of the residual beside attention, where there are streams
     names: LayerNames = LayerNames()
     recurrent: RecurrentNames | None = None
-    beside: tuple[RecurrentSpec, ...] = ()
     multipliers: Multipliers = Multipliers()
-    connections: Connections | None = None
-    ngrams: NgramLayer | None = None
-    index: IndexSpec | None = None  # of every layer that attends
-    index_apart: bool = False  # queries and key are projected by two matrices
 
     @property
     def layers(self) -> int:
@@ -238,30 +251,8 @@ class DecoderConfig:
         return tuple(spec for spec in self.attention if isinstance(spec, AttentionSpec))
 
     def memory_of(self, layer: int) -> tuple[LayerSpec, ...]:
-        """What a layer remembers of a sequence: nothing if it is an MLP alone.
-
-        An indexer comes before its attention, n-grams behind all others; in between are attention,
-        a recurrent layer, or several side by side.
-        """
-        own, ngrams = self.attention[layer], self.ngrams_of(layer)
-        whole = (
-            self.index if isinstance(own, AttentionSpec) else None,
-            own,
-            *self.beside[layer : layer + 1],
-            None if ngrams is None else ngrams.memory,
-        )
-        return tuple(spec for spec in whole if spec is not None)
-
-    def ngrams_of(self, layer: int) -> NgramLayer | None:
-        """A layer's hashed n-grams, if it has some."""
-        own = self.ngrams
-        return own if own is not None and own.layer == layer else None
-
-    @property
-    def ngram_place(self) -> int:
-        """Where the n-grams' memory lies in a cache of all layers, among what has a state."""
-        assert self.ngrams is not None, "the model has n-grams"
-        return self.cache_places[self.ngrams.layer][-1]
+        """What a layer remembers of a sequence, in the block's order."""
+        return self.block.memory(self, layer)
 
     @property
     def memories(self) -> tuple[tuple[LayerSpec, ...], ...]:
@@ -278,11 +269,6 @@ class DecoderConfig:
     def memory(self) -> tuple[LayerSpec, ...]:
         """What the cache of a sequence is made for: what all layers remember, in order."""
         return tuple(spec for own in self.memories for spec in own)
-
-    @property
-    def final_norm(self) -> bool:
-        """Whether there is a norm before the head; what reads several streams has norms itself."""
-        return self.connections is None
 
     def has_mlp(self, layer: int) -> bool:
         """Whether a layer has an MLP, or a mixture in its place."""

@@ -1,8 +1,8 @@
 """The decoder that the known architectures share: a list of parts, one after another.
 
-Parts are made of weights that are there, one layer's as well as all; ``Decoder`` runs them. A
-``WeightStore`` knows where their weights are: the pass is the same for a model in memory and for
-one that is streamed.
+Parts are made of weights that are there, one layer's as well as all; the config's ``block`` puts a
+layer's together, and ``Decoder`` runs them. Where their weights are is a ``Residency``'s: the pass
+is the same for a model in memory and for one that is streamed.
 """
 
 from __future__ import annotations
@@ -12,63 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from localrt.common.errors import MemoryBudgetError
-from localrt.models.config import (
-    EMBEDDING,
-    HEAD,
-    LAYER_EMBEDDING,
-    NGRAM_TABLE,
-    DecoderConfig,
-)
-from localrt.models.layers.attention import IndexedAttention, LatentAttention
-from localrt.models.layers.inputs import (
-    InputGate,
-    InputRows,
-    input_scale,
-    load_input_projection,
-)
-from localrt.models.layers.moe import (
-    Experts,
-    ResidentExperts,
-    SparseMlp,
-    load_expert,
-)
-from localrt.models.layers.ngram_layer import AddNgrams, NgramRows
-from localrt.models.layers.ngrams import NgramHash
-from localrt.models.layers.parts import (
-    Attention,
-    Chain,
-    Embedding,
-    GatedMlp,
-    Head,
-    Layer,
-    Logits,
-    Part,
-    PassState,
-    Residual,
-    SideBySide,
-)
-from localrt.models.layers.recurrent import Recurrent
-from localrt.models.layers.streams import (
-    JOIN,
-    SPLIT,
-    Connected,
-    JoinStreams,
-    ReadStreams,
-    RepeatStream,
-    SplitStreams,
-    StreamAttention,
-    StreamMlp,
-    load_connection,
-    load_projections,
-)
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part
+from localrt.models.layers.moe import Experts, ResidentExperts, SparseMlp, load_expert
+from localrt.models.layers.parts import Embedding, GatedMlp, Head, Logits, PassState, joined
 from localrt.models.weight_store import Check, ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec
-from localrt.quant.ops.protocol import Batch, KVCache, LayerSpec, Ops, RecurrentSpec, Vector
-from localrt.quant.ops.streams import ConnectionWeights
-
-_ATTENTION, _MLP = "attn_hyper_connection.", "mlp_hyper_connection."
-_MIXER = "model.hyper_connection_mixer."
+from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
 
 
 def load_attention(
@@ -81,51 +30,10 @@ def load_attention(
 
     With the first layer's comes what is computed once, before it.
     """
-    parts: list[Part] = []
-    if layer == 0 and config.layer_inputs is not None:
-        parts.append(load_input_projection(config, weights))
-    if layer == 0 and config.streams is not None:
-        parts.append(SplitStreams(load_projections(config, weights, SPLIT)))
-    if layer == 0 and config.connections is not None:
-        parts.append(RepeatStream(config.connections.count))
     places = config.cache_places[layer] if at is None else at
-    memory = list(zip(config.memory_of(layer), places, strict=True))
-    if (ngrams := config.ngrams_of(layer)) is not None:
-        _, place = memory.pop()
-        parts.append(AddNgrams(config, ngrams, weights, place))
-    if config.index is not None and isinstance(config.attention[layer], AttentionSpec):
-        (index, index_at), (_, place) = memory
-        assert isinstance(index, IndexSpec), "it comes before what it chooses for"
-        mixers: list[Layer] = [IndexedAttention(config, layer, weights, index, index_at, place)]
-    else:
-        mixers = [_load_mixer(config, layer, weights, spec, place) for spec, place in memory]
-    if config.connections is not None:
-        (mixer,) = mixers
-        parts.append(_connected(config, mixer, weights, f"model.layers.{layer}.{_ATTENTION}"))
-    elif config.streams is not None:
-        (mixer,) = mixers
-        assert isinstance(mixer, Attention), "no model with streams has another kind"
-        parts.append(StreamAttention(config, layer, weights, mixer))
-    else:
-        joining = tuple(Residual(mixer, _scale_of(config, mixer)) for mixer in mixers)
-        parts.append(joining[0] if len(joining) == 1 else SideBySide(joining))
-    return _joined(parts)
-
-
-def _scale_of(config: DecoderConfig, mixer: Layer) -> float:
-    """Of what attention or a recurrent layer adds to the residual stream."""
-    factors = config.multipliers
-    own = factors.recurrent_out if isinstance(mixer, Recurrent) else factors.attention_out
-    return config.residual_scale * own
-
-
-def _load_mixer(
-    config: DecoderConfig, layer: int, weights: WeightLoader, spec: LayerSpec, place: int
-) -> Layer:
-    if isinstance(spec, RecurrentSpec):
-        return Recurrent(config, layer, weights, spec, place)
-    kind = LatentAttention if isinstance(spec, LatentSpec) else Attention
-    return kind(config, layer, weights, place)
+    before = config.block.before(config, weights) if layer == 0 else ()
+    memory = tuple(zip(config.memory_of(layer), places, strict=True))
+    return joined([*before, config.block.attention(config, layer, weights, memory)])
 
 
 def load_mlp(
@@ -140,49 +48,9 @@ def load_mlp(
         if experts is None
         else SparseMlp(config, layer, weights, experts)
     )
-    if config.streams is not None:
-        parts: list[Part] = [StreamMlp(config, layer, weights, mlp)]
-        if layer == config.layers - 1:
-            parts.append(JoinStreams(load_projections(config, weights, JOIN)))
-        return _joined(parts)
-    if config.connections is not None:
-        prefix = f"model.layers.{layer}.{_MLP}"
-        last_one = layer == config.layers - 1
-        reading = (
-            [ReadStreams(_connection(config, weights, _MIXER, shares=False))] if last_one else []
-        )
-        return _joined([_connected(config, mlp, weights, prefix), *reading])
-    joining: list[Layer] = [mlp]
-    if config.layer_inputs is not None:
-        joining.append(InputGate(config, layer, weights))
-    total = weights.scalar(f"model.layers.{layer}.layer_scalar") if config.layer_scale else 1.0
-    scale = config.residual_scale * config.multipliers.mlp_out
-    *first, last = joining
-    return _joined([*(Residual(part, scale) for part in first), Residual(last, scale, total)])
-
-
-def _connected(config: DecoderConfig, layer: Layer, weights: WeightLoader, prefix: str) -> Part:
-    return Connected(layer, _connection(config, weights, prefix))
-
-
-def _connection(
-    config: DecoderConfig, weights: WeightLoader, prefix: str, *, shares: bool = True
-) -> ConnectionWeights:
-    assert config.connections is not None, "the model has several streams"
-    return load_connection(
-        weights,
-        prefix,
-        hidden=config.hidden_size,
-        count=config.connections.count,
-        rank=config.connections.rank,
-        eps=config.norm_eps,
-        norm_offset=config.norm_offset,
-        shares=shares,
-    )
-
-
-def _joined(parts: Sequence[Part]) -> Part:
-    return parts[0] if len(parts) == 1 else Chain(tuple(parts))
+    part = config.block.mlp(config, layer, weights, mlp)
+    after = config.block.after(config, weights) if layer == config.layers - 1 else ()
+    return joined([part, *after])
 
 
 def load_resident_mlp(
@@ -202,7 +70,7 @@ def load_resident_mlp(
 
 def load_norm(config: DecoderConfig, weights: WeightLoader) -> Vector | None:
     """The norm before the head, if there is one."""
-    if not config.final_norm:
+    if not config.block.final_norm:
         return None
     return weights.vector(
         config.hidden_size,
@@ -218,13 +86,8 @@ def load_resident(config: DecoderConfig, ops: Ops, weights: WeightLoader) -> Res
     with ops.scope():
         table = weights.matrix(shape, EMBEDDING)
         body: list[Part] = [Embedding(table, config.embedding_scale)]
-        if (inputs := config.layer_inputs) is not None:
-            size = (inputs.vocab_size * config.layers, inputs.width)
-            rows = weights.matrix(size, LAYER_EMBEDDING)
-            body.append(InputRows(rows, input_scale(config), config.layers))
-        if (own := config.ngrams) is not None:
-            grams = weights.matrix(own.shape, NGRAM_TABLE)
-            body.append(NgramRows(NgramHash(own.spec), grams, config.ngram_place))
+        for beside in config.block.tables(config):
+            body.append(beside.part(weights.matrix(beside.shape, beside.tensor)))
         experts = ResidentExperts()
         for layer, at in enumerate(config.cache_places):
             if at:

@@ -22,13 +22,7 @@ import numpy.typing as npt
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT
-from localrt.models.config import (
-    EMBEDDING,
-    HEAD,
-    LAYER_EMBEDDING,
-    NGRAM_TABLE,
-    DecoderConfig,
-)
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.layers.moe import ResidentExperts, load_expert
 from localrt.models.weights import Transform, WeightLoader, is_ignored, missing_tensor
@@ -78,15 +72,13 @@ def list_units(tensors: Mapping[str, TensorInfo], config: DecoderConfig) -> tupl
     units = [
         *(() if config.tied_head else (Unit("embedding", (_info(tensors, EMBEDDING).name,)),)),
         *(
-            ()
-            if config.layer_inputs is None
-            else (Unit("inputs", (_info(tensors, LAYER_EMBEDDING).name,)),)
+            Unit(table.unit, (_info(tensors, table.tensor).name,))
+            for table in config.block.tables(config)
         ),
-        *(() if config.ngrams is None else (Unit("ngrams", (_info(tensors, NGRAM_TABLE).name,)),)),
         *layers,
         *(
             (Unit("norm", (_info(tensors, "model.norm.weight").name,)),)
-            if config.final_norm
+            if config.block.final_norm
             else ()
         ),
         *((Unit("rotary", rotary),) if rotary else ()),

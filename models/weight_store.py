@@ -14,9 +14,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.config import DecoderConfig
+from localrt.models.config import DecoderConfig, Part
 from localrt.models.layers.moe import Experts, RoutingWatch
-from localrt.models.layers.parts import Check, Head, Part, PassState
+from localrt.models.layers.parts import Check, Head, PassState
 from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
 
 __all__ = [

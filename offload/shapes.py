@@ -19,7 +19,6 @@ from localrt.models.registry import read_config
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.choose import missing_on_cards
-from localrt.quant.formats.tiled import TILE_ROWS
 from localrt.quant.ops.attention import IndexSpec, LatentSpec, scratch_nbytes
 from localrt.quant.ops.kv import (
     BLOCK_TOKENS,
@@ -131,7 +130,7 @@ class PassSizes:
             experts_used=0 if widest is None else widest.router.used,
             expert_inner=0 if widest is None else widest.inner,
             split_nbytes=_split_nbytes(map(_kv_shape, config.memories), config.context_length),
-            beside=_numbers_beside(config),
+            beside=config.block.numbers_beside(config),
         )
 
 
@@ -291,24 +290,9 @@ def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
             math.prod(info.shape) for info in checkpoint.tensors.values() if info.name != ignored
         ),
         experts=experts,
-        beside=_numbers_beside(config),
+        beside=config.block.numbers_beside(config),
         off_card=missing_on_cards(config.memory),
     )
-
-
-def _numbers_beside(config: DecoderConfig) -> int:
-    """Inputs as they are read, as rows, and as they are projected; streams before and behind; rows
-    of n-grams, as they are read too.
-    """
-    inputs = 0 if config.layer_inputs is None else config.layers * config.layer_inputs.width
-    several = config.streams or config.connections
-    streams = 0 if several is None else several.count * config.hidden_size
-    # Rows of n-grams, and the tiles that they are read with, of two bytes a number at most.
-    ngrams = 0 if config.ngrams is None else config.ngrams.width * (1 + TILE_ROWS // 2)
-    gates = 0 if config.connections is None else 2 * streams  # and normed streams
-    index = config.index
-    chosen = 0 if index is None else 1 + index.most_tokens + index.projected_rows
-    return 3 * inputs + 2 * streams + gates + ngrams + chosen
 
 
 def _kv_shape(memory: Sequence[LayerSpec]) -> KvShape:

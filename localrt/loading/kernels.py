@@ -23,15 +23,10 @@ from localrt.common.free_memory import return_free_memory
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.models.checkpoints.base import TensorInfo, TensorSource, WeightBlock
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
-from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, memory_places
+from localrt.models.config import EMBEDDING, HEAD, DecoderConfig, Part, memory_places
 from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
 from localrt.models.layers.moe import ResidentExperts
-from localrt.models.layers.parts import (
-    Embedding,
-    Head,
-    Part,
-    PassState,
-)
+from localrt.models.layers.parts import Embedding, Head, PassState
 from localrt.models.weights import WeightLoader
 from localrt.offload.placement import Placement
 from localrt.quant.formats import F32, PackedTensor

@@ -51,7 +51,7 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # the number in a name
 
 def folded_rotation(config: DecoderConfig, infos: Mapping[str, TensorInfo]) -> int:
     """Block size of the rotation that can be folded into v of every layer; 0 for none."""
-    if len(config.attending) < config.layers or config.beside:
+    if len(config.attending) < config.layers or len(config.memory) > config.layers:
         return 0  # a state's columns meet the output's matrix behind a gate
     if any(isinstance(spec, LatentSpec) for spec in config.attending):
         return 0  # a head's values are not rows of a matrix that meets the output's

@@ -10,6 +10,7 @@ from __future__ import annotations
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import CHOICE_BIAS, DecoderConfig, MixtureSpec
+from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope, scaling_number, yarn_mscale
 from localrt.models.mixture_config import SCORING
 from localrt.models.raw_config import RawConfig
@@ -32,6 +33,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         norm_eps=eps,
         attention=(_attention(raw, eps),) * layers,
         mlp=MlpSpec(activation=activation, eps=eps),
+        block=ResidualBlock(),
         tied_head=raw.flag("tie_word_embeddings"),
         mixtures=read_mixtures(raw, eps, layers, activation),
     )

@@ -11,6 +11,7 @@ from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.architectures.mamba import mamba_names, read_mamba
 from localrt.models.config import DecoderConfig, LayerNames, Multipliers
+from localrt.models.layers.block import ResidualBlock
 from localrt.models.raw_config import RawConfig
 
 _NAMES = LayerNames(
@@ -47,7 +48,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         config,
         architecture="falcon_h1",
         attention=(attending,) * config.layers,
-        beside=(mamba,) * config.layers,
+        block=ResidualBlock(beside=mamba),
         mlp=replace(config.mlp, gate_scale=gate),
         embedding_scale=raw.number("embedding_multiplier", 1.0),
         logit_scale=raw.number("lm_head_multiplier", 1.0),

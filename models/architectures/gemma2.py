@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import AttentionSpec, MlpSpec, Rope
@@ -77,6 +78,7 @@ def sandwich_config(
         norm_eps=full.eps,
         attention=tuple(sliding if here else full for here in windowed),
         mlp=MlpSpec(activation=activation, eps=full.eps),
+        block=ResidualBlock(),
         norm_offset=0.0 if raw.flag("norm_weights_include_one") else 1.0,
         embedding_scale=math.sqrt(hidden),
         final_softcap=raw.optional_number("final_logit_softcapping"),

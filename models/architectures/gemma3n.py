@@ -1,7 +1,7 @@
 """Gemma 3n (text): several residual streams, per-layer embeddings, shared keys and values.
 
 Gemma 4 took over the latter two (``gemma4.py``). Layers run on one of the streams and correct the
-others (``models/layers/streams.py``). In the first layers, MLPs keep only a share of their gates.
+others (``models/layers/altup.py``). In the first layers, MLPs keep only a share of their gates.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from statistics import NormalDist
 from localrt.models.architectures import gemma2
 from localrt.models.architectures.gemma4 import read_layer_inputs, read_sources
 from localrt.models.config import DecoderConfig
+from localrt.models.layers.altup import AltUp
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, positive_number
 from localrt.quant.ops.protocol import AttentionSpec
@@ -36,7 +37,14 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         raw, "gemma3n", full, sliding, windowed, vocab_size=262_400, context_length=32_768
     )
     sources = read_sources(raw, windowed, _SHARED)
-    streams = raw.integer("altup_num_inputs", 4)
+    streams = StreamSpec(
+        count=raw.integer("altup_num_inputs", 4),
+        active=raw.index("altup_active_idx", 0),
+        eps=config.norm_eps,
+    )
+    inputs = read_layer_inputs(raw, 262_144, 256)
+    if inputs is None:
+        raise ValueError("hidden_size_per_layer_input must be at least 1, is 0")
     return replace(
         config,
         attention=tuple(
@@ -47,12 +55,12 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         norm_offset=0.0,
         inner_sizes=raw.integers("intermediate_size", layers, 16_384),
         cutoffs=_read_cutoffs(raw, layers),
-        layer_inputs=read_layer_inputs(raw, 262_144, 256),
-        streams=StreamSpec(
-            count=streams, active=raw.index("altup_active_idx", 0), eps=config.norm_eps
+        block=AltUp(
+            streams=streams,
+            inputs=inputs,
+            scaled=raw.flag("altup_correct_scale", default=True),
+            low_rank=raw.integer("laurel_rank", 64),
         ),
-        scaled_stream=raw.flag("altup_correct_scale", default=True),
-        low_rank=raw.integer("laurel_rank", 64),
     )
 
 

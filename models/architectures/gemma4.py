@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import gemma2
-from localrt.models.config import DecoderConfig, LayerInputs, MixtureSpec
+from localrt.models.config import DecoderConfig, MixtureSpec
+from localrt.models.layers.inputs import GatedInputs, LayerInputs
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
@@ -44,10 +45,9 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         norm_offset=0.0,
         # Files that say none are cut by llama.cpp at what all published models have.
         final_softcap=config.final_softcap or (_SOFTCAP if raw.is_gguf else None),
-        layer_scale=True,
         inner_sizes=sizes,
         intermediate_size=max(sizes),
-        layer_inputs=read_layer_inputs(raw, config.vocab_size),
+        block=GatedInputs(inputs=read_layer_inputs(raw, config.vocab_size)),
         mixtures=(_read_mixture(raw, config),) * layers if raw.flag("enable_moe_block") else (),
     )
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
+from localrt.models.layers.block import ResidualBlock
 from localrt.models.raw_config import RawConfig
 
 
@@ -25,6 +26,6 @@ def with_factors(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
         config,
         attention=tuple(replace(layer, scale=scale) for layer in config.attending),
         embedding_scale=raw.number("embedding_multiplier", 1.0),
-        residual_scale=raw.number("residual_multiplier", 1.0),
+        block=ResidualBlock(scale=raw.number("residual_multiplier", 1.0)),
         logit_scale=1.0 / raw.number("logits_scaling", 1.0),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from localrt.models.config import DecoderConfig
+from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.protocol import Activation, AttentionSpec, MlpSpec
@@ -39,6 +40,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         norm_eps=eps,
         attention=(attention,) * raw.integer("num_hidden_layers"),
         mlp=MlpSpec(activation=raw.choice("hidden_act", "silu", ACTIVATIONS), eps=eps),
+        block=ResidualBlock(),
         qkv_bias=raw.has_tensor("model.layers.0.self_attn.q_proj.bias"),
         out_bias=raw.has_tensor("model.layers.0.self_attn.o_proj.bias"),
         tied_head=raw.flag("tie_word_embeddings"),

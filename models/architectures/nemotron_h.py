@@ -7,6 +7,7 @@ from __future__ import annotations
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures.mamba import mamba_names, read_mamba
 from localrt.models.config import DecoderConfig, LayerNames, MixtureSpec
+from localrt.models.layers.block import ResidualBlock
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec
@@ -63,6 +64,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         norm_eps=eps,
         attention=tuple(mixers.get(kind) for kind in kinds),
         mlp=MlpSpec(activation="relu2", eps=eps),
+        block=ResidualBlock(),
         tied_head=raw.flag("tie_word_embeddings"),
         inner_sizes=tuple(dense if kind == "mlp" else 0 for kind in kinds),
         mixtures=tuple(mixture if kind == "moe" else None for kind in kinds) if mixture else (),

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import qwen3_5
-from localrt.models.config import Connections, DecoderConfig, LayerNames, NgramLayer
-from localrt.models.layers.ngrams import NgramSpec
+from localrt.models.config import DecoderConfig, LayerNames
+from localrt.models.layers.hyper_connections import HyperConnections
+from localrt.models.layers.ngrams import NgramLayer, NgramSpec
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import IndexSpec
 from localrt.quant.ops.protocol import RecurrentSpec
@@ -23,7 +24,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     """``output_gate_type`` is of DeltaNet layers."""
     config = qwen3_5.read_config(raw)
     gate = raw.choice("output_gate_type", raw.text("hidden_act", "silu"), _GATES)
-    connections = Connections(count=raw.integer("hc_count", 4), rank=raw.integer("hc_lowrank", 320))
+    streams = raw.integer("hc_count", 4)
     return replace(
         config,
         architecture="qwen4_exp",
@@ -32,10 +33,13 @@ def read_config(raw: RawConfig) -> DecoderConfig:
             for spec in config.attention
         ),
         names=LayerNames(attention_norm="", mlp_norm=""),
-        connections=connections,
-        ngrams=_ngrams(raw, config, connections.count),
-        index=_index(raw, config),
-        index_apart=raw.is_gguf,
+        block=HyperConnections(
+            count=streams,
+            rank=raw.integer("hc_lowrank", 320),
+            ngrams=_ngrams(raw, config, streams),
+            index=_index(raw, config),
+            index_apart=raw.is_gguf,
+        ),
     )
 
 

@@ -1,12 +1,8 @@
-"""Latent attention in a block: DeepSeek-V2's projections to and from one small row per token.
+"""Latent attention (DeepSeek-V2), and attention to the tokens that an indexer chooses.
 
 Names, shapes and order of the tensors; what they compute is ``quant/ops/attention.py``'s.
 Checkpoints give the latents' matrices to keys and values apart and ready for use, whatever form
 they were published in (``models/checkpoints/family_tensors.py``).
-
-Attention to chosen tokens in a block: ``Attention``, and the indexer that chooses.
-
-What they compute is ``quant/ops/attention.py``'s.
 """
 
 from __future__ import annotations
@@ -85,21 +81,25 @@ _APART = ("q_proj", "k_proj")  # as GGUF files have it
 
 
 class IndexedAttention:
-    """An indexer, then attention. ``index_at`` is what the indexer remembers in the cache."""
+    """An indexer, then ``attention``. ``index_at`` is what the indexer remembers in the cache;
+    ``apart``: its queries and key are projected by two matrices.
+    """
 
     def __init__(
         self,
+        attention: Attention,
         config: DecoderConfig,
         layer: int,
         weights: WeightLoader,
         spec: IndexSpec,
         index_at: int,
-        at: int,
+        *,
+        apart: bool,
     ) -> None:
-        self.attention = Attention(config, layer, weights, at)
+        self.attention = attention
         self.spec, self.layer = spec, index_at
         prefix, size, offset = f"model.layers.{layer}.{_PREFIX}", spec.head_dim, config.norm_offset
-        names = _APART if config.index_apart else _JOINT
+        names = _APART if apart else _JOINT
         self.weights = IndexWeights(
             qk=weights.matrix(
                 (spec.projected_rows, config.hidden_size), *(f"{prefix}{n}.weight" for n in names)

@@ -8,14 +8,17 @@ residual stream. It knows names and shapes; ``quant/ops/streams.py`` says what i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from localrt.models.config import DecoderConfig
-from localrt.models.layers.parts import PassState
+from localrt.models.config import Block, DecoderConfig, Layer, Part, Places, Table
+from localrt.models.layers.block import load_mixer
+from localrt.models.layers.parts import PassState, Residual, joined
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.protocol import Array, Weight
 from localrt.quant.ops.streams import InputGateSpec, InputGateWeights, InputProjection
 
+LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 _PROJECTION = "model.per_layer_model_projection.weight"
 _PROJECTION_NORM = "model.per_layer_projection_norm.weight"
 _GATE = "per_layer_input_gate"
@@ -24,10 +27,33 @@ _POST_NORM = "post_per_layer_input_norm"
 _HALF = math.sqrt(0.5)  # rows and projections are added to one variance
 
 
-def input_scale(config: DecoderConfig) -> float:
-    """What the table's rows are times."""
-    assert config.layer_inputs is not None, "the model has such a table"
-    return math.sqrt(config.layer_inputs.width) * _HALF
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """``width`` numbers for each layer, of each of ``vocab_size`` tokens."""
+
+    width: int
+    vocab_size: int
+
+    def table(self, layers: int) -> InputTable:
+        """Checkpoints present it with a row for each layer of each token."""
+        return InputTable(
+            unit="inputs",
+            tensor=LAYER_EMBEDDING,
+            shape=(self.vocab_size * layers, self.width),
+            scale=math.sqrt(self.width) * _HALF,
+            layers=layers,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputTable(Table):
+    """Each token has the rows of all ``layers``, which are times ``scale``."""
+
+    scale: float
+    layers: int
+
+    def part(self, weight: Weight) -> Part:
+        return InputRows(weight, self.scale, self.layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,9 +83,10 @@ class ProjectInputs:
 class InputGate:
     """``norm(out(activation(gate(x)) * inputs))``."""
 
-    def __init__(self, config: DecoderConfig, layer: int, weights: WeightLoader) -> None:
-        assert config.layer_inputs is not None, "the model's layers have inputs"
-        hidden, width = config.hidden_size, config.layer_inputs.width
+    def __init__(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, width: int
+    ) -> None:
+        hidden = config.hidden_size
         prefix, activation = f"model.layers.{layer}.", config.mlp.activation
         assert activation != "relu2", "what lets inputs through is a gate"
         self.spec = InputGateSpec(
@@ -82,10 +109,11 @@ class InputGate:
         return {_GATE: self.weights.gate, _OUT: self.weights.out}
 
 
-def load_input_projection(config: DecoderConfig, weights: WeightLoader) -> ProjectInputs:
+def load_input_projection(
+    config: DecoderConfig, weights: WeightLoader, width: int
+) -> ProjectInputs:
     """What is computed before the first layer."""
-    assert config.layer_inputs is not None, "the model's layers have inputs"
-    hidden, width = config.hidden_size, config.layer_inputs.width
+    hidden = config.hidden_size
     # The projection is published with a scale of 1 / sqrt(D), which its norm takes out again.
     return ProjectInputs(
         InputProjection(
@@ -95,3 +123,37 @@ def load_input_projection(config: DecoderConfig, weights: WeightLoader) -> Proje
             eps=config.norm_eps * hidden,
         )
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedInputs(Block):
+    """Gemma 4's: behind its MLP a layer adds its own ``inputs``, if the model has some, and times
+    the residual stream by a learned factor.
+    """
+
+    inputs: LayerInputs | None
+
+    def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
+        own = self.inputs
+        return () if own is None else (load_input_projection(config, weights, own.width),)
+
+    def attention(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, at: Places
+    ) -> Part:
+        ((spec, place),) = at
+        return Residual(load_mixer(config, layer, weights, spec, place))
+
+    def mlp(self, config: DecoderConfig, layer: int, weights: WeightLoader, mlp: Layer) -> Part:
+        own: list[Layer] = [mlp]
+        if self.inputs is not None:
+            own.append(InputGate(config, layer, weights, self.inputs.width))
+        *first, last = own
+        total = weights.scalar(f"model.layers.{layer}.layer_scalar")
+        return joined([*map(Residual, first), Residual(last, total=total)])
+
+    def tables(self, config: DecoderConfig) -> Sequence[Table]:
+        return () if self.inputs is None else (self.inputs.table(config.layers),)
+
+    def numbers_beside(self, config: DecoderConfig) -> int:
+        """Inputs as they are read, as rows, and as they are projected."""
+        return 0 if self.inputs is None else 3 * config.layers * self.inputs.width

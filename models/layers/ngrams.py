@@ -1,9 +1,11 @@
-"""Hashed n-grams: which rows of a large table belong to a token and the tokens before it.
+"""Hashed n-grams: which rows of a large table belong to a token and the tokens before it, and the
+layer that takes them.
 
 Each order of n-grams, from pairs up, has several heads; a head hashes the n-gram into a range of
 rows of its own, whose size is a prime (Engram, Cheng et al. 2026; Qwen3.8-Flash-Next). The rows of
-a token follow from its last tokens alone, so they can be asked for before the pass begins. It knows
-token ids, not where the rows lie.
+a token follow from its last tokens alone, so they can be asked for before the pass begins. The
+tokens before a pass are in the layer's memory, beside the rows that its convolution looks back on.
+What is computed of the rows is ``quant/ops/streams.py``'s.
 """
 
 from __future__ import annotations
@@ -14,6 +16,16 @@ from math import isqrt
 
 import numpy as np
 import numpy.typing as npt
+
+from localrt.models.config import DecoderConfig, Part, Table
+from localrt.models.layers.parts import PassState
+from localrt.models.weights import TapsFirst, WeightLoader
+from localrt.quant.ops.hybrid_cache import states_of
+from localrt.quant.ops.protocol import Batch, RecurrentSpec, Span, Weight
+from localrt.quant.ops.states import tree_parents
+from localrt.quant.ops.streams import NgramWeights
+
+NGRAM_TABLE = "model.ngram_embedding.weight"
 
 Ids = npt.NDArray[np.int64]
 
@@ -160,3 +172,129 @@ def _primes(start: int, count: int) -> list[int]:
         found += (np.flatnonzero(prime) + start).tolist()
         start = end
     return found[:count]
+
+
+def rows_of_pass(hashed: NgramHash, batch: Batch, place: int) -> Ids:
+    """The table's rows (R, H) for each token of ``batch``.
+
+    ``place`` is the layer's number among those with states in a cache.
+    """
+    parts, row = [], 0
+    for span in batch.spans:
+        parts.append(_ngrams(hashed, span, batch.tokens[row : row + span.rows], place))
+        row += span.rows
+    return hashed.rows_of(np.concatenate(parts))
+
+
+def _ngrams(hashed: NgramHash, span: Span, tokens: Ids, place: int) -> Ids:
+    """Each of a sequence's new tokens, and those before it."""
+    states, spec = states_of(span.cache), hashed.spec
+    if span.mask is None:
+        return ngrams_of(spec, tokens, states.tokens_behind(place, spec.orders))
+    extra = span.mask.shape[1] - span.rows
+    behind = states.tokens_behind(place, spec.orders + extra)
+    held = len(behind) - extra
+    parents: Sequence[int] = tree_parents(span.mask).tolist()
+    tree = np.concatenate([behind[held:], tokens])
+    return ngrams_of(spec, tree, behind[:held], parents)[extra:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramLayer:
+    """Hashed n-grams before ``layer``: ``width`` numbers of a token, all rows of the table side by
+    side. ``memory`` is what the layer remembers of a sequence.
+    """
+
+    layer: int
+    width: int
+    spec: NgramSpec
+    memory: RecurrentSpec
+
+    def __post_init__(self) -> None:
+        if self.width % self.spec.rows_per_token:
+            raise ValueError(
+                f"ple_embed_dim must be a multiple of {self.spec.rows_per_token} (the heads of all "
+                f"n-grams), is {self.width}"
+            )
+
+    def table(self, place: int) -> HashedTable:
+        """Of which passes take rows; ``place`` is the layer's number among a cache's states."""
+        hashed = NgramHash(self.spec)
+        return HashedTable(
+            unit="ngrams",
+            tensor=NGRAM_TABLE,
+            shape=(hashed.rows, self.width // self.spec.rows_per_token),
+            hashed=hashed,
+            place=place,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HashedTable(Table):
+    """Which of its rows a token has, ``hashed`` tells from those before it."""
+
+    hashed: NgramHash
+    place: int
+
+    def part(self, weight: Weight) -> Part:
+        return NgramRows(self, weight)
+
+    def rows_of(self, batch: Batch) -> Ids:
+        """The rows of all tokens of ``batch``, those of each side by side."""
+        return rows_of_pass(self.hashed, batch, self.place).reshape(-1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NgramRows:
+    """The tokens' rows of a table that is in memory."""
+
+    table: HashedTable
+    weight: Weight
+
+    def __call__(self, state: PassState) -> None:
+        """``state.ngrams`` gives the rows."""
+        assert state.batch is not None, "rows are asked for where a pass begins"
+        rows = self.table.rows_of(state.batch)
+        state.ngrams = lambda: state.ops.embed(self.weight, state.step, tokens=rows)
+
+
+class AddNgrams:
+    """Adds to all ``count`` streams what a layer makes of its n-grams."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        own: NgramLayer,
+        weights: WeightLoader,
+        place: int,
+        count: int,
+    ) -> None:
+        hidden, width = config.hidden_size, own.width
+        wide, prefix = count * hidden, f"model.layers.{own.layer}.ple."
+        self.spec, self.layer = own.memory, place
+
+        def norm(name: str) -> object:
+            return weights.vector(wide, f"{prefix}norm_{name}.weight", offset=config.norm_offset)
+
+        self.weights = NgramWeights(
+            count=count,
+            key=weights.matrix((wide, width), f"{prefix}key_proj.weight"),
+            value=weights.matrix((hidden, width), f"{prefix}value_proj.weight"),
+            key_norm=norm("key"),
+            stream_norm=norm("query"),
+            value_norm=norm("conv"),
+            taps=weights.vector(
+                own.memory.taps * wide,
+                f"{prefix}conv1d.weight",
+                transform=TapsFirst(own.memory.taps),
+            ),
+            eps=config.norm_eps,
+        )
+
+    def __call__(self, state: PassState) -> None:
+        """``state.streams`` become those with n-grams; their rows are waited for."""
+        assert state.ngrams is not None, "the first part of a pass asks for them"
+        rows = state.ngrams()
+        state.streams = state.ops.add_ngrams(
+            state.streams, rows, self.weights, self.spec, state.step, self.layer
+        )

@@ -1,21 +1,20 @@
 """The parts of a pass: embedding, attention, gated MLP, and slices of the head.
 
 A part runs itself on an ``Ops``, never looks inside an array, and is made of weights that are
-there: who makes a pass waits for them. What a part computes joins the residual stream by
-``Residual``, so that a decoder does not know how: an architecture with several streams has another
-class in its place. Latent attention is in ``attention.py``, mixtures of experts in ``moe.py``.
+there: who makes a pass waits for them. How parts are put together is the block's: ``block.py``.
+Latent attention is in ``attention.py``, mixtures of experts in ``moe.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.config import DecoderConfig
+from localrt.models.config import DecoderConfig, Layer, Part
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.arrays import copy_to_host, large_floats
 from localrt.quant.ops.protocol import (
@@ -64,20 +63,6 @@ class PassState:
         copy_to_host(self.x, out)
 
 
-Part: TypeAlias = Callable[[Any], None]
-"""Changes a ``PassState``."""
-
-
-class Layer(Protocol):
-    """What joins the residual stream: attention or an MLP."""
-
-    def __call__(self, state: Any) -> Array:
-        """(R, D), for ``state.x`` of a ``PassState``."""
-
-    def matrices(self) -> dict[str, Weight]:
-        """The stacked matrices by the first name in each."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Residual:
     """``(x + scale * layer(x)) * total``: how attention and MLP join the residual stream."""
@@ -121,6 +106,11 @@ class Chain:
         """Run all of them."""
         for part in self.parts:
             part(state)
+
+
+def joined(parts: Sequence[Part]) -> Part:
+    """Parts of one unit as one."""
+    return parts[0] if len(parts) == 1 else Chain(tuple(parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

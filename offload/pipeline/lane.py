@@ -15,7 +15,8 @@ import numpy.typing as npt
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.checkpoints.store.memory import UnitMemory, Verifier
-from localrt.models.layers.parts import Logits, Part, PassState
+from localrt.models.config import Part
+from localrt.models.layers.parts import Logits, PassState
 from localrt.models.weight_store import Check, Resource
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.device.gpu import Clock, Event, Gpu

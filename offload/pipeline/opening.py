@@ -10,8 +10,10 @@ import weakref
 from contextlib import ExitStack
 
 from localrt.models.checkpoints.store.memory import Verifier
-from localrt.models.config import EMBEDDING, LAYER_EMBEDDING, NGRAM_TABLE
+from localrt.models.config import EMBEDDING
 from localrt.models.decoder import load_norm
+from localrt.models.layers.inputs import LAYER_EMBEDDING
+from localrt.models.layers.ngrams import NGRAM_TABLE
 from localrt.offload.account import card_scratch_nbytes
 from localrt.offload.device.gpu import Gpu
 from localrt.offload.experts.hybrid import HybridExperts
@@ -106,6 +108,7 @@ def _open(opening: Opening) -> Pipeline:
         gpu_experts=next((r for r in runners.values() if isinstance(r, HybridExperts)), None),
         gpu_scratch=_gpu_scratch(setup),
     )
+    beside = {table.tensor for table in config.block.tables(config)}
     rows = _Tables(opening, tables, [stage for stage in head if stage.lane is cpu])
     return Pipeline(
         placement=placement,
@@ -117,8 +120,8 @@ def _open(opening: Opening) -> Pipeline:
         joined_head=joined_head,
         caches=caches,
         embedding=rows.open(EMBEDDING),
-        inputs=None if config.layer_inputs is None else rows.open(LAYER_EMBEDDING),
-        ngrams=None if config.ngrams is None else rows.open_ngrams(),
+        inputs=rows.open(LAYER_EMBEDDING) if LAYER_EMBEDDING in beside else None,
+        ngrams=rows.open_ngrams() if NGRAM_TABLE in beside else None,
         balance=balance,
         clock=setup.clock,
         load_s=load_s,
@@ -244,7 +247,7 @@ def _with_norm(opening: Opening, lane: Lane) -> Lane:
                 stage.free()
 
     opening.held.callback(close)
-    if not setup.config.final_norm:
+    if not setup.config.block.final_norm:
         return lane
     unit = setup.unit("norm")
     data = aligned_buffer(unit.nbytes)

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.config import DecoderConfig
-from localrt.models.layers.parts import Head, Part, PassState
+from localrt.models.config import DecoderConfig, Part
+from localrt.models.layers.parts import Head, PassState
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.device.gpu import Slab
 from localrt.offload.pipeline.lane import Lane, StreamedState

@@ -15,11 +15,10 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.config import DecoderConfig
-from localrt.models.layers.inputs import input_scale
-from localrt.models.layers.ngram_layer import rows_of_pass
-from localrt.models.layers.ngrams import NgramHash
-from localrt.models.layers.parts import Check, Part, PassState
+from localrt.models.config import DecoderConfig, Part
+from localrt.models.layers.inputs import InputTable
+from localrt.models.layers.ngrams import HashedTable
+from localrt.models.layers.parts import Check, PassState
 from localrt.models.weight_store import PipelineCounts, Task, WeightStore
 from localrt.offload.account import pass_logits_nbytes
 from localrt.offload.device.gpu import Clock
@@ -79,15 +78,12 @@ class StreamedWeights(WeightStore):
         self._embed: list[Part] = [
             partial(_embed, pipe.embedding, pipe.cpu, config.embedding_scale)
         ]
-        if pipe.inputs is not None:
-            scale = input_scale(config)
-            self._embed.append(partial(_take_inputs, pipe.inputs, pipe.cpu, scale, config.layers))
-        if config.ngrams is not None and pipe.ngrams is not None:
-            hashed = NgramHash(config.ngrams.spec)
-            # First of all: what is read while the embedding's rows are may as well be read.
-            self._embed.insert(
-                0, partial(_ask_ngrams, pipe.ngrams, pipe.cpu, hashed, config.ngram_place)
-            )
+        for beside in config.block.tables(config):
+            if isinstance(beside, InputTable) and pipe.inputs is not None:
+                self._embed.append(partial(_take_inputs, pipe.inputs, pipe.cpu, beside))
+            elif isinstance(beside, HashedTable) and pipe.ngrams is not None:
+                # First of all: what is read while the embedding's rows are may as well be read.
+                self._embed.insert(0, partial(_ask_ngrams, pipe.ngrams, pipe.cpu, beside))
         self.body: Sequence[Part] = [*self._embed, *pipe.layers]
         self.stages = [*pipe.layers, *pipe.head]
         self.sparse = pipe.experts
@@ -208,22 +204,18 @@ def _embed(table: RowTable, cpu: Lane, scale: float, state: StreamedState) -> No
         state.x = rows if state.step is None else cpu.ops.adapt_tokens(rows, state.step, scale)
 
 
-def _ask_ngrams(
-    table: NgramTable, cpu: Lane, hashed: NgramHash, place: int, state: StreamedState
-) -> None:
+def _ask_ngrams(table: NgramTable, cpu: Lane, hashed: HashedTable, state: StreamedState) -> None:
     """The first part, where a layer has hashed n-grams: their rows are asked for."""
     state.enter(cpu)
     assert state.batch is not None, "a pass has one"
-    rows = rows_of_pass(hashed, state.batch, place).reshape(-1)
+    rows = hashed.rows_of(state.batch)
     state.ngrams = table.ask(cpu.ops, state.step, rows, state.check)
 
 
-def _take_inputs(
-    table: RowTable, cpu: Lane, scale: float, layers: int, state: StreamedState
-) -> None:
+def _take_inputs(table: RowTable, cpu: Lane, inputs: InputTable, state: StreamedState) -> None:
     """The second part, where every layer has inputs of its own: their rows."""
     state.enter(cpu)
     with cpu.ops.scope():
         state.inputs = table.embed(
-            cpu.ops, state.step, state.tokens, scale, state.check, each=layers
+            cpu.ops, state.step, state.tokens, inputs.scale, state.check, each=inputs.layers
         )

@@ -19,9 +19,10 @@ from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.schemes import read_scheme
 from localrt.models.checkpoints.text_model import TEXT_KEYS
-from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD, LAYER_EMBEDDING, NGRAM_TABLE
+from localrt.models.config import CHOICE_BIAS, EMBEDDING, HEAD
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.layers.moe import ResidentExperts, load_expert
+from localrt.models.layers.ngrams import NGRAM_TABLE
 from localrt.models.raw_config import with_default_values
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.models.weights import Transform, WeightLoader
@@ -151,10 +152,8 @@ class _Asked(WeightLoader):
             raise CheckpointError(f"{checkpoint.path}: {experts} experts are more than can be")
         table = (config.vocab_size, config.hidden_size)
         self.matrix(table, EMBEDDING)
-        if (inputs := config.layer_inputs) is not None:
-            self.matrix((inputs.vocab_size * config.layers, inputs.width), LAYER_EMBEDDING)
-        if (own := config.ngrams) is not None:
-            self.matrix(own.shape, NGRAM_TABLE)
+        for beside in config.block.tables(config):
+            self.matrix(beside.shape, beside.tensor)
         for layer, at in enumerate(config.cache_places):
             if at:
                 load_attention(config, layer, self, at)

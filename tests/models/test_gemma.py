@@ -11,7 +11,7 @@ import pytest
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.config import LAYER_EMBEDDING
+from localrt.models.layers.inputs import LAYER_EMBEDDING
 from localrt.models.registry import read_config
 from localrt.quant.reference.ops import TorchOps
 from tests.models.gguf_gemma import ARCHITECTURES, write_gemma

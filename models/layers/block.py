@@ -1,0 +1,59 @@
+"""The block of most architectures: attention, then an MLP, each added to the residual stream.
+
+Recurrent layers stand in attention's place or side by side with it. Blocks with several streams, or
+with inputs that every layer has of its own, are in ``altup.py``, ``hyper_connections.py`` and
+``inputs.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from localrt.models.config import Block, DecoderConfig, Layer, Part, Places
+from localrt.models.layers.attention import LatentAttention
+from localrt.models.layers.parts import Attention, Residual, SideBySide
+from localrt.models.layers.recurrent import Recurrent
+from localrt.models.weights import WeightLoader
+from localrt.quant.ops.attention import LatentSpec
+from localrt.quant.ops.protocol import LayerSpec, RecurrentSpec
+
+
+def load_mixer(
+    config: DecoderConfig, layer: int, weights: WeightLoader, spec: LayerSpec, place: int
+) -> Layer:
+    """Attention of any kind, or a recurrent layer; ``place`` is its number in the cache."""
+    if isinstance(spec, RecurrentSpec):
+        return Recurrent(config, layer, weights, spec, place)
+    kind = LatentAttention if isinstance(spec, LatentSpec) else Attention
+    return kind(config, layer, weights, place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualBlock(Block):
+    """``x + scale * attention(x)``, then ``x + scale * mlp(x)``.
+
+    ``beside`` is a recurrent layer side by side with each layer's attention: both see the residual
+    stream as it is before either joins it.
+    """
+
+    scale: float = 1.0
+    beside: RecurrentSpec | None = None
+
+    def attention(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, at: Places
+    ) -> Part:
+        mixers = [load_mixer(config, layer, weights, spec, place) for spec, place in at]
+        parts = tuple(Residual(mixer, self._scale_of(config, mixer)) for mixer in mixers)
+        return parts[0] if len(parts) == 1 else SideBySide(parts)
+
+    def mlp(self, config: DecoderConfig, layer: int, weights: WeightLoader, mlp: Layer) -> Part:
+        return Residual(mlp, self.scale * config.multipliers.mlp_out)
+
+    def memory(self, config: DecoderConfig, layer: int) -> tuple[LayerSpec, ...]:
+        own = (config.attention[layer], self.beside)
+        return tuple(spec for spec in own if spec is not None)
+
+    def _scale_of(self, config: DecoderConfig, mixer: Layer) -> float:
+        factors = config.multipliers
+        own = factors.recurrent_out if isinstance(mixer, Recurrent) else factors.attention_out
+        return self.scale * own

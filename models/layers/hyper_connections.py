@@ -1,0 +1,164 @@
+"""Hyper-connections: a block over several residual streams, of which layers read a mixture.
+
+``quant/ops/streams.py`` says what is computed. Before the first layer each stream is the embedding;
+behind the last, ``ReadStreams`` makes of them what the head sees. Attention sees the tokens that an
+indexer chooses, and before one layer the streams gain what hashed n-grams say (Qwen3.8-Flash-Next).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from localrt.models.config import Block, DecoderConfig, Layer, Part, Places, Table
+from localrt.models.layers.attention import IndexedAttention
+from localrt.models.layers.block import load_mixer
+from localrt.models.layers.ngrams import AddNgrams, NgramLayer
+from localrt.models.layers.parts import Attention, PassState, joined
+from localrt.models.weights import WeightLoader
+from localrt.quant.formats.tiled import TILE_ROWS
+from localrt.quant.ops.attention import AttentionSpec, IndexSpec
+from localrt.quant.ops.protocol import LayerSpec, Weight
+from localrt.quant.ops.streams import ConnectionWeights
+
+_ATTENTION, _MLP = "attn_hyper_connection.", "mlp_hyper_connection."
+_MIXER = "model.hyper_connection_mixer."
+_NORM = "hc_norm.weight"
+_DOWN, _UP = "input_mix_weight_down.weight", "input_mix_weight_up.weight"
+_SHARE = "block_inject_weight.weight"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RepeatStream:
+    """The streams, of the embedding."""
+
+    count: int
+
+    def __call__(self, state: PassState) -> None:
+        """Fill ``state.streams``."""
+        state.streams = state.ops.repeat_stream(state.x, self.count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Connected:
+    """A layer that reads all streams, each of which takes its share of what the layer gives."""
+
+    layer: Layer
+    weights: ConnectionWeights
+
+    def __call__(self, state: PassState) -> None:
+        """``state.streams`` become those behind the layer."""
+        state.x, shares = state.ops.read_streams(state.streams, self.weights)
+        state.streams = state.ops.share_out(state.streams, self.layer(state), shares)
+
+    def matrices(self) -> dict[str, Weight]:
+        return self.layer.matrices()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadStreams:
+    """What the head sees, of the streams."""
+
+    weights: ConnectionWeights
+
+    def __call__(self, state: PassState) -> None:
+        """Fill ``state.x``."""
+        state.x, _ = state.ops.read_streams(state.streams, self.weights)
+        state.streams = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyperConnections(Block):
+    """``count`` residual streams, of which layers read a mixture; its gates are projected in two
+    steps, by way of ``rank`` numbers. What reads them has norms of its own.
+
+    ``index`` chooses the tokens that layers attend to; ``index_apart``: its queries and key are
+    projected by two matrices. One layer may have ``ngrams``.
+    """
+
+    final_norm = False
+
+    count: int
+    rank: int
+    ngrams: NgramLayer | None = None
+    index: IndexSpec | None = None
+    index_apart: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 2:
+            raise ValueError(f"hc_count must be at least 2, is {self.count}")
+
+    def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
+        return (RepeatStream(self.count),)
+
+    def attention(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, at: Places
+    ) -> Part:
+        parts, places = list[Part](), list(at)
+        if self.ngrams is not None and self.ngrams.layer == layer:
+            _, place = places.pop()
+            parts.append(AddNgrams(config, self.ngrams, weights, place, self.count))
+        (spec, place), *attending = places
+        if attending:
+            assert isinstance(spec, IndexSpec), "it comes before what it chooses for"
+            mixer: Layer = IndexedAttention(
+                Attention(config, layer, weights, attending[0][1]),
+                config,
+                layer,
+                weights,
+                spec,
+                place,
+                apart=self.index_apart,
+            )
+        else:
+            mixer = load_mixer(config, layer, weights, spec, place)
+        parts.append(self._connected(config, layer, weights, mixer, _ATTENTION))
+        return joined(parts)
+
+    def mlp(self, config: DecoderConfig, layer: int, weights: WeightLoader, mlp: Layer) -> Part:
+        return self._connected(config, layer, weights, mlp, _MLP)
+
+    def after(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
+        return (ReadStreams(self._connection(config, weights, _MIXER, shares=False)),)
+
+    def memory(self, config: DecoderConfig, layer: int) -> tuple[LayerSpec, ...]:
+        """An indexer comes before its attention, n-grams last."""
+        own, ngrams = config.attention[layer], self.ngrams
+        whole = (
+            self.index if isinstance(own, AttentionSpec) else None,
+            own,
+            ngrams.memory if ngrams is not None and ngrams.layer == layer else None,
+        )
+        return tuple(spec for spec in whole if spec is not None)
+
+    def tables(self, config: DecoderConfig) -> Sequence[Table]:
+        own = self.ngrams
+        return () if own is None else (own.table(config.cache_places[own.layer][-1]),)
+
+    def numbers_beside(self, config: DecoderConfig) -> int:
+        """Streams before and behind, normed, and their gates; rows of n-grams, and the tiles that
+        they are read with; tokens that an indexer chooses.
+        """
+        streams = self.count * config.hidden_size
+        ngrams = 0 if self.ngrams is None else self.ngrams.width * (1 + TILE_ROWS // 2)
+        index = self.index
+        chosen = 0 if index is None else 1 + index.most_tokens + index.projected_rows
+        return 4 * streams + ngrams + chosen
+
+    def _connected(
+        self, config: DecoderConfig, layer: int, weights: WeightLoader, own: Layer, name: str
+    ) -> Part:
+        return Connected(own, self._connection(config, weights, f"model.layers.{layer}.{name}"))
+
+    def _connection(
+        self, config: DecoderConfig, weights: WeightLoader, prefix: str, *, shares: bool = True
+    ) -> ConnectionWeights:
+        wide, rank = self.count * config.hidden_size, self.rank
+        return ConnectionWeights(
+            count=self.count,
+            norm=weights.vector(wide, prefix + _NORM, offset=config.norm_offset),
+            down=weights.matrix((rank, wide), prefix + _DOWN),
+            up=weights.matrix((wide, rank), prefix + _UP),
+            share=weights.matrix((self.count, wide), prefix + _SHARE) if shares else None,
+            eps=config.norm_eps,
+        )
