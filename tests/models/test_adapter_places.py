@@ -25,7 +25,7 @@ from localrt.quant.ops.protocol import Ops
 from localrt.quant.reference.ops import TorchOps
 from tests.checkpoints.make_gguf import write_gguf
 from tests.models.adapters import make_adapter, peft_logits
-from tests.models.gguf_hybrid import write_hybrid
+from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_adapters import Tiny, cache, run
 from tests.models.tiny import CONFIGS, MIXTURES, relative_error, save_tiny, tokens
 from tests.offload.placed import needs_kernels
@@ -105,7 +105,7 @@ def test_files_of_llamacpp_take_the_adapter_of_the_folder(
     base.config.model_type = "llama"  # PEFT leaves Mamba's modules out
     modules = linear_modules(tiny.base)
     theirs = make_adapter(base, tmp_path / "a", target_modules=modules, use_dora=True)
-    path = write_hybrid(tiny.base, tmp_path / "base.gguf", name, **how)
+    path = write_tiny_gguf(tiny.folder / "base", tmp_path / "base.gguf", name, **how)
     with closing(open_checkpoint(path)) as checkpoint:
         adapter = read_adapter(tmp_path / "a", checkpoint)
         found = adapted(checkpoint, TorchOps(compute_format="f32"), adapter)
@@ -115,7 +115,7 @@ def test_files_of_llamacpp_take_the_adapter_of_the_folder(
 def test_files_with_factors_in_their_matrices_take_none(tmp_path: Path) -> None:
     tiny = Tiny("falcon-h1", tmp_path)
     make_adapter(save_tiny("falcon-h1", tmp_path / "b"), tmp_path / "a", target_modules=["q_proj"])
-    path = write_hybrid(tiny.base, tmp_path / "base.gguf", "falcon-h1")
+    path = write_tiny_gguf(tiny.folder / "base", tmp_path / "base.gguf", "falcon-h1")
     with (
         closing(open_checkpoint(path)) as checkpoint,
         pytest.raises(UnsupportedModelError, match=r"base.gguf has the model's factors in"),

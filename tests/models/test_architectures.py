@@ -10,14 +10,21 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 from localrt.common.errors import CancelledError, CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import ARCHITECTURES, read_config
 from localrt.quant.ops.protocol import Batch, Span
-from tests.models.tiny import CONFIGS, MIXTURES, load_ours, relative_error, save_tiny, tokens
+from tests.models.tiny import (
+    CONFIGS,
+    MIXTURES,
+    load_ours,
+    oracle,
+    relative_error,
+    save_tiny,
+    tokens,
+)
 
 TOLERANCE = 1e-4
 LENGTH = 20  # beyond the window of the windowed configs
@@ -29,12 +36,6 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp(request.param)
     theirs = save_tiny(request.param, folder)
     return load_ours(folder, context=LENGTH), theirs
-
-
-def oracle(model: Any, ids: list[int]) -> np.ndarray:
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0]
-    return np.asarray(logits.float().numpy())
 
 
 def test_prefill_in_one_pass(pair: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 from shutil import copytree
@@ -23,9 +22,8 @@ from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch, Rope, Span
 from localrt.quant.reference.ops import TorchOps
-from tests.models.gguf_deepseek import write_deepseek
-from tests.models.test_architectures import oracle
-from tests.models.tiny import CONFIGS, load_ours, relative_error, save_tiny, tokens
+from tests.models.make_gguf import write_tiny_gguf
+from tests.models.tiny import CONFIGS, edited, load_ours, oracle, relative_error, save_tiny, tokens
 from tests.models.tiny_deepseek import DEEPSEEK_SPARSE
 
 IDS = tokens(40)
@@ -81,14 +79,12 @@ def test_a_tree_mask_gives_each_branch_its_own_logits(tmp_path: Path) -> None:
         assert relative_error(logits[path[-1] - 5], alone) < 1e-4
 
 
-@pytest.mark.parametrize("absorbed", [True, False])
 @pytest.mark.parametrize(
-    "name",
-    ["deepseek-v2", "deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3", "glm4-moe-lite"],
+    "name", ["deepseek-v2", "deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3", "glm4-moe-lite"]
 )
-def test_gguf_files_new_and_old(name: str, absorbed: bool, tmp_path: Path) -> None:
+def test_older_gguf_files(name: str, tmp_path: Path) -> None:
     theirs = save_tiny(name, tmp_path / "hf")
-    path = write_deepseek(tmp_path / "model.gguf", theirs, absorbed=absorbed)
+    path = write_tiny_gguf(tmp_path / "hf", tmp_path / "model.gguf", name, absorbed=False)
     assert relative_error(whole(load_ours(path)), oracle(theirs, IDS)) < 1e-4
 
 
@@ -108,8 +104,10 @@ def test_gguf_files_as_llama_cpp_reads_them(
         config = CONFIGS[name]()
         config.num_hidden_layers = 27
         monkeypatch.setitem(CONFIGS, name, lambda: config)
-    theirs = save_tiny(name, tmp_path / "hf")
-    path = write_deepseek(tmp_path / "model.gguf", theirs, absorbed=absorbed, groups=groups)
+    save_tiny(name, tmp_path / "hf")
+    path = write_tiny_gguf(
+        tmp_path / "hf", tmp_path / "model.gguf", name, absorbed=absorbed, groups=groups
+    )
     engine = LlamaCppEngine(LlamaCppModel.load(path, threads=1))
     session = engine.session(64)  # whose memory the logits are
     try:
@@ -122,7 +120,13 @@ def test_gguf_files_as_llama_cpp_reads_them(
 def test_matrices_that_were_quantized_as_one_are_taken_apart(tmp_path: Path) -> None:
     """Values in their own bytes; keys, which have to be transposed, in f16."""
     theirs = save_tiny("deepseek-v2-dense", tmp_path / "hf")
-    path = write_deepseek(tmp_path / "model.gguf", theirs, absorbed=False, kind="q8_0")
+    path = write_tiny_gguf(
+        tmp_path / "hf",
+        tmp_path / "model.gguf",
+        "deepseek-v2-dense",
+        absorbed=False,
+        kind="q8_0",
+    )
     config = theirs.config
     heads, nope, value = 4, config.qk_nope_head_dim, config.v_head_dim
     with closing(open_checkpoint(path)) as checkpoint:
@@ -173,7 +177,7 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     extra = {"model.layers.3.enorm.weight": np.ones(64, np.float32)}
     save_file({**load_file(path), **extra}, path)
     assert np.array_equal(whole(load_ours(tmp_path)), expected)
-    _change(tmp_path, {"num_nextn_predict_layers": 0})
+    edited(tmp_path, num_nextn_predict_layers=0)
     with pytest.raises(UnsupportedModelError, match="not part of"):
         load_ours(tmp_path)
 
@@ -190,7 +194,7 @@ def test_published_scaling(tmp_path: Path) -> None:
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
-    _change(tmp_path, {"rope_parameters": None, "rope_theta": 10000, "rope_scaling": scaling})
+    edited(tmp_path, rope_parameters=None, rope_theta=10000, rope_scaling=scaling)
     with closing(open_checkpoint(tmp_path)) as checkpoint:
         spec = read_config(checkpoint).attention[0]
     assert isinstance(spec, LatentSpec)
@@ -222,7 +226,7 @@ def test_a_config_that_does_not_fit_is_one_clear_line(
     written: Path, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     copytree(written, tmp_path, dirs_exist_ok=True)
-    _change(tmp_path, change)
+    edited(tmp_path, **change)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
         load_ours(tmp_path)
     assert "\n" not in str(caught.value)
@@ -237,7 +241,7 @@ def test_a_v3_without_its_bias_and_a_v2_that_normalizes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"e_score_correction_bias.*missing"):
         load_ours(tmp_path)
     save_tiny("deepseek-v2", tmp_path)
-    _change(tmp_path, {"norm_topk_prob": True})
+    edited(tmp_path, norm_topk_prob=True)
     with pytest.raises(UnsupportedModelError, match="norm_topk_prob"):
         load_ours(tmp_path)
 
@@ -266,8 +270,3 @@ def test_a_spec_checks_itself(change: dict[str, Any], message: str) -> None:
     assert LatentSpec(**values).query_rows == 4 * 32
     with pytest.raises(ValueError, match=message):
         LatentSpec(**{**values, **change})
-
-
-def _change(folder: Path, change: dict[str, Any]) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))

@@ -19,24 +19,26 @@ from localrt.offload.shapes import shape_from_checkpoint
 from localrt.offload.store import pack_store
 from localrt.quant.formats.tiled import tile_tensor
 from tests.checkpoints.make_gguf import write_gguf
-from tests.models.gguf_families import FAMILY_FILES, write_family
-from tests.models.gguf_hybrid import HYBRID_FILES, write_hybrid
-from tests.models.gguf_mamba import write_mamba
-from tests.models.test_architectures import oracle
-from tests.models.test_mixtures import logits_of
-from tests.models.tiny import CONFIGS, load_ours, relative_error, save_tiny, tokens
+from tests.models.make_gguf import FILES, write_tiny_gguf
+from tests.models.tiny import (
+    CONFIGS,
+    load_ours,
+    logits_of,
+    oracle,
+    relative_error,
+    save_tiny,
+    tokens,
+)
 
 LENGTH = 40
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILY_FILES | HYBRID_FILES))
+@pytest.fixture(scope="module", params=sorted(FILES))
 def gguf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(GGUF file, transformers' model)."""
     path = tmp_path_factory.mktemp(request.param)
     theirs = save_tiny(request.param, path)
-    if request.param in HYBRID_FILES:
-        return write_hybrid(theirs, path / "m.gguf", request.param), theirs
-    return write_family(path, path / "m.gguf", request.param), theirs
+    return write_tiny_gguf(path, path / "m.gguf", request.param), theirs
 
 
 def test_a_gguf_file_is_the_same_model(gguf: Any) -> None:
@@ -46,10 +48,16 @@ def test_a_gguf_file_is_the_same_model(gguf: Any) -> None:
 
 
 @pytest.mark.llamacpp
-def test_llama_cpp_computes_the_same(gguf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, _ = gguf
-    ids = tokens(LENGTH, seed=8)
-    assert relative_error(logits_of(path, ids), llama_cpp_logits(path, ids, monkeypatch)) < 1e-3
+def test_llama_cpp_computes_the_same(
+    gguf: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly: Gemma's GELU is of half precision there."""
+    path, theirs = gguf
+    ids, kind = tokens(LENGTH, seed=8), theirs.config.model_type
+    if FILES[request.node.callspec.params["gguf"]] == "deepseek2":
+        pytest.skip("V2 Lite is known by its layers: test_deepseek.py")
+    found = llama_cpp_logits(path, ids, monkeypatch)
+    assert relative_error(logits_of(path, ids), found) < (2e-3 if "gemma" in kind else 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +72,8 @@ def test_llama_cpp_computes_the_same(gguf: Any, monkeypatch: pytest.MonkeyPatch)
 def test_a_recurrent_tensor_that_is_wrong_or_absent_is_named(
     tmp_path: Path, name: str, tensor: str
 ) -> None:
-    path = write_hybrid(save_tiny(name, tmp_path), tmp_path / "m.gguf", name)
+    save_tiny(name, tmp_path)
+    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", name)
     reader = GGUFReader(path)
     own = {key: field.contents() for key, field in reader.fields.items() if "GGUF." not in key}
     architecture = own.pop("general.architecture")
@@ -88,7 +97,7 @@ def test_exaones_windows_as_llama_cpp_has_them(
     sizes |= {"sliding_window": 16, "sliding_window_pattern": 4}
     monkeypatch.setitem(CONFIGS, "exaone4", lambda: Exaone4Config(**sizes))
     theirs = save_tiny("exaone4", tmp_path)
-    path = write_family(tmp_path, tmp_path / "m.gguf", "exaone4")
+    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "exaone4")
     ids = tokens(LENGTH)
     ours = logits_of(path, ids)
     assert relative_error(ours, oracle(theirs, ids)) < 1e-4
@@ -99,7 +108,7 @@ def test_exaones_windows_as_llama_cpp_has_them(
 def test_first_files_of_qwen3_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They keep a key head's query, key, values and gates together."""
     theirs = save_tiny("qwen3-next", tmp_path)
-    path = write_hybrid(theirs, tmp_path / "m.gguf", "qwen3-next", together=True)
+    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "qwen3-next", together=True)
     ids = tokens(LENGTH)
     ours = logits_of(path, ids)
     assert relative_error(ours, oracle(theirs, ids)) < 1e-4
@@ -139,7 +148,7 @@ def test_a_block_that_predicts_further_tokens_changes_nothing(
     """It is neither read nor packed nor counted."""
     save_tiny("glm4-moe", tmp_path)
     paths = [
-        write_family(tmp_path, tmp_path / f"{blocks}.gguf", "glm4-moe", predicting=blocks)
+        write_tiny_gguf(tmp_path, tmp_path / f"{blocks}.gguf", "glm4-moe", predicting=blocks)
         for blocks in (0, 1)
     ]
     ids = tokens(LENGTH)
@@ -156,10 +165,10 @@ def test_a_block_that_predicts_further_tokens_changes_nothing(
 
 
 def test_nemotrons_predicting_block_changes_nothing(tmp_path: Path) -> None:
-    theirs = save_tiny("nemotron-h-moe", tmp_path)
+    save_tiny("nemotron-h-moe", tmp_path)
     paths = [
-        write_mamba(theirs, tmp_path / f"{predicts}.gguf", "nemotron-h-moe", predicts=predicts)
-        for predicts in (False, True)
+        write_tiny_gguf(tmp_path, tmp_path / f"{blocks}.gguf", "nemotron-h-moe", predicting=blocks)
+        for blocks in (0, 1)
     ]
     ids = tokens(LENGTH)
     plain, extended = (logits_of(path, ids) for path in paths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from contextlib import closing
 from pathlib import Path
@@ -22,8 +21,17 @@ from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.experts import Routing
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
-from tests.models.gguf_mixture import ARCHITECTURES, write_mixture
-from tests.models.tiny import MIXTURES, load_ours, relative_error, save_tiny, tokens
+from tests.models.make_gguf import write_tiny_gguf
+from tests.models.tiny import (
+    MIXTURES,
+    edited,
+    load_ours,
+    logits_of,
+    oracle,
+    relative_error,
+    save_tiny,
+    tokens,
+)
 
 TOLERANCE = 1e-4
 LENGTH = 40
@@ -34,16 +42,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """(name, folder, transformers' model)."""
     path = tmp_path_factory.mktemp(request.param)
     return request.param, path, save_tiny(request.param, path)
-
-
-def logits_of(path: Path, ids: list[int]) -> np.ndarray:
-    ours = load_ours(path, context=LENGTH)
-    return ours.forward(Batch.extend([(ours.cache(LENGTH), ids)]))
-
-
-def oracle(model: Any, ids: list[int]) -> np.ndarray:
-    with torch.no_grad():
-        return np.asarray(model(torch.tensor([ids])).logits[0].numpy())
 
 
 def test_routers_choose_what_transformers_routers_choose(folder: Any) -> None:
@@ -100,40 +98,9 @@ def test_a_packed_mixture_gives_the_same_logits(folder: Any, tmp_path: Path) -> 
     np.testing.assert_array_equal(logits_of(store, ids), logits_of(path, ids))
 
 
-@pytest.fixture(scope="module", params=sorted(ARCHITECTURES))
-def gguf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(name, GGUF file, transformers' model)."""
-    path = tmp_path_factory.mktemp(request.param)
-    theirs = save_tiny(request.param, path)
-    return request.param, write_mixture(path, path / "m.gguf", request.param), theirs
-
-
-def test_stacked_experts_of_gguf(gguf: Any) -> None:
-    _, path, theirs = gguf
-    ids = tokens(LENGTH, seed=7)
-    assert relative_error(logits_of(path, ids), oracle(theirs, ids)) < TOLERANCE
-
-
-@pytest.mark.llamacpp
-def test_llama_cpp_computes_the_same(gguf: Any) -> None:
-    """Nearly: its cache is half precision."""
-    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
-    from localrt.engine.llamacpp.engine import LlamaCppEngine
-    from localrt.engine.llamacpp.model import LlamaCppModel
-
-    _, path, _ = gguf
-    ids = tokens(LENGTH, seed=8)
-    engine = LlamaCppEngine(LlamaCppModel.load(path, threads=1))
-    try:
-        theirs = np.concatenate(list(engine.logits(ids)))
-    finally:
-        engine.close()
-    assert relative_error(logits_of(path, ids), theirs) < 0.005
-
-
 def test_experts_one_by_one_as_in_the_first_gguf_files(tmp_path: Path) -> None:
     theirs = save_tiny("mixtral", tmp_path)
-    path = write_mixture(tmp_path, tmp_path / "m.gguf", "mixtral", stacked=False)
+    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "mixtral", stacked=False)
     ids = tokens(LENGTH)
     assert relative_error(logits_of(path, ids), oracle(theirs, ids)) < TOLERANCE
 
@@ -187,12 +154,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3-moe")
     save_tiny("qwen3-moe", path)
     return path
-
-
-def edited(folder: Path, **changes: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    return folder
 
 
 @pytest.mark.parametrize(

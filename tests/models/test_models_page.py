@@ -10,9 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from localrt.models.registry import ARCHITECTURES
-from tests.models import gguf_gemma, gguf_mixture
-from tests.models.gguf_families import FAMILY_FILES
-from tests.models.gguf_hybrid import HYBRID_FILES
+from tests.models.make_gguf import FILES
 from tests.models.tiny import CONFIGS, MIXTURES
 
 PAGE = Path(__file__).parents[2] / "docs/models.md"
@@ -28,9 +26,7 @@ def compared() -> tuple[set[str], set[str]]:
         text = config.get_text_config() is config
         auto = AutoModelForCausalLM if text else AutoModelForImageTextToText
         folders.add(auto._model_mapping[type(config)].__name__)
-    written = (FAMILY_FILES, HYBRID_FILES, gguf_mixture.ARCHITECTURES, gguf_gemma.ARCHITECTURES)
-    files = {"deepseek2"}.union(*(names.values() for names in written))
-    return folders, files
+    return folders, set(FILES.values())
 
 
 def rows() -> dict[str, list[set[str]]]:

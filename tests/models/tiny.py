@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -33,6 +34,7 @@ from transformers import (
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
+from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny_deepseek import DEEPSEEK_CONFIGS
 from tests.models.tiny_families import FAMILIES, FAMILY_MIXTURES
@@ -295,6 +297,26 @@ def load_ours(folder: Path, *, context: int | None = None, device: str = "cpu") 
         config = read_config(checkpoint, context=context)
         ops = TorchOps(compute_format="f32", device=device)
         return load_decoder(checkpoint, ops, config)
+
+
+def oracle(model: Any, ids: list[int]) -> np.ndarray:
+    """The logits of transformers' model."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    return np.asarray(logits.float().numpy())
+
+
+def logits_of(path: Path, ids: list[int]) -> np.ndarray:
+    """The logits of the model at ``path`` in one pass, computed in float32."""
+    ours = load_ours(path, context=len(ids))
+    return ours.forward(Batch.extend([(ours.cache(len(ids)), ids)]))
+
+
+def edited(folder: Path, **changes: Any) -> Path:
+    """``folder`` with changes to its config."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

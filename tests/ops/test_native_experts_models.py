@@ -13,8 +13,7 @@ from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, Rou
 from localrt.quant.ops.kv import CacheFormat
 from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
 from localrt.quant.reference.ops import TorchOps
-from tests.models.test_architectures import oracle
-from tests.models.tiny import MIXTURES, relative_error, tokens
+from tests.models.tiny import MIXTURES, oracle, relative_error, tokens
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_experts_routing import SPECS
 from tests.ops.test_native_steps import LENGTH, TOLERANCE, load

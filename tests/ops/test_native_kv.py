@@ -22,8 +22,7 @@ from localrt.quant.ops.protocol import (
     Rope,
     Span,
 )
-from tests.models.test_architectures import oracle
-from tests.models.tiny import CONFIGS, relative_error, tokens
+from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
 from tests.models.tiny_deepseek import DEEPSEEK_CONFIGS
 from tests.ops.test_native_matmul import ISAS
 from tests.ops.test_native_steps import load

@@ -16,8 +16,7 @@ from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv import CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
-from tests.models.test_architectures import oracle
-from tests.models.tiny import CONFIGS, relative_error, tokens
+from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
 from tests.ops.code_paths import KV_FORMATS, logits
 from tests.ops.test_native_matmul import ISAS
 

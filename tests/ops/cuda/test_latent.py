@@ -14,8 +14,7 @@ from localrt.quant.cuda.latent import attend_latent_rows, latent_append
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
-from tests.models.test_architectures import oracle
-from tests.models.tiny import relative_error, save_tiny, tokens
+from tests.models.tiny import oracle, relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.test_models import Packed, Restored, load, shallow
 

@@ -26,8 +26,7 @@ from localrt.quant.formats.tiled import TiledTensor, tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
-from tests.models.test_architectures import oracle
-from tests.models.tiny import relative_error, save_tiny, tokens
+from tests.models.tiny import oracle, relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE
 

@@ -1,0 +1,373 @@
+"""Tiny models as GGUF files, as llama.cpp's converter writes them, from folders of Hugging Face's.
+
+Most tensors' names are the gguf package's; the tables here have what it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
+from tests.models.gguf_keys import falcon_inner, full_layer, gguf_keys
+
+_NAMES = {
+    "llama": "llama-tied-bias mixtral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
+    "mistral3": "ministral3 mistral3",
+    "olmo2": "olmo2 olmo3 olmo3-yarn",
+    "exaone4": "exaone4",
+    "seed_oss": "seed-oss",
+    "granite": "granite",
+    "granite_swa": "granite-swa granite-moe-swa",
+    "hunyuan-dense": "hunyuan",
+    "ernie4_5": "ernie",
+    "ernie4_5-moe": "ernie-moe",
+    "qwen2vl": "qwen2.5-vl",
+    "qwen3vl": "qwen3-vl",
+    "qwen3vlmoe": "qwen3-vl-moe",
+    "glm4moe": "glm4-moe glm4-moe-norms",
+    "falcon-h1": "falcon-h1 falcon-h1-normed",
+    "nemotron_h": "nemotron-h",
+    "nemotron_h_moe": "nemotron-h-moe nemotron-h-latent",
+    "kimi-linear": "kimi-linear",
+    "qwen3next": "qwen3-next",
+    "qwen35": "qwen3.5",
+    "qwen35moe": "qwen3.5-moe",
+    "qwen4exp": "qwen4-exp-wide",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2-moe",
+    "granitehybrid": "granite-hybrid granite-hybrid-moe",
+    "qwen2moe": "qwen2-moe",
+    "qwen3moe": "qwen3-moe",
+    "olmoe": "olmoe",
+    "granitemoe": "granite-moe granite-moe-shared",
+    "gpt-oss": "gpt-oss",
+    "gemma3n": "gemma3n-gguf",
+    "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe",
+    "deepseek2": "deepseek-v2 deepseek-v2-lite deepseek-v2-dense deepseek-v3 glm4-moe-lite",
+}
+FILES = {name: file for file, names in _NAMES.items() for name in names.split()}
+"""What each tiny config's file calls its architecture."""
+
+_NEWER = {"granite_swa": ("granite", "granitemoe", "gpt-oss"), "qwen4exp": ("qwen35moe",)}
+"""What gguf does not know, and where most of its tensors have the same names."""
+_PAIRED = ("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
+_INCLUDES_ONE = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")  # what norms' weights have
+
+_OTHERS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|vision_model)\..*")
+_EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")
+_STACKED = re.compile(
+    r"\.experts\.(gate_up|down)_proj(_bias)?|block_sparse_moe\.input_linear\.weight"
+)
+_KINDS = {"w1": "gate", "w2": "down", "w3": "up"}
+_CONNECTION = {
+    "hc_norm": "norm",
+    "input_mix_weight_down": "down",
+    "input_mix_weight_up": "up",
+    "block_inject_weight": "inject",
+}
+_STEMS = {
+    "dt_bias": "ssm_dt.bias",
+    "e_score_correction_bias": "exp_probs_b.bias",
+    "expert_bias": "exp_probs_b.bias",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "block_sparse_moe.router.weight": "ffn_gate_inp.weight",
+    **{f"block_sparse_moe.{kind}_proj.weight": f"ffn_{kind}.weight" for kind in _KINDS.values()},
+    **{
+        f"{theirs}_hyper_connection.{name}.weight": f"hc_{ours}_{stem}.weight"
+        for ours, theirs in (("attn", "attn"), ("ffn", "mlp"))
+        for name, stem in _CONNECTION.items()
+    },
+    **{f"indexer.{part}_layernorm.weight": f"indexer.{part}_norm.weight" for part in "qk"},
+    **{f"ple.{part}_proj.weight": f"ple_{part}.weight" for part in ("key", "value")},
+    **{f"ple.norm_{part}.weight": f"ple_norm_{part}.weight" for part in ("key", "query", "conv")},
+    "ple.conv1d.weight": "ple_conv1d.weight",
+}
+"""Behind ``blk.N.``, by how a tensor's name ends."""
+
+
+def write_tiny_gguf(
+    folder: Path,
+    path: Path,
+    name: str,
+    *,
+    kind: str = "f32",
+    together: bool = False,
+    stacked: bool = True,
+    absorbed: bool = True,
+    groups: bool = True,
+    predicting: int = 0,
+) -> Path:
+    """The model in ``folder``, of the tiny config ``name``, as the file ``path``.
+
+    Matrices are of the ggml type ``kind``. ``together`` leaves DeltaNet's projections in one
+    matrix, as the first files of Qwen3-Next do; without ``stacked`` every expert is a tensor, as in
+    Mixtral's first files. ``absorbed`` writes DeepSeek's ``attn_k_b`` and ``attn_v_b``; without
+    ``groups`` the file is silent on those of experts. ``predicting`` blocks of multi-token
+    prediction follow the layers.
+    """
+    architecture = FILES[name]
+    config = json.loads((folder / "config.json").read_text())
+    config = {**config, **config.get("text_config", {})}
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
+    config = SimpleNamespace(**config)
+    state = {key: value for file in folder.glob("*.safetensors") for key, value in _loaded(file)}
+    model = _Model(architecture, config, together=together, stacked=stacked, absorbed=absorbed)
+    tensors = model.tensors(state)
+    metadata = gguf_keys(architecture, config, absorbed=absorbed)
+    if not groups:
+        metadata = {key: value for key, value in metadata.items() if "expert_group" not in key}
+    if predicting:
+        _add_prediction(tensors, metadata, config, predicting)
+    whole = {f"{architecture}.{key}": value for key, value in metadata.items()}
+    always_f32 = ("_norm.weight", "ffn_gate_inp.weight", "exp_probs_b.bias")
+    typed = {
+        name: (array, "f32" if array.ndim == 1 or name.endswith(always_f32) else kind)
+        for name, array in tensors.items()
+    }
+    whole["tokenizer.ggml.model"] = "no_vocab"
+    return write_gguf(path, architecture, whole, typed)[0]
+
+
+def _loaded(file: Path) -> Iterator[tuple[str, Array]]:
+    """A file's tensors by their names without what is around a text model."""
+    for key, value in load_file(file).items():
+        if _OTHERS.fullmatch(key) is None:
+            yield (
+                key.replace("model.language_model.", "model.").removeprefix("language_model."),
+                value,
+            )
+
+
+class _Model:
+    """One model's tensors in the file's form."""
+
+    def __init__(
+        self, architecture: str, config: Any, *, together: bool, stacked: bool, absorbed: bool
+    ) -> None:
+        self.architecture, self.config = architecture, config
+        self.together, self.stacked, self.absorbed = together, stacked, absorbed
+        self.maps = [
+            gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+            for arch, name in gguf.MODEL_ARCH_NAMES.items()
+            if name in _NEWER.get(architecture, (architecture,))
+        ]
+
+    def tensors(self, state: Mapping[str, Array]) -> dict[str, Array]:
+        stacks: dict[str, dict[int, Array]] = {}
+        found: dict[str, Array] = {}
+        if self.architecture == "falcon-h1":  # which has other factors than the embedding
+            state = {"lm_head.weight": state["model.embed_tokens.weight"], **state}
+        for key, value in state.items():
+            if (one := _EXPERT.fullmatch(key)) is not None:
+                kind = _KINDS.get(one[3]) or one[3].removesuffix("_proj")
+                stack = stacks.setdefault(f"blk.{_layer(key)}.ffn_{kind}_exps.weight", {})
+                stack[int(one[2])] = value
+            elif (
+                part := re.fullmatch(r"model\.altup_(proj|unemb)\w+\.(\d+)\.weight", key)
+            ) is not None:
+                name = {"proj": "altup_proj", "unemb": "altup_unembd_proj"}[part[1]]
+                stacks.setdefault(f"{name}.weight", {})[int(part[2])] = value
+            elif (part := re.search(r"ngram_embedding\.shard_(\d+)\.weight", key)) is not None:
+                stacks.setdefault("per_layer_token_embd.weight", {})[int(part[1])] = value
+            elif ".ple_embedding." not in key:
+                found |= self._tensor(key, value)
+        for name, parts in stacks.items():
+            ordered = [parts[number] for number in sorted(parts)]
+            if name.startswith("per_layer"):
+                found[name] = np.concatenate(ordered)
+            elif self.stacked or "_exps" not in name:
+                found[name] = np.stack(ordered)
+            else:
+                stem = name.removesuffix("_exps.weight")
+                found |= {f"{stem}.{n}.weight": value for n, value in enumerate(ordered)}
+        if self.architecture == "gemma4":
+            found["rope_freqs.weight"] = self._divisors()
+        return found
+
+    def _tensor(self, key: str, value: Array) -> Mapping[str, Array]:
+        """What one published tensor is in the file."""
+        config, architecture = self.config, self.architecture
+        prefix = f"blk.{_layer(key)}."
+        module = re.sub(r"\.(weight|bias)$", "", key).rpartition(".")[2]
+        if architecture == "falcon-h1":
+            value = self._multiplied(module, value)
+        if _STACKED.search(key):
+            return self._experts(prefix, key, value)
+        if "shared_mlp.input_linear" in key:
+            shared = "_shexp" if config.num_local_experts else ""
+            if architecture == "granite_swa":
+                return {f"{prefix}ffn_up{shared}.weight": value}
+            gate, up = np.split(value, 2)
+            return {f"{prefix}ffn_gate{shared}.weight": gate, f"{prefix}ffn_up{shared}.weight": up}
+        if "shared_mlp.output_linear" in key and not config.num_local_experts:
+            return {f"{prefix}ffn_down.weight": value}
+        if module == "in_proj_qkvz":
+            return (
+                {f"{prefix}ssm_in.weight": value} if self.together else self._apart(prefix, value)
+            )
+        if module == "index_qk_proj":
+            first = config.indexer_n_heads * config.indexer_head_dim
+            parts = zip("qk", np.split(value, [first]), strict=True)
+            return {f"{prefix}indexer.{part}_proj.weight": own for part, own in parts}
+        if module == "kv_b_proj" and self.absorbed:
+            both = value.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = np.split(both, [config.qk_nope_head_dim], axis=1)
+            keys = np.ascontiguousarray(keys.swapaxes(1, 2))
+            return {f"{prefix}attn_k_b.weight": keys, f"{prefix}attn_v_b.weight": values}
+        return {self._name(key): self._value(key, module, value)}
+
+    def _experts(self, prefix: str, key: str, value: Array) -> Mapping[str, Array]:
+        """Of all experts of a layer at once."""
+        kind = "bias" if key.endswith("_bias") else "weight"
+        odd = self.architecture == "gpt-oss"
+        if odd and kind == "weight":
+            value = value.swapaxes(1, 2)
+        if "down_proj" in key:
+            return {f"{prefix}ffn_down_exps.{kind}": value}
+        if self.architecture == "gemma4":
+            return {f"{prefix}ffn_gate_up_exps.{kind}": value}
+        gate, up = (value[:, ::2], value[:, 1::2]) if odd else np.split(value, 2, axis=1)
+        return {f"{prefix}ffn_gate_exps.{kind}": gate, f"{prefix}ffn_up_exps.{kind}": up}
+
+    def _name(self, key: str) -> str:
+        layer = _layer(key)
+        if layer is not None:
+            for end, own in _STEMS.items():
+                if key.endswith(f".{end}"):
+                    return f"blk.{layer}.{own}"
+        elif (
+            mixer := re.fullmatch(r"model\.hyper_connection_mixer\.(\w+)\.weight", key)
+        ) is not None:
+            return f"output_hc_{_CONNECTION[mixer[1]]}.weight"
+        known = (names.get_name(key, try_suffixes=(".weight", ".bias")) for names in self.maps)
+        name: str | None = next(filter(None, known), None)
+        assert name is not None, f"gguf has no name for {key}"
+        if self.architecture == "falcon-h1" and "ffn_norm" in name:
+            return name.removesuffix(".weight")
+        plain = name.endswith((".weight", ".bias", "ssm_a", "ssm_d"))
+        return name if plain else f"{name}.weight"
+
+    def _value(self, key: str, module: str, value: Array) -> Array:
+        config, architecture = self.config, self.architecture
+        if architecture in _PAIRED and module in ("q_proj", "k_proj"):
+            queries = module == "q_proj"
+            heads = config.num_attention_heads if queries else config.num_key_value_heads
+            return in_pairs(value, heads)
+        if architecture.startswith(("qwen35", "qwen4exp")):
+            value = self._value_heads_in_turns(key, value)
+        if module == "A_log":
+            rates = -np.exp(value)
+            flat = architecture in (*_INCLUDES_ONE, "kimi-linear")
+            return rates if flat else rates[:, None]
+        if module == "D":
+            return value[:, None]
+        if module in ("shared_expert_gate", "e_score_correction_bias"):
+            return value.reshape(-1)
+        if "conv" in module and value.ndim == 3:
+            return value[None] if architecture == "kimi-linear" else value[:, 0]
+        if key.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+            return value.reshape(groups, -1)
+        if architecture in _INCLUDES_ONE and "norm" in key and "linear_attn" not in key:
+            return value + 1
+        return value
+
+    def _apart(self, prefix: str, value: Array) -> Mapping[str, Array]:
+        """Queries, keys and values of all key heads, and their gates."""
+        config = self.config
+        groups, key = config.linear_num_key_heads, config.linear_key_head_dim
+        values = config.linear_num_value_heads // groups * config.linear_value_head_dim
+        cuts = np.cumsum([key, key, values])
+        parts = np.split(value.reshape(groups, -1, value.shape[1]), cuts, axis=1)
+        *qkv, z = (part.reshape(-1, value.shape[1]) for part in parts)
+        return {f"{prefix}attn_qkv.weight": np.concatenate(qkv), f"{prefix}attn_gate.weight": z}
+
+    def _value_heads_in_turns(self, key: str, value: Array) -> Array:
+        """Value heads of each key head side by side, as llama.cpp's converter puts them."""
+        config = self.config
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        size, each = config.linear_value_head_dim, values // keys
+
+        def turned(part: Array, width: int, axis: int = 0) -> Array:
+            shape = part.shape
+            split = (*shape[:axis], keys, each, width, *shape[axis + 1 :])
+            return part.reshape(split).swapaxes(axis, axis + 1).reshape(shape)
+
+        module = key.partition(".linear_attn.")[2].removesuffix(".weight")
+        if module in ("in_proj_qkv", "conv1d"):
+            first = 2 * keys * config.linear_key_head_dim
+            return np.concatenate([value[:first], turned(value[first:], size)])
+        if module in ("in_proj_z", "out_proj"):
+            return turned(value, size, axis=int(module == "out_proj"))
+        return (
+            turned(value, 1) if module in ("in_proj_a", "in_proj_b", "A_log", "dt_bias") else value
+        )
+
+    def _multiplied(self, module: str, value: Array) -> Array:
+        """Falcon-H1's factors are in the weights of a file."""
+        config = self.config
+        factors = {
+            "q_proj": config.attention_in_multiplier,
+            "k_proj": config.attention_in_multiplier * config.key_multiplier,
+            "v_proj": config.attention_in_multiplier,
+            "o_proj": config.attention_out_multiplier,
+            "in_proj": config.ssm_in_multiplier,
+            "out_proj": config.ssm_out_multiplier,
+            "gate_proj": config.mlp_multipliers[0],
+            "down_proj": config.mlp_multipliers[1],
+            "embed_tokens": config.embedding_multiplier,
+            "lm_head": config.lm_head_multiplier,
+        }
+        value = value * np.float32(factors.get(module, 1.0))
+        if module == "in_proj":
+            keys, inner = config.mamba_n_groups * config.mamba_d_state, falcon_inner(config)
+            sizes = (inner, inner, keys, keys, config.mamba_n_heads)
+            value *= np.repeat(np.float32(config.ssm_multipliers), sizes)[:, None]
+        return value
+
+    def _divisors(self) -> Array:
+        """What the rotary frequencies of Gemma's full layers are divided by."""
+        pairs = full_layer(self.config)["head_dim"] // 2
+        share = self.config.rope_parameters["full_attention"]["partial_rotary_factor"]
+        values = np.full(pairs, 1e30, np.float32)
+        values[: int(pairs * share)] = 1.0
+        return values
+
+
+def _layer(key: str) -> str | None:
+    match = re.search(r"\.layers\.(\d+)\.", key)
+    return match and match[1]
+
+
+def _add_prediction(
+    tensors: dict[str, Array], metadata: dict[str, Any], config: Any, count: int
+) -> None:
+    """Blocks like the last layer, each with what joins a token and a hidden state."""
+    layers, hidden = metadata["block_count"], config.hidden_size
+    metadata["block_count"] = layers + count
+    metadata["nextn_predict_layers"] = count
+    for key, value in metadata.items():
+        if isinstance(value, list) and len(value) == layers:
+            metadata[key] = [*value, *[max(value)] * count]
+    for block in range(layers, layers + count):
+        last = f"blk.{layers - 1}."
+        own = {name: values for name, values in tensors.items() if name.startswith(last)}
+        for name, values in own.items():
+            tensors[f"blk.{block}.{name.removeprefix(last)}"] = values
+        tensors[f"blk.{block}.nextn.eh_proj.weight"] = np.ones((hidden, 2 * hidden), np.float32)
+        for norm in ("enorm", "hnorm", "shared_head_norm"):
+            tensors[f"blk.{block}.nextn.{norm}.weight"] = np.ones(hidden, np.float32)
