@@ -370,7 +370,7 @@ def _forecaster(plan: Plan, streamed: StreamedWeights) -> Forecaster:
 
     def predict(rates: Rates, now: Mapping[str, Where]) -> Forecast:
         machine = replace(plan.request.machine, ssd_bytes_s=rates.ssd_bytes_s)
-        lane = streamed.pipeline.gpu
+        lane = streamed.gpu
         if lane is not None and lane.gpu is not None and lane.gpu.unpinned:
             link = (machine.link_bytes_s or 0.0) * _UNPINNED_SHARE
             machine = replace(machine, link_bytes_s=link)

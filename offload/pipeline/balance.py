@@ -7,10 +7,10 @@ ring anyway. All changes happen between passes. It moves units; it does not comp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
 from localrt.models.weight_store import WeightMemory
 from localrt.offload.account import growing_ring_nbytes
 from localrt.offload.device.gpu import Gpu
@@ -27,18 +27,6 @@ _RELIEF_SHARE = 16  # of what weights take of a GPU, that is given back when it 
 _STREAMED = {Where.RAM: Where.SSD, Where.LINK: Where.SSD_LINK, Where.VRAM: Where.SSD_LINK}
 
 
-@dataclass(frozen=True, slots=True)
-class Rings:
-    """Bytes of the CPU's ring, 0 for none, and of the GPU's; larger units cannot pass through.
-
-    ``chunk`` is that of the CPU's, which is made larger where only larger units are left to give.
-    """
-
-    ram: int
-    vram: int
-    chunk: int
-
-
 def host_ring(nbytes: int, chunk: int, gpu: Gpu | None) -> Ring:
     """In RAM, the CPU's; beside a GPU what is copied over the link must not be paged out."""
     if gpu is None:
@@ -49,40 +37,41 @@ def host_ring(nbytes: int, chunk: int, gpu: Gpu | None) -> Ring:
 class Balance(WeightMemory):
     """Keeps weights and caches within ``budget`` bytes of RAM. ``stages`` are a pass's, in order.
 
-    ``caches`` share the budget. ``fixed`` are bytes of weights in RAM that stay. ``shortage`` says
-    how many bytes of RAM and of the GPU's memory others need now (below zero: how many are spare
-    again). ``forget`` ends what copies wait for, before other units are streamed. ``experts`` are
-    a mixture's slots, ``gpu_experts`` those on the GPU. ``gpu_scratch`` are bytes of the GPU
-    that kernels need beside weights and caches.
+    ``caches`` share the budget. ``ram_ring`` and ``vram_ring`` are bytes of the rings, 0 for none:
+    larger units cannot pass through, but that the CPU's, whose chunks have ``chunk`` bytes, is made
+    larger where only larger units are left. ``fixed`` are bytes of weights in RAM that stay.
+    ``shortage`` says how many bytes of RAM and of the GPU's memory others need now (below zero: how
+    many are spare again). ``experts`` are a mixture's slots, ``gpu_experts`` those on the GPU.
+    ``gpu_scratch`` are bytes of the GPU that kernels need beside weights and caches.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
-        lanes: Sequence[Lane],
-        rings: Rings,
-        budget: int,
+        cpu: Lane,
+        gpu: Lane | None,
         caches: Caches,
         *,
-        fixed: int = 0,
-        shortage: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        forget: Callable[[], None] = lambda: None,
-        experts: ExpertMemory | None = None,
-        gpu_experts: HybridExperts | None = None,
-        gpu_scratch: int = 0,
+        budget: int,
+        ram_ring: int,
+        vram_ring: int,
+        chunk: int,
+        fixed: int,
+        shortage: Callable[[], tuple[int, int]],
+        experts: ExpertMemory | None,
+        gpu_experts: HybridExperts | None,
+        gpu_scratch: int,
     ) -> None:
         self.streams = True
         self._stages = stages
-        self._lanes = lanes
-        self._rings = rings
-        self._ram_ring = rings.ram
+        self._cpu, self._gpu_lane = cpu, gpu
+        self._ram_ring, self._vram_ring, self._chunk = ram_ring, vram_ring, chunk
         self._budget = budget
         self._caches = caches
         self._fixed = fixed
         self._shortage = shortage
-        self._forget = forget
         self._experts = experts
-        self._gpu = next((lane.gpu for lane in lanes if lane.gpu is not None), None)
+        self._gpu = None if gpu is None else gpu.gpu
         self._gpu_most = 0 if self._gpu is None else self._gpu.capacity
         self._gpu_experts = gpu_experts
         self._gpu_scratch = gpu_scratch
@@ -93,7 +82,7 @@ class Balance(WeightMemory):
         self._given: list[Stage] = []  # the latest last
         self._at_load = self.ram_nbytes
         self._changed = ""  # the budget, and to what
-        self._why = ""  # what was given back was
+        self._why = ""  # what was evicted was
         self._gpu_given = 0
         self._gpu_why = ""
         self._gpu_caches = 0  # keys and values on the GPU, in the last pass
@@ -196,7 +185,8 @@ class Balance(WeightMemory):
             raise MemoryBudgetError(
                 f"the context has grown to {format_bytes(caches)} of keys and values and "
                 f"{format_bytes(self._budget)} is left for them and for what cannot be streamed: "
-                "use a shorter --ctx, --kv-format int8, or more --ram"
+                f"use a shorter {option('ctx')}, {option('kv_format', 'int8')}, or more "
+                f"{option('ram')}"
             )
         self._choose_kept(caches)
         self._grow_experts(caches)
@@ -207,7 +197,7 @@ class Balance(WeightMemory):
         for stage in self._stages:
             stage.keep = False
         if copied:
-            self._forget()  # copies look where a unit is
+            self._stop_copies()  # copies look where a unit is
         for stage in copied:
             self._given.remove(stage)
             memory, stage.copy = stage.copy, None
@@ -289,15 +279,15 @@ class Balance(WeightMemory):
                 raise MemoryBudgetError(
                     f"{gpu.name}: keys, values and what kernels need take {format_bytes(held)}, "
                     f"weights that cannot be streamed {format_bytes(gpu.used)}, and "
-                    f"{format_bytes(gpu.capacity)} may be used: use a shorter --ctx, or more "
-                    "--gpu-memory"
+                    f"{format_bytes(gpu.capacity)} may be used: use a shorter {option('ctx')}, or "
+                    f"more {option('gpu_memory')}"
                 )
         self._gpu_caches = self._caches.gpu_nbytes + growth
         gpu.hold(held)
 
     def _slabs(self) -> list[list[Stage]]:
         """The units of each slab of the GPU that can be streamed, all of them."""
-        limit = min(self._ram_ring, self._rings.vram)
+        limit = min(self._ram_ring, self._vram_ring)
         slabs: dict[int, list[Stage]] = {}
         for stage in self._stages:
             if stage.slab is not None:
@@ -319,13 +309,13 @@ class Balance(WeightMemory):
             self._ram_ring = before
             return False
         self._ring_growth += more
-        self._move(chosen, host_ring(size, self._rings.chunk, self._gpu))
+        self._move(chosen, host_ring(size, self._chunk, self._gpu))
         return True
 
     def _move(self, chosen: Sequence[Stage], ring: Ring | None = None) -> int:
         """Stream these from now on; returns the bytes that are free."""
         if chosen:
-            self._forget()  # copies may be reading what is freed
+            self._stop_copies()  # copies may be reading what is freed
         freed = 0
         for stage in chosen:
             if stage.where is Where.RAM:
@@ -336,16 +326,21 @@ class Balance(WeightMemory):
         return freed
 
     def _schedule(self, ring: Ring | None = None) -> None:
-        self._forget()
-        cpu, *others = self._lanes
+        self._stop_copies()
         if ring is not None:
             for stage in self._stages:
-                if stage.lane is cpu:
+                if stage.lane is self._cpu:
                     stage.forget_places()
-        cpu.stream([stage.unit for stage in self._stages if stage.where.read], ring)
-        for gpu in others:
+        self._cpu.stream([stage.unit for stage in self._stages if stage.where.read], ring)
+        if self._gpu_lane is not None:
             crossing = self._crossing
-            gpu.stream([s.unit for s in self._stages if s.place(crossing=crossing).copied])
+            self._gpu_lane.stream(
+                [s.unit for s in self._stages if s.place(crossing=crossing).copied]
+            )
+
+    def _stop_copies(self) -> None:
+        if self._gpu_lane is not None:
+            self._gpu_lane.stop_copies()
 
     # -- keeping again ---------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from localrt.models.weight_store import Check, Resource
 from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.device.gpu import Clock, Event, Gpu
 from localrt.offload.pipeline.caches import split_batch
-from localrt.offload.reading.unit_reader import UnitReader
+from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.packed import Bytes
@@ -174,6 +174,11 @@ class Lane:
     def failed(self) -> bool:
         """Whether what was read ahead of the next pass has failed."""
         return self.reader is not None and self.reader.failed
+
+    def stop_copies(self) -> None:
+        """End copies to the GPU, and what they wait for, until it is streamed to again."""
+        if self.gpu is not None and self.reader is not None:
+            self.reader.stop()
 
     def rewind(self) -> None:
         """The pass was abandoned: the next one begins at the first unit."""

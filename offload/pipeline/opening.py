@@ -1,21 +1,27 @@
 """Puts a store's units where a placement wants them, and has them ready for a decoder.
 
-Everything that a pipeline holds is made here and freed by its ``close``: files, threads, rings,
-buffers, the GPU's memory. It does not choose the placement.
+Each unit of the store becomes a stage of the pass; what is resident is read to its place. All that
+a pipeline holds is made here and freed by its ``close``: files, threads, rings, buffers, the GPU's
+memory. It does not choose the placement.
 """
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
+from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.checkpoints.store.memory import Verifier
-from localrt.models.config import EMBEDDING
-from localrt.models.decoder import load_norm
-from localrt.models.layers.inputs import LAYER_EMBEDDING
+from localrt.models.config import EMBEDDING, memory_places
+from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.layers.ngrams import NGRAM_TABLE
+from localrt.models.units import TABLES
 from localrt.offload.account import card_scratch_nbytes
-from localrt.offload.device.gpu import Gpu
+from localrt.offload.device.gpu import Gpu, Slab, share_slabs
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import (
     CpuExperts,
@@ -24,16 +30,24 @@ from localrt.offload.experts.memory import (
     open_experts,
     open_gpu_slots,
 )
-from localrt.offload.pipeline.balance import Balance, Rings, host_ring
+from localrt.offload.pipeline.balance import Balance, host_ring
 from localrt.offload.pipeline.caches import Caches
 from localrt.offload.pipeline.lane import Lane
-from localrt.offload.pipeline.setup import Opening, Setup, load_resident, make_stages
-from localrt.offload.pipeline.stage import Stage
-from localrt.offload.pipeline.streamed import Pipeline, StreamedWeights
-from localrt.offload.pipeline.tables import NgramTable, RowTable
+from localrt.offload.pipeline.setup import Setup
+from localrt.offload.pipeline.stage import (
+    CrossingStage,
+    Joined,
+    Stage,
+    head_stage,
+    join_head,
+    join_segments,
+)
+from localrt.offload.pipeline.streamed import StreamedWeights
+from localrt.offload.pipeline.tables import KEPT_BYTES, RowTable
 from localrt.offload.placement import Where
-from localrt.offload.reading.files import StoreFiles
-from localrt.offload.reading.unit_reader import DiskSource, LinkSource, UnitReader
+from localrt.offload.reading.files import DiskSource, StoreFiles
+from localrt.offload.reading.link import LinkSource
+from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.offload.shapes import PassSizes
 from localrt.quant.formats.packed import Bytes
@@ -51,266 +65,393 @@ def open_pipeline(setup: Setup) -> StreamedWeights:
         CheckpointError: a file is truncated or damaged.
         MemoryBudgetError: the GPU's memory is too small for the placement.
     """
-    store, held = setup.store, ExitStack()
+    held = ExitStack()
     if setup.kv_tier is not None:
         held.callback(setup.kv_tier.close)
     try:
-        names = dict.fromkeys(unit.file for unit in store.manifest.units)
-        files = setup.files or StoreFiles(store.path, names, direct=setup.mode.direct)
-        held.callback(files.close)
-        rows = setup.files or StoreFiles(store.path, names)  # never direct: a row is no page
-        held.callback(rows.close)
-        verify = Verifier(store.path, enabled=setup.verify, mend=setup.mend)
-        opening = Opening(setup=setup, held=held, files=files, rows=rows, verify=verify, stages={})
-        streamed = StreamedWeights(setup.config, _open(opening))
+        weights = _Opening(setup, held).open()
         # Its threads would otherwise keep the memory of a decoder that nobody closed.
-        weakref.finalize(streamed, held.close)
-        return streamed
+        weakref.finalize(weights, held.close)
+        return weights
     except BaseException:
         held.close()
         raise
 
 
-def _open(opening: Opening) -> Pipeline:
-    setup, held = opening.setup, opening.held
-    placement, config = setup.placement, setup.config
-    held.callback(opening.stages.clear)  # last: they refer to what refers to them
-    on_gpu = setup.attention_on_gpu()
-    cpu = _cpu_lane(opening)
-    experts = _open_experts(opening, cpu)
-    gpu, link = _gpu_lane(opening, cpu, attends=bool(on_gpu))
-    copies = _Copies(gpu, link)
-    runners = _expert_runners(opening, gpu, experts)
-    held.callback(copies.forget)
-    head, segments, joined_head = make_stages(opening, {False: cpu, True: gpu}, on_gpu, runners)
-    stages = list(opening.stages.values())
-    tables: dict[str, Bytes] = {}
-    load_s = load_resident(opening, tables)
-    # Streaming begins last: it would share the disk with what is waited for.
-    cpu.stream([stage.unit for stage in stages if stage.where.read])
-    if gpu is not None:
-        gpu.stream([stage.unit for stage in stages if stage.where.copied])
-    if experts is not None:
-        experts.fill()
-    ram_ring, _ = setup.rings()
-    slots = placement.ram_ring - ram_ring  # bytes of the ring that are experts' slots
-    caches = Caches(config.memories, setup.ops, None if gpu is None else gpu.ops, on_gpu)
-    balance = Balance(
-        stages,
-        [lane for lane in (cpu, gpu) if lane is not None],
-        Rings(ram_ring, placement.vram_ring, setup.mode.block),
-        setup.budget + slots,
-        caches,
-        fixed=sum(data.nbytes for data in tables.values()),
-        shortage=setup.shortage,
-        forget=copies.forget,
-        experts=experts,
-        gpu_experts=next((r for r in runners.values() if isinstance(r, HybridExperts)), None),
-        gpu_scratch=_gpu_scratch(setup),
-    )
-    beside = {table.tensor for table in config.block.tables(config)}
-    rows = _Tables(opening, tables, [stage for stage in head if stage.lane is cpu])
-    return Pipeline(
-        placement=placement,
-        cpu=cpu,
-        gpu=gpu,
-        layers=stages[: len(stages) - len(head)],
-        head=head,
-        segments=segments,
-        joined_head=joined_head,
-        caches=caches,
-        embedding=rows.open(EMBEDDING),
-        inputs=rows.open(LAYER_EMBEDDING) if LAYER_EMBEDDING in beside else None,
-        ngrams=rows.open_ngrams() if NGRAM_TABLE in beside else None,
-        balance=balance,
-        clock=setup.clock,
-        load_s=load_s,
-        before_pass=opening.files.check_unchanged,
-        abandon=copies.forget,
-        kv_tier=setup.kv_tier,
-        expert_memory=experts,
-        close=held.close,
-        experts=runners,
-    )
+class _Opening:
+    """A pipeline in the making. ``held`` frees, in reverse, what is made.
 
+    ``stages`` are by name and in the order of a pass, ``tables`` what is read by row, where that is
+    in RAM.
+    """
 
-def _gpu_scratch(setup: Setup) -> int:
-    """What kernels need of the GPU's memory; nothing where it computes nothing."""
-    placement = setup.placement
-    if not (placement.card_rows or placement.uses_gpu):
-        return 0
-    return card_scratch_nbytes(PassSizes.of_config(setup.config), placement.prefill_rows)
+    def __init__(self, setup: Setup, held: ExitStack) -> None:
+        self.setup, self.held = setup, held
+        store = setup.store
+        names = dict.fromkeys(unit.file for unit in store.manifest.units)
+        self.files = setup.files or StoreFiles(store.path, names, direct=setup.mode.direct)
+        held.callback(self.files.close)
+        self.verify = Verifier(store.path, enabled=setup.verify, mend=setup.mend)
+        self.stages: dict[str, Stage] = {}
+        held.callback(self.stages.clear)  # last: they refer to what refers to them
+        self.tables: dict[str, Bytes] = {}
+        self.on_gpu = setup.attention_on_gpu()
 
-
-class _Copies:
-    """Copies to the GPU ahead of a pass, and what they wait for."""
-
-    def __init__(self, gpu: Lane | None, link: LinkSource | None) -> None:
-        self._gpu, self._link = gpu, link
-
-    def forget(self) -> None:
-        """End what copies wait for; nothing is copied until the GPU's reader begins again."""
-        if self._gpu is not None and self._gpu.reader is not None and self._link is not None:
-            self._gpu.reader.stop()  # else what it drops already could end now, and resume the link
-            self._link.forget()
-
-
-class _Tables:
-    """Opens what is read by row; ``loaded`` and the ``head``'s slices on the CPU are in RAM."""
-
-    def __init__(self, opening: Opening, loaded: dict[str, Bytes], head: list[Stage]) -> None:
-        self._opening, self._loaded, self._head = opening, loaded, head
-
-    def open(self, name: str) -> RowTable:
-        """Rows of an embedding."""
-        opening, setup = self._opening, self._opening.setup
-        table = RowTable(setup.store, name, opening.rows, self._resident, stall_s=setup.stall_s)
-        opening.held.callback(table.close)
-        return table
-
-    def open_ngrams(self) -> NgramTable:
-        """Rows of hashed n-grams."""
-        opening, setup = self._opening, self._opening.setup
-        table = NgramTable(
-            setup.store, NGRAM_TABLE, opening.files, self._resident, stall_s=setup.stall_s
+    def open(self) -> StreamedWeights:
+        """All of it."""
+        setup, held, config = self.setup, self.held, self.setup.config
+        cpu = self._cpu_lane()
+        experts = self._experts(cpu)
+        gpu = self._gpu_lane(cpu)
+        runners = self._runners(gpu, experts)
+        if gpu is not None:
+            held.callback(gpu.stop_copies)
+        segments, joined_head = Joined(join_segments), Joined(partial(join_head, config))
+        self._make_layers(cpu, gpu, segments, runners)
+        head = self._make_head(cpu, gpu, joined_head)
+        stages = list(self.stages.values())
+        load_s = self._load(gpu)
+        # Streaming begins last: it would share the disk with what is waited for.
+        cpu.stream([stage.unit for stage in stages if stage.where.read])
+        if gpu is not None:
+            gpu.stream([stage.unit for stage in stages if stage.where.copied])
+        if experts is not None:
+            experts.fill()
+        ram_ring, _ = setup.rings()
+        slots = setup.placement.ram_ring - ram_ring  # bytes of the ring that are experts' slots
+        caches = Caches(config.memories, setup.ops, None if gpu is None else gpu.ops, self.on_gpu)
+        balance = Balance(
+            stages,
+            cpu,
+            gpu,
+            caches,
+            budget=setup.budget + slots,
+            ram_ring=ram_ring,
+            vram_ring=setup.placement.vram_ring,
+            chunk=setup.mode.block,
+            fixed=sum(data.nbytes for data in self.tables.values()),
+            shortage=setup.shortage,
+            experts=experts,
+            gpu_experts=next((r for r in runners.values() if isinstance(r, HybridExperts)), None),
+            gpu_scratch=self._gpu_scratch(),
         )
-        opening.held.callback(table.close)
-        return table
-
-    def _resident(self, name: str) -> Bytes | None:
-        """The bytes of a unit, where they are in RAM."""
-        if name in self._loaded:
-            return self._loaded[name]
-        return next((stage.memory for stage in self._head if stage.name == name), None)
-
-
-# -- lanes -----------------------------------------------------------------------------------------
-
-
-def _cpu_lane(opening: Opening) -> Lane:
-    setup = opening.setup
-    nbytes, _ = setup.rings()
-    reader = None
-    if nbytes:
-        reader = UnitReader(
-            DiskSource(opening.files, setup.clock),
-            host_ring(nbytes, setup.mode.block, setup.gpu),
-            threads=setup.mode.threads,
-            stall_s=setup.stall_s,
+        on_cpu = {stage.name: stage for stage in head if stage.lane is cpu}
+        return StreamedWeights(
+            config,
+            placement=setup.placement,
+            cpu=cpu,
+            gpu=gpu,
+            layers=stages[: len(stages) - len(head)],
+            head=head,
+            segments=segments,
+            joined_head=joined_head,
+            caches=caches,
+            embedding=self._table(EMBEDDING, on_cpu),
+            tables=[
+                (table, self._table(table.tensor, on_cpu)) for table in config.block.tables(config)
+            ],
+            memory=balance,
+            clock=setup.clock,
+            load_s=load_s,
+            before_pass=self.files.check_unchanged,
+            kv_tier=setup.kv_tier,
+            expert_memory=experts,
+            sparse=runners,
+            close=held.close,
         )
-    lane = Lane(setup.store, setup.ops, setup.clock, reader=reader, verify=opening.verify)
-    return _with_norm(opening, lane)
 
+    # -- lanes -----------------------------------------------------------------------------------
 
-def _gpu_lane(
-    opening: Opening, cpu: Lane, *, attends: bool
-) -> tuple[Lane | None, LinkSource | None]:
-    """The GPU's lane, and what it copies from; None where there is no GPU."""
-    setup, held, stages = opening.setup, opening.held, opening.stages
-    gpu = setup.gpu
-    if gpu is None:
-        return None, None
-    held.callback(gpu.close)
-    _, nbytes = setup.rings()
-    link = copier = None
-    if nbytes:
-        memory = gpu.alloc(nbytes)
-        held.callback(gpu.free, memory)
+    def _cpu_lane(self) -> Lane:
+        setup = self.setup
+        nbytes, _ = setup.rings()
+        reader = None
+        if nbytes:
+            reader = UnitReader(
+                DiskSource(self.files, setup.clock),
+                host_ring(nbytes, setup.mode.block, setup.gpu),
+                threads=setup.mode.threads,
+                stall_s=setup.stall_s,
+            )
+        lane = Lane(setup.store, setup.ops, setup.clock, reader=reader, verify=self.verify)
+        return self._with_norm(lane)
 
-        def in_ram(name: str) -> Bytes | None:
-            stage = stages.get(name)
-            if stage is None or stage.where not in (Where.LINK, Where.RAM):
-                return None
-            return stage.memory
+    def _gpu_lane(self, cpu: Lane) -> Lane | None:
+        setup, gpu = self.setup, self.setup.gpu
+        if gpu is None:
+            return None
+        self.held.callback(gpu.close)
+        _, nbytes = setup.rings()
+        copier = None
+        if nbytes:
+            memory = gpu.alloc(nbytes)
+            self.held.callback(gpu.free, memory)
+            stages = self.stages
 
-        link = LinkSource(gpu, in_ram, cpu.reader, opening.verify)
-        copier = UnitReader(
-            link,
-            Ring(nbytes, _COPY_BLOCK, memory),
-            threads=_COPIERS,
-            stall_s=setup.stall_s + 1,
-            drained=link.resume,
-        )
-    lane = Lane(setup.store, gpu.ops, setup.clock, reader=copier, gpu=gpu, attends=attends)
-    return _with_norm(opening, lane), link
+            def in_ram(name: str) -> Bytes | None:
+                stage = stages.get(name)
+                return stage.memory if stage is not None and stage.ram_nbytes else None
 
+            copier = UnitReader(
+                LinkSource(gpu, in_ram, cpu.reader, self.verify),
+                Ring(nbytes, _COPY_BLOCK, memory),
+                threads=_COPIERS,
+                stall_s=setup.stall_s + 1,
+            )
+        attends = bool(self.on_gpu)
+        lane = Lane(setup.store, gpu.ops, setup.clock, reader=copier, gpu=gpu, attends=attends)
+        return self._with_norm(lane)
 
-def _with_norm(opening: Opening, lane: Lane) -> Lane:
-    """The lane with the final norm's weights; it is closed, and its units freed, in its turn."""
-    setup = opening.setup
+    def _with_norm(self, lane: Lane) -> Lane:
+        """The lane with the final norm's weights; closing it frees its units."""
+        setup, stages = self.setup, self.stages
 
-    def close() -> None:
-        if lane.reader is not None:
-            lane.reader.close()
-        for stage in opening.stages.values():
-            if stage.lane is lane:
-                stage.free()
+        def close() -> None:
+            if lane.reader is not None:
+                lane.reader.close()
+            for stage in stages.values():
+                if stage.lane is lane:
+                    stage.free()
 
-    opening.held.callback(close)
-    if not setup.config.block.final_norm:
+        self.held.callback(close)
+        if setup.config.block.final_norm:
+            unit = setup.unit("norm")
+            with lane.ops.scope():
+                lane.norm = load_norm(setup.config, lane.weights(unit, self._read(unit)))
         return lane
-    unit = setup.unit("norm")
-    data = aligned_buffer(unit.nbytes)
-    opening.files.read_into(unit.file, unit.offset, data)
-    with lane.ops.scope():
-        lane.norm = load_norm(setup.config, lane.weights(unit, data))
-    return lane
 
+    def _read(self, unit: StoredUnit) -> Bytes:
+        data = aligned_buffer(unit.nbytes)
+        self.files.read_into(unit.file, unit.offset, data)
+        return data
 
-# -- experts ---------------------------------------------------------------------------------------
+    # -- experts ---------------------------------------------------------------------------------
 
-
-def _mixture(setup: Setup) -> Mixture:
-    return Mixture(setup.config, setup.units, setup.placement.where)
-
-
-def _open_experts(opening: Opening, cpu: Lane) -> ExpertMemory | None:
-    """Slots in RAM; None of a dense model."""
-    setup = opening.setup
-    if not setup.config.sparse:
-        return None
-    gpu: Gpu | None = setup.gpu
-    in_ram = (u.nbytes for u in setup.dense() if setup.where(u) in (Where.RAM, Where.LINK))
-    experts = open_experts(
-        _mixture(setup),
-        cpu,
-        DiskSource(opening.files, setup.clock),
-        setup.mode,
-        opening.verify,
-        stall_s=setup.stall_s,
-        ring=setup.placement.ram_ring - setup.rings()[0],
-        room=setup.budget - sum(in_ram),
-        # What is copied over the link must not be paged out on the way.
-        alloc=aligned_buffer if gpu is None else gpu.host_buffer,
-        free=(lambda memory: None) if gpu is None else gpu.free_host,
-    )
-    opening.held.callback(experts.close)
-    return experts
-
-
-def _expert_runners(
-    opening: Opening, gpu: Lane | None, experts: ExpertMemory | None
-) -> dict[str, CpuExperts | HybridExperts]:
-    """What runs a mixture's layers on each lane."""
-    if experts is None:
-        return {}
-    setup = opening.setup
-    runners: dict[str, CpuExperts | HybridExperts] = {
-        "cpu": CpuExperts(experts, setup.ops, setup.clock)
-    }
-    mlps = [setup.where(setup.layers("mlp")[layer]) for layer in setup.config.sparse_layers]
-    if gpu is not None and gpu.gpu is not None and any(where.on_gpu for where in mlps):
-        ring = setup.placement.vram_ring - setup.rings()[1]
-        slots = open_gpu_slots(_mixture(setup), gpu, gpu.gpu, ring=ring)
-        opening.held.callback(slots.close)
-        assert setup.expert_costs is not None, "who computes an expert is decided by what it takes"
-        runners["gpu"] = hybrid = HybridExperts(
-            slots,
-            experts,
-            setup.ops,
-            setup.clock,
-            setup.expert_costs,
-            card_rows=setup.placement.card_rows,
+    def _experts(self, cpu: Lane) -> ExpertMemory | None:
+        """Slots in RAM; None of a dense model."""
+        setup, gpu = self.setup, self.setup.gpu
+        if not setup.config.sparse:
+            return None
+        in_ram = (u.nbytes for u in setup.dense() if setup.where(u) in (Where.RAM, Where.LINK))
+        experts = open_experts(
+            Mixture(setup.config, setup.units, setup.placement.where),
+            cpu,
+            DiskSource(self.files, setup.clock),
+            setup.mode,
+            self.verify,
+            stall_s=setup.stall_s,
+            ring=setup.placement.ram_ring - setup.rings()[0],
+            room=setup.budget - sum(in_ram),
+            # What is copied over the link must not be paged out on the way.
+            alloc=aligned_buffer if gpu is None else gpu.host_buffer,
+            free=(lambda memory: None) if gpu is None else gpu.free_host,
         )
-        opening.held.callback(hybrid.settle)
-    return runners
+        self.held.callback(experts.close)
+        return experts
+
+    def _runners(
+        self, gpu: Lane | None, experts: ExpertMemory | None
+    ) -> dict[str, CpuExperts | HybridExperts]:
+        """What runs a mixture's layers on each lane."""
+        if experts is None:
+            return {}
+        setup, placement = self.setup, self.setup.placement
+        runners: dict[str, CpuExperts | HybridExperts] = {
+            "cpu": CpuExperts(experts, setup.ops, setup.clock)
+        }
+        mlps = [setup.where(setup.layers("mlp")[layer]) for layer in setup.config.sparse_layers]
+        if gpu is not None and gpu.gpu is not None and any(where.on_gpu for where in mlps):
+            slots = open_gpu_slots(
+                Mixture(setup.config, setup.units, placement.where),
+                gpu,
+                gpu.gpu,
+                ring=placement.vram_ring - setup.rings()[1],
+            )
+            self.held.callback(slots.close)
+            assert setup.expert_costs is not None, "who computes an expert is decided by its costs"
+            runners["gpu"] = hybrid = HybridExperts(
+                slots,
+                experts,
+                setup.ops,
+                setup.clock,
+                setup.expert_costs,
+                card_rows=placement.card_rows,
+            )
+            self.held.callback(hybrid.settle)
+        return runners
+
+    # -- stages ----------------------------------------------------------------------------------
+
+    def _make_layers(
+        self,
+        cpu: Lane,
+        gpu: Lane | None,
+        segments: Joined,
+        runners: Mapping[str, CpuExperts | HybridExperts],
+    ) -> None:
+        """A stage for every unit of the layers, in order."""
+        setup, config, placement = self.setup, self.setup.config, self.setup.placement
+        attention, mlps = setup.layers("attention"), setup.layers("mlp")
+        places = self._cache_places(cpu, gpu)
+        for layer in range(config.layers):
+            if (unit := attention.get(layer)) is not None:
+                source, lane = config.cache_of(layer), self._lane(unit, cpu, gpu)
+                shared = (source in self.on_gpu) is (layer in self.on_gpu)
+                assert shared, "layers with one cache attend on one processor"
+                load = partial(load_attention, config, layer, at=places[source])
+                moved = _layer_moved(lane, segments)
+                self.stages[unit.name] = Stage(unit, setup.where(unit), lane, load, moved)
+            if (unit := mlps.get(layer)) is None:
+                continue
+            sparse, lane = config.mixture(layer) is not None, self._lane(unit, cpu, gpu)
+            experts = runners[lane.resource] if sparse else None
+            load = partial(load_mlp, config, layer, experts=experts)
+            if unit.name in placement.crossing:
+                assert gpu is not None, "what crosses goes to one"
+                assert not sparse, "of a mixture experts cross"
+                self.stages[unit.name] = CrossingStage(
+                    unit, setup.where(unit), lane, load, gpu=gpu, rows=placement.card_rows
+                )
+            else:
+                moved = _layer_moved(lane, segments)
+                stage = Stage(unit, setup.where(unit), lane, load, moved, sparse=sparse)
+                self.stages[unit.name] = stage
+
+    def _make_head(self, cpu: Lane, gpu: Lane | None, joined: Joined) -> list[Stage]:
+        """A stage for every slice of the head."""
+        setup = self.setup
+        head = [
+            head_stage(
+                setup.config,
+                unit,
+                setup.where(unit),
+                self._lane(unit, cpu, gpu),
+                _moved(gpu, joined),
+            )
+            for unit in setup.head()
+        ]
+        self.stages |= {stage.name: stage for stage in head}
+        return head
+
+    def _lane(self, unit: StoredUnit, cpu: Lane, gpu: Lane | None) -> Lane:
+        if not self.setup.where(unit).on_gpu:
+            return cpu
+        assert gpu is not None, "a placement on a GPU needs one"
+        return gpu
+
+    def _cache_places(self, cpu: Lane, gpu: Lane | None) -> dict[int, tuple[int, ...]]:
+        """Where a lane's cache has what each layer remembers: one for both, or one for each."""
+        config, everything = self.setup.config, frozenset(range(self.setup.config.layers))
+        split = gpu is not None and gpu.ops is not cpu.ops
+        places: dict[int, tuple[int, ...]] = {}
+        for side in (self.on_gpu, everything - self.on_gpu) if split else (everything,):
+            layers = sorted(side)
+            numbers = memory_places(config.memory_of(layer) for layer in layers)
+            places |= zip(layers, numbers, strict=True)
+        return places
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def _load(self, gpu: Lane | None) -> float:
+        """Read everything resident to its place; the seconds of reading."""
+        setup, stages = self.setup, list(self.stages.values())
+        slabs = {} if setup.gpu is None else self._slabs(setup.gpu)
+
+        def put(stage: Stage, data: Bytes) -> None:
+            stage.remember_vectors(data)
+            if (slab := slabs.get(stage.name)) is None:
+                stage.put(data)
+                return
+            assert setup.gpu is not None, "its memory is in slabs"
+            memory = slab.take(stage.unit.nbytes)
+            setup.gpu.copy_in(stage.name, data, memory, None)
+            with setup.gpu.ops.scope():
+                stage.put(memory, slab)
+
+        seconds = 0.0
+        with ThreadPoolExecutor(setup.mode.threads, thread_name_prefix="localrt-load") as pool:
+            for stage in stages:
+                if not stage.where.read:
+                    staged = stage.where is Where.VRAM
+                    data = aligned_buffer(stage.unit.nbytes) if staged else stage.host_buffer()
+                    seconds += self._fill(stage.unit, data, pool)
+                    put(stage, data)
+                elif stage.place(crossing=True) is Where.SSD_LINK:
+                    stage.remember_vectors(self._read(stage.unit))
+            for name in TABLES:
+                if setup.placement.where.get(name) is Where.RAM and name in setup.units:
+                    unit = setup.units[name]
+                    self.tables[name] = aligned_buffer(unit.nbytes)
+                    seconds += self._fill(unit, self.tables[name], pool)
+        return seconds
+
+    def _fill(self, unit: StoredUnit, data: Bytes, pool: ThreadPoolExecutor) -> float:
+        """Read a unit, and verify it; the seconds that reading took."""
+        files, block = self.files, self.setup.mode.block
+
+        def read(start: int) -> int:
+            part = data[start : start + block]
+            files.read_into(unit.file, unit.offset + start, part)
+            return part.nbytes
+
+        began = time.perf_counter()
+        for count in pool.map(read, range(0, unit.nbytes, block)):
+            if self.setup.on_bytes is not None:
+                self.setup.on_bytes(count)
+        seconds = time.perf_counter() - began
+        self.verify(unit, data)
+        return seconds
+
+    def _slabs(self, gpu: Gpu) -> dict[str, Slab]:
+        """The GPU's memory for its resident units, by unit."""
+        stages = self.stages.values()
+        sizes = {stage.name: stage.unit.nbytes for stage in stages if stage.where is Where.VRAM}
+        head = [unit.name for unit in self.setup.head() if unit.name in sizes]
+        layers = {name: size for name, size in sizes.items() if name not in head}
+        slabs: dict[str, Slab] = {}
+        # The head's slices lie next to one another: they are one matrix.
+        for names in (*share_slabs(layers), *([head] if head else [])):
+            slab = Slab(gpu, sum(sizes[name] for name in names), len(names))
+            self.held.callback(slab.free)
+            slabs |= dict.fromkeys(names, slab)
+        return slabs
+
+    def _gpu_scratch(self) -> int:
+        """What kernels need of the GPU's memory; nothing where it computes nothing."""
+        placement = self.setup.placement
+        if not (placement.card_rows or placement.uses_gpu):
+            return 0
+        sizes = PassSizes.of_config(self.setup.config)
+        return card_scratch_nbytes(sizes, placement.prefill_rows)
+
+    def _table(self, name: str, head: Mapping[str, Stage]) -> RowTable:
+        """What is read by row: ``head`` are its slices on the CPU, which may be in RAM."""
+        setup, loaded = self.setup, self.tables
+
+        def resident(unit: str) -> Bytes | None:
+            if unit in loaded:
+                return loaded[unit]
+            return head[unit].memory if unit in head else None
+
+        # Hardly any n-gram comes again soon.
+        keep = 0 if name == NGRAM_TABLE else KEPT_BYTES
+        table = RowTable(setup.store, name, self.files, resident, keep=keep, stall_s=setup.stall_s)
+        self.held.callback(table.close)
+        return table
+
+
+def _layer_moved(lane: Lane, segments: Joined) -> Callable[[], None]:
+    """A lane that records nothing has no segments."""
+    return (lambda: None) if lane.recorder is None else _moved(lane, segments)
+
+
+def _moved(lane: Lane | None, joined: Joined) -> Callable[[], None]:
+    """When a unit moves, what was joined or recorded would read its memory as it was."""
+    recorder = None if lane is None else lane.recorder
+
+    def forget() -> None:
+        joined.forget()
+        if recorder is not None:
+            recorder.forget()
+
+    return forget

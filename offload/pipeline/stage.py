@@ -94,9 +94,16 @@ class Stage:
         """Where its weights are in a pass that has the GPU compute what can cross the link."""
         return self.where
 
-    def host_buffer(self, nbytes: int) -> Any:
-        """RAM for it."""
-        return aligned_buffer(nbytes)
+    def host_buffer(self) -> Any:
+        """RAM for it: pinned where copies are made from it."""
+        gpu = self.lane.gpu
+        nbytes = self.unit.nbytes
+        return aligned_buffer(nbytes) if gpu is None else gpu.host_buffer(nbytes)
+
+    def remember_vectors(self, data: Any) -> None:
+        """Keep norms and biases of its bytes in RAM, where they will lie on a GPU."""
+        if self.lane.gpu is not None:
+            self.lane.remember_vectors(self.unit, data)
 
     def put(self, memory: Any, slab: Slab | None = None) -> None:
         """The unit is resident from now on, and its bytes are ``memory``: of ``slab`` on a GPU."""
@@ -151,7 +158,7 @@ class Stage:
             return self.part
         (memory,) = memories
         if self.keep:
-            self.copy = self.host_buffer(self.unit.nbytes)
+            self.copy = self.host_buffer()
             self.copy[:] = memory
         lane, unit = self.lane, self.unit
         return self._passing.at(
@@ -186,13 +193,11 @@ class CrossingStage(Stage):
     def place(self, *, crossing: bool) -> Where:
         return self.where.crossed if crossing else self.where
 
-    def host_buffer(self, nbytes: int) -> Any:
-        """See ``Stage``: copies are fast from it."""
-        return self._gpu.host_buffer(nbytes)
+    def host_buffer(self) -> Any:
+        return self._on_gpu.host_buffer()
 
     def remember_vectors(self, data: Any) -> None:
-        """For the GPU: what comes through its ring is not the CPU's to read."""
-        self._on_gpu.lane.remember_vectors(self.unit, data)
+        self._on_gpu.remember_vectors(data)
 
     def move(self, where: Where) -> int:
         memory = self.memory
@@ -254,24 +259,31 @@ class Segment:
         return state.x
 
 
-class Segments:
-    """Joins the stages of a pass as far as they can be recorded, and remembers it."""
+class Joined:
+    """The parts that stages are computed as, ``join`` of them; remembered until one has moved."""
 
-    def __init__(self) -> None:
+    def __init__(self, join: Callable[[Sequence[Stage]], list[Part]]) -> None:
+        self._join = join
         self._parts: list[Part] | None = None
 
     def parts(self, stages: Sequence[Stage]) -> Sequence[Part]:
         """What a pass computes of all, in order."""
         if self._parts is None:
-            self._parts = []
-            for lane, group in groupby(stages, _recording_lane):
-                run = list(group)
-                self._parts += run if lane is None else [Segment(lane, list(map(_named, run)))]
+            self._parts = self._join(stages)
         return self._parts
 
     def forget(self) -> None:
-        """A unit is somewhere else."""
+        """A unit is somewhere else: what was joined would read or keep its memory as it was."""
         self._parts = None
+
+
+def join_segments(stages: Sequence[Stage]) -> list[Part]:
+    """Stages of layers, those that can be recorded one after another as one segment."""
+    parts: list[Part] = []
+    for lane, group in groupby(stages, _recording_lane):
+        run = list(group)
+        parts += run if lane is None else [Segment(lane, list(map(_named, run)))]
+    return parts
 
 
 def _recording_lane(stage: Stage) -> Lane | None:
@@ -285,51 +297,41 @@ def _named(stage: Stage) -> tuple[str, Part]:
     return stage.name, stage.part
 
 
-class JoinedHead:
-    """Joins the slices that are in memory as far as they are neighbours, and remembers it."""
+def head_stage(
+    config: DecoderConfig, unit: StoredUnit, where: Where, lane: Lane, moved: Callable[[], None]
+) -> Stage:
+    """One slice of the head: rows of the vocabulary."""
+    (tensor,) = unit.tensors
 
-    def __init__(self, config: DecoderConfig) -> None:
-        self._config = config
-        self._parts: list[Part] | None = None
+    def load(weights: WeightLoader) -> Part:
+        matrix = weights.matrix((tensor.shape[0], tensor.shape[1]), tensor.name)
+        return Head(config, lane.norm, matrix, tensor.row)
 
-    def stage(self, unit: StoredUnit, where: Where, lane: Lane, moved: Callable[[], None]) -> Stage:
-        """One slice: rows of the vocabulary."""
-        (tensor,) = unit.tensors
+    return Stage(unit, where, lane, load, moved)
 
-        def load(weights: WeightLoader) -> Part:
-            matrix = weights.matrix((tensor.shape[0], tensor.shape[1]), tensor.name)
-            return Head(self._config, lane.norm, matrix, tensor.row)
 
-        return Stage(unit, where, lane, load, moved)
+def join_head(config: DecoderConfig, stages: Sequence[Stage]) -> list[Part]:
+    """The head's slices, those that are neighbours in memory as one matrix."""
+    runs: list[list[Stage]] = []
+    for stage in stages:
+        if runs and _joins(runs[-1], stage):
+            runs[-1].append(stage)
+        else:
+            runs.append([stage])
+    parts: list[Part] = []
+    for run in runs:
+        if run[0].part is not None:
+            part = _joined(config, run, [stage.memory for stage in run])
+            parts.append(Segment(run[0].lane, [("head", part)]))
+        else:
+            parts.append(run[0] if len(run) == 1 else _PassingRun(run, partial(_joined, config)))
+    return parts
 
-    def parts(self, stages: Sequence[Stage]) -> Sequence[Part]:
-        """What a pass computes of all slices, in order."""
-        if self._parts is None:
-            self._parts = []
-            run: list[Stage] = []
-            for stage in stages:
-                if run and not _joins(run, stage):
-                    self._parts.append(self._part(run))
-                    run = []
-                run.append(stage)
-            if run:
-                self._parts.append(self._part(run))
-        return self._parts
 
-    def forget(self) -> None:
-        """A slice is somewhere else: what was joined would keep its memory."""
-        self._parts = None
-
-    def _part(self, run: Sequence[Stage]) -> Part:
-        if run[0].part is None:
-            return run[0] if len(run) == 1 else _PassingRun(run, self._joined)
-        part = self._joined(run, [stage.memory for stage in run])
-        return Segment(run[0].lane, [("head", part)])
-
-    def _joined(self, run: Sequence[Stage], memories: Sequence[Any]) -> Part:
-        lane, units = run[0].lane, [stage.unit for stage in run]
-        weight = lane.joined(list(zip(units, memories, strict=True)))
-        return Head(self._config, lane.norm, weight, units[0].tensors[0].row)
+def _joined(config: DecoderConfig, run: Sequence[Stage], memories: Sequence[Any]) -> Part:
+    lane, units = run[0].lane, [stage.unit for stage in run]
+    weight = lane.joined(list(zip(units, memories, strict=True)))
+    return Head(config, lane.norm, weight, units[0].tensors[0].row)
 
 
 class _PassingRun:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localrt.common.errors import CheckpointError
+from localrt.models.checkpoints.store.manifest import StoredUnit
+from localrt.offload.device.gpu import Clock, Event
 from localrt.quant.formats.packed import Bytes
 
 
@@ -48,17 +50,15 @@ class StoreFiles:
                 f"{error.filename or folder} cannot be read: {error.strerror}"
             ) from error
 
-    def read_into(self, name: str, offset: int, out: Bytes, least: int | None = None) -> None:
+    def read_into(self, name: str, offset: int, out: Bytes) -> None:
         """Fill ``out`` from byte ``offset`` of file ``name``.
-
-        With ``least`` the file may end behind so many bytes: direct reads ask for whole pages.
 
         Raises:
             CheckpointError: the file is shorter, or cannot be read.
         """
         view = out.data
-        done, least = 0, len(view) if least is None else least
-        while done < least:
+        done = 0
+        while done < len(view):
             descriptor, direct = self._descriptors[name]
             try:
                 try:
@@ -134,3 +134,28 @@ def _drop(descriptor: int, offset: int, count: int) -> None:
     """Tell the system that the pages will not be wanted from the cache."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
+
+
+class DiskSource:
+    """Units in ``files``. See ``reader.Source``."""
+
+    def __init__(self, files: StoreFiles, clock: Clock) -> None:
+        self._files = files
+        self._clock = clock
+
+    def fetch(self, unit: StoredUnit, start: int, out: Bytes, after: Event | None) -> None:
+        """Read now: RAM is free at once, no GPU works on it."""
+        started = self._clock.begin("ssd")
+        try:
+            self._files.read_into(unit.file, unit.offset + start, out)
+        finally:
+            self._clock.end("ssd", unit.name, started)
+
+    def skip(self, unit: StoredUnit) -> None:
+        """Nothing to do: a file gives what it is asked for, and waits for nobody."""
+
+    def forget(self) -> None:
+        """Nothing to do."""
+
+    def resume(self) -> None:
+        """Nothing to do."""

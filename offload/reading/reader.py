@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -21,8 +20,7 @@ from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.weight_store import Check
 from localrt.offload.device.gpu import Event
-from localrt.offload.reading import reader
-from localrt.offload.ring import Chunk, chunks
+from localrt.offload.ring import Chunk, Lease, Ring, chunks
 
 POLL_S = 0.05
 """Seconds until a waiting pass notices that it was cancelled."""
@@ -42,6 +40,12 @@ class Source(Protocol):
 
     def skip(self, unit: StoredUnit) -> None:
         """The unit is left out once: in the order of ``fetch``, after all of what came before."""
+
+    def forget(self) -> None:
+        """Nobody wants what is on its way: end all waiting, begin nothing until ``resume``."""
+
+    def resume(self) -> None:
+        """All fetches from before ``forget`` have ended."""
 
 
 @runtime_checkable
@@ -68,32 +72,6 @@ def require_answer(since: float, stall_s: float, what: str) -> None:
             f"the disk has not answered for {silent:.0f} seconds (reading {what}): check the drive "
             "that the model is on"
         )
-
-
-def wait_for_all(
-    reads: Sequence[Future[None]], what: str, stall_s: float, check: Check | None = None
-) -> None:
-    """Until all of ``reads`` are done. Never waits in a read itself: a disk may hang.
-
-    Raises:
-        CheckpointError: one failed, or none of them ends for ``stall_s`` seconds.
-    """
-    latest, count = time.perf_counter(), 0
-    try:
-        while True:
-            done, left = wait(reads, POLL_S, FIRST_EXCEPTION)
-            for read in done:
-                read.result()
-            if not left:
-                return
-            if len(done) > count:
-                latest, count = time.perf_counter(), len(done)
-            require_answer(latest, stall_s, what)
-            if check is not None:
-                check()
-    finally:
-        for read in reads:
-            read.cancel()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -224,17 +202,231 @@ class Reader:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class DemandLoad(reader.Load):
+class _UnitLoad(Load):
+    """A unit in the ring or on its way there."""
+
+    lease: Lease
+    unwanted: bool = False
+    used: bool = False  # acquired and not released
+
+
+class UnitReader(Reader):
+    """Keeps the next units of a pass in ``ring``, in a fixed cyclic order. See ``Reader``.
+
+    The order wraps round the end of the model into the next token, so that the disk does not rest
+    between tokens; it rests only when the ring is full. Every unit has its own state to wait for:
+    there is no barrier. The same class copies from RAM to a GPU, with another ``Source``.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        ring: Ring,
+        *,
+        threads: int,
+        stall_s: float = 60.0,
+    ) -> None:
+        self._ring = ring
+        self._order: tuple[StoredUnit, ...] = ()
+        self._cursor = 0  # of the unit that is leased next
+        self._skips: Counter[str] = Counter()  # times that a unit is left out
+        self._loads: deque[_UnitLoad] = deque()  # oldest first
+        self._draining = False  # loads are dropped once nothing of them is in flight
+        self._stopped = False  # and nothing is begun after that
+        self._following: tuple[StoredUnit, ...] | None = None  # the order to take up after that
+        self._new_ring: Ring | None = None  # and the ring
+        super().__init__(source, threads=threads, stall_s=stall_s, name="reader")
+
+    @property
+    def room(self) -> int:
+        """Bytes of the ring."""
+        return self._ring.nbytes
+
+    @property
+    def failed(self) -> bool:
+        """Whether a unit that nobody has asked for yet could not be fetched."""
+        with self._changed:
+            return any(load.error is not None for load in self._loads)
+
+    def stop(self) -> None:
+        """Drop what was fetched, and begin nothing until ``schedule`` or ``rewind``."""
+        with self._changed:
+            self._stopped = True
+            self._drop()
+        self._source.forget()  # later: what was dropped could have ended before, and resumed it
+
+    def schedule(self, units: Sequence[StoredUnit], ring: Ring | None = None) -> None:
+        """Fetch ``units`` from now on, again and again, from the first; drop what was fetched.
+
+        ``ring`` takes the place of the one so far.
+        """
+        with self._changed:
+            self._following = tuple(units)
+            self._new_ring = ring or self._new_ring
+            self._stopped = False
+            self._drop()
+
+    def rewind(self) -> None:
+        """Begin again with the first unit, since the pass was abandoned."""
+        with self._changed:
+            self._stopped = False
+            self._drop()
+
+    def skip(self, names: Iterable[str], *, finish: bool = False) -> None:
+        """Leave each of these units out once: the pass does not want them.
+
+        Every pass acquires or skips each unit of the order, so that a unit which is there already
+        is the one of this pass, however many rounds the ring holds. With ``finish`` what is on its
+        way is fetched to its end, since the source gives it once.
+        """
+        with self._changed:
+            order = self._order if self._following is None else self._following
+            for name in {unit.name for unit in order}.intersection(names):
+                load = None if self._draining else self._oldest(name)
+                if load is None:
+                    self._skips[name] += 1
+                else:
+                    load.unwanted = True
+                    if not finish:
+                        load.waiting.clear()
+            self._sweep()
+            self._changed.notify_all()
+
+    def acquire(self, name: str, check: Check | None = None) -> Any:
+        """The bytes of unit ``name`` once they have arrived.
+
+        ``check`` is called while waiting, and may raise to give up. A ``Waiter`` is told of it.
+
+        Raises:
+            CheckpointError: the file is truncated or fails, or the disk does not answer.
+            ValueError: the unit is not in the order.
+        """
+        with self._changed:
+            # A cancelled pass must not take a unit; the restarted order would lack it.
+            if check is not None:
+                check()
+            return self._wait(lambda: self._take(name), name, check)
+
+    def release(self, name: str, event: Event | None = None) -> None:
+        """Give the memory of ``name`` to the units that follow, once ``event`` has happened."""
+        with self._changed:
+            for load in self._loads:
+                if load.unit.name == name and load.used:
+                    load.used = False
+                    self._free(load, event)
+                    self._finish_draining()
+                    return
+
+    # -- under the lock --------------------------------------------------------------------------
+
+    def _take(self, name: str) -> Any | None:
+        """The unit if it has arrived; it is in use from then on."""
+        if self._draining:
+            return None
+        load = self._oldest(name)
+        if load is None:
+            if not any(unit.name == name for unit in self._order):
+                raise ValueError(f"unit {name} is not among those that are read in each pass")
+            return None
+        if load.error is not None:
+            raise load.error
+        if load.missing:
+            return None
+        load.used = True
+        return load.memory
+
+    def _oldest(self, name: str) -> _UnitLoad | None:
+        """The oldest load of ``name`` that no pass has taken or skipped."""
+        for load in self._loads:
+            if load.unit.name == name and not load.unwanted and not load.used:
+                return load
+        return None
+
+    def _free(self, load: _UnitLoad, event: Event | None = None) -> None:
+        self._loads.remove(load)
+        self._ring.release(load.lease, event)
+        self._changed.notify_all()
+
+    def _sweep(self) -> None:
+        """Free what nobody wants, as far as it has arrived."""
+        for load in [load for load in self._loads if load.unwanted]:
+            if not load.in_flight and not load.waiting:
+                self._free(load)
+
+    def _drop(self) -> None:
+        self._draining = True
+        self._skips.clear()
+        for load in self._loads:
+            load.waiting.clear()
+        self._finish_draining()
+
+    def _finish_draining(self) -> None:
+        if not self._draining or self._stopped:
+            return
+        if any(load.in_flight or load.used for load in self._loads):
+            return
+        for load in list(self._loads):
+            self._free(load)
+        if self._following is not None:
+            self._order, self._following = self._following, None
+        if self._new_ring is not None:
+            self._ring.replaced()
+            self._ring, self._new_ring = self._new_ring, None
+        self._cursor, self._draining = 0, False
+        self._source.resume()
+        self._changed.notify_all()
+
+    def _next(self) -> Job | None:
+        if self._draining or not self._order:
+            return None
+        last = self._loads[-1] if self._loads else None
+        if last is None or not last.waiting:
+            while True:
+                unit = self._order[self._cursor]
+                if any(load.unit is unit and not load.done for load in self._loads):
+                    return None  # a source gives a unit once before it gives it again
+                if not self._skips[unit.name]:
+                    break
+                self._skips[unit.name] -= 1
+                self._source.skip(unit)
+                self._advance()
+            lease = self._ring.lease(unit.nbytes)
+            if lease is None:
+                return None
+            memory = self._ring.view(lease)
+            last = _UnitLoad(unit=unit, memory=memory, waiting=lease.waiting, lease=lease)
+            self._loads.append(last)
+            self._advance()
+        found = self._ring.next_chunk(last.lease)
+        if found is None:
+            return None
+        last.in_flight += 1
+        return last, *found
+
+    def _advance(self) -> None:
+        self._cursor = (self._cursor + 1) % len(self._order)
+
+    def _arrived(self, load: Load) -> None:
+        assert isinstance(load, _UnitLoad), "it is in the ring"
+        self._finish_draining()
+        if load.unwanted:
+            self._sweep()
+        if load.done or load.error is not None or self._draining:
+            self._changed.notify_all()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DemandLoad(Load):
     """Appended to ``ends`` when it has ended, well or not."""
 
     ends: deque[DemandLoad]
 
 
-class DemandReader(reader.Reader):
+class DemandReader(Reader):
     """See ``Reader``. It fetches pieces of ``block`` bytes."""
 
     def __init__(
-        self, source: reader.Source, *, threads: int, block: int = 2 << 20, stall_s: float = 60.0
+        self, source: Source, *, threads: int, block: int = 2 << 20, stall_s: float = 60.0
     ) -> None:
         self._block = block
         self._urgent: deque[DemandLoad] = deque()
@@ -284,7 +476,7 @@ class DemandReader(reader.Reader):
             if load.error is not None:
                 raise load.error
 
-    def _next(self) -> reader.Job | None:
+    def _next(self) -> Job | None:
         queue = self._urgent or self._ahead
         if not queue:
             return None
@@ -295,7 +487,7 @@ class DemandReader(reader.Reader):
             queue.popleft()
         return load, chunk, None
 
-    def _arrived(self, load: reader.Load) -> None:
+    def _arrived(self, load: Load) -> None:
         assert isinstance(load, DemandLoad), "it was asked for here"
         if load.error is not None:
             for queue in (self._urgent, self._ahead):

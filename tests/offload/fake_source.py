@@ -41,6 +41,7 @@ class FakeSource:
     def __init__(self, *, delay_s: float = 0.0, seed: int = 0, fault: Fault | None = None) -> None:
         self.fetched: list[tuple[str, int, int]] = []
         self.skipped: list[str] = []
+        self.resumed = 0
         self.fault = fault
         self._delay_s = delay_s
         self._random = random.Random(seed)
@@ -58,6 +59,12 @@ class FakeSource:
 
     def skip(self, unit: StoredUnit) -> None:
         self.skipped.append(unit.name)
+
+    def forget(self) -> None:
+        pass
+
+    def resume(self) -> None:
+        self.resumed += 1
 
     @property
     def nbytes(self) -> int:

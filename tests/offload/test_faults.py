@@ -211,7 +211,7 @@ def test_a_disk_that_fails_for_a_while(model: Model) -> None:
 def test_what_failed_ahead_of_a_pass_is_tried_again(model: Model) -> None:
     files, right = bad_files(model), expected(model)
     with model.placed(passing(model.store), files=files) as decoder:
-        cache, reader = decoder.cache(100), decoder.weights.pipeline.cpu.reader
+        cache, reader = decoder.cache(100), decoder.weights.cpu.reader
         assert reader is not None
 
         def fail(name: str, _offset: int, _count: int) -> None:
@@ -222,7 +222,7 @@ def test_what_failed_ahead_of_a_pass_is_tried_again(model: Model) -> None:
             run_out(decoder, cache)
         # What was read for the pass that failed is dropped; the next one is read ahead.
         wait_for(lambda: not reader._draining)
-        wait_for(lambda: decoder.weights.pipeline.cpu.failed)
+        wait_for(lambda: decoder.weights.cpu.failed)
         files.fault = None
         cache.trim(0)
         assert np.array_equal(extend(decoder, cache, TEXT), right)
@@ -269,7 +269,7 @@ def test_a_disk_that_stalls_ends_the_pass_not_the_model(model: Model, what: str)
     with model.placed(streamed, files=files) as decoder:
         cache = decoder.cache(100)
         extend(decoder, cache, TEXT[:3])
-        pipeline = decoder.weights.pipeline
+        pipeline = decoder.weights
         assert pipeline.cpu.reader is not None
 
         def stall(name: str, _offset: int, _count: int) -> None:
@@ -335,10 +335,9 @@ def test_a_closed_decoder_leaves_nothing_for_the_collector(model: Model) -> None
     try:
         with model.placed(passing(model.store)[::2]) as decoder:
             extend(decoder, decoder.cache(20), TEXT)
-            pipeline = decoder.weights.pipeline
-            parts = [decoder.weights, pipeline.cpu, *decoder.weights.stages]
+            parts = [decoder.weights, decoder.weights.cpu, *decoder.weights.stages]
             left = [weakref.ref(part) for part in parts]
-        del decoder, pipeline, parts
+        del decoder, parts
         assert [ref() for ref in left] == [None] * len(left)
     finally:
         gc.enable()

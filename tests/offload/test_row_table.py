@@ -1,18 +1,21 @@
-"""The embedding table whose rows lie on the SSD: the right ones, each tile read when it must be."""
+"""Tables whose rows lie on the SSD: the right ones, each page read once, and only if it must be."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.offload.pipeline import tables
-from localrt.offload.pipeline.tables import RowTable
+from localrt.common.errors import CheckpointError
+from localrt.offload.pipeline.tables import KEPT_BYTES, RowTable
 from localrt.offload.reading.files import StoreFiles
+from localrt.offload.ring import PAGE
 from localrt.quant.ops.protocol import Batch
 from tests.offload.placed import Model, needs_kernels, pack_synthetic
 
@@ -20,65 +23,80 @@ pytestmark = needs_kernels
 
 NAME = "model.embed_tokens.weight"
 VOCAB = 1500
+TILE = 16 * 64 // 32 * 34  # bytes, in q8_0
 
 
 class CountingFiles(StoreFiles):
-    """Remembers where it read."""
+    """Remembers where it read, as direct reads could."""
 
     reads: list[int]
 
     def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
+        assert offset % PAGE == len(out) % PAGE == out.ctypes.data % PAGE == 0
         self.reads.append(offset)
         super().read_into(name, offset, out)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    folder = pack_synthetic(tmp_path_factory.mktemp("rows"), vocab=VOCAB, layers=1, hidden=128)
+    folder = pack_synthetic(tmp_path_factory.mktemp("rows"), vocab=VOCAB, layers=1, hidden=64)
     with closing(Model(folder)) as model:
         yield model
 
 
-def open_table(model: Model) -> tuple[RowTable, CountingFiles]:
-    store = model.store
-    files = CountingFiles(store.path, [unit.file for unit in store.manifest.units])
+def open_table(
+    model: Model, *, direct: bool = False, **options: int
+) -> tuple[RowTable, CountingFiles]:
+    store, names = model.store, [unit.file for unit in model.store.manifest.units]
+    files = CountingFiles(store.path, names, direct=direct)
     files.reads = []
-    return RowTable(store, NAME, files, lambda name: None), files
+    return RowTable(store, NAME, files, lambda name: None, **options), files
 
 
 def rows(model: Model, table: RowTable, ids: list[int]) -> np.ndarray:
     wanted = np.array(ids, np.int64)
     cache = model.ops.kv_cache(model.config.attention, 64)
     step = model.ops.begin(Batch.extend([(cache, ids)]))
-    return np.array(table.embed(model.ops, step, wanted, 1.0))
+    return np.array(table.ask(model.ops, step, wanted)())
 
 
 @settings(max_examples=20)
 @given(passes=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8), max_size=12))
 def test_rows_do_not_depend_on_what_was_kept(model: Model, passes: list[list[int]]) -> None:
-    table, _ = open_table(model)
-    with closing(table):
+    kept, _ = open_table(model)
+    with closing(kept):
         for ids in passes:
-            fresh, _ = open_table(model)
+            fresh, _ = open_table(model, direct=True, keep=0)
             with closing(fresh):
-                assert np.array_equal(rows(model, table, ids), rows(model, fresh, ids))
+                assert np.array_equal(rows(model, kept, ids), rows(model, fresh, ids))
 
 
-def test_a_repeated_token_is_read_once(model: Model) -> None:
-    table, files = open_table(model)
+@pytest.mark.parametrize(
+    ("keep", "passes", "reads"),
+    [
+        (KEPT_BYTES, [[5, 700, 5], [700, 6]], [2, 0]),  # 6 lies in the tile of 5
+        (KEPT_BYTES, [[0, 16]], [1]),  # two tiles of a page
+        (0, [[5, 700, 5], [700, 6]], [2, 2]),
+        (3 * TILE, [[0], [160], [320], [0], [480], [0], [160]], [1, 1, 1, 0, 1, 0, 1]),
+    ],
+)
+def test_reads(model: Model, keep: int, passes: list[list[int]], reads: list[int]) -> None:
+    table, files = open_table(model, keep=keep)
     with closing(table):
-        first = rows(model, table, [5, 700, 5])
-        assert len(files.reads) == 2
-        again = rows(model, table, [700, 6])  # 6 lies in the tile of 5
-        assert len(files.reads) == 2
-        assert np.array_equal(first[1], again[0])
+        for ids, count in zip(passes, reads, strict=True):
+            before = len(files.reads)
+            found = rows(model, table, ids)
+            assert len(files.reads) - before == count
+            whole = {token: found[at] for at, token in enumerate(ids)}
+            assert all(np.array_equal(found[at], whole[n]) for at, n in enumerate(ids))
+        assert table.bytes_read >= PAGE * len(files.reads)
 
 
-def test_the_oldest_tiles_make_room(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, files = open_table(model)
-    with closing(table):
-        monkeypatch.setattr(tables, "KEPT_BYTES", 3 * table._tile)
-        for token in (0, 16, 32, 0, 48, 0, 16):
-            rows(model, table, [token])
-        tiles = [(offset - min(files.reads)) // table._tile for offset in files.reads]
-        assert tiles == [0, 1, 2, 3, 1]
+def test_files_cut_short(tmp_path: Path) -> None:
+    with closing(Model(pack_synthetic(tmp_path, vocab=VOCAB, layers=1, hidden=64))) as model:
+        table, _ = open_table(model)
+        with closing(table):
+            path = model.store.path / "embedding.safetensors"
+            os.truncate(path, path.stat().st_size - 2 * PAGE)
+            with pytest.raises(CheckpointError, match="was cut short"):
+                rows(model, table, [VOCAB - 1])

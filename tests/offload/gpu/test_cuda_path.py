@@ -159,10 +159,10 @@ def test_memory_given_back_is_streamed(model: Model) -> None:
     with on_cuda(model, where) as decoder:
         cache = decoder.cache(10)
         first = extend(decoder, cache, [3])
-        used = decoder.weights.pipeline.gpu.gpu.used
+        used = decoder.weights.gpu.gpu.used
         assert decoder.weights.memory.evict(1) > 0
         assert decoder.weights.memory.evict_gpu(1) > 0
-        assert decoder.weights.pipeline.gpu.gpu.used < used
+        assert decoder.weights.gpu.gpu.used < used
         cache.trim(0)
         assert np.array_equal(extend(decoder, cache, [3]), first)
 

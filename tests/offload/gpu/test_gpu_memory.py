@@ -47,7 +47,7 @@ pytestmark = needs_kernels
 
 
 def card_of(decoder: Decoder) -> Gpu:
-    lane = decoder.weights.pipeline.gpu
+    lane = decoder.weights.gpu
     assert lane is not None
     assert lane.gpu is not None
     return lane.gpu
@@ -149,7 +149,7 @@ def test_what_cannot_be_given_back_is_said(model: Model) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     with on_gpu(model, where) as decoder:
         card_of(decoder).capacity = 1000
-        with pytest.raises(MemoryBudgetError, match=r"fake GPU: keys, values .* shorter --ctx"):
+        with pytest.raises(MemoryBudgetError, match=r"fake GPU: keys, values .* shorter ctx"):
             extend(decoder, decoder.cache(10), [3])
 
 

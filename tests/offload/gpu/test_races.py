@@ -22,7 +22,8 @@ from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts
 from localrt.offload.placement import LEAST_CARD_ROWS, Where
-from localrt.offload.reading.unit_reader import LinkSource, UnitReader
+from localrt.offload.reading.link import LinkSource
+from localrt.offload.reading.reader import UnitReader
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
@@ -260,7 +261,7 @@ def test_a_copy_that_ends_while_copying_is_given_up_again_loses_no_unit(
         weights.abandon()
         wait_for(held.is_set)
         weights.abandon()
-        cpu = weights.pipeline.cpu
+        cpu = weights.cpu
         rewind = cpu.rewind
 
         def rewind_slowly() -> None:
