@@ -53,8 +53,7 @@ CHILD = """
                 model.generate(token_ids=[5, 6, 7], max_tokens=2)
             here = psutil.Process()
             held.append((here.num_fds(), threads(here), here.memory_info().rss))
-        with localrt.load(job["model"], progress=steps.append, threads=2, **job["load"]) as
-        model:
+        with localrt.load(job["model"], progress=steps.append, threads=2, **job["load"]) as model:
             for prompt in job["prompts"]:
                 answer = model.generate(
                     token_ids=prompt, temperature=0.0, max_tokens=job["tokens"], ignore_eos=True
