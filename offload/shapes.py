@@ -18,7 +18,7 @@ from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.registry import read_config
 from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
-from localrt.quant.choose import missing_on_cards
+from localrt.quant.choose import missing_on_gpu
 from localrt.quant.ops.attention import IndexSpec, LatentSpec, scratch_nbytes
 from localrt.quant.ops.kv import (
     BLOCK_TOKENS,
@@ -291,7 +291,7 @@ def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
         ),
         experts=experts,
         beside=config.block.numbers_beside(config),
-        off_card=missing_on_cards(config.memory),
+        off_card=missing_on_gpu(config.memory),
     )
 
 

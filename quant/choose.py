@@ -41,9 +41,9 @@ def make_ops(
     if device == "auto":
         device = _default_device()
         # Such attention on packed weights needs our kernels: without them, it is the CPU's. So is
-        # what none of our kernels for cards can do: the CPU keeps it packed, and may stream it.
+        # what none of our kernels for GPUs can do: the CPU keeps it packed, and may stream it.
         if compute_format is None and device != "cpu":
-            lacking = _kernels_fit(attention) and missing_on_cards(attention)
+            lacking = _kernels_fit(attention) and missing_on_gpu(attention)
             if lacking or (ours and _limit(attention, 0)):
                 device = "cpu"
     kept = parse_kv_format(kv_format)
@@ -58,8 +58,8 @@ def make_ops(
             )
         cache_format(split_layers(attention)[0], kept)  # raises where the two do not go together
         return NativeOps(threads=threads, kv_format=kept)
-    on_card = device.startswith("cuda") and compute_format is None
-    if kept != "bf16" and (latent or not on_card):
+    on_gpu = device.startswith("cuda") and compute_format is None
+    if kept != "bf16" and (latent or not on_gpu):
         raise OptionError(_no_kv_format(kv_format))
     try:
         import torch
@@ -146,11 +146,11 @@ def _limit(attention: Sequence[LayerSpec], index: int) -> str:
     from localrt.quant.cuda.programs import NO_COMPILER, OLDEST, has_compiler
 
     if torch.version.hip is not None:
-        return "they are for NVIDIA cards"
+        return "they are for NVIDIA GPUs"
     major, minor = torch.cuda.get_device_capability(index)
     if 10 * major + minor < OLDEST:
-        return f"they need a card of compute capability {OLDEST / 10}, and this has {major}.{minor}"
-    if missing := missing_on_cards(attention):
+        return f"they need a GPU of compute capability {OLDEST / 10}, and this has {major}.{minor}"
+    if missing := missing_on_gpu(attention):
         return missing
     for spec in split_layers(attention)[0]:
         if isinstance(spec, LatentSpec):
@@ -162,8 +162,8 @@ def _limit(attention: Sequence[LayerSpec], index: int) -> str:
     return "" if has_compiler() else NO_COMPILER
 
 
-def missing_on_cards(memory: Sequence[LayerSpec]) -> str:
-    """What our kernels for cards lack for a model that remembers ``memory``; empty if nothing."""
+def missing_on_gpu(memory: Sequence[LayerSpec]) -> str:
+    """What our kernels for GPUs lack for a model that remembers ``memory``; empty if nothing."""
     for spec in memory:
         if isinstance(spec, RecurrentSpec):
             if spec.kind == "ngram":

@@ -110,14 +110,14 @@ def counted(model: Model) -> dict[str, Any]:
     """Kernels, launches and waits of a token, and the GPU's idle share, once all is recorded."""
     if not model.info.device.startswith("cuda"):
         return {}
-    from localrt.quant.cuda.counting import count_card_use
+    from localrt.quant.cuda.counting import count_gpu_use
 
     ids = random_ids({"vocab_size": model.info.vocab_size}, 4, seed=4)
     answer = model.stream(token_ids=ids, max_tokens=3 * _COUNTED, ignore_eos=True, temperature=0)
     for _ in range(_COUNTED):
         next(answer)
     try:
-        use = count_card_use(lambda: [next(answer) for _ in range(_COUNTED)])
+        use = count_gpu_use(lambda: [next(answer) for _ in range(_COUNTED)])
     except RuntimeError as error:
         return {"not counted": str(error)[:200]}
     if use is None:
@@ -127,7 +127,7 @@ def counted(model: Model) -> dict[str, Any]:
         for name, value in asdict(use).items()
         if name in ("kernels", "launches", "waits", "reader_waits")
     }
-    shares = {"card_idle": 1 - use.busy_s / use.seconds, "link_busy": use.link_s / use.seconds}
+    shares = {"gpu_idle": 1 - use.busy_s / use.seconds, "link_busy": use.link_s / use.seconds}
     return {f"{name}_per_token": value for name, value in per_token.items()} | shares
 
 
@@ -148,7 +148,7 @@ def throttle(link_bytes_s: float) -> None:
 
     from localrt.quant.cuda import cuda_memory, measuring
 
-    plain, card_rates = cuda_memory.CudaCopies, measuring.card_rates
+    plain, gpu_rates = cuda_memory.CudaCopies, measuring.gpu_rates
 
     class Throttled(plain):
         """Sends bytes to nowhere behind each copy."""
@@ -175,11 +175,11 @@ def throttle(link_bytes_s: float) -> None:
             return event
 
     def rates(*args: Any, **options: Any) -> Any:
-        found = card_rates(*args, **options)
-        return replace(found, to_card_bytes_s=min(link_bytes_s, found.to_card_bytes_s))
+        found = gpu_rates(*args, **options)
+        return replace(found, to_gpu_bytes_s=min(link_bytes_s, found.to_gpu_bytes_s))
 
     cuda_memory.CudaCopies = Throttled  # type: ignore[misc]
-    measuring.card_rates = rates
+    measuring.gpu_rates = rates
 
 
 if __name__ == "__main__":

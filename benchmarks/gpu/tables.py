@@ -121,7 +121,7 @@ def _loaded(results: Sequence[Record]) -> str:
         "kernels a token": ("kernels_per_token", "{:.0f}"),
         "launches": ("launches_per_token", "{:.0f}"),
         "waits": ("waits_per_token", "{:.1f}"),
-        "GPU idle": ("card_idle", "{:.0%}"),
+        "GPU idle": ("gpu_idle", "{:.0%}"),
         "loading, s": ("load_s", "{:.0f}"),
     }
     rows = [

@@ -76,9 +76,9 @@ def gpu_use(model: Model, prompt: Sequence[int]) -> GpuUse:
         busy = dict(model.status().since(before).busy)
         seen = None
         if model.info.device.startswith("cuda"):
-            from localrt.quant.cuda.counting import count_card_use
+            from localrt.quant.cuda.counting import count_gpu_use
 
-            seen = count_card_use(decode)
+            seen = count_gpu_use(decode)
     finally:
         close = getattr(stream, "close", None)
         if close is not None:

@@ -232,7 +232,7 @@ def _card_rows(card: dict[str, Any]) -> Iterator[list[str]]:
             text += f", up to {card['best_gain']:.2g} times as fast as by rule"
     yield ["GPU kernels", f"{text} ({with_})" if with_ else text]
     if rates := card["rates"]:
-        link, memory = rates["to_card_bytes_s"], rates["memory_bytes_s"]
+        link, memory = rates["to_gpu_bytes_s"], rates["memory_bytes_s"]
         yield [
             "GPU rates",
             f"memory {format_bytes(memory)}/s, link {format_bytes(link)}/s, "

@@ -15,7 +15,7 @@ from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.planner.cards import measured_profile
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cuda.gpu_file import CardRates
+from localrt.quant.cuda.gpu_file import GpuRates
 from localrt.quant.ops.kv import parse_kv_format
 from localrt.quant.ops.protocol import Ops
 
@@ -92,7 +92,7 @@ def _cuda(
     capacity = max(0, min(free - SPARE_VRAM_NBYTES, asked))
     clock = Clock()
     if rates is not None:
-        link, profile = rates.to_card_bytes_s, measured_profile(copies.name, capacity, rates)
+        link, profile = rates.to_gpu_bytes_s, measured_profile(copies.name, capacity, rates)
     else:
         link, memory = copies.measure()
         flops = _ARITHMETIC_PER_BYTE * memory
@@ -111,9 +111,9 @@ def _cuda(
 
 def _rates(
     ops: Ops, host: NativeOps, formats: Iterable[str], progress: ProgressCallback | None
-) -> CardRates | None:
+) -> GpuRates | None:
     """What was measured of the card, now or before; None if it cannot be."""
-    from localrt.quant.cuda.measuring import card_rates
+    from localrt.quant.cuda.measuring import gpu_rates
     from localrt.quant.cuda.ops import CudaOps
 
     def on_step(done: int, total: int) -> None:
@@ -122,6 +122,6 @@ def _rates(
 
     assert isinstance(ops, CudaOps), "a card of CUDA computes by them"
     try:
-        return card_rates(ops, formats, host=host, on_step=on_step)
+        return gpu_rates(ops, formats, host=host, on_step=on_step)
     except LocalrtError:  # plain copies are measured then, and loading says what is wrong
         return None

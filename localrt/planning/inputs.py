@@ -415,7 +415,7 @@ def with_card(
     rates = None if here is None or cache is None else known_rates(cache, card.name)
     if rates is not None:
         profile = measured_profile(card.name, card.vram_bytes, rates)
-        rate, latency, source = rates.to_card_bytes_s, rates.crossing_s, "measured"
+        rate, latency, source = rates.to_gpu_bytes_s, rates.crossing_s, "measured"
     given = "given" if link is not None else source
     machine = replace(
         machine,

@@ -203,7 +203,7 @@ class Experts(Protocol):
     watch: RoutingWatch | None
 
     @property
-    def hostless(self) -> bool:
+    def capturable(self) -> bool:
         """Whether passes run without the host knowing the choices: they can be recorded."""
 
     def begin(self, routed: Routed, state: Any) -> Turn:
@@ -228,9 +228,9 @@ class ResidentExperts:
         self.watch: RoutingWatch | None = None
 
     @property
-    def hostless(self) -> bool:
+    def capturable(self) -> bool:
         """See ``Experts``; dense layers have none."""
-        return self.watch is None and all(table.hostless for table in self.tables.values())
+        return self.watch is None and all(table.capturable for table in self.tables.values())
 
     def begin(self, routed: Routed, state: PassState) -> Turn:
         """Everything is there."""

@@ -53,7 +53,7 @@ class CudaGpu(Gpu):
 
     def to_gpu(self, x: Array) -> Array:
         """Float32 rows as a residual stream."""
-        return self._copies.to_card(x)
+        return self._copies.to_gpu(x)
 
     def to_host(self, x: Array) -> Array:
         """Waits for the stream."""

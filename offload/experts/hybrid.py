@@ -47,7 +47,7 @@ class HybridExperts:
     passes.
     """
 
-    hostless = False
+    capturable = False
 
     def __init__(
         self,

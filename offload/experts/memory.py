@@ -264,7 +264,7 @@ class CpuExperts:
     that were asked for.
     """
 
-    hostless = False
+    capturable = False
 
     def __init__(self, memory: ExpertMemory, ops: Ops, clock: Clock) -> None:
         self.watch: RoutingWatch | None = None

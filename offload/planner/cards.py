@@ -18,7 +18,7 @@ from types import MappingProxyType
 from localrt.common.errors import OptionError
 from localrt.common.formatting import parse_size
 from localrt.offload.planner.machine import GpuProfile, KernelRate
-from localrt.quant.cuda.gpu_file import ROWS, CardRates
+from localrt.quant.cuda.gpu_file import ROWS, GpuRates
 
 _VIRTUAL = re.compile(r"virtual:(?P<size>[^@]+)@(?P<link>[^,]+),(?P<memory>[^,]+),(?P<flops>[^,]+)")
 _FLOPS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([GTP])(?:FLOPS?|OPS?)", re.IGNORECASE)
@@ -162,7 +162,7 @@ CARDS: Mapping[str, Card] = MappingProxyType(
 DEFAULT_CARD = "RTX 4060 8GB"
 
 
-def measured_profile(name: str, vram_bytes: int, rates: CardRates) -> GpuProfile:
+def measured_profile(name: str, vram_bytes: int, rates: GpuRates) -> GpuProfile:
     """A card of this machine by what was measured on it."""
     return GpuProfile(
         name=name,

@@ -205,7 +205,7 @@ def _matrix(tensor: TiledTensor, site: int) -> Matrix:
 class NativeExpertTable:
     """See ``ExpertTable``. All experts of a table have one shape, but any formats."""
 
-    hostless = False
+    capturable = False
 
     def __init__(self, count: int) -> None:
         self._parts = (ExpertParts * count)()

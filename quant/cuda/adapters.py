@@ -142,7 +142,7 @@ class _Changes:
 
 
 class CudaAdapters:
-    """What a card's products add for the rows of the pass that has begun last."""
+    """What a GPU's products add for the rows of the pass that has begun last."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""What a piece of work asks of a card: kernels, launches, waits, and how long the card was busy.
+"""What a piece of work asks of a GPU: kernels, launches, waits, and how long the GPU was busy.
 
 Torch's profiler sees every kernel and copy, our own and those in recorded graphs, and every call
 of CUDA, whichever thread makes it. It slows the work a little: times are for shares.
@@ -25,12 +25,12 @@ _WAITS = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class CardUse:
-    """``kernels`` ran on the card, ``launches`` are calls that started them: a graph is one.
+class GpuUse:
+    """``kernels`` ran on the GPU, ``launches`` are calls that started them: a graph is one.
 
-    ``waits`` are calls of the launching thread that returned when the card had done something;
+    ``waits`` are calls of the launching thread that returned when the GPU had done something;
     ``reader_waits`` those of other threads. Of ``seconds``, kernels ran for ``busy_s``, and copies
-    to the card for ``link_s``.
+    to the GPU for ``link_s``.
     """
 
     seconds: float
@@ -42,8 +42,8 @@ class CardUse:
     link_s: float
 
 
-def count_card_use(work: Callable[[], object]) -> CardUse | None:
-    """What ``work`` asks of the card; None where nothing is seen of one."""
+def count_gpu_use(work: Callable[[], object]) -> GpuUse | None:
+    """What ``work`` asks of the GPU; None where nothing is seen of one."""
     if not torch.cuda.is_available():
         work()
         return None
@@ -64,7 +64,7 @@ def count_card_use(work: Callable[[], object]) -> CardUse | None:
     return use_of(events, seconds)
 
 
-def use_of(events: Iterable[Mapping[str, Any]], seconds: float) -> CardUse | None:
+def use_of(events: Iterable[Mapping[str, Any]], seconds: float) -> GpuUse | None:
     """The same, from the events of a trace in Chrome's format."""
     spans: dict[str, list[tuple[float, float]]] = {"kernel": [], "gpu_memcpy": []}
     launches: Counter[object] = Counter()
@@ -79,7 +79,7 @@ def use_of(events: Iterable[Mapping[str, Any]], seconds: float) -> CardUse | Non
     if not spans["kernel"]:
         return None
     thread, _ = launches.most_common(1)[0] if launches else (None, 0)
-    return CardUse(
+    return GpuUse(
         seconds=seconds,
         kernels=len(spans["kernel"]),
         launches=launches.total(),

@@ -1,9 +1,9 @@
-"""A CUDA card's memory and copies for the offloading pipeline, on torch.
+"""A CUDA GPU's memory and copies for the offloading pipeline, on torch.
 
-One stream copies to the card, one to the host, torch's current stream computes; they wait for each
+One stream copies to the GPU, one to the host, torch's current stream computes; they wait for each
 other's events, and the host waits only for a copy whose source it is about to change, and for what
 it has to know. On ``device="cpu"`` the same
-calls copy in RAM, for tests without a card.
+calls copy in RAM, for tests without a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.launch import FullCard, upload
+from localrt.quant.cuda.launch import FullGpu, upload
 from localrt.quant.cuda.routing import CudaRouting
 from localrt.quant.cuda.stream import Stream
 from localrt.quant.formats.packed import Bytes
@@ -45,12 +45,12 @@ class CudaCopies:
         self.unpinned = 0  # bytes of buffers that the system would not pin
 
     def alloc(self, nbytes: int) -> Tensor:
-        """Uninitialized bytes on the card.
+        """Uninitialized bytes on the GPU.
 
         Raises:
             MemoryBudgetError: so much is not free.
         """
-        with FullCard():
+        with FullGpu():
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if self._stream is not None:
             # Kernels that are still at work may be reading what these bytes held before.
@@ -128,12 +128,12 @@ class CudaCopies:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def to_card(self, x: npt.NDArray[np.float32]) -> Stream:
-        """Activations (R, D) of the CPU as the card's residual stream."""
+    def to_gpu(self, x: npt.NDArray[np.float32]) -> Stream:
+        """Activations (R, D) of the CPU as the GPU's residual stream."""
         return Stream(upload(np.asarray(x, np.float32), self._device))
 
     def to_host(self, x: Stream | Tensor) -> npt.NDArray[np.float32]:
-        """The card's residual stream, or normed rows, as the CPU's activations (R, D)."""
+        """The GPU's residual stream, or normed rows, as the CPU's activations (R, D)."""
         with torch.inference_mode():
             there = x if isinstance(x, Tensor) else x.settle()
             values: npt.NDArray[np.float32] = there.float().cpu().numpy()
@@ -170,7 +170,7 @@ class CudaCopies:
         return here
 
     def measure(self) -> tuple[float, float]:
-        """Bytes per second from pinned RAM to the card, and of reading the card's own memory.
+        """Bytes per second from pinned RAM to the GPU, and of reading the GPU's own memory.
 
         Medians of five; takes a fraction of a second and 512 MB of each.
         """
@@ -193,7 +193,7 @@ class CudaCopies:
         return _SAMPLE / float(np.median(link[1:])), 2 * _SAMPLE / float(np.median(memory[1:]))
 
     def close(self) -> None:
-        """Unpin the RAM, and give torch's cached memory back to the card."""
+        """Unpin the RAM, and give torch's cached memory back to the GPU."""
         for data in list(self._pinned):
             self.free_host(data)
         if self._real:

@@ -32,7 +32,7 @@ from localrt.quant.cuda.products import (
     quantize,
 )
 from localrt.quant.cuda.programs import Program
-from localrt.quant.cuda.routing import MOST_EXPERTS, CudaRouting, choose, on_card, router_logits
+from localrt.quant.cuda.routing import MOST_EXPERTS, CudaRouting, choose, on_gpu, router_logits
 from localrt.quant.cuda.steps import rotate_blocks
 from localrt.quant.cuda.weight import CudaWeight
 from localrt.quant.formats import FORMATS
@@ -63,7 +63,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The slots of some experts, by expert, and which of them a block computes; on the card.
+    """The slots of some experts, by expert, and which of them a block computes; on the GPU.
 
     ``parts`` (most, 3) int32 are an expert, the place of its first slot in ``slots`` and how many
     there are, at most ``size``. A row of x has ``used`` slots.
@@ -266,11 +266,11 @@ class CudaExpertTable(TorchExpertTable):
         self.kinds: list[ExpertKind] = []  # those that were seen
         self.kind_of = np.full(count, -1, np.int64)
         self._places: npt.NDArray[np.int64] = np.zeros((count, ADDRESSES), np.int64)
-        self._moved = np.zeros(count, np.bool_)  # since the card's entries were written
+        self._moved = np.zeros(count, np.bool_)  # since the GPU's entries were written
         self._entries: Tensor | None = None
 
     @property
-    def hostless(self) -> bool:  # type: ignore[override]
+    def capturable(self) -> bool:  # type: ignore[override]
         return bool((self.kind_of >= 0).all())
 
     def put(self, expert: int, weights: ExpertWeights) -> None:
@@ -399,7 +399,7 @@ def run_kinds(
         if not (same := wanted & (kinds == number)).any():
             continue
         if chosen is None:
-            chosen = on_card(routing, normed.device).chosen_there
+            chosen = on_gpu(routing, normed.device).chosen_there
             entries = table.entries(normed.device)
         run_kind(normed, plan_slots(chosen, same), entries, kind, spec, slots)
 

@@ -1,12 +1,12 @@
-"""What was measured of a card, kept in the cache folder: ``cards.json``, an entry for each card.
+"""What was measured of a GPU, kept in the cache folder: ``cards.json``, an entry for each GPU.
 
 Figures belong to a key of all that they depend on; with another key they are measured again. This
 module imports nothing heavy, and does not know what the figures mean.
 
-What a card computes and copies per second, as it was measured on the card itself.
+What a GPU computes and copies per second, as it was measured on the GPU itself.
 
-Plain values, kept with the card's other figures; ``measuring.py`` finds them. This module imports
-nothing heavy: who plans for a card need not load what computes on it.
+Plain values, kept with the GPU's other figures; ``measuring.py`` finds them. This module imports
+nothing heavy: who plans for a GPU need not load what computes on it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = "cards.json"
 
 
 def kept_of(folder: Path, name: str) -> dict[str, Any]:
-    """What is kept in ``folder`` of the card ``name``, whatever it was measured with: ``key``, and
+    """What is kept in ``folder`` of the GPU ``name``, whatever it was measured with: ``key``, and
     parts by their names. Nothing, if the file is damaged.
     """
     values = _read(folder / _NAME).get(name)
@@ -33,8 +33,8 @@ def kept_of(folder: Path, name: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class CardFile:
-    """The entry of the card ``name`` in ``folder``, as far as it was measured with ``key``."""
+class GpuFile:
+    """The entry of the GPU ``name`` in ``folder``, as far as it was measured with ``key``."""
 
     folder: Path
     name: str
@@ -49,12 +49,12 @@ class CardFile:
     def write(self, part: str, values: Mapping[str, Any]) -> None:
         """Replace a part. What cannot be written is measured again by the next process."""
         path = self.folder / _NAME
-        cards, kept = _read(path), kept_of(self.folder, self.name)
+        gpus, kept = _read(path), kept_of(self.folder, self.name)
         if kept.get("key") != list(self.key):
             kept = {"key": list(self.key)}
-        cards[self.name] = {**kept, part: dict(values)}
+        gpus[self.name] = {**kept, part: dict(values)}
         with suppress(OSError):
-            write_text(path, json.dumps(cards, indent=1), private=True, sync=False, folder=True)
+            write_text(path, json.dumps(gpus, indent=1), private=True, sync=False, folder=True)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -66,20 +66,20 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 RATES, FINE_RATES = "rates", "rates of 15 bits"
-"""The parts of a card's file that have them, for rows in 8 bits and in 15."""
+"""The parts of a GPU's file that have them, for rows in 8 bits and in 15."""
 ROWS = (1, 8, 64, 128, 512, 2048)
 """Rows of the products that are timed. From 65 on weights are unpacked first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardRates:
-    """Bytes and seconds of one card.
+class GpuRates:
+    """Bytes and seconds of one GPU.
 
     ``products`` are seconds per weight of products with ``ROWS`` rows at once, by format; weights
-    come from the card's memory. ``memory_bytes_s`` is read and written by a copy within it.
+    come from the GPU's memory. ``memory_bytes_s`` is read and written by a copy within it.
 
-    ``to_card_bytes_s`` and ``to_host_bytes_s`` are copies from and to pinned RAM, ``both_bytes_s``
-    those to the card while others go back. While the CPU reads RAM, copies have ``busy_link`` of
+    ``to_gpu_bytes_s`` and ``to_host_bytes_s`` are copies from and to pinned RAM, ``both_bytes_s``
+    those to the GPU while others go back. While the CPU reads RAM, copies have ``busy_link`` of
     their rate, and the CPU ``busy_cpu`` of its own.
 
     ``crossing_s`` is the way of a row of activations from one side to the other, with all waits.
@@ -89,7 +89,7 @@ class CardRates:
 
     products: Mapping[str, tuple[float, ...]]
     memory_bytes_s: float
-    to_card_bytes_s: float
+    to_gpu_bytes_s: float
     to_host_bytes_s: float
     both_bytes_s: float
     busy_link: float
@@ -117,7 +117,7 @@ class CardRates:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> CardRates | None:
+    def from_dict(cls, values: Mapping[str, Any]) -> GpuRates | None:
         """What ``to_dict`` gave; None for anything else."""
         try:
             products = {name: tuple(rates) for name, rates in values["products"].items()}
@@ -126,9 +126,9 @@ class CardRates:
             return None
 
 
-def known_rates(cache: Path, name: str) -> CardRates | None:
-    """What ``cache`` has of the card that its driver calls ``name``, whatever it was measured with.
+def known_rates(cache: Path, name: str) -> GpuRates | None:
+    """What ``cache`` has of the GPU that its driver calls ``name``, whatever it was measured with.
 
-    Nothing is measured: for whoever must not load the card.
+    Nothing is measured: for whoever must not load the GPU.
     """
-    return CardRates.from_dict(kept_of(cache, name).get(RATES, {}))
+    return GpuRates.from_dict(kept_of(cache, name).get(RATES, {}))

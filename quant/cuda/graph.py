@@ -2,7 +2,7 @@
 
 A pass over one sequence with a number of rows seen before (1 in decoding, K in verifying a tree) is
 recorded with static inputs and replayed from then on: whole, or run by run where only some of its
-parts lie on the card. A recording belongs to one cache as it is allocated; growth makes a new one.
+parts lie on the GPU. A recording belongs to one cache as it is allocated; growth makes a new one.
 It knows a ``forward`` and the steps under it, not models. Off a GPU, "replaying" runs the pass
 again on the static inputs, so that tests cover the rest.
 """
@@ -227,7 +227,7 @@ class GraphedForward:
 
 def record(body: Callable[[], None], pool: Any) -> Callable[[], None]:
     """What replays the kernels that ``body`` starts; ``pool`` has their scratch memory: None is off
-    a card, where that is ``body`` itself.
+    a GPU, where that is ``body`` itself.
 
     Meanwhile other threads may allocate, copy and pin: recording looks at its own thread's calls.
     """

@@ -24,7 +24,7 @@ from torch import Tensor
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.common.settings import Settings
 from localrt.common.version import __version__
-from localrt.quant.cuda.gpu_file import CardFile
+from localrt.quant.cuda.gpu_file import GpuFile
 from localrt.quant.cuda.programs import (
     OLDEST,
     Program,
@@ -62,7 +62,7 @@ def launch(
     """Start a kernel whose pointers are memory of ``device``.
 
     Raises:
-        LocalrtError: the card is too old, or refuses.
+        LocalrtError: the GPU is too old, or refuses.
     """
     noted: dict[Program, None] | None = getattr(_noted, "programs", None)
     if noted is not None:
@@ -98,13 +98,13 @@ def prepare(device: torch.device, program: Program) -> None:
 
 def _launcher(device: torch.device) -> Launcher:
     if device.type == "cuda":
-        return _card(torch.cuda.current_device() if device.index is None else device.index)
-    assert _emulator is not None, "kernels run on a card"
+        return _gpu(torch.cuda.current_device() if device.index is None else device.index)
+    assert _emulator is not None, "kernels run on a GPU"
     return _emulator
 
 
-def card_file(device: torch.device) -> CardFile:
-    """Where the figures of a CUDA card are kept, with what they depend on."""
+def gpu_file(device: torch.device) -> GpuFile:
+    """Where the figures of a CUDA GPU are kept, with what they depend on."""
     from cuda.bindings import driver
 
     _, version = driver.cuDriverGetVersion()
@@ -116,15 +116,15 @@ def card_file(device: torch.device) -> CardFile:
         f"torch {torch.__version__}",
         f"localrt {__version__}",
     )
-    return CardFile(Settings.from_environment().cache_dir, torch.cuda.get_device_name(device), key)
+    return GpuFile(Settings.from_environment().cache_dir, torch.cuda.get_device_name(device), key)
 
 
 @cache
-def _card(index: int) -> Launcher:
-    return _Card(index)
+def _gpu(index: int) -> Launcher:
+    return _Gpu(index)
 
 
-class _Card:
+class _Gpu:
     def __init__(self, index: int) -> None:
         from cuda.bindings import driver
 
@@ -133,7 +133,7 @@ class _Card:
         self._capability, self._index = 10 * major + minor, index
         if self._capability < OLDEST:
             raise LocalrtError(
-                f"{torch.cuda.get_device_name(index)} is too old: localrt computes on cards of "
+                f"{torch.cuda.get_device_name(index)} is too old: localrt computes on GPUs of "
                 f"compute capability {OLDEST / 10} and later"
             )
         self._folder = Settings.from_environment().cache_dir / "kernels"
@@ -155,7 +155,7 @@ class _Card:
         )
 
     def _enter(self) -> None:
-        """A thread that has used nothing of torch's on the card has no context yet."""
+        """A thread that has used nothing of torch's on the GPU has no context yet."""
         if not int(self._check(self._driver.cuCtxGetCurrent())):
             context = self._check(self._driver.cuDevicePrimaryCtxRetain(self._index))
             self._check(self._driver.cuCtxSetCurrent(context))
@@ -181,7 +181,7 @@ class _Card:
         if int(status) != 0:
             name = self._driver.cuGetErrorString(status)[1]
             said = name.decode() if isinstance(name, bytes) else str(status)
-            raise LocalrtError(f"the card refuses a kernel: {said}")
+            raise LocalrtError(f"the GPU refuses a kernel: {said}")
         return values[0] if values else None
 
 
@@ -217,7 +217,7 @@ class CudaStopwatch:
         """See ``Stopwatch``. The median of five runs; what is not compiled is compiled before.
 
         Raises:
-            torch.OutOfMemoryError: the card has no room for the bytes that fill its cache.
+            torch.OutOfMemoryError: the GPU has no room for the bytes that fill its cache.
         """
         launch()
         cuda: Any = torch.cuda  # not typed throughout
@@ -237,7 +237,7 @@ class CudaStopwatch:
         return float(statistics.median(first.elapsed_time(last) for first, last in runs) / 1e3)
 
     def _wake(self, filler: torch.Tensor) -> None:
-        """Keep the card busy until its clocks are those of work: what is timed first would lose."""
+        """Keep the GPU busy until its clocks are those of work: what is timed first would lose."""
         end = time.perf_counter() + _WAKING_S
         while time.perf_counter() < end:
             filler.zero_()
@@ -245,8 +245,8 @@ class CudaStopwatch:
         self._awake = True
 
 
-class FullCard(AbstractContextManager[None]):
-    """Says in our words that a card has no memory left.
+class FullGpu(AbstractContextManager[None]):
+    """Says in our words that a GPU has no memory left.
 
     Raises:
         MemoryBudgetError: in the place of torch's error.
@@ -255,7 +255,7 @@ class FullCard(AbstractContextManager[None]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             raise MemoryBudgetError(
-                "the card has no memory left: close other programs that use it, or give the model "
+                "the GPU has no memory left: close other programs that use it, or give the model "
                 "less with --gpu-memory"
             ) from error
 

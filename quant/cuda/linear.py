@@ -39,7 +39,7 @@ def reads_records(weight: CudaWeight, rows: int) -> bool:
 
 
 def _by_kernels(rows: int, part: TiledMatrix | Tensor) -> bool:
-    """Whether our kernels multiply ``rows`` rows, and not torch: few, or all on a card that does
+    """Whether our kernels multiply ``rows`` rows, and not torch: few, or all on a GPU that does
     not multiply bf16 (Turing).
     """
     device = part.device if isinstance(part, Tensor) else part.data.device

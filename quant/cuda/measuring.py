@@ -1,7 +1,7 @@
-"""Measuring a card: products, copies, the link beside a busy CPU, and what a launch costs.
+"""Measuring a GPU: products, copies, the link beside a busy CPU, and what a launch costs.
 
-It takes a second or two beside compiling, about 200 MB of RAM and as much of the card's memory, and
-is done once: ``card_rates`` keeps what it finds. It knows no model, only formats.
+It takes a second or two beside compiling, about 200 MB of RAM and as much of the GPU's memory, and
+is done once: ``gpu_rates`` keeps what it finds. It knows no model, only formats.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from localrt.quant.cuda.gpu_file import (
     FINE_RATES,
     RATES,
     ROWS,
-    CardFile,
-    CardRates,
+    GpuFile,
+    GpuRates,
 )
 from localrt.quant.cuda.graph import record
 from localrt.quant.cuda.launch import (
     CudaStopwatch,
     Stopwatch,
-    card_file,
+    gpu_file,
     noting,
     prepare,
 )
@@ -63,51 +63,51 @@ class Size:
     launches = 100
 
 
-def card_rates(
+def gpu_rates(
     ops: CudaOps,
     formats: Iterable[str],
     *,
     host: NativeOps | None = None,
-    file: CardFile | None = None,
+    file: GpuFile | None = None,
     on_step: Step | None = None,
-) -> CardRates:
-    """The rates of the card of ``ops``: what is kept, and what is missing measured and kept too.
+) -> GpuRates:
+    """The rates of the GPU of ``ops``: what is kept, and what is missing measured and kept too.
 
     ``formats`` are those to know products of; others than packed ones are left out.
 
     Raises:
-        LocalrtError: the card cannot be measured.
+        LocalrtError: the GPU cannot be measured.
     """
-    file = file or card_file(torch.device(ops.device))
+    file = file or gpu_file(torch.device(ops.device))
     part = FINE_RATES if ops.fine else RATES
-    known = CardRates.from_dict(file.read(part))
+    known = GpuRates.from_dict(file.read(part))
     wanted = _packed(formats) or (_FORMATS[:1] if known is None else ())
     missing = [name for name in wanted if known is None or name not in known.products]
     if known is not None and not missing:
         return known
-    rates = measure_card(ops, missing, host=host, known=known, on_step=on_step)
+    rates = measure_gpu(ops, missing, host=host, known=known, on_step=on_step)
     file.write(part, rates.to_dict())
     if torch.device(ops.device).type == "cuda":
         torch.cuda.empty_cache()  # so that what was used to measure counts as free
     return rates
 
 
-def measure_card(
+def measure_gpu(
     ops: CudaOps,
     formats: Iterable[str] = _FORMATS,
     *,
     host: NativeOps | None = None,
-    known: CardRates | None = None,
+    known: GpuRates | None = None,
     on_step: Step | None = None,
     stopwatch: Stopwatch | None = None,
     size: type[Size] = Size,
-) -> CardRates:
-    """Measure the card of ``ops``; of one that is ``known``, products in other ``formats`` only.
+) -> GpuRates:
+    """Measure the GPU of ``ops``; of one that is ``known``, products in other ``formats`` only.
 
-    ``host`` computes beside the card. Nothing is kept.
+    ``host`` computes beside the GPU. Nothing is kept.
 
     Raises:
-        LocalrtError: the card refuses a kernel, or has no memory left.
+        LocalrtError: the GPU refuses a kernel, or has no memory left.
     """
     device = torch.device(ops.device)
     stopwatch = stopwatch or CudaStopwatch(device)
@@ -135,17 +135,17 @@ def measure_card(
         step()
         link = _Link(ops, size)
         try:
-            to_card, to_host, both = link.rates()
+            to_gpu, to_host, both = link.rates()
             step()
-            busy_link, busy_cpu = link.beside(host or _host(), to_card)
+            busy_link, busy_cpu = link.beside(host or _host(), to_gpu)
             crossing_s = link.crossing_s()
             step()
         finally:
             link.close()
-    return CardRates(
+    return GpuRates(
         products=products,
         memory_bytes_s=memory,
-        to_card_bytes_s=to_card,
+        to_gpu_bytes_s=to_gpu,
         to_host_bytes_s=to_host,
         both_bytes_s=both,
         busy_link=busy_link,
@@ -206,7 +206,7 @@ def _memory_bytes_s(device: torch.device, stopwatch: Stopwatch, size: type[Size]
 def _launch_seconds(
     device: torch.device, stopwatch: Stopwatch, size: type[Size]
 ) -> tuple[float, float]:
-    """Of a small kernel: on the host, and on the card in a recorded pass."""
+    """Of a small kernel: on the host, and on the GPU in a recorded pass."""
     x = torch.ones(1, 64, device=device)
 
     def body() -> None:
@@ -223,7 +223,7 @@ def _launch_seconds(
 
 
 class _Link:
-    """Copies between pinned RAM and the card, and the RAM and memory for them."""
+    """Copies between pinned RAM and the GPU, and the RAM and memory for them."""
 
     def __init__(self, ops: CudaOps, size: type[Size]) -> None:
         self._device, self._size = torch.device(ops.device), size
@@ -242,9 +242,9 @@ class _Link:
         self._copies.free(self._other)
 
     def rates(self) -> tuple[float, float, float]:
-        """Bytes per second to the card, from it, and to it while others come back."""
+        """Bytes per second to the GPU, from it, and to it while others come back."""
         nbytes = self._size.copied
-        to_card = nbytes / _median(lambda: self._copies.copy_in(self._source, self._there, None))
+        to_gpu = nbytes / _median(lambda: self._copies.copy_in(self._source, self._there, None))
 
         def back() -> None:
             self._take_back()
@@ -258,9 +258,9 @@ class _Link:
         self._copies.settled(end)
         both = self._size.copies * nbytes / (time.perf_counter() - started)
         _finish(self._device)
-        return to_card, to_host, both
+        return to_gpu, to_host, both
 
-    def beside(self, host: NativeOps | None, to_card: float) -> tuple[float, float]:
+    def beside(self, host: NativeOps | None, to_gpu: float) -> tuple[float, float]:
         """What the link and the CPU keep of their rates while both read RAM; all without a CPU."""
         if host is None:
             return 1.0, 1.0
@@ -275,13 +275,13 @@ class _Link:
             host.read_all(data)
             count += 1
         seconds = time.perf_counter() - started
-        link = self._size.copies * self._size.copied / seconds / to_card
+        link = self._size.copies * self._size.copied / seconds / to_gpu
         return min(1.0, link), min(1.0, alone * count / seconds)
 
     def crossing_s(self) -> float:
         """Seconds that a row takes from one side to the other, the host waiting for it."""
         row = np.zeros((1, self._size.shape[1]), np.float32)
-        return _median(lambda: self._copies.to_host(self._copies.to_card(row))) / 2
+        return _median(lambda: self._copies.to_host(self._copies.to_gpu(row))) / 2
 
     def _send(self) -> Any:
         return self._copies.copy_in(self._source, self._there, None, wait=False)

@@ -4,7 +4,7 @@ Passes of up to 64 rows are batch-invariant. Longer ones (prefill) unpack a matr
 torch's products; attention is a kernel of its own for them. The residual stream is float32;
 what a product reads is bf16. It knows no architecture; the kernels are in ``kernels``.
 
-Steps that have no kernels here: models that take them compute with torch on a card.
+Steps that have no kernels here: models that take them compute with torch on a GPU.
 
 ``quant/choose.py`` sees to it: by their attention, which norms values or chooses tokens.
 """
@@ -32,11 +32,11 @@ from localrt.quant.cuda.attention import (
 from localrt.quant.cuda.experts import CudaExpertTable, route_rows, run_kinds
 from localrt.quant.cuda.graph import GraphedForward, Recordings
 from localrt.quant.cuda.latent import LatentSteps
-from localrt.quant.cuda.launch import FullCard, upload
+from localrt.quant.cuda.launch import FullGpu, upload
 from localrt.quant.cuda.linear import gate_up, linear, normed_for
 from localrt.quant.cuda.products import unpack_rows
 from localrt.quant.cuda.recurrent import RecurrentSteps
-from localrt.quant.cuda.routing import combined, on_card, put_rows
+from localrt.quant.cuda.routing import combined, on_gpu, put_rows
 from localrt.quant.cuda.steps import norm, rotate_blocks
 from localrt.quant.cuda.stream import (
     CudaPass,
@@ -75,7 +75,7 @@ from localrt.quant.reference.experts import gated
 
 def _missing(self: object, *args: Any) -> NoReturn:
     """See ``Ops``."""
-    raise NotImplementedError("models that take this step compute with torch on a card")
+    raise NotImplementedError("models that take this step compute with torch on a GPU")
 
 
 class StreamSteps:
@@ -119,12 +119,12 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         entered = torch.is_inference_mode_enabled() and (
             self._device.type != "cuda" or torch.cuda.current_device() == self._device.index
         )
-        return FullCard() if entered else self._enter()
+        return FullGpu() if entered else self._enter()
 
     @contextmanager
     def _enter(self) -> Iterator[None]:
         device = nullcontext() if self._device.type != "cuda" else torch.cuda.device(self._device)
-        with torch.inference_mode(), device, FullCard():
+        with torch.inference_mode(), device, FullGpu():
             yield
 
     def free_memory(self) -> int | None:
@@ -293,7 +293,7 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
 
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
         """(R, D), float32: summed one k after another."""
-        return combined(slots, on_card(routing, self._device).weights_there, shared)
+        return combined(slots, on_gpu(routing, self._device).weights_there, shared)
 
     def latent_rows(self, normed: Tensor, weight: CudaWeight) -> Tensor:
         """(R, L), bf16."""

@@ -1,8 +1,8 @@
-"""The kernels of ``quant/cuda/src`` as machine code: compiled by NVRTC for one card, kept on the
+"""The kernels of ``quant/cuda/src`` as machine code: compiled by NVRTC for one GPU, kept on the
 disk.
 
 A ``Program`` is one kernel with its macros. Only those that a model needs are compiled. What is
-kept belongs to the sources, the macros, the card's generation and the compiler's version, so
+kept belongs to the sources, the macros, the GPU's generation and the compiler's version, so
 nothing is ever out of date. It knows neither tensors nor launches.
 """
 
@@ -20,7 +20,7 @@ from localrt.common.errors import LocalrtError, MissingExtraError
 from localrt.common.files import write_bytes
 
 OLDEST = 75
-"""The first generation of cards with products of 8-bit integers: Turing."""
+"""The first generation of GPUs with products of 8-bit integers: Turing."""
 
 NO_COMPILER = "CUDA's compiler is missing: pip install 'localrt[gpu]' nvidia-cuda-nvrtc"
 
@@ -67,11 +67,11 @@ def sources() -> Mapping[str, bytes]:
 
 
 def machine_code(program: Program, capability: int, folder: Path) -> bytes:
-    """``program`` for cards of ``capability`` (89 is 8.9), from ``folder`` if it was made before.
+    """``program`` for GPUs of ``capability`` (89 is 8.9), from ``folder`` if it was made before.
 
     Raises:
         MissingExtraError: there is no NVRTC.
-        LocalrtError: it does not compile, which says that the card is too new or too old.
+        LocalrtError: it does not compile, which says that the GPU is too new or too old.
     """
     version, _ = toolchain()
     made_from = "\0".join((version, str(capability), *_FLAGS, program.text, *sources())).encode()
@@ -108,7 +108,7 @@ def compile_program(program: Program, capability: int) -> Compiled:
         if int(status) != 0:
             first = next((line for line in said.splitlines() if "error" in line), str(status))
             raise LocalrtError(
-                f"the kernel {program.name} does not compile for a card of compute capability "
+                f"the kernel {program.name} does not compile for a GPU of compute capability "
                 f"{capability / 10}: {first}"
             )
         code = b" " * _checked(nvrtc.nvrtcGetCUBINSize(made))[0]

@@ -21,9 +21,9 @@ from localrt.quant.ops.experts import RouterSpec, Routing
 
 
 class CudaRouting(Routing):
-    """See ``Routing``; ``results`` are those of ``kernels.routing.choose``.
+    """See ``Routing``; ``results`` are those of ``choose``.
 
-    ``chosen_there`` (R, K) int32 and ``weights_there`` (R, K) float32 are on the card.
+    ``chosen_there`` (R, K) int32 and ``weights_there`` (R, K) float32 are on the GPU.
     """
 
     def __init__(self, results: Tensor, rows: int, ranked: int, used: int) -> None:
@@ -41,7 +41,7 @@ class CudaRouting(Routing):
 
     @property
     def results(self) -> Tensor:
-        """All of them, on the card: (n,) int32."""
+        """All of them, on the GPU: (n,) int32."""
         return self._results
 
     @property
@@ -88,7 +88,7 @@ class CudaRouting(Routing):
         return values
 
 
-def on_card(routing: Routing, device: torch.device) -> CudaRouting:
+def on_gpu(routing: Routing, device: torch.device) -> CudaRouting:
     """``routing``, which may be the host's, where kernels read it."""
     if isinstance(routing, CudaRouting):
         return routing

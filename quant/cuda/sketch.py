@@ -47,7 +47,7 @@ class SketchOps(CudaOps):
             yield
 
     def prepare(self, program: Program) -> None:
-        """Compile it for this card, or find it on the disk. Any thread may call it.
+        """Compile it for this GPU, or find it on the disk. Any thread may call it.
 
         Raises:
             LocalrtError: it does not compile.

@@ -1,7 +1,7 @@
-"""Which variant of the products' kernel a card takes: by a rule, and then the quickest of a few.
+"""Which variant of the products' kernel a GPU takes: by a rule, and then the quickest of a few.
 
 How the work is cut changes no result, so the candidates of a case are timed where the case comes up
-first, on its own matrix and rows. What was found is kept with the card's other figures: a case is
+first, on its own matrix and rows. What was found is kept with the GPU's other figures: a case is
 measured once. It knows cases and seconds, not how a product is launched.
 """
 
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from localrt.common.errors import LocalrtError
-from localrt.quant.cuda.gpu_file import CardFile
+from localrt.quant.cuda.gpu_file import GpuFile
 from localrt.quant.cuda.launch import (
     CudaStopwatch,
     Stopwatch,
-    card_file,
+    gpu_file,
     is_noting,
 )
 from localrt.quant.formats.affine import AFFINE
 
 CUTS = "cuts"
-"""The part of a card's file that has the chosen variants."""
+"""The part of a GPU's file that has the chosen variants."""
 
 _BUDGET_S = 2.0  # of one model
 _WORTH = 1.03  # times as fast as by rule: less is within what clocks say of the same kernel
@@ -90,7 +90,7 @@ class Choice:
 
 
 class Variants:
-    """The cuts of one card with so many ``processors``; by rule where there is no ``stopwatch``.
+    """The cuts of one GPU with so many ``processors``; by rule where there is no ``stopwatch``.
 
     Measuring takes ``budget_s`` seconds at most for a model that is loaded, and one case more; what
     is left then goes by rule until the next process. ``now`` is the clock of that.
@@ -101,7 +101,7 @@ class Variants:
         processors: int,
         *,
         stopwatch: Stopwatch | None = None,
-        file: CardFile | None = None,
+        file: GpuFile | None = None,
         budget_s: float = _BUDGET_S,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -137,7 +137,7 @@ class Variants:
     def _quickest(
         self, stopwatch: Stopwatch, case: Case, launch: Callable[[Cut], object]
     ) -> Cut | None:
-        """Of the candidates; None where the card has no room to measure."""
+        """Of the candidates; None where the GPU has no room to measure."""
         rule, *others = candidates(case, self._processors)
         if not others:
             return rule
@@ -147,11 +147,11 @@ class Variants:
             first = stopwatch.seconds(lambda: launch(rule))
             best, least = rule, first / _WORTH
             for cut in others:
-                with suppress(LocalrtError):  # the card refuses it
+                with suppress(LocalrtError):  # the GPU refuses it
                     seconds = stopwatch.seconds(lambda cut=cut: launch(cut))  # type: ignore[misc]
                     if seconds < least:
                         best, least = cut, seconds
-            if best != rule:  # a card's clocks may have changed meanwhile
+            if best != rule:  # a GPU's clocks may have changed meanwhile
                 first = min(first, stopwatch.seconds(lambda: launch(rule)))
                 if first < _WORTH * least:
                     best = rule
@@ -169,7 +169,7 @@ class Variants:
 
 
 def best_cut(case: Case, processors: int) -> Cut:
-    """By rule: blocks enough for a card of ``processors``, and no more registers than it has."""
+    """By rule: blocks enough for a GPU of ``processors``, and no more registers than it has."""
     # Two pairs share the activations that a warp loads, but need registers, and blocks enough.
     light = case.format == "nvfp4" and case.rows == 1 and case.tiles >= 16 * processors
     blocks = -(-case.tiles // (4 if light else 2))
@@ -207,14 +207,14 @@ def _most_groups(case: Case) -> int:
 
 @cache
 def variants(device: torch.device) -> Variants:
-    """Those of a device; by rule off a card."""
+    """Those of a device; by rule off a GPU."""
     if device.type != "cuda":
         return Variants(1)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Variants(processors, stopwatch=CudaStopwatch(device), file=card_file(device))
+    return Variants(processors, stopwatch=CudaStopwatch(device), file=gpu_file(device))
 
 
-def _read(file: CardFile, processors: int) -> Iterator[tuple[Case, Choice]]:
+def _read(file: GpuFile, processors: int) -> Iterator[tuple[Case, Choice]]:
     """What is kept; lines that are no cases are left out."""
     rows: Any = file.read(CUTS).get("cases")
     for row in rows if isinstance(rows, list) else ():

@@ -4,7 +4,7 @@ Tables only. ggml's types that localrt reads are among the formats; its quantize
 
 The unsigned codes of packed blocks, whatever the format: one byte a weight, read and written.
 
-What a code stands for is the format's affair (``unpack.py``, the codecs); here is only where its
+What a code stands for is the format's affair (``convert.py``, the codecs); here is only where its
 bits lie in a block. ggml's blocks are as ``ggml.py`` lists them. Q8_0's signed codes count from
 -128, so that they are unsigned too.
 """

@@ -2,8 +2,8 @@
 
 An entry is four or eight neighbouring columns; a block of 256 has an index for each, signs of the
 columns (IQ3, IQ2) or shifts of the entries (IQ1), and scales. Here is where each of them lies in a
-block, as fields of whole numbers, and back. ``unpack.py`` makes values of them, ``tiled.py`` tiles.
-The entries themselves are those of the ``gguf`` package.
+block, as fields of whole numbers, and back. ``convert.py`` makes values of them, ``tiled.py``
+tiles. The entries themselves are those of the ``gguf`` package.
 
 The tiles of codebook types: what a span of ``tiled.py`` holds of entries, signs and scales.
 

@@ -1,6 +1,6 @@
 """The weight formats of ggml that localrt reads, by name and by the number a GGUF file gives them.
 
-A table only: block sizes and names. How the bytes of a block become numbers is in ``unpack.py``;
+A table only: block sizes and names. How the bytes of a block become numbers is in ``convert.py``;
 where they come from is the checkpoints' business.
 
 GGUF's types that localrt packs itself: Q2_K, Q3_K, and IQ4_NL where rows are no whole blocks.

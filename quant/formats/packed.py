@@ -6,8 +6,8 @@ from (checkpoints), nor how they are multiplied (``quant/ops``).
 How one of our own formats encodes weights: codes and scales of groups, and their bytes.
 
 A codec knows one group of weights at a time. Which scales are best (``quant/methods``) and how a
-whole tensor is packed (``pack.py``) is decided elsewhere. Groups are rows of an array, (n, block);
-their scales are (n, k) float32 numbers that the format can store exactly.
+whole tensor is packed (``convert.py``) is decided elsewhere. Groups are rows of an array, (n,
+block); their scales are (n, k) float32 numbers that the format can store exactly.
 """
 
 from __future__ import annotations

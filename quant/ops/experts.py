@@ -146,7 +146,7 @@ class ExpertTable(Protocol):
     """A layer's experts as far as they are in an implementation's memory, by number."""
 
     @property
-    def hostless(self) -> bool:
+    def capturable(self) -> bool:
         """Whether all of the layer's are there, and run without the host knowing the choice."""
 
     def put(self, expert: int, weights: ExpertWeights) -> None:

@@ -11,7 +11,7 @@ import pytest
 import localrt
 from localrt.cli import doctor
 from localrt.machine import hardware
-from localrt.quant.cuda.gpu_file import CardFile
+from localrt.quant.cuda.gpu_file import GpuFile
 from tests.planner.models import RATE
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_a_card_tells_what_was_compiled_and_measured(
     cache = tmp_path / "LOCALRT_CACHE"
     (cache / "kernels").mkdir(parents=True)
     (cache / "kernels" / "linear-1.cubin").write_bytes(b"")
-    file = CardFile(cache, "RTX 4060", ["driver for CUDA 12.8", "NVRTC 12.8", "kernels 1f"])
+    file = GpuFile(cache, "RTX 4060", ["driver for CUDA 12.8", "NVRTC 12.8", "kernels 1f"])
     file.write("cuts", {"cases": [{"gain": 1.0}, {"gain": 1.25}]})
     file.write("rates", RATE.to_dict())
     text = _doctor(capsys, as_json=False)

@@ -31,7 +31,7 @@ def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> 
         on_step(1, 4)
         return RATE
 
-    monkeypatch.setattr(measuring, "card_rates", rates)
+    monkeypatch.setattr(measuring, "gpu_rates", rates)
     monkeypatch.setattr(cuda_memory, "_SAMPLE", 1 << 20)
     ops, seen = CudaOps(device="cpu"), list[Progress]()
     monkeypatch.setattr(ops, "free_memory", lambda: 8 << 30)
@@ -40,7 +40,7 @@ def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> 
     machine = card.on(typical_machine())
     assert asked == [{"q4_k"}]
     assert seen == [Progress("measure", 1, 4, "rates")]
-    assert machine.link_bytes_s == RATE.to_card_bytes_s
+    assert machine.link_bytes_s == RATE.to_gpu_bytes_s
     assert machine.link_latency_s == RATE.crossing_s
     assert machine.gpu is not None
     assert machine.gpu.kernels["int4-g32"].at(8) == RATE.products["int4-g32"][1]

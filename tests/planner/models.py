@@ -9,7 +9,7 @@ from localrt.offload.placement import PlacedUnit
 from localrt.offload.planner import Budgets, Plan, PlanRequest, make_plan, shape_from_config
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.offload.shapes import Experts, KvShape, ModelShape
-from localrt.quant.cuda.gpu_file import CardRates
+from localrt.quant.cuda.gpu_file import GpuRates
 
 _GPT_OSS: dict[str, Any] = {
     "model_type": "gpt_oss",
@@ -372,10 +372,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 MB = 1_000_000
 
-RATE = CardRates(
+RATE = GpuRates(
     products={"int4-g32": (2e-12, 3e-12, 9e-12, 6e-11, 8e-11, 2e-10)},
     memory_bytes_s=250e9,
-    to_card_bytes_s=12e9,
+    to_gpu_bytes_s=12e9,
     to_host_bytes_s=11e9,
     both_bytes_s=9e9,
     busy_link=0.8,

@@ -13,7 +13,7 @@ from localrt.machine import hardware
 from localrt.offload.store.pack import fingerprint
 from localrt.planning import plan
 from localrt.planning.inputs import Hardware, with_card
-from localrt.quant.cuda.gpu_file import CardFile
+from localrt.quant.cuda.gpu_file import GpuFile
 from localrt.quantize.mix import GroupLoss, LossTable
 from tests.cli.test_plan import config_folder
 from tests.planner.models import RATE, machine
@@ -55,7 +55,7 @@ def test_this_machines_card_has_the_rates_that_were_measured(
     cache = tmp_path / "LOCALRT_CACHE"
     by_rule, _ = with_card(machine(), Hardware(), cache)
     assert by_rule.sources["gpu"] == "typical"
-    CardFile(cache, card.name, ["key"]).write("rates", RATE.to_dict())
+    GpuFile(cache, card.name, ["key"]).write("rates", RATE.to_dict())
     # Another card than this machine's is not what was measured.
     other, _ = with_card(machine(), Hardware(gpu="RTX 4060 8GB"), cache)
     for each in (by_rule, other):

@@ -87,7 +87,7 @@ class NativeEngine(Engine):
         self._rates = RecentRates(ssd_bytes_s)
         self._forward: Forward | None = decoder.forward
         # Else it is decided on the way who computes.
-        if all(experts.hostless for experts in decoder.weights.experts):
+        if all(experts.capturable for experts in decoder.weights.experts):
             self._forward = decoder.ops.graphed(decoder.forward)
         self.info = info
         self._turn = threading.Lock()

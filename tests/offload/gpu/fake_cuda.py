@@ -37,7 +37,7 @@ class LateCudaGpu(LateGpu):
         self._cuda = CudaCopies(device="cpu")
 
     def to_gpu(self, x: Array) -> Array:
-        return self._cuda.to_card(x)
+        return self._cuda.to_gpu(x)
 
     def to_host(self, x: Array) -> Array:
         return self._cuda.to_host(x)

@@ -24,7 +24,7 @@ _WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::equ
 
 
 class Tape:
-    """See ``Launcher``. ``events`` are what a card would have been told to run, in order: names of
+    """See ``Launcher``. ``events`` are what a GPU would have been told to run, in order: names of
     programs, of torch's own steps (under ``Steps``), and ``replay``.
     """
 
@@ -89,7 +89,7 @@ class _Noting(TorchDispatchMode):
 
 
 class Steps(TorchDispatchMode):
-    """Has a tape hear of torch's steps that are launches on a card."""
+    """Has a tape hear of torch's steps that are launches on a GPU."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where the card's kernels are tested: on a CUDA GPU, else on the CPU."""
+"""Where the GPU's kernels are tested: on a CUDA GPU, else on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters in passes of the card's kernels: what they add, and that others' bits stay."""
+"""Adapters in passes of the GPU's kernels: what they add, and that others' bits stay."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_low_rank_changes(form: str, out: torch.dtype) -> None:
     torch.testing.assert_close(y.float(), wanted, **close)
 
 
-def on_card(tiny: Tiny, *adapters: Adapter[LowRank]) -> Decoder:
+def on_gpu(tiny: Tiny, *adapters: Adapter[LowRank]) -> Decoder:
     ops = CudaOps(device=DEVICE)
     source = Packed(tiny.checkpoint, "int8-g32")
     decoder = load_decoder(source, ops, read_config(tiny.checkpoint))  # type: ignore[arg-type]
@@ -63,43 +63,43 @@ def test_a_card_adds_what_torch_does(kind: str, tmp_path: Path) -> None:
     adapter, _ = tiny.adapter("a", **KINDS[kind])
     ids = tokens(4)
     exact = tiny.decoder(TorchOps(compute_format="f32"), adapter)
-    card = on_card(tiny, adapter)
-    plain = relative_error(run(card, cache(card), ids), run(exact, cache(exact), ids))
+    gpu = on_gpu(tiny, adapter)
+    plain = relative_error(run(gpu, cache(gpu), ids), run(exact, cache(exact), ids))
     wanted = run(exact, cache(exact, adapter), ids)
-    assert relative_error(run(card, cache(card, adapter), ids), wanted) < max(3 * plain, 2e-2)
+    assert relative_error(run(gpu, cache(gpu, adapter), ids), wanted) < max(3 * plain, 2e-2)
 
 
 def test_each_row_has_its_own_and_others_keep_their_bits(tmp_path: Path) -> None:
     tiny = Tiny("qwen2", tmp_path)
     adapters = [tiny.adapter("a", 1, r=3)[0], tiny.adapter("b", 2, r=9, use_dora=True)[0]]
-    card = on_card(tiny, *adapters)
-    plain = on_card(tiny)
+    gpu = on_gpu(tiny, *adapters)
+    plain = on_gpu(tiny)
     ids = [tokens(2, n) for n in range(4)]
     mixes: list[tuple[Adapter[LowRank], ...]] = [(), (adapters[0],), (adapters[1],), ()]
     alone = [
-        run(card if mix else plain, cache(card if mix else plain, *mix), each)
+        run(gpu if mix else plain, cache(gpu if mix else plain, *mix), each)
         for mix, each in zip(mixes, ids, strict=True)
     ]
-    caches = [cache(card, *mix) for mix in mixes]
-    together = card.forward(Batch.extend(list(zip(caches, ids, strict=True))))
+    caches = [cache(gpu, *mix) for mix in mixes]
+    together = gpu.forward(Batch.extend(list(zip(caches, ids, strict=True))))
     np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
 def test_long_passes_and_recordings(tmp_path: Path) -> None:
     tiny = Tiny("qwen2", tmp_path)
     adapter, _ = tiny.adapter("a", 1)
-    card = on_card(tiny, adapter)
+    gpu = on_gpu(tiny, adapter)
     ids = tokens(66)
-    whole, long = card.cache(80), card.cache(80)
+    whole, long = gpu.cache(80), gpu.cache(80)
     whole.mix = long.mix = ((adapter.key, 1.0),)
-    wanted = run(card, whole, ids[:60])
-    rest = run(card, whole, ids[60:])
-    got = run(card, long, ids)  # more rows than the kernels take
+    wanted = run(gpu, whole, ids[:60])
+    rest = run(gpu, whole, ids[60:])
+    got = run(gpu, long, ids)  # more rows than the kernels take
     assert relative_error(got[60:], rest) < 4e-2
     assert relative_error(got[:60], wanted) < 4e-2
 
-    forward = GraphedForward(card.ops, card.forward)  # type: ignore[arg-type]
-    made, adapted = cache(card), cache(card, adapter)
+    forward = GraphedForward(gpu.ops, gpu.forward)  # type: ignore[arg-type]
+    made, adapted = cache(gpu), cache(gpu, adapter)
     before = [forward(Batch.extend([(made, [5])]))]
     forward(Batch.extend([(adapted, [5])]))
     for _ in range(3):  # the second time it is recorded
@@ -110,5 +110,5 @@ def test_long_passes_and_recordings(tmp_path: Path) -> None:
         assert relative_error(again, before[0]) > 1e-3
     for each in before[1:]:
         np.testing.assert_array_equal(each, before[0])
-    card.ops.adapters.remove(adapter.key)  # type: ignore[union-attr]
-    np.testing.assert_array_equal(run(card, cache(card), [5]), before[0])
+    gpu.ops.adapters.remove(adapter.key)  # type: ignore[union-attr]
+    np.testing.assert_array_equal(run(gpu, cache(gpu), [5]), before[0])

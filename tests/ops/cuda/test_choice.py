@@ -97,10 +97,10 @@ def test_quantized_keys_and_values_are_a_cards_too(monkeypatch: pytest.MonkeyPat
 
 def test_activations_keep_bf16_on_a_card_alone() -> None:
     tiles = tile_tensor(random_tensor("q4_0", 16, 32))
-    on_card = replace(tiles, data=torch.from_numpy(tiles.data))
+    on_gpu = replace(tiles, data=torch.from_numpy(tiles.data))
     for activations, fine in (("bf16", True), ("int8", False), (None, False)):
         ops = choose.make_ops([], device="cuda", activations=activations)
-        assert ops.weight((16, 32), [on_card]).fine == fine
+        assert ops.weight((16, 32), [on_gpu]).fine == fine
     with pytest.raises(OptionError, match=r"activations=.bf16. is for a GPU"):
         choose.make_ops([], device="cpu", activations="bf16")
 

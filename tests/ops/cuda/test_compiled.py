@@ -1,4 +1,4 @@
-"""The products' machine code for cards that need not be here: memory, registers, instructions."""
+"""The products' machine code for GPUs that need not be here: memory, registers, instructions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.ops.cuda.compiled import (
 )
 
 # Instructions of a warp per packed byte at one row: where memory brings 4.3 bytes per clock and
-# processor, a tenth is a ninth of what a card issues. Of fewer bits, a byte has more codes.
+# processor, a tenth is a ninth of what a GPU issues. Of fewer bits, a byte has more codes.
 BOUNDS = {
     **{"q8_0": 0.05, "int4-g32": 0.06, "q4_0": 0.06, "q4_k": 0.06},
     **{"q2_k": 0.21, "q3_k": 0.21, "tq2_0": 0.12, "iq3_xxs": 0.41, "iq3_s": 0.31},

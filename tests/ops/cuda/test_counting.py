@@ -1,4 +1,4 @@
-"""What the profiler's trace says of a card's work."""
+"""What the profiler's trace says of a GPU's work."""
 
 from __future__ import annotations
 

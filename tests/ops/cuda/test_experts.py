@@ -1,4 +1,4 @@
-"""Experts on a card, many in a launch: against float64, one another, and the other rows."""
+"""Experts on a GPU, many in a launch: against float64, one another, and the other rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMATS = ["q4_0", "q4_1", "q5_0", "q6_k", "q8_0", "q4_k", "mxfp4", "nvfp4", "nf
 
 
 class Expert:
-    """One expert's weights as the card has them, and its numbers."""
+    """One expert's weights as the GPU has them, and its numbers."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Latent attention on the card: kernels against float64, tiny DeepSeeks against transformers."""
+"""Latent attention on the GPU: kernels against float64, tiny DeepSeeks against transformers."""
 
 from __future__ import annotations
 

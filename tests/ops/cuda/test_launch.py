@@ -1,4 +1,4 @@
-"""How kernels are started on a card: the driver's calls, here of a stand-in."""
+"""How kernels are started on a GPU: the driver's calls, here of a stand-in."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: stream)
     monkeypatch.setattr(launching, "machine_code", lambda program, capability, folder: b"code")
-    launching._card.cache_clear()
+    launching._gpu.cache_clear()
     return stand_in
 
 
@@ -97,7 +97,7 @@ def test_each_thread_launches_in_the_cards_context(driver: Driver) -> None:
 
 def test_what_a_card_refuses_is_one_line(driver: Driver) -> None:
     driver.refuses = True
-    with pytest.raises(LocalrtError, match=r"^the card refuses a kernel: too much asked$"):
+    with pytest.raises(LocalrtError, match=r"^the GPU refuses a kernel: too much asked$"):
         start(1)
 
 
@@ -116,16 +116,16 @@ def test_a_cards_figures_are_kept_with_what_they_depend_on(
     versions = SimpleNamespace(cuDriverGetVersion=lambda: (0, 12080))
     monkeypatch.setattr(bindings, "driver", versions, raising=False)
     device = torch.device("cuda", 0)
-    file = launching.card_file(device)
+    file = launching.gpu_file(device)
     assert (file.folder, file.name) == (tmp_path, "RTX 4060")
     assert file.key[0] == "driver for CUDA 12.8"
     file.write("rates", {"launch_s": 1.0})
-    assert launching.card_file(device).read("rates") == {"launch_s": 1.0}
+    assert launching.gpu_file(device).read("rates") == {"launch_s": 1.0}
     versions.cuDriverGetVersion = lambda: (0, 13000)
-    assert launching.card_file(device).read("rates") == {}
+    assert launching.gpu_file(device).read("rates") == {}
     monkeypatch.setattr(launching, "toolchain", lambda: ("12.8", "other sources"))
     versions.cuDriverGetVersion = lambda: (0, 12080)
-    assert launching.card_file(device).read("rates") == {}
+    assert launching.gpu_file(device).read("rates") == {}
 
 
 def test_what_is_prepared_by_any_thread_is_compiled_once(

@@ -70,7 +70,7 @@ def test_extreme_scales() -> None:
 
 
 def test_matrices_that_follow_one_another_are_one_product() -> None:
-    """Queries, keys and values of a unit on the card; another format is a product of its own."""
+    """Queries, keys and values of a unit on the GPU; another format is a product of its own."""
     tensors = [random_tensor(name, 32, 256, seed) for seed, name in enumerate(["nvfp4"] * 3)]
     tensors += [random_tensor("q6_k", 16, 256)]
     data = torch.from_numpy(np.concatenate([tile(tensor) for tensor in tensors])).to(DEVICE)

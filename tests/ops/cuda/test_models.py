@@ -350,9 +350,9 @@ def test_recorded_passes_are_the_passes(folder: Path) -> None:
 def test_a_mixture_on_a_card_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host never sees who was chosen."""
     save_tiny("qwen3-moe", tmp_path)
-    assert not shallow(tmp_path).weights.experts[0].hostless  # bf16: each expert by itself
+    assert not shallow(tmp_path).weights.experts[0].capturable  # bf16: each expert by itself
     decoder = shallow(tmp_path, lambda c: Packed(c, "int4-g32m"))
-    assert decoder.weights.experts[0].hostless
+    assert decoder.weights.experts[0].capturable
     assert isinstance(decoder.ops, CudaOps)
     monkeypatch.setattr(CudaRouting, "_read", None)
     forward = GraphedForward(decoder.ops, decoder.forward)

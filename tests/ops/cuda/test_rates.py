@@ -1,4 +1,4 @@
-"""A card's rates: measured once, kept, and only what is missing measured again."""
+"""A GPU's rates: measured once, kept, and only what is missing measured again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda import measuring
-from localrt.quant.cuda.gpu_file import RATES, ROWS, CardFile, CardRates
-from localrt.quant.cuda.measuring import card_rates, measure_card
+from localrt.quant.cuda.gpu_file import RATES, ROWS, GpuFile, GpuRates
+from localrt.quant.cuda.measuring import gpu_rates, measure_gpu
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.programs import Program
 from tests.ops.cuda.emulator import Emulator
@@ -42,20 +42,20 @@ def test_a_card_is_measured(emulator: Emulator, monkeypatch: pytest.MonkeyPatch)
     compiled: set[Program] = set()
     monkeypatch.setattr(measuring, "prepare", lambda device, program: compiled.add(program))
     ops, steps = CudaOps(device="cpu"), list[tuple[int, int]]()
-    rates = measure_card(
+    rates = measure_gpu(
         ops, ["q4_0", "bf16"], stopwatch=Watch(), size=Small, on_step=lambda *s: steps.append(s)
     )
     assert rates.products == {"q4_0": (1 / (64 * 256),) * len(ROWS)}
     assert rates.memory_bytes_s == 2 * Small.copied
     assert rates.replay_s == 1 / Small.launches
-    assert rates.to_card_bytes_s > 0
+    assert rates.to_gpu_bytes_s > 0
     assert 0 < rates.busy_cpu <= 1
     assert (rates.busy_cpu < 1 or rates.busy_link < 1) or find_library() is None
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert {program for program in emulator.launches if program.name == "linear"} <= compiled
-    # Of a card that is known, nothing but a new format.
+    # Of a GPU that is known, nothing but a new format.
     emulator.launches.clear()
-    more = measure_card(ops, ["q8_0"], known=RATE, stopwatch=Watch(), size=Small)
+    more = measure_gpu(ops, ["q8_0"], known=RATE, stopwatch=Watch(), size=Small)
     assert more.products.keys() == {"int4-g32", "q8_0"}
     assert replace(more, products=RATE.products) == RATE
 
@@ -65,29 +65,27 @@ def test_rates_are_kept_and_only_what_is_missing_is_measured(
 ) -> None:
     asked: list[tuple[list[str], bool]] = []
 
-    def measure(
-        ops: CudaOps, formats: list[str], *, known: CardRates | None, **_: object
-    ) -> object:
+    def measure(ops: CudaOps, formats: list[str], *, known: GpuRates | None, **_: object) -> object:
         asked.append((list(formats), known is not None))
         rates = known or RATE
         return replace(rates, products=dict.fromkeys(formats, RATE.products["int4-g32"]))
 
-    monkeypatch.setattr(measuring, "measure_card", measure)
-    ops, file = CudaOps(device="cpu"), CardFile(tmp_path, "card", ["key"])
-    first = card_rates(ops, ["int4-g32", "f32"], file=file)
-    assert card_rates(ops, ["int4-g32"], file=file) == first
+    monkeypatch.setattr(measuring, "measure_gpu", measure)
+    ops, file = CudaOps(device="cpu"), GpuFile(tmp_path, "GPU", ["key"])
+    first = gpu_rates(ops, ["int4-g32", "f32"], file=file)
+    assert gpu_rates(ops, ["int4-g32"], file=file) == first
     assert asked == [(["int4-g32"], False)]
-    assert card_rates(ops, ["bf16"], file=file) == first  # nothing to measure
-    card_rates(ops, ["q4_k"], file=file)
+    assert gpu_rates(ops, ["bf16"], file=file) == first  # nothing to measure
+    gpu_rates(ops, ["q4_k"], file=file)
     assert asked[1:] == [(["q4_k"], True)]
     # Rows in 15 bits take longer.
-    card_rates(CudaOps(device="cpu", fine=True), ["q4_k"], file=file)
+    gpu_rates(CudaOps(device="cpu", fine=True), ["q4_k"], file=file)
     assert asked.pop() == (["q4_k"], False)
     # Another driver's figures, or damaged ones, are as good as none.
-    card_rates(ops, ["q4_k"], file=CardFile(tmp_path, "card", ["another"]))
-    damaged = CardFile(tmp_path, "card", ["key"])
+    gpu_rates(ops, ["q4_k"], file=GpuFile(tmp_path, "GPU", ["another"]))
+    damaged = GpuFile(tmp_path, "GPU", ["key"])
     damaged.write(RATES, {**RATE.to_dict(), "launch_s": 0.0})
-    card_rates(ops, ["q4_k"], file=damaged)
+    gpu_rates(ops, ["q4_k"], file=damaged)
     assert [known for _, known in asked[2:]] == [False, False]
 
 
@@ -97,5 +95,5 @@ def test_rates_are_kept_and_only_what_is_missing_is_measured(
 )
 def test_only_what_was_written_is_read(change: dict[str, object]) -> None:
     values = json.loads(json.dumps(RATE.to_dict()))
-    assert CardRates.from_dict(values) == RATE
-    assert CardRates.from_dict({**values, **change}) is None
+    assert GpuRates.from_dict(values) == RATE
+    assert GpuRates.from_dict({**values, **change}) is None

@@ -27,7 +27,7 @@ NAMES = sorted(SPECS)
 
 
 class CardLayer(Layer):
-    """The same on a card. The products round; between them there is no difference to be seen."""
+    """The same on a GPU. The products round; between them there is no difference to be seen."""
 
     def __init__(self, spec: str | RecurrentSpec) -> None:
         super().__init__(spec, CudaOps(device=DEVICE))
@@ -57,7 +57,7 @@ def together(layer: Layer, x: Floats, cuts: Iterable[int]) -> Floats:
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_give_what_torch_gives(name: str) -> None:
     layer, mask = CardLayer(name), tree_mask([-1, 0, 0, 2, 1, 3, 5, 0])
-    spec, weights, card = layer.spec, layer.weights, torch.device(DEVICE)
+    spec, weights, gpu = layer.spec, layer.weights, torch.device(DEVICE)
     mixed = torch.randn(30, spec.projected_rows, generator=torch.Generator().manual_seed(1))
     mixed = mixed.to(DEVICE)
     ours, theirs = layer.cache(), layer.cache()
@@ -69,7 +69,7 @@ def test_kernels_give_what_torch_gives(name: str) -> None:
         passes = begin_states(spans[0])
         table = SequenceTable.of(spans[0])
         table.fill(spans[0], passes)
-        found = mix_rows(rows, weights, spec, table.split(table.upload(card)), 0, (0, 0))
+        found = mix_rows(rows, weights, spec, table.split(table.upload(gpu)), 0, (0, 0))
         states_of(ours).layer_done(0)
         wanted = textbook(rows, weights, spec, spans[1], begin_states(spans[1]), 0)
         torch.testing.assert_close(found.float(), wanted, rtol=1e-2, atol=1e-3)
@@ -169,7 +169,7 @@ def test_what_was_taken_back_leaves_no_trace(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["delta", "ssm", "conv"])
 def test_runs_of_layers_are_recorded_one_by_one(name: str) -> None:
-    """As where only some of a model's layers lie on the card."""
+    """As where only some of a model's layers lie on the GPU."""
     layer = CardLayer(name)
     ops, spec = layer.ops, layer.spec
     assert isinstance(ops, CudaOps)

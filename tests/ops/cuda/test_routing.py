@@ -1,4 +1,4 @@
-"""Routing on a card is that of ``route``: the same experts, in the same order, for any number."""
+"""Routing on a GPU is that of ``route``: the same experts, in the same order, for any number."""
 
 from __future__ import annotations
 

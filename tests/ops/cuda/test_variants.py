@@ -15,7 +15,7 @@ import torch
 from localrt.common.errors import LocalrtError
 from localrt.quant.cuda import launch as timing
 from localrt.quant.cuda import products
-from localrt.quant.cuda.gpu_file import CardFile, kept_of
+from localrt.quant.cuda.gpu_file import GpuFile, kept_of
 from localrt.quant.cuda.launch import noting
 from localrt.quant.cuda.products import product, quantize
 from localrt.quant.cuda.programs import Program
@@ -55,76 +55,76 @@ class Card:
         self.now += 0.5
         return self.cost(self.launched[-1])
 
-    def variants(self, file: CardFile | None = None, budget_s: float = 1e9) -> Variants:
+    def variants(self, file: GpuFile | None = None, budget_s: float = 1e9) -> Variants:
         return Variants(
             PROCESSORS, stopwatch=self, file=file, budget_s=budget_s, now=lambda: self.now
         )
 
 
-def kept(folder: Path, key: Sequence[str] = ("driver", "compiler", "sources")) -> CardFile:
-    return CardFile(folder, "RTX 4060", key)
+def kept(folder: Path, key: Sequence[str] = ("driver", "compiler", "sources")) -> GpuFile:
+    return GpuFile(folder, "RTX 4060", key)
 
 
 def test_the_quickest_is_taken_and_not_measured_again() -> None:
-    card = Card(lambda cut: 1.0 if cut == Cut(1, 1, 4) else 2.0)
-    found = card.variants()
+    gpu = Card(lambda cut: 1.0 if cut == Cut(1, 1, 4) else 2.0)
+    found = gpu.variants()
     assert best_cut(CASE, PROCESSORS) != Cut(1, 1, 4)
-    assert found.cut(CASE, card.launch) == Cut(1, 1, 4)
-    count = len(card.launched)
+    assert found.cut(CASE, gpu.launch) == Cut(1, 1, 4)
+    count = len(gpu.launched)
     assert count <= 1 + 6
-    assert found.cut(CASE, card.launch) == Cut(1, 1, 4)
-    assert len(card.launched) == count
+    assert found.cut(CASE, gpu.launch) == Cut(1, 1, 4)
+    assert len(gpu.launched) == count
 
 
 def test_all_that_will_be_timed_is_noted_and_nothing_is_timed() -> None:
     """Kernels are compiled before the first pass."""
-    card, programs = Card(), dict[Program, None]()
-    found, matrix_ = card.variants(), matrix("q4_0", 64, 256)
+    gpu, programs = Card(), dict[Program, None]()
+    found, matrix_ = gpu.variants(), matrix("q4_0", 64, 256)
     with noting(programs):
-        assert found.cut(CASE, card.launch) == best_cut(CASE, PROCESSORS)
+        assert found.cut(CASE, gpu.launch) == best_cut(CASE, PROCESSORS)
         product(quantize(inputs(1, 256)), matrix_, torch.empty(1, 64), cut=Cut(1, 1))
-    assert card.launched == list(candidates(CASE, PROCESSORS))
-    assert card.now == 0.0
+    assert gpu.launched == list(candidates(CASE, PROCESSORS))
+    assert gpu.now == 0.0
     assert [program.name for program in programs] == ["quantize", "linear"]
-    found.cut(CASE, card.launch)
-    assert card.now > 0.0
+    found.cut(CASE, gpu.launch)
+    assert gpu.now > 0.0
 
 
 def test_one_candidate_is_not_timed() -> None:
-    case, card = Case.of("q4_k", 1, 2048, 4096), Card()
-    assert list(candidates(case, PROCESSORS)) == [card.variants().cut(case, card.launch)]
-    assert not card.launched
+    case, gpu = Case.of("q4_k", 1, 2048, 4096), Card()
+    assert list(candidates(case, PROCESSORS)) == [gpu.variants().cut(case, gpu.launch)]
+    assert not gpu.launched
 
 
 def test_what_is_hardly_quicker_is_not_taken() -> None:
     rule = best_cut(CASE, PROCESSORS)
-    card = Card(lambda cut: 1.0 if cut == rule else 0.98)
-    assert card.variants().cut(CASE, card.launch) == rule
-    card = Card(lambda cut: 1.0 if cut == rule else 0.9 + 0.01 * cut.parts)
-    found = card.variants()
-    assert found.cut(CASE, card.launch) != rule
+    gpu = Card(lambda cut: 1.0 if cut == rule else 0.98)
+    assert gpu.variants().cut(CASE, gpu.launch) == rule
+    gpu = Card(lambda cut: 1.0 if cut == rule else 0.9 + 0.01 * cut.parts)
+    found = gpu.variants()
+    assert found.cut(CASE, gpu.launch) != rule
     assert found.measured[CASE].gain == pytest.approx(1 / 0.91)
 
 
 def test_a_card_whose_clocks_rise_meanwhile_does_not_mislead() -> None:
-    card = Card()
-    card.cost = lambda cut: 10.0 - card.now  # whatever is launched
-    found = card.variants()
-    assert found.cut(CASE, card.launch) == best_cut(CASE, PROCESSORS)
+    gpu = Card()
+    gpu.cost = lambda cut: 10.0 - gpu.now  # whatever is launched
+    found = gpu.variants()
+    assert found.cut(CASE, gpu.launch) == best_cut(CASE, PROCESSORS)
     assert found.measured[CASE].gain == 1.0
 
 
 def test_another_process_reads_what_was_measured(tmp_path: Path) -> None:
-    card = Card(lambda cut: 1 / cut.parts)
-    first = card.variants(kept(tmp_path))
-    cuts = [first.cut(case, card.launch) for case in (CASE, OTHER)]
-    card.launched.clear()
-    again = card.variants(kept(tmp_path))
-    assert [again.cut(case, card.launch) for case in (CASE, OTHER)] == cuts
-    assert not card.launched
+    gpu = Card(lambda cut: 1 / cut.parts)
+    first = gpu.variants(kept(tmp_path))
+    cuts = [first.cut(case, gpu.launch) for case in (CASE, OTHER)]
+    gpu.launched.clear()
+    again = gpu.variants(kept(tmp_path))
+    assert [again.cut(case, gpu.launch) for case in (CASE, OTHER)] == cuts
+    assert not gpu.launched
     # A driver, a compiler or kernels that are new are measured anew.
-    card.variants(kept(tmp_path, ["driver", "compiler", "newer sources"])).cut(CASE, card.launch)
-    assert card.launched
+    gpu.variants(kept(tmp_path, ["driver", "compiler", "newer sources"])).cut(CASE, gpu.launch)
+    assert gpu.launched
     assert len(kept_of(tmp_path, "RTX 4060")[CUTS]["cases"]) == 1
 
 
@@ -139,43 +139,43 @@ def test_another_process_reads_what_was_measured(tmp_path: Path) -> None:
 def test_a_file_that_makes_no_sense_is_measured_again(
     tmp_path: Path, damage: Callable[[list[dict[str, object]]], object]
 ) -> None:
-    card = Card()
-    wanted = card.variants(kept(tmp_path)).cut(CASE, card.launch)
+    gpu = Card()
+    wanted = gpu.variants(kept(tmp_path)).cut(CASE, gpu.launch)
     path = tmp_path / "cards.json"
     values = json.loads(path.read_text())
     values["RTX 4060"][CUTS]["cases"] = damage(values["RTX 4060"][CUTS]["cases"])
     for text in (json.dumps(values), "[]", "{"):
         path.write_text(text)
-        card.launched.clear()
-        assert card.variants(kept(tmp_path)).cut(CASE, card.launch) == wanted
-        assert card.launched
+        gpu.launched.clear()
+        assert gpu.variants(kept(tmp_path)).cut(CASE, gpu.launch) == wanted
+        assert gpu.launched
 
 
 def test_measuring_ends_with_its_time(tmp_path: Path) -> None:
-    card = Card(lambda cut: 1 / cut.parts)
-    found = card.variants(kept(tmp_path), budget_s=0.6)
-    found.cut(CASE, card.launch)  # takes longer than there was
-    card.launched.clear()
-    assert found.cut(OTHER, card.launch) == best_cut(OTHER, PROCESSORS)
-    assert not card.launched
+    gpu = Card(lambda cut: 1 / cut.parts)
+    found = gpu.variants(kept(tmp_path), budget_s=0.6)
+    found.cut(CASE, gpu.launch)  # takes longer than there was
+    gpu.launched.clear()
+    assert found.cut(OTHER, gpu.launch) == best_cut(OTHER, PROCESSORS)
+    assert not gpu.launched
     # A model that is loaded has its own time, and the next process goes on with what was left.
     third = Case.of("q4_0", 1, 32, 4096)
     with noting({}):
-        found.cut(third, card.launch)
-    assert found.cut(third, card.launch) != best_cut(third, PROCESSORS)
-    card.launched.clear()
-    card.variants(kept(tmp_path), budget_s=0.6).cut(OTHER, card.launch)
-    assert card.launched
+        found.cut(third, gpu.launch)
+    assert found.cut(third, gpu.launch) != best_cut(third, PROCESSORS)
+    gpu.launched.clear()
+    gpu.variants(kept(tmp_path), budget_s=0.6).cut(OTHER, gpu.launch)
+    assert gpu.launched
 
 
 def test_while_a_pass_is_recorded_nothing_is_measured() -> None:
-    card = Card(lambda cut: 1 / cut.parts)
-    found = card.variants()
-    card.recording = True
-    assert found.cut(CASE, card.launch) == best_cut(CASE, PROCESSORS)
-    assert not card.launched
-    card.recording = False
-    assert found.cut(CASE, card.launch).parts == 4
+    gpu = Card(lambda cut: 1 / cut.parts)
+    found = gpu.variants()
+    gpu.recording = True
+    assert found.cut(CASE, gpu.launch) == best_cut(CASE, PROCESSORS)
+    assert not gpu.launched
+    gpu.recording = False
+    assert found.cut(CASE, gpu.launch).parts == 4
 
 
 def test_what_a_card_refuses_is_left_out_and_without_room_the_rule_holds(tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ def test_what_a_card_refuses_is_left_out_and_without_room_the_rule_holds(tmp_pat
     def full(cut: Cut) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    card = Card(refused)
-    assert card.variants().cut(CASE, card.launch) == Cut(1, 1, 2)
-    card = Card(full)
-    assert card.variants(kept(tmp_path)).cut(CASE, card.launch) == rule
+    gpu = Card(refused)
+    assert gpu.variants().cut(CASE, gpu.launch) == Cut(1, 1, 2)
+    gpu = Card(full)
+    assert gpu.variants(kept(tmp_path)).cut(CASE, gpu.launch) == rule
     assert not kept_of(tmp_path, "RTX 4060")
 
 
@@ -218,19 +218,19 @@ def test_products_are_the_same_whatever_was_chosen(
     out = torch.empty(11, 40)
     product(x, weight, out)
     wanted = out.numpy().copy()
-    card = Card(lambda cut: cut.parts)
-    found = card.variants()
+    gpu = Card(lambda cut: cut.parts)
+    found = gpu.variants()
     seen: list[np.ndarray] = []
-    seconds = card.seconds
+    seconds = gpu.seconds
 
     def noted(launch: Callable[[], object]) -> float:
         out.fill_(float("nan"))
-        card.launched.append(Cut(0, 0))
+        gpu.launched.append(Cut(0, 0))
         seconds(launch)
         seen.append(out.numpy().copy())
         return float(len(seen))
 
-    monkeypatch.setattr(card, "seconds", noted)
+    monkeypatch.setattr(gpu, "seconds", noted)
     monkeypatch.setattr(products, "variants", lambda device: found)
     emulator.launches.clear()
     product(x, weight, out)
