@@ -36,7 +36,7 @@ def _numbered(names: str, first: int = 0) -> dict[str, int]:
     return {name: number for number, name in enumerate(names.split(), first)}
 
 
-def _fields(*members: tuple[Any, str]) -> tuple[tuple[str, Any], ...]:
+def fields(*members: tuple[Any, str]) -> tuple[tuple[str, Any], ...]:
     """A struct's fields in order: types, and the names of those that have them."""
     return tuple((name, kind) for kind, names in members for name in names.split())
 
@@ -73,7 +73,7 @@ def layout_of(format_: Format) -> int | None:
 class Matrix(Structure):
     """A tiled weight matrix."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "data"),
         (c_int32, "layout rows cols span"),
         (c_float, "scale"),
@@ -84,33 +84,31 @@ class Matrix(Structure):
 class LowRankArgs(Structure):
     """What a mix of adapters adds to the products of one matrix."""
 
-    _fields_ = _fields((c_void_p, "a a_scales b factors"), (c_int32, "rank _"))
+    _fields_ = fields((c_void_p, "a a_scales b factors"), (c_int32, "rank _"))
 
 
 class LowRankPack(Structure):
     """What such is made of."""
 
-    _fields_ = _fields((c_void_p, "a b"), (c_int32, "rank rows columns"))
+    _fields_ = fields((c_void_p, "a b"), (c_int32, "rank rows columns"))
 
 
 class AdapterArgs(Structure):
     """The adapters of a pass's rows."""
 
-    _fields_ = _fields(
-        (c_void_p, "mixes"), (POINTER(LowRankArgs), "table"), (c_int32, "rows sites")
-    )
+    _fields_ = fields((c_void_p, "mixes"), (POINTER(LowRankArgs), "table"), (c_int32, "rows sites"))
 
 
 class Stack(Structure):
     """Row-stacked matrices of one input."""
 
-    _fields_ = _fields((POINTER(Matrix), "parts"), (c_int32, "count rows cols hadamard"))
+    _fields_ = fields((POINTER(Matrix), "parts"), (c_int32, "count rows cols hadamard"))
 
 
 class SpanArgs(Structure):
     """One sequence of a pass in one layer."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "data mask"), (c_int64, "stride"), (c_int32, "format held rows extra")
     )
 
@@ -118,7 +116,7 @@ class SpanArgs(Structure):
 class AttentionArgs(Structure):
     """Both attention steps of a layer."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "x q out norm qkv_bias q_norm k_norm v_norm out_bias post_norm sinks"),
         (c_void_p, "cos sin near_turns far_turns positions chosen"),
         (POINTER(SpanArgs), "spans"),
@@ -132,7 +130,7 @@ class AttentionArgs(Structure):
 class IndexArgs(Structure):
     """An indexer that chooses tokens."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "x chosen q_norm k_norm cos sin block_cos block_sin"),
         (POINTER(SpanArgs), "spans"),
         (Stack, "qk"),
@@ -144,7 +142,7 @@ class IndexArgs(Structure):
 class LatentArgs(Structure):
     """Both steps of a layer of latent attention."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "x q out norm query_norm latent_norm cos sin"),
         (POINTER(SpanArgs), "spans"),
         (Stack, "down query_up key_up value_up proj"),
@@ -156,7 +154,7 @@ class LatentArgs(Structure):
 class StateSpanArgs(Structure):
     """One sequence of a pass in one recurrent layer."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "source target rows_from rows_to parents"),
         (c_int32, "ring_from ring_to position fold held rows extra _"),
     )
@@ -165,7 +163,7 @@ class StateSpanArgs(Structure):
 class RecurrentArgs(Structure):
     """A recurrent layer."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "x out norm conv taps_bias decay decay_bias skip out_norm"),
         (c_void_p, "mix_bias out_bias post_norm mix_scale"),
         (POINTER(StateSpanArgs), "spans"),
@@ -179,7 +177,7 @@ class RecurrentArgs(Structure):
 class MlpArgs(Structure):
     """The gated MLP step."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "x out norm post_norm"),
         (Stack, "gate_up down row_gate"),
         (c_int32, "rows activation cut"),
@@ -190,7 +188,7 @@ class MlpArgs(Structure):
 class InputArgs(Structure):
     """A layer's gate on its own inputs."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "x inputs out post_norm"),
         (Stack, "gate proj"),
         (c_int32, "rows stride first activation"),
@@ -201,7 +199,7 @@ class InputArgs(Structure):
 class StreamArgs(Structure):
     """Predicting or correcting residual streams."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "streams activated out active norm coefficients scale"),
         (Stack, "router"),
         (c_int32, "rows count which"),
@@ -212,7 +210,7 @@ class StreamArgs(Structure):
 class ConnectionArgs(Structure):
     """Reading several residual streams."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "streams out shares norm"),
         (Stack, "down up share"),
         (c_int32, "rows count"),
@@ -223,7 +221,7 @@ class ConnectionArgs(Structure):
 class NgramArgs(Structure):
     """A layer's hashed n-grams."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "streams ngrams tokens key_norm stream_norm value_norm conv"),
         (POINTER(StateSpanArgs), "spans"),
         (Stack, "key value"),
@@ -235,7 +233,7 @@ class NgramArgs(Structure):
 class RouteArgs(Structure):
     """A mixture's norm and router."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "x normed experts scores weights norm gate_bias choice_bias"),
         (c_void_p, "gate_norm expert_scale"),
         (Stack, "gate"),
@@ -247,13 +245,13 @@ class RouteArgs(Structure):
 class ExpertParts(Structure):
     """An expert of a table; one without parts is not there."""
 
-    _fields_ = _fields((Stack, "gate_up down"), (c_void_p, "gate_up_bias down_bias"))
+    _fields_ = fields((Stack, "gate_up down"), (c_void_p, "gate_up_bias down_bias"))
 
 
 class ExpertArgs(Structure):
     """Experts of a layer, and the rows that chose them."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "x slots table chosen asked"),
         (c_int32, "rows used stride count asked_count activation"),
         (c_float, "limit"),
@@ -263,7 +261,7 @@ class ExpertArgs(Structure):
 class SearchArgs(Structure):
     """A search for the scales of groups."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "groups scales shrinks weights"),
         (c_int64, "count weight_count"),
         (c_int32, "block steps family bits"),
@@ -273,7 +271,7 @@ class SearchArgs(Structure):
 class HeadArgs(Structure):
     """The final norm and vocabulary projection."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (c_void_p, "x wanted logits norm"),
         (Stack, "weight"),
         (c_int32, "count"),

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.launch import launch, upload
+from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.launch import launch, pointer, upload
 from localrt.quant.cuda.products import MOST_ROWS, OUT, Records
 from localrt.quant.cuda.programs import Program
 from localrt.quant.ops.adapters import (
@@ -36,37 +37,15 @@ class Change(Structure):
     uploaded.
     """
 
-    _fields_ = (
-        ("a", c_void_p),
-        ("b", c_void_p),
-        ("factors", c_void_p),
-        ("rank", c_int),
-        ("rows", c_int),
-        ("row", c_int),
-        ("first", c_int),
-    )
+    _fields_ = fields((c_void_p, "a b factors"), (c_int, "rank rows row first"))
 
 
 class _Down(Structure):
-    _fields_ = (
-        ("changes", c_void_p),
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("x_stride", c_longlong),
-        ("columns", c_int),
-        ("most", c_int),
-    )
+    _fields_ = fields((c_void_p, "changes x y"), (c_longlong, "x_stride"), (c_int, "columns most"))
 
 
 class _Up(Structure):
-    _fields_ = (
-        ("changes", c_void_p),
-        ("x", c_void_p),
-        ("bias", c_void_p),
-        ("y", c_void_p),
-        ("y_stride", c_int),
-        ("most", c_int),
-    )
+    _fields_ = fields((c_void_p, "changes x bias y"), (c_int, "y_stride most"))
 
 
 def add_low_rank(
@@ -96,7 +75,7 @@ def add_low_rank(
     second = _Up(
         changes.data_ptr(),
         between.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        pointer(bias),
         y.data_ptr(),
         y.stride(0),
         rank,
@@ -226,7 +205,7 @@ class CudaAdapters:
             return None
         array = (Change * len(found))()
         for place, (row, first, low) in enumerate(found):
-            factors = None if low.factors is None else low.factors.data_ptr()
+            factors = pointer(low.factors)
             a, b = low.a.data_ptr(), low.b.data_ptr()
             array[place] = Change(a, b, factors, len(low.a), len(low.b), row, first)
         lows = [low for _, _, low in found]

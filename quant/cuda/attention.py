@@ -16,7 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.launch import launch
+from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.launch import launch, pointer
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import MOST_ROWS, Records, empty_records
 from localrt.quant.cuda.programs import Program
@@ -66,55 +67,21 @@ _TILE = 16  # query rows of a warp
 class Attention(Structure):
     """What the kernels of attention read: ``Attention`` in quant/cuda/src/attention.cuh."""
 
-    _fields_ = (
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("held", c_void_p),
-        ("positions", c_void_p),
-        ("tree", c_void_p),
-        ("sinks", c_void_p),
-        ("out", c_void_p),
-        ("partial", c_void_p),
-        ("stats", c_void_p),
-        ("k_group", c_int64),
-        ("v_group", c_int64),
-        ("run_stride", c_int64),
-        ("n", c_int),
-        ("first", c_int),
-        ("rows", c_int),
-        ("heads", c_int),
-        ("per", c_int),
-        ("window", c_int),
-        ("runs", c_int),
-        ("scale", c_float),
-        ("softcap", c_float),
-        ("out_stride", c_int),
+    _fields_ = fields(
+        (c_void_p, "q k v held positions tree sinks out partial stats"),
+        (c_int64, "k_group v_group run_stride"),
+        (c_int, "n first rows heads per window runs"),
+        (c_float, "scale softcap"),
+        (c_int, "out_stride"),
     )
 
 
 class _RopeAppend(Structure):
-    _fields_ = (
-        ("qkv", c_void_p),
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("held", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("k_group", c_int64),
-        ("v_group", c_int64),
-        ("row_stride", c_int),
-        ("step", c_int),
-        ("keys_at", c_int),
-        ("heads", c_int),
-        ("groups", c_int),
-        ("half", c_int),
-        ("joint", c_int),
-        ("last", c_int),
-        ("eps", c_float),
+    _fields_ = fields(
+        (c_void_p, "qkv q k v held cos sin q_norm k_norm"),
+        (c_int64, "k_group v_group"),
+        (c_int, "row_stride step keys_at heads groups half joint last"),
+        (c_float, "eps"),
     )
 
 
@@ -157,10 +124,10 @@ def rope_append(
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         held.data_ptr(),
-        _pointer(cos),
-        _pointer(sin),
-        _pointer(q_norm),
-        _pointer(k_norm),
+        pointer(cos),
+        pointer(sin),
+        pointer(q_norm),
+        pointer(k_norm),
         _bytes_of_group(k_cache),
         _bytes_of_group(v_cache),
         qkv.stride(0),
@@ -223,11 +190,11 @@ def attend(
             v=v.data_ptr(),
             held=held.data_ptr(),
             positions=positions.data_ptr(),
-            tree=_pointer(mask),
-            sinks=_pointer(sinks),
+            tree=pointer(mask),
+            sinks=pointer(sinks),
             out=target.data_ptr(),
-            partial=_pointer(partial),
-            stats=_pointer(stats),
+            partial=pointer(partial),
+            stats=pointer(stats),
             k_group=_bytes_of_group(k),
             v_group=_bytes_of_group(v),
             run_stride=chunk * heads * value,
@@ -310,10 +277,6 @@ def rope_program(size: int, kv_format: KvFormat = "bf16") -> Program:
 
 def _bytes_of_group(cache: Tensor) -> int:
     return cache.stride(0) * cache.element_size()
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 class Rotations:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.formats import HEAVY, format_macros
 from localrt.quant.cuda.launch import launch
 from localrt.quant.cuda.linear import linear
@@ -76,42 +77,27 @@ class Plan:
 
 
 class _Plan(Structure):
-    _fields_ = (
-        ("chosen", c_void_p),
-        ("parts", c_void_p),
-        ("slots", c_void_p),
-        ("count", c_int),
-        ("used", c_int),
-        ("stride", c_int),
-        ("most", c_int),
-        ("size", c_int),
-        ("wanted", _Bits),
+    _fields_ = fields(
+        (c_void_p, "chosen parts slots"),
+        (c_int, "count used stride most size"),
+        (_Bits, "wanted"),
     )
 
 
 class _Entries(Structure):
-    _fields_ = (
-        ("table", c_void_p),
-        ("words", c_uint64 * (_MOST_ENTRIES * ADDRESSES)),
-        ("experts", c_int * _MOST_ENTRIES),
+    _fields_ = fields(
+        (c_void_p, "table"),
+        (c_uint64 * (_MOST_ENTRIES * ADDRESSES), "words"),
+        (c_int * _MOST_ENTRIES, "experts"),
     )
 
 
 class _Grouped(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("experts", c_void_p),
-        ("parts", c_void_p),
-        ("slots", c_void_p),
-        ("tile_bytes", c_int64),
-        ("x_stride", c_int),
-        ("y_stride", c_int),
-        ("per", c_int),
-        ("rows", c_int),
-        ("tiles", c_int),
-        ("steps", c_int),
-        ("limit", c_float),
+    _fields_ = fields(
+        (c_void_p, "x y experts parts slots"),
+        (c_int64, "tile_bytes"),
+        (c_int, "x_stride y_stride per rows tiles steps"),
+        (c_float, "limit"),
     )
 
 

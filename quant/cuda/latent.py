@@ -13,8 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_results, ranges
-from localrt.quant.cuda.launch import launch
+from localrt.quant.cuda.launch import launch, pointer
 from localrt.quant.cuda.linear import linear, multiply_heads, normed_for
 from localrt.quant.cuda.products import MOST_ROWS, OUT
 from localrt.quant.cuda.programs import Program
@@ -32,23 +33,11 @@ _MOST_COLUMNS = 608  # latents in whole spans of 64: what shared memory has room
 
 
 class _LatentAppend(Structure):
-    _fields_ = (
-        ("q", c_void_p),
-        ("wide", c_void_p),
-        ("queries", c_void_p),
-        ("cache", c_void_p),
-        ("held", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("norm", c_void_p),
-        ("q_stride", c_int64),
-        ("wide_stride", c_int64),
-        ("heads", c_int),
-        ("width", c_int),
-        ("half", c_int),
-        ("latent", c_int),
-        ("interleaved", c_int),
-        ("eps", c_float),
+    _fields_ = fields(
+        (c_void_p, "q wide queries cache held cos sin norm"),
+        (c_int64, "q_stride wide_stride"),
+        (c_int, "heads width half latent interleaved"),
+        (c_float, "eps"),
     )
 
 
@@ -131,7 +120,7 @@ def attend_latent_rows(
             k=cache.data_ptr(),
             held=held.data_ptr(),
             positions=positions.data_ptr(),
-            tree=None if mask is None else mask.data_ptr(),
+            tree=pointer(mask),
             out=out.data_ptr(),
             partial=partial.data_ptr(),
             stats=stats.data_ptr(),

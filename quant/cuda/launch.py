@@ -71,6 +71,11 @@ def launch(
     _launcher(device).launch(program, grid, threads, args)
 
 
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Where it lies, if there is one."""
+    return None if tensor is None else tensor.data_ptr()
+
+
 @contextmanager
 def noting(programs: dict[Program, None]) -> Iterator[None]:
     """What this thread would launch is put into ``programs``, in order, and nothing is started."""

@@ -18,8 +18,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
-from localrt.quant.cuda.launch import launch
+from localrt.quant.cuda.launch import launch, pointer
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.variants import (
     Case,
@@ -96,54 +97,27 @@ class Records:
 
 
 class _Quantize(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("records", c_void_p),
-        ("x_head", c_int64),
-        ("records_head", c_int64),
-        ("x_stride", c_int),
-        ("records_stride", c_int),
-        ("m", c_int),
-        ("columns", c_int),
+    _fields_ = fields(
+        (c_void_p, "x records"),
+        (c_int64, "x_head records_head"),
+        (c_int, "x_stride records_stride m columns"),
     )
 
 
 class _Dense(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("w", c_void_p),
-        ("y", c_void_p),
-        ("bias", c_void_p),
-        ("x_head", c_int64),
-        ("y_head", c_int64),
-        ("x_stride", c_int),
-        ("y_stride", c_int),
-        ("m", c_int),
-        ("rows", c_int),
-        ("columns", c_int),
+    _fields_ = fields(
+        (c_void_p, "x w y bias"),
+        (c_int64, "x_head y_head"),
+        (c_int, "x_stride y_stride m rows columns"),
     )
 
 
 class _Linear(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("w", c_void_p),
-        ("y", c_void_p),
-        ("bias", c_void_p),
-        ("factors", c_void_p),
-        ("partial", c_void_p),
-        ("arrived", c_void_p),
-        ("x_head", c_int64),
-        ("y_head", c_int64),
-        ("tile_bytes", c_int64),
-        ("x_stride", c_int),
-        ("y_stride", c_int),
-        ("m", c_int),
-        ("rows", c_int),
-        ("tiles", c_int),
-        ("steps", c_int),
-        ("chains", c_int),
-        ("limit", c_float),
+    _fields_ = fields(
+        (c_void_p, "x w y bias factors partial arrived"),
+        (c_int64, "x_head y_head tile_bytes"),
+        (c_int, "x_stride y_stride m rows tiles steps chains"),
+        (c_float, "limit"),
     )
 
 
@@ -220,10 +194,10 @@ def product(
         x.data.data_ptr(),
         weight.data.data_ptr(),
         out.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        None if weight.factor is None else weight.factor.data_ptr(),
-        None if partial is None else partial.data_ptr(),
-        None if arrived is None else arrived.data_ptr(),
+        pointer(bias),
+        pointer(weight.factor),
+        pointer(partial),
+        pointer(arrived),
         x.stride * x.data.shape[-2],
         out.stride(0) if heads > 1 else 0,
         weight.tile_bytes,
@@ -251,7 +225,7 @@ def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None
         x.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        pointer(bias),
         x.stride(0) if heads > 1 else 0,
         out.stride(0) if heads > 1 else 0,
         x.stride(-2),
@@ -308,16 +282,11 @@ _WARPS = 8
 
 
 class _Unpack(Structure):
-    _fields_ = (
-        ("w", c_void_p),
-        ("factors", c_void_p),
-        ("index", c_void_p),
-        ("y", c_void_p),
-        ("tile_bytes", c_int64),
-        ("n", c_int),
-        ("first", c_int),
-        ("steps", c_int),
-        ("factor", c_float),
+    _fields_ = fields(
+        (c_void_p, "w factors index y"),
+        (c_int64, "tile_bytes"),
+        (c_int, "n first steps"),
+        (c_float, "factor"),
     )
 
 
@@ -336,8 +305,8 @@ def unpack_rows(
     n, steps = len(out), weight.shape[1] // 32
     args = _Unpack(
         weight.data.data_ptr(),
-        None if weight.factor is None else weight.factor.data_ptr(),
-        None if index is None else index.data_ptr(),
+        pointer(weight.factor),
+        pointer(index),
         out.data_ptr(),
         weight.tile_bytes,
         n,

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.launch import launch, upload
+from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.launch import launch, pointer, upload
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import Records, empty_records
 from localrt.quant.cuda.programs import Program
@@ -35,39 +36,13 @@ _COLUMNS = 8  # of a state, of a warp
 
 
 class _Recurrent(Structure):
-    _fields_ = (
-        ("sequences", c_void_p),
-        ("positions", c_void_p),
-        ("parents", c_void_p),
-        ("mixed", c_void_p),
-        ("scratch", c_void_p),
-        ("seen", c_void_p),
-        ("out", c_void_p),
-        ("taps", c_void_p),
-        ("taps_bias", c_void_p),
-        ("decay", c_void_p),
-        ("decay_bias", c_void_p),
-        ("skip", c_void_p),
-        ("state_at", c_int64),
-        ("row_at", c_int64),
-        ("layer", c_int),
-        ("layers", c_int),
-        ("width", c_int),
-        ("stride", c_int),
-        ("out_stride", c_int),
-        ("channels", c_int),
-        ("factors", c_int),
-        ("heads", c_int),
-        ("key_heads", c_int),
-        ("value_size", c_int),
-        ("tiled", c_int),
-        ("channels_at", c_int),
-        ("gates_at", c_int),
-        ("strengths_at", c_int),
-        ("decays_at", c_int),
-        ("strength", c_float),
-        ("least_step", c_float),
-        ("most_step", c_float),
+    _fields_ = fields(
+        (c_void_p, "sequences positions parents mixed scratch seen out taps taps_bias decay"),
+        (c_void_p, "decay_bias skip"),
+        (c_int64, "state_at row_at"),
+        (c_int, "layer layers width stride out_stride channels factors heads key_heads value_size"),
+        (c_int, "tiled channels_at gates_at strengths_at decays_at"),
+        (c_float, "strength least_step most_step"),
     )
 
 
@@ -101,10 +76,10 @@ def mix_rows(
         seen=seen.data_ptr(),
         out=(records.data if records else out).data_ptr(),
         taps=weights.taps.data_ptr(),
-        taps_bias=_pointer(weights.taps_bias),
-        decay=_pointer(weights.decay),
-        decay_bias=_pointer(weights.decay_bias),
-        skip=_pointer(weights.skip),
+        taps_bias=pointer(weights.taps_bias),
+        decay=pointer(weights.decay),
+        decay_bias=pointer(weights.decay_bias),
+        skip=pointer(weights.skip),
         state_at=places[0],
         row_at=places[1],
         layer=layer,
@@ -197,10 +172,6 @@ def _prepared_size(spec: RecurrentSpec) -> int:
     decays = spec.heads * (padded if spec.channel_decay else 1)
     size = 2 * spec.key_heads * padded + decays + spec.heads + spec.inner
     return -(-size // 4) * 4
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 _FOLD = 7  # its place in a record

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.launch import launch, upload
+from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.launch import launch, pointer, upload
 from localrt.quant.cuda.products import OUT
 from localrt.quant.cuda.programs import Program
 from localrt.quant.ops.experts import RouterSpec, Routing
@@ -106,53 +107,22 @@ _SCORINGS = {"softmax": 0, "sigmoid": 1, "softmax-chosen": 2}
 
 
 class _Router(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("gate", c_void_p),
-        ("y", c_void_p),
-        ("experts", c_int),
-        ("width", c_int),
-        ("y_stride", c_int),
-    )
+    _fields_ = fields((c_void_p, "x gate y"), (c_int, "experts width y_stride"))
 
 
 class _Put(Structure):
-    _fields_ = (
-        ("rows", c_void_p),
-        ("y", c_void_p),
-        ("width", c_int),
-        ("places", c_int * _MOST_PLACES),
-    )
+    _fields_ = fields((c_void_p, "rows y"), (c_int, "width"), (c_int * _MOST_PLACES, "places"))
 
 
 class _Combine(Structure):
-    _fields_ = (
-        ("slots", c_void_p),
-        ("weights", c_void_p),
-        ("shared", c_void_p),
-        ("y", c_void_p),
-        ("used", c_int),
-        ("width", c_int),
-    )
+    _fields_ = fields((c_void_p, "slots weights shared y"), (c_int, "used width"))
 
 
 class _Choose(Structure):
-    _fields_ = (
-        ("logits", c_void_p),
-        ("gate_bias", c_void_p),
-        ("choice_bias", c_void_p),
-        ("chosen", c_void_p),
-        ("scores", c_void_p),
-        ("weights", c_void_p),
-        ("experts", c_int),
-        ("used", c_int),
-        ("ranked", c_int),
-        ("scoring", c_int),
-        ("normalize", c_int),
-        ("groups", c_int),
-        ("used_groups", c_int),
-        ("group_top", c_int),
-        ("scale", c_float),
+    _fields_ = fields(
+        (c_void_p, "logits gate_bias choice_bias chosen scores weights"),
+        (c_int, "experts used ranked scoring normalize groups used_groups group_top"),
+        (c_float, "scale"),
     )
 
 
@@ -181,8 +151,8 @@ def choose(
     address = results.data_ptr()
     args = _Choose(
         logits.data_ptr(),
-        None if gate_bias is None else gate_bias.data_ptr(),
-        None if choice_bias is None else choice_bias.data_ptr(),
+        pointer(gate_bias),
+        pointer(choice_bias),
         address,
         address + 4 * plane,
         address + 8 * plane,
@@ -218,7 +188,7 @@ def combined(slots: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
     args = _Combine(
         slots.data_ptr(),
         weights.data_ptr(),
-        None if shared is None else shared.data_ptr(),
+        pointer(shared),
         y.data_ptr(),
         used,
         width,

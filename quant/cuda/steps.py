@@ -7,7 +7,8 @@ from ctypes import Structure, c_float, c_int, c_void_p
 import torch
 from torch import Tensor
 
-from localrt.quant.cuda.launch import launch
+from localrt.quant.cpu.abi import fields
+from localrt.quant.cuda.launch import launch, pointer
 from localrt.quant.cuda.products import (
     GATES,
     OUT,
@@ -22,47 +23,27 @@ _MOST_HADAMARD = 256
 
 
 class _Norm(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("pending", c_void_p),
-        ("weight", c_void_p),
-        ("y", c_void_p),
-        ("width", c_int),
-        ("x_stride", c_int),
-        ("y_stride", c_int),
-        ("eps", c_float),
+    _fields_ = fields(
+        (c_void_p, "x pending weight y"),
+        (c_int, "width x_stride y_stride"),
+        (c_float, "eps"),
     )
 
 
 class _NormGate(Structure):
-    _fields_ = (
-        ("seen", c_void_p),
-        ("gates", c_void_p),
-        ("norm", c_void_p),
-        ("out", c_void_p),
-        ("width", c_int),
-        ("size", c_int),
-        ("norm_width", c_int),
-        ("gate_stride", c_int),
-        ("out_stride", c_int),
-        ("gate_first", c_int),
-        ("with_sigmoid", c_int),
-        ("eps", c_float),
+    _fields_ = fields(
+        (c_void_p, "seen gates norm out"),
+        (c_int, "width size norm_width gate_stride out_stride gate_first with_sigmoid"),
+        (c_float, "eps"),
     )
 
 
 class _Rotate(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("width", c_int),
-        ("size", c_int),
-        ("scale", c_float),
-    )
+    _fields_ = fields((c_void_p, "x y"), (c_int, "width size"), (c_float, "scale"))
 
 
 class _Gate(Structure):
-    _fields_ = (("x", c_void_p), ("y", c_void_p), ("width", c_int))
+    _fields_ = fields((c_void_p, "x y"), (c_int, "width"))
 
 
 def norm(
@@ -104,7 +85,7 @@ def _norm(
     assert pending is None or pending.is_contiguous(), "rows of a sum follow one another"
     args = _Norm(
         x.data_ptr(),
-        None if pending is None else pending.data_ptr(),
+        pointer(pending),
         weight.data_ptr(),
         y.data_ptr(),
         x.shape[1],
@@ -137,7 +118,7 @@ def norm_gate(
     args = _NormGate(
         seen=seen.data_ptr(),
         gates=gates.data_ptr(),
-        norm=None if weight is None else weight.data_ptr(),
+        norm=pointer(weight),
         out=(records.data if records else out).data_ptr(),
         width=width,
         size=size,
