@@ -179,7 +179,6 @@ class NativeKVCache(GrowingCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return self.allocated // BLOCK_TOKENS * self._step
 
     @property

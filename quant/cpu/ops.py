@@ -124,15 +124,12 @@ class NativeOps(StreamSteps):
         return self._adapters.table
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Nothing to hold."""
         return nullcontext()
 
     def free_memory(self) -> int | None:
-        """It computes in RAM."""
         return None
 
     def graphed(self, forward: Forward) -> Forward:
-        """As it is."""
         return forward
 
     def recorder(self) -> None:
@@ -151,7 +148,6 @@ class NativeOps(StreamSteps):
         return self._tiler.tile(tensor, hadamard=hadamard)
 
     def vector(self, values: npt.NDArray[np.float32]) -> NativeVector:
-        """A norm weight or bias."""
         return NativeVector(np.ascontiguousarray(values, np.float32))
 
     def weight_nbytes(self, shape: tuple[int, int], format: Format) -> int:
@@ -159,7 +155,6 @@ class NativeOps(StreamSteps):
         return padded_rows(shape[0]) * widened_format(format).row_bytes(shape[1])
 
     def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
-        """Bytes of keys, values and states once grown to ``length`` tokens."""
         attending, states = split_layers(layers)
         kv_format = cache_format(attending, self._kv_format)
         in_states = StateLayout(states).sequence_nbytes(length)
@@ -169,7 +164,6 @@ class NativeOps(StreamSteps):
         return in_states + token_nbytes(shapes, kv_format) * grown_capacity(length)
 
     def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
-        """An empty cache."""
         attending, states = split_layers(layers)
         kv_format = cache_format(attending, self._kv_format)
         cache: NativeKVCache
@@ -183,7 +177,6 @@ class NativeOps(StreamSteps):
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> NativePass:
-        """Reserve room in every cache."""
         # Arrays of other numbers of rows would pile up.
         self._spare = {s: a for s, a in self._spare.items() if s[0] == len(batch.tokens)}
         reach = max(int(batch.positions.max()) + 1, *(s.cache.length + s.rows for s in batch.spans))
@@ -204,7 +197,6 @@ class NativeOps(StreamSteps):
         tokens: npt.NDArray[np.int64] | None = None,
         each: int = 1,
     ) -> Floats:
-        """(R * each, D)."""
         assert len(table.tensors) == 1, "an embedding is one matrix"
         rows = np.ascontiguousarray(step.batch.tokens if tokens is None else tokens)
         if each > 1:
@@ -219,7 +211,6 @@ class NativeOps(StreamSteps):
         self._adapters.begin(batch)
 
     def adapt_tokens(self, x: Floats, step: NativePass, scale: float) -> Floats:
-        """In place."""
         for part, adapter in self._adapters.of_rows:
             if (low := adapter.embedding) is not None:
                 x[part] += (low.a[:, step.batch.tokens[part]].T @ low.b.T) * np.float32(scale)
@@ -268,7 +259,6 @@ class NativeOps(StreamSteps):
         layer: int,
         chosen: npt.NDArray[np.int32] | None = None,
     ) -> Floats:
-        """(R, D)."""
         out = self._array(step.rows, weights.out.stack.rows)
         args = step.attention[layer]
         if chosen is not None:
@@ -295,7 +285,6 @@ class NativeOps(StreamSteps):
     def latent_output(
         self, q: Floats, weights: LatentWeights, spec: LatentSpec, step: NativePass, layer: int
     ) -> Floats:
-        """(R, D)."""
         out = self._array(step.rows, weights.out.stack.rows)
         args = step.latent[layer]
         args.q, args.out = q.ctypes.data, out.ctypes.data
@@ -313,7 +302,6 @@ class NativeOps(StreamSteps):
         step: NativePass,
         layer: int,
     ) -> Floats:
-        """(R, D)."""
         out = self._array(step.rows, weights.out.stack.rows)
         args = recurrent_args(weights, spec, step, layer)
         args.x, args.out = x.ctypes.data, out.ctypes.data
@@ -323,18 +311,15 @@ class NativeOps(StreamSteps):
         return out
 
     def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
-        """(R, D)."""
         return self._gated_mlp(x, weights, spec, None)
 
     def norm(self, x: Floats, weight: NativeVector, eps: float) -> Floats:
-        """In place."""
         self._api.lrt_norm_rows(self._handle, locate(x), *x.shape, weight.address, eps)
         return x
 
     # -- a mixture of experts --------------------------------------------------------------------
 
     def expert_table(self, count: int) -> NativeExpertTable:
-        """An empty table."""
         return NativeExpertTable(count)
 
     def norm_route(
@@ -403,12 +388,10 @@ class NativeOps(StreamSteps):
             raise ValueError(f"expert {missing} is asked for, but is not in the table")
 
     def put_slots(self, slots: Floats, index: npt.NDArray[np.intp], rows: Floats) -> Floats:
-        """In place."""
         slots[index] = rows
         return slots
 
     def combine_experts(self, slots: Floats, routing: Routing, shared: Floats | None) -> Floats:
-        """(R, D)."""
         weights = np.ascontiguousarray(routing.weights, np.float32)
         (rows, used), hidden = weights.shape, slots.shape[1]
         out = self._array(rows, hidden) if shared is None else shared
@@ -426,11 +409,9 @@ class NativeOps(StreamSteps):
         return out
 
     def latent_rows(self, normed: Floats, weight: NativeWeight) -> Floats:
-        """(R, L)."""
         return self.linear(normed, weight, self._array(len(normed), weight.stack.rows))
 
     def widen_latents(self, rows: Floats, weight: NativeWeight, shared: Floats | None) -> Floats:
-        """(R, D)."""
         out = self.linear(rows, weight, self._array(len(rows), weight.stack.rows))
         self._spare[rows.shape] = rows
         return out if shared is None else self.add(out, shared)
@@ -438,7 +419,6 @@ class NativeOps(StreamSteps):
     def shared_mlp(
         self, normed: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
     ) -> Floats:
-        """(R, D)."""
         return self._gated_mlp(normed, weights, spec, gate)
 
     # -- sums and logits -------------------------------------------------------------------------
@@ -463,7 +443,6 @@ class NativeOps(StreamSteps):
         softcap: float | None = None,
         first_row: int = 0,
     ) -> Floats:
-        """(len(rows), V)."""
         adapted = any(adapter.head for _, adapter in self._adapters.of_rows)
         logits = large_floats((len(rows), weight.stack.rows))
         wanted = np.ascontiguousarray(rows, np.int64)

@@ -58,7 +58,6 @@ class StreamSteps:
     def gate_inputs(
         self, x: Floats, inputs: Floats, weights: InputGateWeights, spec: InputGateSpec
     ) -> Floats:
-        """(R, D)."""
         out = self._array(len(x), weights.out.stack.rows)
         args = InputArgs(
             x=locate(x),
@@ -77,7 +76,6 @@ class StreamSteps:
         return out
 
     def low_rank(self, x: Floats, weights: LowRankWeights) -> Floats:
-        """(R, D)."""
         out = self._array(*x.shape)
         self._api.lrt_low_rank(
             self._handle,
@@ -93,7 +91,6 @@ class StreamSteps:
         return out
 
     def split_streams(self, x: Floats, projections: NativeWeight) -> Floats:
-        """(R, S * D)."""
         out = np.empty((len(x), projections.stack.rows + x.shape[1]), np.float32)
         self._api.lrt_split_streams(self._handle, projections.stack, locate(x), len(x), locate(out))
         return out
@@ -101,7 +98,6 @@ class StreamSteps:
     def predict_streams(
         self, streams: Floats, weights: StreamWeights, spec: StreamSpec
     ) -> tuple[Floats, Floats]:
-        """(R, S * D) and (R, D)."""
         args, out, active = self._stream_args(streams, weights, spec)
         self._api.lrt_predict_streams(self._handle, args)
         return out, active
@@ -109,19 +105,16 @@ class StreamSteps:
     def correct_streams(
         self, streams: Floats, activated: Floats, weights: StreamWeights, spec: StreamSpec
     ) -> tuple[Floats, Floats]:
-        """(R, S * D) and (R, D)."""
         args, out, active = self._stream_args(streams, weights, spec)
         args.activated = locate(activated)
         self._api.lrt_correct_streams(self._handle, args)
         return out, active
 
     def add_to_streams(self, streams: Floats, y: Floats) -> Floats:
-        """In place."""
         streams.reshape(*y.shape[:1], -1, y.shape[1])[:, 1:] += y[:, None]
         return streams
 
     def join_streams(self, streams: Floats, projections: NativeWeight) -> Floats:
-        """(R, D)."""
         out = self._array(len(streams), projections.stack.cols)
         self._api.lrt_join_streams(
             self._handle, projections.stack, locate(streams), len(streams), locate(out)
@@ -129,13 +122,11 @@ class StreamSteps:
         return out
 
     def repeat_stream(self, x: Floats, count: int) -> Floats:
-        """(R, S * D)."""
         return np.tile(x, (1, count))
 
     def read_streams(
         self, streams: Floats, weights: ConnectionWeights
     ) -> tuple[Floats, Floats | None]:
-        """(R, D) and (R, S)."""
         rows, count = len(streams), weights.count
         out = self._array(rows, streams.shape[1] // count)
         shares = None if weights.share is None else np.empty((rows, count), np.float32)
@@ -155,7 +146,6 @@ class StreamSteps:
         return out, shares
 
     def share_out(self, streams: Floats, y: Floats, shares: Floats) -> Floats:
-        """In place."""
         streams.reshape(*shares.shape, -1)[:] += y[:, None] * shares[:, :, None]
         return streams
 
@@ -168,7 +158,6 @@ class StreamSteps:
         step: NativePass,
         layer: int,
     ) -> Floats:
-        """In place."""
         tokens, spans = step.batch.tokens.astype(np.float32), step.state_args(layer)
         args = NgramArgs(
             streams=locate(streams),

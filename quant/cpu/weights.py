@@ -238,12 +238,10 @@ class NativeExpertTable:
         self._weights[expert] = weights
 
     def drop(self, expert: int) -> None:
-        """Forget an expert."""
         self._parts[expert].gate_up.count = 0
         self._weights[expert] = None
 
     def holds(self, expert: int) -> bool:
-        """Whether it is here."""
         return 0 <= expert < len(self._weights) and self._weights[expert] is not None
 
     def _require_fit(self, expert: int, weights: ExpertWeights) -> None:

@@ -353,7 +353,6 @@ class AttentionSteps:
         layer: int,
         chosen: None = None,
     ) -> Tensor:
-        """(R, D), float32."""
         q, gates = q.chunk(2) if spec.has_gates else (q, None)
         # Where the product that follows reads records, they are written at once.
         direct = fits_records(spec.heads, spec.value_dim) and reads_records(weights.out, len(q))

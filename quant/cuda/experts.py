@@ -260,7 +260,6 @@ class CudaExpertTable(TorchExpertTable):
         return bool((self.kind_of >= 0).all())
 
     def put(self, expert: int, weights: ExpertWeights) -> None:
-        """Hold it."""
         super().put(expert, weights)
         described = _describe(weights) if len(self.kind_of) <= MOST_EXPERTS else None
         if described is None:
@@ -273,7 +272,6 @@ class CudaExpertTable(TorchExpertTable):
         self.kind_of[expert] = self.kinds.index(kind)
 
     def drop(self, expert: int) -> None:
-        """Forget it."""
         super().drop(expert)
         self.kind_of[expert] = -1
 

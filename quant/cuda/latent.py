@@ -196,7 +196,6 @@ class LatentSteps:
     def latent_output(
         self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: CudaPass, layer: int
     ) -> Tensor:
-        """(R, D), float32."""
         parts = []
         for index, (first, stop, span) in enumerate(ranges(step.spans)):
             rows = q[first:stop]

@@ -128,7 +128,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
             yield
 
     def free_memory(self) -> int | None:
-        """What CUDA says is free."""
         if self._device.type != "cuda":
             return None
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -168,7 +167,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return cache_nbytes(layers, length, self.kv_format)
 
     def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
-        """An empty cache."""
         return new_cache(layers, capacity, self.kv_format, self._device)
 
     # -- a pass ----------------------------------------------------------------------------------
@@ -208,7 +206,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         tokens: npt.NDArray[np.int64] | None = None,
         each: int = 1,
     ) -> Stream:
-        """(R, D)."""
         assert each == 1, "models with rows for each layer compute with torch"
         ids = step.tokens if tokens is None else upload(tokens, self._device)
         (part,) = table.parts
@@ -225,7 +222,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         self._adapters.begin(batch)
 
     def adapt_tokens(self, x: Stream, step: CudaPass, scale: float) -> Stream:
-        """In place."""
         for part, adapter in self._adapters.of_rows:
             if (low := adapter.embedding) is not None:
                 a, b = (torch.from_numpy(each).to(self._device) for each in (low.a, low.b))
@@ -233,7 +229,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return x
 
     def norm_gated_mlp(self, x: Stream, weights: MlpWeights, spec: MlpSpec) -> Tensor:
-        """(R, D), float32."""
         h = normed_for(x, weights.norm, spec.eps, weights.gate_up)
         inner = gate_up(h, weights.gate_up, spec)
         y = linear(inner, weights.down, dtype=torch.float32)
@@ -244,7 +239,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
     # -- a mixture of experts --------------------------------------------------------------------
 
     def expert_table(self, count: int) -> CudaExpertTable:
-        """An empty table."""
         return CudaExpertTable(count)
 
     def norm_route(
@@ -256,7 +250,6 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return rows, route_rows(normed, rows, weights, spec)
 
     def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
-        """(R * K, D), float32."""
         shape = (normed.shape[0] * routing.used, normed.shape[1])
         return torch.empty(shape, dtype=torch.float32, device=self._device)
 
@@ -300,14 +293,12 @@ class CudaOps(AttentionSteps, LatentSteps, RecurrentSteps, StreamSteps):
         return linear(normed, weight)
 
     def widen_latents(self, rows: Tensor, weight: CudaWeight, shared: Tensor | None) -> Tensor:
-        """(R, D), float32."""
         y = linear(rows.bfloat16(), weight, dtype=torch.float32)
         return y if shared is None else y.add_(shared)
 
     def shared_mlp(
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: CudaWeight | None
     ) -> Tensor:
-        """(R, D), float32."""
         inner = gate_up(normed, weights.gate_up, spec)
         y = linear(inner, weights.down, dtype=torch.float32)
         if gate is None:

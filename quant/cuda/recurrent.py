@@ -270,7 +270,6 @@ class RecurrentSteps:
         step: CudaPass,
         layer: int,
     ) -> Tensor:
-        """(R, D), float32."""
         h = normed_for(x, weights.norm, spec.eps, weights.mix)
         y = mix_and_project(h, weights, spec, step, layer)
         if weights.post_norm is None:

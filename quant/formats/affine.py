@@ -73,7 +73,6 @@ class AffineCodec:
         return 4 if self.minimum else 2
 
     def tensor_scale(self, largest: float) -> float:
-        """None: groups have all they need."""
         return 1.0
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
@@ -122,7 +121,6 @@ class AffineCodec:
         return np.concatenate(parts, axis=1)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """The inverse of ``join``."""
         scales, body = half_values(blocks[:, : self._header]), blocks[:, self._header :]
         if self.bits == 8:
             return body, scales

@@ -19,11 +19,11 @@ import numpy as np
 
 from localrt.quant.formats.ggml import MXFP4
 from localrt.quant.formats.packed import (
+    BlockCodec,
     Bytes,
     Floats,
     Format,
-    half_bytes,
-    half_values,
+    LevelCodec,
     join_nibbles,
     nearest,
     over,
@@ -56,28 +56,27 @@ _nearest_magnitude = nearest(E2M1[:8])
 _nearest_e4m3 = nearest(E4M3[:127])
 
 
-def _encode(values: Floats, scales: Floats) -> Bytes:
-    """Nearest E2M1 codes; ties go towards zero, and zero is code 0."""
-    codes = _nearest_magnitude(over(np.abs(values), scales))
-    codes |= ((values < 0) & (codes > 0)).view(np.uint8) << 3
-    return codes
+class _E2m1Codec(BlockCodec):
+    """E2M1 codes times scales, which is exact."""
+
+    __slots__ = ()
+
+    def encode(self, values: Floats, scales: Floats) -> Bytes:
+        """Nearest codes; ties go towards zero, and zero is code 0."""
+        codes = _nearest_magnitude(over(np.abs(values), scales))
+        codes |= ((values < 0) & (codes > 0)).view(np.uint8) << 3
+        return codes
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        return E2M1[codes] * scales
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Codec:
+class Mxfp4Codec(_E2m1Codec):
     """See the ``Codec`` protocol. Scales are (n, 1) powers of two."""
 
     format: Format = MXFP4
     shrinks: tuple[float, ...] = (2.0, 1.0, 0.5)  # neighbouring exponents: there is nothing between
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale: a block."""
-        return self.format.block
-
-    def tensor_scale(self, largest: float) -> float:
-        """None: the format has no place for one."""
-        return 1.0
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
         """The extreme between 4 and 8, as OCP has it: what lies above 6 is clipped."""
@@ -87,27 +86,18 @@ class Mxfp4Codec:
         scales: Floats = np.ldexp(np.float32(1), np.clip(exponent, -127, 127))
         return scales.astype(np.float32, copy=False)
 
-    def encode(self, values: Floats, scales: Floats) -> Bytes:
-        """Nearest codes."""
-        return _encode(values, scales)
-
-    def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """E2M1 times scale: exact."""
-        return E2M1[codes] * scales
-
     def join(self, codes: Bytes, scales: Floats) -> Bytes:
         """Exponent, nibbles."""
         exponents = (np.frexp(scales)[1] + 126).astype(np.uint8)
         return np.concatenate([exponents, join_nibbles(codes)], axis=1)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """The inverse of ``join``."""
         scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 127)
         return split_nibbles(blocks[:, 1:]), scales.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Nvfp4Codec:
+class Nvfp4Codec(_E2m1Codec):
     """See the ``Codec`` protocol. Scales are (n, 1), before the tensor's own factor."""
 
     format: Format = NVFP4
@@ -120,11 +110,6 @@ class Nvfp4Codec:
         """
         return tuple(np.geomspace(1.6, 0.4, 33).tolist())
 
-    @property
-    def group(self) -> int:
-        """Columns that share a scale: a block."""
-        return self.format.block
-
     def tensor_scale(self, largest: float) -> float:
         """The tensor's extreme gets the largest scale and the largest code."""
         scale = float(np.float32(largest / (_LARGEST * _LARGEST_SCALE)))
@@ -135,20 +120,10 @@ class Nvfp4Codec:
         extreme = np.abs(groups).max(axis=1, keepdims=True)
         return E4M3[_nearest_e4m3(extreme * np.float32(shrink / _LARGEST))]
 
-    def encode(self, values: Floats, scales: Floats) -> Bytes:
-        """Nearest codes."""
-        return _encode(values, scales)
-
-    def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """E2M1 times scale: exact."""
-        return E2M1[codes] * scales
-
     def join(self, codes: Bytes, scales: Floats) -> Bytes:
-        """Scale, nibbles."""
         return np.concatenate([_nearest_e4m3(scales), join_nibbles(codes)], axis=1)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """The inverse of ``join``."""
         return split_nibbles(blocks[:, 1:]), E4M3[blocks[:, :1]]
 
 
@@ -178,48 +153,24 @@ NF4_LEVELS = np.array(
 )
 NF4_LEVELS.flags.writeable = False
 """The value of each code, before the scale."""
-_nearest_level = nearest(NF4_LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
-class Nf4Codec:
+class Nf4Codec(LevelCodec):
     """See the ``Codec`` protocol. Scales are (n, 1)."""
 
     format: Format = NF4
+    levels = NF4_LEVELS
+    nearest_level = staticmethod(nearest(NF4_LEVELS))
 
     @property
     def shrinks(self) -> tuple[float, ...]:
         """A hundred steps from the whole range down to a fifth of it."""
         return tuple(np.linspace(1.0, 0.2, 100).tolist())
 
-    @property
-    def group(self) -> int:
-        """Columns that share a scale: a block."""
-        return self.format.block
-
-    def tensor_scale(self, largest: float) -> float:
-        """None: groups have all they need."""
-        return 1.0
-
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
         """The largest magnitude."""
         return to_half(np.abs(groups).max(axis=1, keepdims=True) * np.float32(shrink))
-
-    def encode(self, values: Floats, scales: Floats) -> Bytes:
-        """Nearest codes."""
-        return _nearest_level(over(values, scales))
-
-    def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """Level times scale."""
-        return NF4_LEVELS[codes] * scales
-
-    def join(self, codes: Bytes, scales: Floats) -> Bytes:
-        """Scale, nibbles."""
-        return np.concatenate([half_bytes(scales), join_nibbles(codes)], axis=1)
-
-    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """The inverse of ``join``."""
-        return split_nibbles(blocks[:, 2:]), half_values(blocks[:, :2])
 
 
 NF4_CODEC = Nf4Codec()

@@ -20,15 +20,15 @@ from types import MappingProxyType
 import numpy as np
 
 from localrt.quant.formats.packed import (
+    BlockCodec,
     Bytes,
     Floats,
     Format,
+    LevelCodec,
     half_bytes,
     half_values,
-    join_nibbles,
     nearest,
     over,
-    split_nibbles,
     to_half,
 )
 from localrt.quant.formats.six_bits import join_six_bits, six_bit_scales
@@ -108,11 +108,10 @@ GGML_UNREAD: Mapping[int, Format] = MappingProxyType(
 """What ggml has and localrt cannot unpack: enough to place tensors, and to name them."""
 _BLOCK, _GROUPS = 256, 16
 _HALVES, _PAIRS = 2, np.array([0, 2, 4, 6], np.uint8)
-_nearest_level = nearest(IQ4_LEVELS)
 
 
 @dataclass(frozen=True, slots=True)
-class KQuantCodec:
+class KQuantCodec(BlockCodec):
     """See the ``Codec`` protocol. A block's scales are (n, 16 * k), those of a group (n, k).
 
     k is 2 of Q3_K: d, scale; 4 of Q2_K: d, scale, dmin, minimum.
@@ -144,10 +143,6 @@ class KQuantCodec:
     def shrinks(self) -> tuple[float, ...]:
         """What scales are tried at, of those that clip nothing."""
         return tuple(np.linspace(1.15, 0.5, 27).tolist())
-
-    def tensor_scale(self, largest: float) -> float:
-        """None: blocks have all they need."""
-        return 1.0
 
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
         """Scales of blocks (n, 256) that cover each group's range."""
@@ -213,7 +208,6 @@ class KQuantCodec:
         return np.concatenate([high, low, six, d], axis=1)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """The inverse of ``join``."""
         low = blocks[:, 16:80] if self.minimum else blocks[:, 32:96]
         pairs = low.reshape(-1, _HALVES, 1, 32) >> _PAIRS[:, None] & 3
         codes = pairs.reshape(-1, _BLOCK).astype(np.uint8)
@@ -248,15 +242,12 @@ def _shared(wanted: Floats, most: int) -> tuple[Floats, Floats]:
 
 
 @dataclass(frozen=True, slots=True)
-class Iq4NlCodec:
-    """See the ``Codec`` protocol: sixteen uneven levels, a scale (n, 1) for 32 weights."""
+class Iq4NlCodec(LevelCodec):
+    """See the ``Codec`` protocol: a scale (n, 1) for 32 weights."""
 
     format: Format = IQ4_NL
-
-    @property
-    def group(self) -> int:
-        """Columns that share a scale: a block."""
-        return self.format.block
+    levels = IQ4_LEVELS
+    nearest_level = staticmethod(nearest(IQ4_LEVELS))
 
     @property
     def numbers(self) -> int:
@@ -268,31 +259,11 @@ class Iq4NlCodec:
         """What scales are tried at, of those that clip nothing."""
         return tuple(np.linspace(1.1, 0.6, 26).tolist())
 
-    def tensor_scale(self, largest: float) -> float:
-        """None: groups have all they need."""
-        return 1.0
-
     def fit(self, groups: Floats, shrink: float = 1.0) -> Floats:
         """The group's extreme on the lowest level, which is the farthest."""
         at = np.abs(groups).argmax(axis=1)[:, None]
         extreme = np.take_along_axis(groups, at, axis=1)
         return to_half(extreme * np.float32(shrink) / IQ4_LEVELS[0])
-
-    def encode(self, values: Floats, scales: Floats) -> Bytes:
-        """Nearest codes."""
-        return _nearest_level(over(values, np.broadcast_to(scales, values.shape)))
-
-    def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """Level times scale."""
-        return IQ4_LEVELS[codes] * scales
-
-    def join(self, codes: Bytes, scales: Floats) -> Bytes:
-        """Scale, nibbles."""
-        return np.concatenate([half_bytes(scales), join_nibbles(codes)], axis=1)
-
-    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """The inverse of ``join``."""
-        return split_nibbles(blocks[:, 2:]), half_values(blocks[:, :2])
 
 
 GGUF_CODECS: Mapping[str, KQuantCodec | Iq4NlCodec] = MappingProxyType(

@@ -1,20 +1,17 @@
 """What a stored weight is: a format, a logical shape, and packed bytes in numpy.
 
-This module knows how bytes are laid out in blocks along a row. It does not know where they came
-from (checkpoints), nor how they are multiplied (``quant/ops``).
-
-How one of our own formats encodes weights: codes and scales of groups, and their bytes.
-
-A codec knows one group of weights at a time. Which scales are best (``quant/methods``) and how a
-whole tensor is packed (``convert.py``) is decided elsewhere. Groups are rows of an array, (n,
-block); their scales are (n, k) float32 numbers that the format can store exactly.
+Bytes are laid out in blocks along a row. A codec is how a format that is made of groups encodes
+weights: codes, scales and their bytes, one group at a time. Groups are rows of an array, (n,
+block); their scales are (n, k) float32 numbers that the format can store exactly. Which scales are
+best (``quant/methods``), how a whole tensor is packed (``convert.py``), where bytes come from and
+how they are multiplied is decided elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +110,22 @@ class Codec(GroupCodec, Protocol):
         """Nearest codes of values (n, m) under scales (n, k); m need not be a whole group."""
 
 
+class BlockCodec:
+    """What most codecs share: a block is one group, and the tensor has no factor."""
+
+    __slots__ = ()
+    format: Format
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.format.block
+
+    def tensor_scale(self, largest: float) -> float:
+        """None: groups have all they need."""
+        return 1.0
+
+
 def unpack_blocks_of(codec: GroupCodec) -> Callable[[Bytes, Floats], None]:
     """``codec`` as a function from blocks (n, block_bytes) to values written to (n, block)."""
 
@@ -169,3 +182,23 @@ def nearest(levels: Floats) -> Callable[[Floats], Bytes]:
         return index
 
     return nearest_level
+
+
+class LevelCodec(BlockCodec):
+    """Sixteen uneven levels times a scale (n, 1) in half precision: the scale, then nibbles."""
+
+    __slots__ = ()
+    levels: ClassVar[Floats]  # rising
+    nearest_level: ClassVar[Callable[[Floats], Bytes]]
+
+    def encode(self, values: Floats, scales: Floats) -> Bytes:
+        return self.nearest_level(over(values, scales))
+
+    def decode(self, codes: Bytes, scales: Floats) -> Floats:
+        return self.levels[codes] * scales
+
+    def join(self, codes: Bytes, scales: Floats) -> Bytes:
+        return np.concatenate([half_bytes(scales), join_nibbles(codes)], axis=1)
+
+    def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
+        return split_nibbles(blocks[:, 2:]), half_values(blocks[:, :2])

@@ -40,7 +40,6 @@ class BrainCodec:
 
     @property
     def format(self) -> Format:
-        """Of so many bits and columns."""
         return Format(f"int{self.bits}-g{self.group}b", self.group, 4 + self.group * self.bits // 8)
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
@@ -53,7 +52,6 @@ class BrainCodec:
         return np.concatenate([halves.view(np.uint8), _packed(codes, self.bits)], axis=1)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """The inverse of ``join``."""
         halves = np.ascontiguousarray(blocks[:, :4]).view("<u2").astype(np.uint32)
         return _unpacked(blocks[:, 4:], self.bits), (halves << 16).view(np.float32)
 
@@ -67,7 +65,6 @@ class ZeroPointCodec:
 
     @property
     def format(self) -> Format:
-        """Of so many bits and columns."""
         return Format(f"int{self.bits}-g{self.group}z", self.group, 5 + self.group * self.bits // 8)
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
@@ -80,7 +77,6 @@ class ZeroPointCodec:
         return np.concatenate([*parts, _packed(codes, self.bits)], axis=1)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """The inverse of ``join``."""
         scales = [_float_values(blocks[:, :4]), blocks[:, 4:5].astype(np.float32)]
         return _unpacked(blocks[:, 5:], self.bits), np.concatenate(scales, axis=1)
 
@@ -95,15 +91,12 @@ class Nf4FloatCodec:
     format: Format = NF4_F32
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """Level times scale."""
         return NF4_LEVELS[codes] * scales
 
     def join(self, codes: Bytes, scales: Floats) -> Bytes:
-        """Scale, nibbles."""
         return np.concatenate([_float_bytes(scales), join_nibbles(codes)], axis=1)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """The inverse of ``join``."""
         return split_nibbles(blocks[:, 4:]), _float_values(blocks[:, :4])
 
 
@@ -115,11 +108,9 @@ class E4m3Codec:
 
     @property
     def format(self) -> Format:
-        """Of so many columns."""
         return Format(f"e4m3-g{self.group}", self.group, 4 + self.group)
 
     def decode(self, codes: Bytes, scales: Floats) -> Floats:
-        """One product."""
         return E4M3[codes] * scales
 
     def join(self, codes: Bytes, scales: Floats) -> Bytes:
@@ -127,7 +118,6 @@ class E4m3Codec:
         return np.concatenate([_float_bytes(scales), codes], axis=1)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """The inverse of ``join``."""
         return blocks[:, 4:], _float_values(blocks[:, :4])
 
 

@@ -26,17 +26,14 @@ class HybridCache(Generic[Kv]):
 
     @property
     def length(self) -> int:
-        """Tokens held."""
         return self.kv.length
 
     @property
     def capacity(self) -> int:
-        """The most tokens it may hold."""
         return self.kv.capacity
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return self.kv.nbytes + self.states.nbytes
 
     @property
@@ -69,12 +66,10 @@ class HybridCache(Generic[Kv]):
         return cache
 
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens in all."""
         self.kv.reserve(length)
         self.states.reserve(length)
 
     def advance(self, count: int) -> None:
-        """Count rows as held."""
         self.kv.advance(count)
         self.states.advance(count)
 
@@ -83,7 +78,6 @@ class HybridCache(Generic[Kv]):
         return self.kv.trim(self.states.trim(length))
 
     def select(self, first: int, rows: Sequence[int]) -> None:
-        """Keep some rows of a tree."""
         self.kv.select(first, rows)
         self.states.select(first, rows)
 

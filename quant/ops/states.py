@@ -141,7 +141,6 @@ class StateSet:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return int(self.states.nbytes + self.rows.nbytes)
 
     @property
@@ -233,17 +232,14 @@ class StateCache:
 
     @property
     def length(self) -> int:
-        """Tokens held."""
         return self._length
 
     @property
     def capacity(self) -> int:
-        """The most tokens it may hold."""
         return self._capacity
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         target = None if self._pass is None else self._pass.target
         sets = {id(each): each for each in (self._now, self._spare, target, *self._kept) if each}
         return sum(each.nbytes for each in sets.values())

@@ -80,7 +80,6 @@ class BnbOps(TorchOps):
         tokens: npt.NDArray[np.int64] | None = None,
         each: int = 1,
     ) -> Tensor:
-        """(R * each, D)."""
         if isinstance(table, Tensor):
             return super().embed(table, step, scale, tokens=tokens, each=each)
         ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)

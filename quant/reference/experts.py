@@ -35,15 +35,12 @@ class TorchExpertTable:
         self._weights: list[ExpertWeights | None] = [None] * count
 
     def put(self, expert: int, weights: ExpertWeights) -> None:
-        """Hold it."""
         self._weights[expert] = weights
 
     def drop(self, expert: int) -> None:
-        """Forget it."""
         self._weights[expert] = None
 
     def holds(self, expert: int) -> bool:
-        """Whether it is there."""
         return self._weights[expert] is not None
 
     def __getitem__(self, expert: int) -> ExpertWeights:

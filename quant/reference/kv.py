@@ -39,7 +39,6 @@ class TorchKVCache(GrowingCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return sum(t.nbytes for t in (*self._k, *self._v))
 
     @property

@@ -104,18 +104,15 @@ class TorchOps(StreamSteps):
             torch.set_num_threads(threads)
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Inference mode: no autograd bookkeeping."""
         return torch.inference_mode()
 
     def free_memory(self) -> int | None:
-        """What CUDA says is free."""
         if self._device.type != "cuda":
             return None
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(free)
 
     def graphed(self, forward: Forward) -> Forward:
-        """As it is."""
         return forward
 
     def recorder(self) -> None:
@@ -149,14 +146,12 @@ class TorchOps(StreamSteps):
         return shape[0] * shape[1] * self._dtype.itemsize
 
     def kv_nbytes(self, layers: Sequence[LayerSpec], length: int) -> int:
-        """Bytes of keys, values and states once grown to ``length`` tokens."""
         attending, states = split_layers(layers)
         row = sum(spec.cached_heads * (spec.head_dim + spec.value_dim) for spec in attending)
         in_states = StateLayout(states).sequence_nbytes(length)
         return in_states + row * grown_capacity(length) * self._dtype.itemsize
 
     def kv_cache(self, layers: Sequence[LayerSpec], capacity: int) -> KVCache:
-        """An empty cache."""
         attending, states = split_layers(layers)
         shapes = [(spec.cached_heads, spec.head_dim, spec.value_dim) for spec in attending]
         return sequence_cache(shapes, self._dtype, states, capacity, self._device)
@@ -164,7 +159,6 @@ class TorchOps(StreamSteps):
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(self, batch: Batch) -> _Pass:
-        """Reserve room in every cache."""
         for span in batch.spans:
             span.cache.reserve(span.cache.length + span.rows)
         self.begin_adapters(batch)
@@ -181,7 +175,6 @@ class TorchOps(StreamSteps):
         tokens: npt.NDArray[np.int64] | None = None,
         each: int = 1,
     ) -> Tensor:
-        """(R * each, D)."""
         ids = step.tokens if tokens is None else torch.from_numpy(tokens).to(self._device)
         x = F.embedding(ids if each == 1 else rows_of_tokens(ids, each, len(table)), table)
         # Gemma rounds the factor to the compute dtype before multiplying.
@@ -191,7 +184,6 @@ class TorchOps(StreamSteps):
         self._adapted = [] if self.adapters is None else adapted_rows(self.adapters, batch.mixes)
 
     def adapt_tokens(self, x: Tensor, step: _Pass, scale: float) -> Tensor:
-        """In place."""
         for part, adapter in self._adapted:
             if (low := adapter.embedding) is not None:
                 a, b = self._tensor(low.a), self._tensor(low.b)
@@ -256,7 +248,6 @@ class TorchOps(StreamSteps):
         layer: int,
         chosen: list[Tensor] | None = None,
     ) -> Tensor:
-        """(R, D)."""
         outputs = []
         row = 0
         q, gates = q.chunk(2) if spec.has_gates else (q, None)
@@ -284,7 +275,6 @@ class TorchOps(StreamSteps):
     def latent_output(
         self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
     ) -> Tensor:
-        """(R, D)."""
         seen = []
         row = 0
         for index, span in enumerate(step.spans):
@@ -297,7 +287,6 @@ class TorchOps(StreamSteps):
     def norm_recurrent(
         self, x: Tensor, weights: RecurrentWeights, spec: RecurrentSpec, step: _Pass, layer: int
     ) -> Tensor:
-        """(R, D)."""
         if not step.states:
             step.states = begin_states(step.spans)
         mixed = self.linear(self._norm(x, weights.norm, spec.eps), weights.mix, weights.mix_bias)
@@ -309,12 +298,10 @@ class TorchOps(StreamSteps):
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
 
     def norm_gated_mlp(self, x: Tensor, weights: MlpWeights, spec: MlpSpec) -> Tensor:
-        """(R, D)."""
         y = self._gated_mlp(self._norm(x, weights.norm, spec.eps), weights, spec)
         return y if weights.post_norm is None else self._norm(y, weights.post_norm, spec.eps)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """(R, D)."""
         return self._norm(x, weight, eps)
 
     def add(self, x: Tensor, y: Tensor, scale: float = 1.0, total: float = 1.0) -> Tensor:
@@ -332,7 +319,6 @@ class TorchOps(StreamSteps):
         softcap: float | None = None,
         first_row: int = 0,
     ) -> npt.NDArray[np.float32]:
-        """(len(rows), V) float32 on the host."""
         if len(rows) < x.shape[0]:
             x = x[torch.from_numpy(rows).to(self._device)]
         normed = self._norm(x, norm, eps)
@@ -367,7 +353,6 @@ class TorchOps(StreamSteps):
     # -- a mixture of experts --------------------------------------------------------------------
 
     def expert_table(self, count: int) -> TorchExpertTable:
-        """An empty table."""
         return TorchExpertTable(count)
 
     def norm_route(
@@ -383,7 +368,6 @@ class TorchOps(StreamSteps):
         return normed, route(logits, weights.choice_bias, spec, weights.expert_scale)
 
     def expert_slots(self, normed: Tensor, routing: Routing) -> Tensor:
-        """(R * K, D)."""
         return normed.new_empty(normed.shape[0] * routing.used, normed.shape[1])
 
     def run_experts(
@@ -412,22 +396,18 @@ class TorchOps(StreamSteps):
         return slots
 
     def combine_experts(self, slots: Tensor, routing: Routing, shared: Tensor | None) -> Tensor:
-        """(R, D)."""
         return combined(slots, routing, shared)
 
     def latent_rows(self, normed: Tensor, weight: Tensor) -> Tensor:
-        """(R, L)."""
         return self.linear(normed, weight)
 
     def widen_latents(self, rows: Tensor, weight: Tensor, shared: Tensor | None) -> Tensor:
-        """(R, D)."""
         y = self.linear(rows, weight)
         return y if shared is None else y + shared
 
     def shared_mlp(
         self, normed: Tensor, weights: MlpWeights, spec: MlpSpec, gate: Tensor | None
     ) -> Tensor:
-        """(R, D)."""
         y = self._gated_mlp(normed, weights, spec)
         return y if gate is None else y * self.linear(normed, gate).sigmoid()
 

@@ -46,7 +46,6 @@ class StreamSteps:
         raise NotImplementedError
 
     def project_inputs(self, x: Tensor, rows: Tensor, weights: InputProjection) -> Tensor:
-        """(R, L * P)."""
         projected = self.linear(x, weights.matrix).view(len(x), -1, weights.width)
         normed = self._norm(projected, weights.norm, weights.eps)
         return rows.view(len(x), -1) + normed.flatten(1)
@@ -54,7 +53,6 @@ class StreamSteps:
     def gate_inputs(
         self, x: Tensor, inputs: Tensor, weights: InputGateWeights, spec: InputGateSpec
     ) -> Tensor:
-        """(R, D)."""
         gate = self.linear(x, weights.gate)
         first = spec.layer * spec.width
         open_ = F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")
@@ -62,20 +60,17 @@ class StreamSteps:
         return self._norm(y, weights.post_norm, spec.eps)
 
     def low_rank(self, x: Tensor, weights: LowRankWeights) -> Tensor:
-        """(R, D)."""
         normed = self._norm(x, weights.norm, weights.eps)
         y = self.linear(self.linear(normed, weights.left), weights.right)
         return normed + self._norm(y, weights.post_norm, weights.eps)
 
     def split_streams(self, x: Tensor, projections: Tensor) -> Tensor:
-        """(R, S * D)."""
         others = self.linear(x, projections).view(len(x), -1, x.shape[1])
         return torch.cat([x, _as_large(others, x[:, None]).flatten(1)], dim=1)
 
     def predict_streams(
         self, streams: Tensor, weights: StreamWeights, spec: StreamSpec
     ) -> tuple[Tensor, Tensor]:
-        """(R, S * D) and (R, D)."""
         apart = streams.view(len(streams), spec.count, -1)
         modes = self._modes(apart[:, spec.active], weights, spec)
         coefficients = weights.coefficients.float().view(spec.count, spec.count, spec.count)
@@ -86,7 +81,6 @@ class StreamSteps:
     def correct_streams(
         self, streams: Tensor, activated: Tensor, weights: StreamWeights, spec: StreamSpec
     ) -> tuple[Tensor, Tensor]:
-        """(R, S * D) and (R, D)."""
         apart = streams.view(len(streams), spec.count, -1)
         modes = self._modes(activated, weights, spec)
         coefficients = weights.coefficients.float().view(spec.count, spec.count)
@@ -97,12 +91,10 @@ class StreamSteps:
         return out.flatten(1), active.clone() if weights.scale is None else active * weights.scale
 
     def add_to_streams(self, streams: Tensor, y: Tensor) -> Tensor:
-        """In place."""
         streams.view(len(y), -1, y.shape[1])[:, 1:] += y[:, None]
         return streams
 
     def join_streams(self, streams: Tensor, projections: Tensor) -> Tensor:
-        """(R, D)."""
         hidden = projections.shape[1]
         apart = streams.view(len(streams), -1, hidden)  # (R, S, D)
         matrices = projections.view(-1, hidden, hidden)
@@ -113,13 +105,11 @@ class StreamSteps:
         return joined
 
     def repeat_stream(self, x: Tensor, count: int) -> Tensor:
-        """(R, S * D)."""
         return x.repeat(1, count)
 
     def read_streams(
         self, streams: Tensor, weights: ConnectionWeights
     ) -> tuple[Tensor, Tensor | None]:
-        """(R, D) and (R, S)."""
         count = weights.count
         apart = streams.view(len(streams), count, -1)
         normed = F.rms_norm(apart, apart.shape[-1:], None, weights.eps)
@@ -132,7 +122,6 @@ class StreamSteps:
         return x, 2 * (self.linear(joined, weights.share) / count).sigmoid()
 
     def share_out(self, streams: Tensor, y: Tensor, shares: Tensor) -> Tensor:
-        """In place."""
         streams.view(len(y), -1, y.shape[1]).addcmul_(y[:, None], shares[:, :, None])
         return streams
 
