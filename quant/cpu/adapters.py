@@ -1,7 +1,12 @@
 """Adapters as the compiled kernels take them: bytes with scales, by numbers of matrices.
 
-A ``Sites`` gives every matrix that is made its number, by its tensor's name, so that adapters may
-come and go while the weights stay, and weights that are streamed find theirs again.
+A ``Sites`` gives every matrix that is made its number, by its tensor's name; a pass hands the
+kernels a table of what each adapter set adds to each number. A and B have a scale for 64 columns of
+A and for 16 ranks of a row of B: as exact as the activations that weights meet, and half of
+bfloat16's bytes. ``quant/cpu/csrc/adapters.h`` computes ``A x`` of all rows in one go, and adds
+``B (A x)`` where a tile's products are in the cache already, also between gate and up. Where rows
+have different adapters, each one's B is read beforehand in long pieces: a tile of each by turns
+would wait for memory at every one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """Weights as the CPU kernels take them: rows put into tiles once, or a store's tiles as they are.
 
 Rows are tiled block by block as they are read: a matrix is in memory once, and a block beside it.
-It knows the compiled library, not where blocks come from.
-
-Experts and routers as the compiled kernels take them.
-
 A table of experts is an array of C structs that stays where it is: putting an expert writes one of
-them. What the kernels do is in ``quant/cpu/csrc/experts.h`` and ``routing.h``; where experts come
-from is not known here.
+them. It knows the compiled library, not where blocks and experts come from.
 """
 
 from __future__ import annotations

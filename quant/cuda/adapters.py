@@ -1,9 +1,10 @@
 """Adapters on a GPU: A and B in bf16, added to the products of a pass's rows.
 
-Weights know their tensors' names and this; so adapters may come and go while the weights stay, and
-weights that are streamed find theirs again. Short passes have two kernels for all changes of a
-product, in which every row may have another adapter, and a row's bits depend on that row and its
-change alone; long ones take a sequence at a time by torch.
+Short passes have two kernels for all changes of a product: a warp takes a rank of a row's A, then a
+thread a row of its B. Every row may have another adapter, and its bits depend on that row and its
+change alone; what a pass's rows need stays on the GPU for the next pass of the same kind. Such
+passes are not recorded as graphs. Long passes take a sequence at a time by torch. Where a placement
+has units on both sides, each side has a copy, in its own budget.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """What was measured of a GPU, kept in the cache folder: ``cards.json``, an entry for each GPU.
 
-Figures belong to a key of all that they depend on; with another key they are measured again. This
-module imports nothing heavy, and does not know what the figures mean.
-
-What a GPU computes and copies per second, as it was measured on the GPU itself.
-
-Plain values, kept with the GPU's other figures; ``measuring.py`` finds them. This module imports
-nothing heavy: who plans for a GPU need not load what computes on it.
+Figures belong to a key of all that they depend on; with another key they are measured again.
+``GpuRates`` are what a GPU computes and copies per second, which ``measuring.py`` finds. This
+module imports nothing heavy: who plans for a GPU need not load what computes on it.
 """
 
 from __future__ import annotations

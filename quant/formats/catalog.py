@@ -1,12 +1,9 @@
-"""Every format by its name, and the codecs of those that localrt packs itself.
+"""Every format by its name, the codecs of those that localrt packs, and the codes of their blocks.
 
-Tables only. ggml's types that localrt reads are among the formats; its quantizers are not ours.
-
-The unsigned codes of packed blocks, whatever the format: one byte a weight, read and written.
-
-What a code stands for is the format's affair (``convert.py``, the codecs); here is only where its
-bits lie in a block. ggml's blocks are as ``ggml.py`` lists them. Q8_0's signed codes count from
--128, so that they are unsigned too.
+ggml's types that localrt reads are among the formats; its quantizers are not ours. Codes are
+unsigned, a byte a weight, whatever the format: here is only where their bits lie in a block
+(``ggml.py`` lists ggml's), not what they stand for. Q8_0's count from -128, so that they are
+unsigned too.
 """
 
 from __future__ import annotations

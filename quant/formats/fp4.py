@@ -1,14 +1,11 @@
-"""FP4 weights (E2M1): MXFP4 with power-of-two scales, NVFP4 with E4M3 scales.
+"""FP4 weights (E2M1) with power-of-two or E4M3 scales, and NF4 with a half-precision absmax.
 
 MXFP4 (OCP microscaling, groups of 32) has ggml's block: an E8M0 exponent and 16 bytes of nibbles.
 NVFP4 (groups of 16) has an E4M3 scale and 8 bytes of nibbles, and one float32 factor per tensor,
-``PackedTensor.scale``. ggml's own type of that name has other blocks and is not read here.
-
-NF4: sixteen quantiles of a normal distribution, in groups of 64 with a half-precision absmax.
-
-The levels are those that QLoRA (Dettmers et al. 2023) publishes. Scales are halves, 4.25 bits per
-weight in all: quantizing the scales too would save 0.12 bits and cost every kernel a second level.
-A block is the scale and 32 bytes of nibbles.
+``PackedTensor.scale``. ggml's own type of that name has other blocks and is not read here. NF4's
+levels are sixteen quantiles of a normal distribution, those that QLoRA (Dettmers et al. 2023)
+publishes, in groups of 64: 4.25 bits per weight in all. Quantizing the scales too would save 0.12
+bits and cost every kernel a second level.
 """
 
 from __future__ import annotations

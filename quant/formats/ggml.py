@@ -1,14 +1,11 @@
-"""The weight formats of ggml that localrt reads, by name and by the number a GGUF file gives them.
+"""The weight formats of ggml by name and by the number a GGUF file gives them, and codecs of three.
 
-A table only: block sizes and names. How the bytes of a block become numbers is in ``convert.py``;
-where they come from is the checkpoints' business.
-
-GGUF's types that localrt packs itself: Q2_K, Q3_K, and IQ4_NL where rows are no whole blocks.
-
-Q2_K and Q3_K are blocks of 256: sixteen groups with scales of a few bits each. Q3_K: value =
-d * scale * (code - 4), with a six-bit scale from -32 to 31. Q2_K: value = d * scale * code -
-dmin * minimum, with four bits of each. A group's numbers are d and scale, or d, scale, dmin and
-minimum; the groups of a block share d and dmin.
+How the bytes of a block become numbers is in ``convert.py``; where they come from is the
+checkpoints' business. localrt packs Q2_K, Q3_K, and IQ4_NL where rows are no whole blocks. Q2_K and
+Q3_K are blocks of 256: sixteen groups with scales of a few bits each. Q3_K: value = d * scale *
+(code - 4), with a six-bit scale from -32 to 31. Q2_K: value = d * scale * code - dmin * minimum,
+with four bits of each. A group's numbers are d and scale, or d, scale, dmin and minimum; the groups
+of a block share d and dmin.
 """
 
 from __future__ import annotations

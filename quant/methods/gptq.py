@@ -1,11 +1,9 @@
 """GPTQ (Frantar et al. 2023): round one input at a time, later inputs make up for the error.
 
-Columns go in falling order of H's diagonal. Each keeps the group it had before (static groups), and
-codes come back in the weight's own order, so the result needs no permutation to be used.
-
-What GPTQ knows of a layer's inputs: H = 2 X^T X / n, summed over calibration activations.
-
-It does not know which layer, nor where activations come from.
+Columns go in falling order of H's diagonal, H = 2 X^T X / n summed over calibration activations.
+Each keeps the group it had before (static groups), and codes come back in the weight's own order,
+so the result needs no permutation to be used. It does not know which layer, nor where activations
+come from.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""One weight, one format, one method: rtn, gptq or mr-gptq.
+"""One weight, one format, one method: rtn, gptq or mr-gptq, and what a format gets by default.
 
 All search for the scales of least error first. ``gptq`` then chooses codes by the statistics of the
 inputs, and ``mr-gptq`` rotates the inputs by a block Hadamard before (MR-GPTQ, Egiazarian et al.
-2025). Layers, models and calibration text are the driver's business.
-
-What a format gets where nobody says otherwise: the tables of what measured best.
-
-Method with and without calibration text, rotation of mr-gptq, and what a matrix falls back to whose
-rows are no whole groups. Change the tables when ``benchmarks.quality`` says so. They know names
-of formats, not weights.
+2025). The tables say what measured best: the method with and without calibration text, the rotation
+of mr-gptq, and what a matrix falls back to whose rows are no whole groups. Change them when
+``benchmarks.quality`` says so. Layers, models and calibration text are the driver's business.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The block Hadamard rotation: spreads an outlier over its block of 2^k inputs.
+"""The block Hadamard rotation, and the float32 values of a stored weight, whatever its rotation.
 
-Orthogonal and symmetric, so it is its own inverse: W x = (W H) (H x). It does not know weights from
-activations.
-
-The float32 values that computing with a stored weight amounts to, whatever its rotation.
-
-Tiles are taken back to rows, rows unpacked, and a rotation undone: W = (W H) H.
+The rotation spreads an outlier over its block of 2^k inputs. It is orthogonal and symmetric, so it
+is its own inverse: W x = (W H) (H x). Values are restored by taking tiles back to rows, unpacking
+rows, and undoing a rotation: W = (W H) H. It does not know weights from activations.
 """
 
 from __future__ import annotations

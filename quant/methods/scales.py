@@ -2,13 +2,10 @@
 
 Each of the codec's shrinks is tried, and the one with the smallest sum of |error|^2.4 is kept, as
 MR-GPTQ (Egiazarian et al. 2025) has it: between the square, which clips much, and the maximum,
-which clips nothing.
-
-Scales of GGUF's blocks with the least error: of each group first, then what a block can say.
-
-A column's errors count as much as its inputs are large (``importance``, the diagonal of H), as they
-do in llama.cpp with an importance matrix. Each try of a group's scale is improved by least squares;
-the best are rounded to a few bits of the block's, of which several are tried too.
+which clips nothing. In GGUF's blocks a column's errors count as much as its inputs are large
+(``importance``, the diagonal of H), as they do in llama.cpp with an importance matrix. Each try of
+a group's scale is improved by least squares; the best are rounded to a few bits of the block's, of
+which several are tried too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Low-rank adapters as the compute room sees them: by tensor, and mixed for a pass.
+"""Low-rank adapters as the steps see them: by tensor, and mixed for a pass.
 
 An adapter makes a matrix's products ``factors * (W x) + b @ (a @ x)`` (LoRA, arXiv:2106.09685; the
 factors are DoRA's, arXiv:2402.09353). Sequences of one pass may have different adapters, or several
-at once: each cache says which its tokens were computed with (``KVCache.mix``), and the weights are
-read once for all of them (Punica, arXiv:2310.18547). Nothing here knows files.
+at once: each cache says which its tokens were computed with (``KVCache.mix``), so that sessions,
+batches, branches and saved conversations need no more than to compare it, and the weights are read
+once for all of them (Punica, arXiv:2310.18547). Weights know nothing of adapters but their tensor's
+name: adapters come and go without a weight being read, and streamed weights find theirs again. Rows
+without an adapter have the bits that they have without this file. Nothing here knows files.
 """
 
 from __future__ import annotations

@@ -1,28 +1,27 @@
-"""What attention is to the compute room: its shape, behaviour and weights, ordinary and latent.
-
-Multi-head latent attention is DeepSeek-V2's, in its absorbed form. A token is cached as one row: a
-rotary key that all heads share, and a latent of low rank from which each head's key and value
-follow by a matrix. The key's matrix is applied to the query instead, the value's to what attention
-gives, so that attention itself is over one key/value head whose values are the latents
-(DeepSeek-V2, 2024, section 2.1). Knows neither files nor caches.
+"""What attention is to the steps: its shape, behaviour and weights, ordinary and latent.
 
 Shapes: R rows, D hidden size, H query heads, G key/value heads, E head size. Of latent attention: P
 rotary size, L latent size, N a query's part without rotation, V a head's value, Q the queries'
-rank.
+rank. It knows no caches.
 
-Attention to chosen tokens: an indexer scores blocks of a few tokens, and rows see the best ones.
+Latent attention is DeepSeek-V2's, in its absorbed form. A token is cached as one row: a rotary key
+that all heads share, and a latent of low rank (64 + 512 numbers), from which each head's key and
+value follow by a matrix. The key's matrix is applied to the query instead, the value's to what
+attention gives, so that attention itself is over one key/value head whose values are the latents
+(DeepSeek-V2, 2024, section 2.1). For caches, trees, trims and the planner its spec is an
+``AttentionSpec`` like any other. The compiled kernels (``quant/cpu/csrc/latent.h``) multiply each
+head's rows by its own tiles, in any format; a block's keys are put into tiles for 32 queries at a
+time. A prompt is computed a few rows at a time, because queries against latents are wide: this
+takes 8 MB instead of hundreds.
 
-An index key of a block is the mean of its tokens' keys, normed and rotated at the block's first
-token. A block's score for a row is the sum over the row's index queries of what is above 0 of their
-products with it. A row sees the tokens of the blocks with the best scores, as many as a budget has
-room for, and those behind its last whole block (Qwen3.8-Flash-Next's QSA). So the cache grows, but
-not what is read of keys and values.
-
-What the indexer remembers is one more layer of the cache of keys and values: a token's key is its
-own index key as projected, its value that of the block which it ends, and zeros where it ends none.
-Both follow from the tokens before, as keys and values do. Knows no caches.
-
-Shapes: R rows, D hidden size, H index heads, E their size.
+Attention to chosen tokens (Qwen3.8-Flash-Next's QSA): an indexer scores blocks of a few tokens, and
+rows see the best ones. A block's index key is the mean of its tokens' keys, normed and rotated at
+the block's first token; its score for a row is the sum over the row's index queries of what is
+above 0 of their products with it. A row sees the tokens of the blocks with the best scores, as many
+as a budget has room for, and those behind its last whole block. So the cache grows, but not what is
+read of keys and values. What the indexer remembers is one more layer of the cache: a token's key is
+its own index key as projected, its value that of the block which it ends, and zeros where it ends
+none. Both follow from the tokens before, as keys and values do.
 """
 
 from __future__ import annotations

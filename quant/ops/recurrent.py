@@ -12,9 +12,14 @@ neighbours, channel by channel; a ``conv`` layer (LFM2) is that convolution alon
 is what ``ngram`` remembers, of a layer of hashed n-grams (``layers/ngrams.py``), and the tokens'
 ids.
 
-Tokens are taken one after another, whoever else is in a pass: a row's bits depend on the rows
-before it alone. A token costs no more arithmetic so than in chunks, whose products save nothing but
-loads and stores, and these stay in a core's first cache, where a few columns of a state fit.
+Tokens are taken one after another, in one order of sums: a row's bits depend on the rows before it
+alone, not on how a prompt is cut, on threads, on trees or on other sequences. A token costs no more
+arithmetic so than in chunks, whose products save nothing but loads and stores, and these stay in a
+core's first cache, where sixteen columns of a head's state fit (``quant/cpu/csrc/recurrent.h``). On
+a GPU three kernels do the same between our products: one prepares all rows at once, one takes them
+one after another with eight columns of a head's state in the registers of each warp, one norms and
+gates what they have read (``quant/cuda/src/recurrent.cuh``). A tree's row whose parent is not the
+row before starts again from the state before the tree.
 
 Shapes: R rows, D hidden size, H heads, G key heads, K key size, V value size, T taps.
 """

@@ -5,13 +5,14 @@ selected from a tree. A ``StateSet`` is what all layers know of the tokens so fa
 state after ``position`` tokens, and the rows since (with those before that its convolution looks
 back on). The rows of a short pass wait there until the next pass adds them to the state: taking
 them back costs nothing, and a tree's rows leave no trace. A long pass makes a new set, but for its
-last few rows.
+last four rows; the old one remains until the pass counts, so a cancelled pass leaves no trace.
 
 A set that is *kept* does not change any more: the next pass leaves it and makes another. So a
 sequence goes back to where a set was kept, and to each of the few tokens before, without computing
-anything. Kept are the ends of what was read at once, and every so many tokens of an answer, as many
-sets as take the memory of ``_KEPT_NBYTES``; the one goes that saves returns the least. It knows no
-devices: arrays come from an implementation.
+anything; from anywhere else, tokens since the nearest kept set are read again, and ``trim`` returns
+how many are still held. Kept are the ends of what was read at once (every pass of a prompt), and
+every 256 tokens of an answer, as many sets as take 256 MB, one at least; the one goes that saves
+returns the least. It knows no devices: arrays come from an implementation.
 """
 
 from __future__ import annotations

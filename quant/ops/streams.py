@@ -1,34 +1,24 @@
-"""Several residual streams: Gemma 3n's AltUp with its LAuReL, and hyper-connections.
+"""Several residual streams, inputs that layers have of their own, and hashed n-grams.
 
-In AltUp a layer first predicts all streams, each from all of them, runs on the predicted active
-one, and then corrects every stream by what the layer made of it (Alternating Updates, Baykal et al.
-2023). Coefficients are linear in the tanh of a router's products. Beside attention runs a learned
-residual of low rank (LAuReL, Menghani et al. 2024).
+AltUp (Gemma 3n; Baykal et al. 2023): a layer first predicts all streams, each from all of them,
+runs on the predicted active one, and then corrects every stream by what the layer made of it.
+Coefficients are linear in the tanh of a router's products. Beside attention runs a learned residual
+of low rank (LAuReL, Menghani et al. 2024). Through a hyper-connection (Zhu et al. 2024, in the
+gated form of Qwen3.8-Flash-Next) a layer reads a mixture of all streams, number by number, and each
+stream takes its own share of what the layer gives.
 
-Through a hyper-connection (Zhu et al. 2024, in the gated form of Qwen3.8-Flash-Next) a layer reads
-a mixture of all streams, number by number, and each stream takes its own share of what the layer
-gives. Knows no layers.
+Per-layer embeddings (Gemma 3n, Gemma 4): a table has P numbers of each token for each of L layers,
+to which a projection of the token's embedding is added. A layer gates its part by what the residual
+stream holds.
 
-Shapes: R rows, D hidden size, S streams, side by side in one array (R, S * D); K rank.
+Hashed n-grams (Engram, Cheng et al. 2026, in the form of Qwen3.8-Flash-Next): a token's rows of the
+table, side by side, are projected to a key for each stream and to one value. With g the product of
+a stream's normed key and the normed stream over the root of D, the value is gated by ``sigmoid(
+sign(g) sqrt(|g|))``. To these gated values the silu of a convolution over their norms is added,
+channel by channel, and both to the streams.
 
-Inputs that every layer has of its own: a token's numbers for it, beside the residual stream.
-
-Gemma 3n's and Gemma 4's per-layer embeddings: a table has P numbers of each token for each of L
-layers, to which a projection of the token's embedding is added. A layer gates its part by what the
-residual stream holds. Knows neither tables nor tokens.
-
-Shapes: R rows, D hidden size, L layers, P numbers.
-
-What a layer makes of hashed n-grams, for several residual streams (Engram, Cheng et al. 2026, in
-the form of Qwen3.8-Flash-Next).
-
-A token's rows of the table, side by side, are projected to a key for each stream and to one value.
-What a stream's normed key has in common with the normed stream decides how much of the value it
-gets: with g their product over the root of D, ``sigmoid(sign(g) sqrt(|g|))``. To these gated values
-the silu of a convolution over their norms is added, channel by channel, and both to the streams.
-
-Shapes: R rows, D hidden size, S streams, side by side (R, S * D); E numbers of a token's n-grams, T
-taps.
+Shapes: R rows, D hidden size, S streams, side by side in one array (R, S * D); K rank, L layers, P
+numbers; E numbers of a token's n-grams, T taps. Knows neither layers nor tables nor tokens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Attention on torch: which keys a row sees, and the sums over them. It knows no weights.
+"""Attention on torch: which keys a row sees, the sums over them, choosing tokens, and latents.
 
-Choosing tokens on torch, row by row: the oracle of the kernels. See ``quant/ops/attention.py``.
-
-Latent attention on torch: projections of both sides, and the sums over latents in between.
-
-The textbook of ``layers/attention.py``, and the oracle of the compiled one. It knows tensors and
-one layer's cache; norms, products and rotary tables are its caller's.
+The textbook of ``quant/ops/attention.py``, and the oracle of the kernels. It knows tensors and one
+layer's cache; norms, products and rotary tables are its caller's.
 """
 
 from __future__ import annotations
