@@ -189,7 +189,7 @@ class LevelCodec(BlockCodec):
 
     __slots__ = ()
     levels: ClassVar[Floats]  # rising
-    nearest_level: ClassVar[Callable[[Floats], Bytes]]
+    nearest_level: ClassVar[staticmethod[[Floats], Bytes]]
 
     def encode(self, values: Floats, scales: Floats) -> Bytes:
         return self.nearest_level(over(values, scales))
