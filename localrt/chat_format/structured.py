@@ -43,7 +43,6 @@ _ALWAYS = (
     *("type", "required", "enum", "const", "$ref", "$id", "$schema", "$comment"),
     *("title", "description", "default", "examples", "deprecated"),
 )
-_OUTLINE = ("type", "required", "enum", "const", "$ref", "additionalProperties")
 
 
 def loosened(schema: Any, fits: Callable[[Any], bool]) -> tuple[Any, tuple[str, ...]]:
@@ -58,18 +57,7 @@ def loosened(schema: Any, fits: Callable[[Any], bool]) -> tuple[Any, tuple[str, 
 
 def outline(schema: Any) -> Any:
     """What ``schema`` says of types, names and enums."""
-    if not isinstance(schema, Mapping):
-        return schema
-    found = {key: schema[key] for key in _OUTLINE if key in schema}
-    for key in ("properties", "$defs", "definitions"):
-        if isinstance(schema.get(key), Mapping):
-            found[key] = {name: outline(each) for name, each in schema[key].items()}
-    if isinstance(schema.get("items"), Mapping):
-        found["items"] = outline(schema["items"])
-    ways = schema.get("anyOf", schema.get("oneOf"))
-    if isinstance(ways, list):
-        found["anyOf"] = [outline(each) for each in ways]
-    return found
+    return _Loosening(lambda part: False, one_of=False).schema(schema)
 
 
 class _Loosening:

@@ -38,8 +38,13 @@ class ThoughtStream:
         self._closing = ""  # while the model thinks
         self._answering = False
         self._gap = ""  # before the next thought
-        self._thought = False  # whether there has been a span
+        self.has_thought = False  # so far
         self._began = False  # whether the open span has shown anything
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the text ends within a thought, or a tag that may begin one."""
+        return bool(self._closing or (self._held.strip() and not self._answering))
 
     def push(self, piece: str, *, last: bool = False) -> Piece:
         """The parts that are certain, now that ``piece`` has come; all of them with the last."""
@@ -67,7 +72,7 @@ class ThoughtStream:
             if opening:
                 self._closing = opening.replace("<", "</")
                 self._held = start.removeprefix(opening)
-                self._thought, self._began = True, False
+                self.has_thought, self._began = True, False
             elif any(each.startswith(start) for each in OPENINGS):
                 return Piece(thinking, "")  # the start of a tag, or nothing yet
             else:
@@ -82,7 +87,7 @@ class ThoughtStream:
     def _answer(self) -> str:
         self._answering = True
         held, self._held = self._held, ""
-        return held.lstrip() if self._thought else held
+        return held.lstrip() if self.has_thought else held
 
     def _shown(self, thought: str) -> str:
         if not self._began:
@@ -127,30 +132,16 @@ def split_thinking(text: str) -> Thinking:
     """
     if not isinstance(text, str):
         raise OptionError(f"text must be a string, is {text!r:.80}")
-    thoughts: list[str] = []
-    rest = text.lstrip()
-    while opening := next((each for each in OPENINGS if rest.startswith(each)), ""):
-        closing = opening.replace("<", "</")
-        inside, closed, after = rest[len(opening) :].partition(closing)
-        if not closed:
-            thoughts.append(inside[: len(inside) - overlap(inside, closing)])
-            return Thinking(_joined(thoughts), "", open=True)
-        thoughts.append(inside)
-        rest = after.lstrip()
-    if rest and any(
-        each.startswith(rest) for each in OPENINGS
-    ):  # the start of a tag: the next piece tells
-        return Thinking(_joined(thoughts), "", open=True)
-    if thoughts:
-        return Thinking(_joined(thoughts), rest)
+    stream = ThoughtStream()
+    found = stream.push(text)
+    if stream.is_open:
+        return Thinking(found.thinking + stream.push("", last=True).thinking, "", open=True)
+    if stream.has_thought:
+        return Thinking(*found)
     before, closed, after = text.partition(CLOSE)
     if closed and OPEN not in before and "`" not in before:
         return Thinking(before.strip(), after.lstrip())
     return Thinking("", text)
-
-
-def _joined(thoughts: list[str]) -> str:
-    return "\n\n".join(thought.strip() for thought in thoughts if thought.strip())
 
 
 def thoughts_apart(messages: Sequence[Any]) -> list[Any]:
