@@ -164,11 +164,8 @@ def _command() -> list[str]:
     if getattr(sys, "frozen", False) or not sys.executable or len(origins) < len(found):
         return []
     folders = list(dict.fromkeys(str(Path(origin).parents[1]) for origin in origins))
-    start = (
-        "import runpy, sys; sys.path += sys.argv[2:]; runpy.run_path(sys.argv[1], None, '__main__')"
-    )
     script = Path(__file__).with_name("jinja_sandbox.py")
-    return [sys.executable, "-I", "-S", "-c", start, str(script), *folders]
+    return [sys.executable, "-I", "-S", "-c", _START, str(script), *folders]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
