@@ -83,12 +83,17 @@ def app_for(loader: FakeLoader, **arguments: Any) -> ChatApp:
 
 @asynccontextmanager
 async def running(
-    source: FakeModel | FakeLoader, *, size: tuple[int, int] = SIZE, **arguments: Any
+    source: FakeModel | FakeLoader,
+    *,
+    size: tuple[int, int] = SIZE,
+    ready: bool = True,
+    **arguments: Any,
 ) -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
-    """The app over a fake model, started and ready."""
+    """The app over a fake model, started; with ``ready`` the model is there."""
     app = app_for(source if isinstance(source, FakeLoader) else FakeLoader(source), **arguments)
     async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: screen.idle(app))
+        if ready:
+            await until(pilot, lambda: screen.idle(app))
         yield app, pilot
 
 

@@ -11,7 +11,7 @@ from localrt.common.progress import Progress
 from localrt.tui.chat.lines import Phase
 from localrt.tui.loading_line import LoadingLine
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, asked, cleared, running, until
+from tests.tui.conftest import asked, cleared, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
 from tests.tui.screen import idle
 
@@ -20,8 +20,10 @@ async def test_messages_written_while_loading_are_sent_in_order() -> None:
     model = FakeModel(notes=("no chat template: plain format",))
     step = Progress("load", 50_000_000, 100_000_000, "bytes")
     loader = FakeLoader(model, held=True, steps=[step])
-    app = app_for(loader, system="Be brief.", options={"seed": 7})
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(loader, ready=False, system="Be brief.", options={"seed": 7}) as (
+        app,
+        pilot,
+    ):
         await screen.say(pilot, "first")
         await screen.say(pilot, "second")
         await pilot.press(*"draft")
@@ -168,8 +170,7 @@ async def test_control_characters_never_reach_the_terminal() -> None:
 
 async def test_a_load_error_is_a_line_in_the_app(model: FakeModel) -> None:
     error = ModelNotFoundError("no model org/nothing on the hub: check the name")
-    app = app_for(FakeLoader(model, error=error))
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(FakeLoader(model, error=error), ready=False) as (app, pilot):
         await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
         assert screen.notices(app, "error") == [str(error)]
         assert "Enter" in screen.notices(app)[-1]
@@ -193,8 +194,10 @@ async def test_a_load_error_is_a_line_in_the_app(model: FakeModel) -> None:
 async def test_whatever_fails_is_one_line(
     model: FakeModel, error: Exception | None, options: dict[str, int], line: str
 ) -> None:
-    app = app_for(FakeLoader(model, error=error), options=options)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(FakeLoader(model, error=error), ready=False, options=options) as (
+        app,
+        pilot,
+    ):
         await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
         [shown] = screen.notices(app, "error")
         assert line in shown
@@ -203,8 +206,7 @@ async def test_whatever_fails_is_one_line(
 
 async def test_a_failed_load_keeps_what_was_typed(model: FakeModel) -> None:
     loader = FakeLoader(model, error=LocalrtError("no such model"), held=True)
-    app = app_for(loader)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(loader, ready=False) as (app, pilot):
         await screen.say(pilot, "sent while it loads")
         assert screen.waiting(app) == ["sent while it loads"]
         loader.gate.set()
@@ -248,8 +250,7 @@ async def test_quitting_during_an_answer_ends_its_thread(model: FakeModel) -> No
 
 
 async def test_quitting_while_loading_ends_the_load(model: FakeModel) -> None:
-    app = app_for(FakeLoader(model, held=True))
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(FakeLoader(model, held=True), ready=False) as (_, pilot):
         await pilot.press("ctrl+q")
     assert not answering_threads()
 

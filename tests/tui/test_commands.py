@@ -18,7 +18,7 @@ from localrt.tui.commands import (
 )
 from localrt.tui.screens.dialogs import HelpScreen, help_page
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, asked, running, until
+from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
 from tests.tui.screen import idle
 
@@ -79,8 +79,7 @@ def test_help_names_everything() -> None:
 async def test_commands_without_a_model(model: FakeModel) -> None:
     model.hold()
     loader = FakeLoader(model, held=True)
-    app = app_for(loader)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(loader, ready=False) as (app, pilot):
         await screen.say(pilot, "/help")
         assert isinstance(app.screen, HelpScreen)
         await pilot.press("escape")
@@ -196,8 +195,9 @@ async def test_opens_with_a_saved_chat(model: FakeModel, tmp_path: Path) -> None
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     path.write_text(json.dumps({"messages": said, "options": {"top_k": 3}}))
     loader = FakeLoader(model, held=True)
-    app = app_for(loader, chat_path=path, system="Be brief.", options={"seed": 1})
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(
+        loader, ready=False, chat_path=path, system="Be brief.", options={"seed": 1}
+    ) as (app, pilot):
         await screen.say(pilot, "written while it loads")
         loader.gate.set()
         await until(pilot, lambda: screen.answers(app) == ["Yes?", "Hello there."])
@@ -207,8 +207,7 @@ async def test_opens_with_a_saved_chat(model: FakeModel, tmp_path: Path) -> None
 
 
 async def test_a_saved_chat_that_is_missing_is_a_line(model: FakeModel, tmp_path: Path) -> None:
-    app = app_for(FakeLoader(model), chat_path=tmp_path / "none.json")
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, chat_path=tmp_path / "none.json") as (app, pilot):
         await until(pilot, lambda: screen.notices(app, "error"))
         assert "none.json" in screen.notices(app, "error")[0]
         await screen.say(pilot, "Hi")

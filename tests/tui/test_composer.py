@@ -9,8 +9,8 @@ from textual.events import MouseScrollUp, Paste
 
 from localrt.tui.chat.view import ConversationView
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, asked, running, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.conftest import asked, running, until
+from tests.tui.fakes import FakeModel
 from tests.tui.screen import idle
 
 
@@ -98,20 +98,6 @@ async def test_undo(model: FakeModel, key: str) -> None:
         assert screen.composer(app).text == ""
         await pilot.press("ctrl+y")
         assert screen.composer(app).text == "word"
-
-
-async def test_commands_are_completed(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        await pilot.press("/")
-        assert "/help" in screen.menu(app)
-        await pilot.press("s")
-        assert {"/system [TEXT]", "/set [NAME VALUE]"} <= set(screen.menu(app))
-        await pilot.press("e")
-        assert screen.composer(app).suggestion == "t "
-        assert "/system [TEXT]" not in screen.menu(app)
-        await pilot.press("tab")
-        assert screen.composer(app).text == "/set "
-        assert "temperature" in screen.menu(app)
 
 
 async def test_up_and_down_walk_the_history(model: FakeModel) -> None:
@@ -220,7 +206,6 @@ async def test_a_line_typed_before_the_start_is_sent(
     monkeypatch.setattr(
         "localrt.tui.chat.composer._TYPE_AHEAD_SECONDS", 60
     )  # keys come slowly here
-    app = app_for(FakeLoader(model), type_ahead=True)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, type_ahead=True) as (app, pilot):
         await pilot.press("h", "i", "ctrl+j")  # how the terminal hands over that Enter
         await until(pilot, lambda: screen.users(app) == ["hi"])

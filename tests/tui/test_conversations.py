@@ -47,13 +47,14 @@ def kept(opening: Opening) -> list[tuple[str, str, str]]:
 
 
 async def test_what_is_said_is_kept_and_resumed(model: FakeModel, opening: Opening) -> None:
-    app = app_for(FakeLoader(model), history=opening, system="Be brief.", options={"seed": 3})
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=opening, system="Be brief.", options={"seed": 3}) as (
+        app,
+        pilot,
+    ):
         await asked(pilot, "Hi")
     assert kept(opening) == [("user", "Hi", "done"), ("assistant", "Hello there.", "done")]
 
-    app = app_for(FakeLoader(model), history=opening, resume=True)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=opening, resume=True) as (app, pilot):
         assert screen.users(app) == ["Hi"], "before the model is there"
         await asked(pilot, "again")
         sent = model.last_chat.messages
@@ -64,8 +65,7 @@ async def test_what_is_said_is_kept_and_resumed(model: FakeModel, opening: Openi
 
 
 async def test_list_search_open_new(model: FakeModel, opening: Opening) -> None:
-    app = app_for(FakeLoader(model), history=opening)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "About whales")
         await pilot.press("ctrl+n")
         await until(pilot, lambda: not screen.users(app))
@@ -85,8 +85,7 @@ async def test_list_search_open_new(model: FakeModel, opening: Opening) -> None:
 
 
 async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
-    app = app_for(FakeLoader(model), history=opening)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "First")
         await screen.say(pilot, "/rename My talk")
         await screen.say(pilot, "/new")
@@ -117,8 +116,7 @@ async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
 
 
 async def test_regenerate_and_edit_make_branches(model: FakeModel, opening: Opening) -> None:
-    app = app_for(FakeLoader(model), history=opening)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "One")
         await asked(pilot, "Two")
         model.answer = ["Another."]
@@ -143,15 +141,13 @@ async def test_regenerate_and_edit_make_branches(model: FakeModel, opening: Open
         assert [m["content"] for m in model.last_chat.messages] == ["One!", "Another."]
         await pilot.press("alt+right")  # from the last back to the first
         await until(pilot, lambda: screen.users(app) == ["One", "Two"])
-    app = app_for(FakeLoader(model), history=opening, resume=True)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=opening, resume=True) as (app, pilot):
         assert screen.users(app) == ["One", "Two"]
         assert screen.marks(app) == ["1/2", "1/2"]
 
 
 async def test_what_is_left_or_refused_changes_nothing(model: FakeModel, opening: Opening) -> None:
-    app = app_for(FakeLoader(model), history=opening)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=opening) as (app, pilot):
         # Escape leaves editing.
         await asked(pilot, "One")
         await pilot.press("alt+e", "x", "escape")
@@ -265,8 +261,7 @@ async def test_text_of_a_killed_app_is_shown_as_cut(
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    app = app_for(FakeLoader(model), history=opening, resume=True)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=opening, resume=True) as (app, pilot):
         assert screen.answers(app)[0].startswith("A whole sentence.")
         assert "cut off" in screen.marks(app)[0]
         await asked(pilot, "Go on")
@@ -274,8 +269,7 @@ async def test_text_of_a_killed_app_is_shown_as_cut(
 
 
 async def test_a_full_disk_loses_nothing(model: FakeModel, opening: Opening) -> None:
-    app = app_for(FakeLoader(model), history=opening)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "One")
         history = app.state.history
         assert history is not None
@@ -313,8 +307,7 @@ async def test_a_full_disk_loses_nothing(model: FakeModel, opening: Opening) -> 
 
 async def test_without_a_history_the_app_says_so(model: FakeModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    app = app_for(FakeLoader(model), history=lambda: History(tmp_path / "file" / "h.db"))
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=lambda: History(tmp_path / "file" / "h.db")) as (app, pilot):
         await asked(pilot, "Hi")
         assert any("not kept" in line for line in screen.notices(app, "error"))
         await pilot.press("ctrl+r")
@@ -324,25 +317,10 @@ async def test_without_a_history_the_app_says_so(model: FakeModel, tmp_path: Pat
 
 async def test_a_damaged_history_is_kept_aside_and_told(model: FakeModel, tmp_path: Path) -> None:
     (tmp_path / "history.db").write_bytes(b"not a database" * 1000)
-    app = app_for(FakeLoader(model), history=lambda: History(tmp_path / "history.db"))
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=lambda: History(tmp_path / "history.db")) as (app, pilot):
         await asked(pilot, "Hi")
         assert "is damaged" in screen.notices(app, "error")[0]
     assert list(tmp_path.glob("history.db.damaged*"))
-
-
-async def test_two_apps_share_a_history(model: FakeModel, opening: Opening) -> None:
-    first = app_for(FakeLoader(FakeModel()), history=opening)
-    second = app_for(FakeLoader(FakeModel(["From the second."])), history=opening)
-    async with first.run_test(size=SIZE) as one:
-        await asked(one, "First")
-        async with second.run_test(size=SIZE) as two:
-            await asked(two, "Second")
-            options = await listed(two)
-            assert options.option_count == 2
-        await asked(one, "More")
-    with opening() as history:
-        assert sorted(info.title for info in history.list()) == ["First", "Second"]
 
 
 async def test_leaving_parks_the_cache(
@@ -354,8 +332,7 @@ async def test_leaving_parks_the_cache(
         parked.append(chat)
 
     monkeypatch.setattr("tests.tui.fakes.FakeChat.park", park, raising=False)
-    app = app_for(FakeLoader(model), history=opening)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(model, history=opening) as (_, pilot):
         await asked(pilot, "Hi")
         await pilot.press("ctrl+n")
         await until(pilot, lambda: parked == [model.chats[0]])

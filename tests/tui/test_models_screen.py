@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 from textual.app import App
 from textual.pilot import Pilot
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import OptionList, Static
 
 import localrt
 from localrt import FoundModel, LocalModel, Preview, Variant
@@ -59,7 +61,7 @@ class FakeLibrary:
         disk = shutil.disk_usage(".")._replace(free=81_000_000_000)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
         self.budgets: dict[str, Any] = {}
-        self.here = list(MODELS)
+        self.here, self.previews = list(MODELS), dict(PREVIEWS)
         self.asked: list[str] = []
         self.planned: list[str] = []
         self.gate = threading.Event()
@@ -75,7 +77,7 @@ class FakeLibrary:
     def preview(self, name: str, **budgets: Any) -> Preview:
         self.planned.append(name)
         self.budgets = budgets
-        return PREVIEWS[name]
+        return self.previews[name]
 
     def preview_size(self, nbytes: int, *, ram: Any) -> Preview:
         return Preview(fits=nbytes < 10**9, weight_bytes=nbytes, read_bytes=nbytes // 2)
@@ -147,14 +149,23 @@ def about(app: Bare) -> str:
     return str(app.models.query_one("#about", Static).render())
 
 
-async def opened(pilot: Pilot[None], app: Bare) -> None:
-    await until(pilot, lambda: len(rows(app)) == 3 and "smollm2" in "".join(rows(app)))
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
+    return FakeLibrary(monkeypatch)
 
 
-async def test_what_is_here_and_what_to_expect_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = Bare(FakeLibrary(monkeypatch))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await opened(pilot, app)
+@asynccontextmanager
+async def opened(
+    library: FakeLibrary, size: tuple[int, int] = (100, 30)
+) -> AsyncIterator[tuple[Bare, Pilot[None]]]:
+    app = Bare(library)
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: len(rows(app)) == 3 and "smollm2" in "".join(rows(app)))
+        yield app, pilot
+
+
+async def test_what_is_here_and_what_to_expect_of_it(library: FakeLibrary) -> None:
+    async with opened(library) as (app, pilot):
         shown = rows(app)
         assert "org/chat:Q4_K_M" in shown[0]  # the one used last
         assert "4.1 GB · gguf Q4_K_M · localrt · used 2 h ago" in shown[0]
@@ -177,62 +188,56 @@ async def test_what_is_here_and_what_to_expect_of_it(monkeypatch: pytest.MonkeyP
         await until(pilot, lambda: "streams 410 MB per token, about 6 tok/s" in about(app))
         await pilot.press("enter")
         await until(pilot, lambda: app.chosen == ["org/chat:Q4_K_M"])
-        assert app.library.asked == []  # nothing but the disk was looked at
-        assert app.library.budgets == {"ram": "4GB"}
+        assert library.asked == []  # nothing but the disk was looked at
+        assert library.budgets == {"ram": "4GB"}
 
 
-async def test_a_row_passed_quickly_is_not_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 1.0)
-    app = Bare(FakeLibrary(monkeypatch))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await opened(pilot, app)
-        await until(pilot, lambda: app.library.planned == ["smollm2"])
-        await pilot.press("down", "up", "up", "down", "up")
-        await until(pilot, lambda: len(app.library.planned) == 2)
-        assert app.library.planned == ["smollm2", "org/chat:Q4_K_M"]
-
-
-async def test_typing_narrows_and_the_hub_is_asked_when_told_to(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_row_passed_quickly_is_not_planned_for(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = Bare(FakeLibrary(monkeypatch))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await opened(pilot, app)
+    monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 1.0)
+    async with opened(library) as (_, pilot):
+        await until(pilot, lambda: library.planned == ["smollm2"])
+        await pilot.press("down", "up", "up", "down", "up")
+        await until(pilot, lambda: len(library.planned) == 2)
+        assert library.planned == ["smollm2", "org/chat:Q4_K_M"]
+
+
+async def test_typing_narrows_and_the_hub_is_asked_when_told_to(library: FakeLibrary) -> None:
+    async with opened(library) as (app, pilot):
         await pilot.press("ctrl+s")
         assert "Type a name first" in about(app)
         await pilot.press(*"chat")
         await until(pilot, lambda: len(rows(app)) == 2)
         assert "Search the hub for “chat”" in rows(app)[1]
-        assert app.library.asked == []
+        assert library.asked == []
         await pilot.press("ctrl+s")
         await until(pilot, lambda: len(rows(app)) == 2 and "org/new-GGUF" in rows(app)[1])
-        assert app.library.asked == ["search chat"]
+        assert library.asked == ["search chat"]
         assert "12k downloads · gguf · 2026-02-17" in rows(app)[1]
         # An error of the hub is a line.
-        app.library.error = OfflineError("offline mode is on: switch it off")
+        library.error = OfflineError("offline mode is on: switch it off")
         await pilot.press("escape", *"new", "enter")
         await until(pilot, lambda: "offline mode is on" in about(app))
 
 
 async def found(pilot: Pilot[None], app: Bare) -> None:
     """The variants of a hub model are offered."""
-    await opened(pilot, app)
     await pilot.press(*"new", "enter")
     await until(pilot, lambda: "org/new-GGUF" in "".join(rows(app)))
     await pilot.press("enter")
     await until(pilot, lambda: isinstance(app.screen, Choose))
 
 
-async def test_a_pull_is_stopped_and_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = Bare(FakeLibrary(monkeypatch))
-    async with app.run_test(size=(100, 30)) as pilot:
+async def test_a_pull_is_stopped_and_repeated(library: FakeLibrary) -> None:
+    async with opened(library) as (app, pilot):
         await found(pilot, app)
         offered = app.screen.query_one(OptionList)
         choices = [str(each.prompt) for each in offered.options]
         assert choices[:2] == ["Q4_0  500 MB  recommended", "Q2_K  300 MB  fits in RAM"]
         why = [str(each.render()) for each in app.screen.query(Static)]
         assert "Q4_0: the largest that runs well" in why[0]
-        app.library.gate.clear()
+        library.gate.clear()
         await pilot.press("enter")
         line = app.models.query_one(LoadingLine)
         await until(pilot, lambda: line.display and "50%" in str(line.render()))
@@ -243,7 +248,7 @@ async def test_a_pull_is_stopped_and_repeated(monkeypatch: pytest.MonkeyPatch) -
         await until(pilot, lambda: isinstance(app.screen, Choose))
         await pilot.press("enter")
         await until(pilot, lambda: line.display)
-        app.library.gate.set()
+        library.gate.set()
         await until(pilot, lambda: len(rows(app)) == 4)
         place = app.models.query_one(OptionList).highlighted
         assert place is not None
@@ -253,38 +258,33 @@ async def test_a_pull_is_stopped_and_repeated(monkeypatch: pytest.MonkeyPatch) -
         await until(pilot, lambda: app.chosen == [None])
 
 
-async def test_deleting_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = Bare(FakeLibrary(monkeypatch))
-    async with app.run_test(size=(100, 30)) as pilot:
-        await opened(pilot, app)
+async def test_deleting_asks_first(library: FakeLibrary) -> None:
+    async with opened(library) as (app, pilot):
         await pilot.press("ctrl+d")  # the loaded one
         await pilot.pause()
         assert app.screen is app.models
         await pilot.press("up", "ctrl+d")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("n")
-        assert len(app.library.here) == 3
-        app.library.error = StorageError("cannot delete x: Permission denied")
+        assert len(library.here) == 3
+        library.error = StorageError("cannot delete x: Permission denied")
         await pilot.press("ctrl+d", "y")
         await until(pilot, lambda: any("Permission" in n.message for n in app._notifications))
         assert len(rows(app)) == 3
-        app.library.error = None
+        library.error = None
         await pilot.press("up", "ctrl+d", "y")
         await until(pilot, lambda: len(rows(app)) == 2)
-        assert [model.name for model in app.library.here] == ["smollm2", "org/huge"]
+        assert [model.name for model in library.here] == ["smollm2", "org/huge"]
 
 
 async def test_of_another_programs_model_only_the_packed_copy_is_deleted(
-    monkeypatch: pytest.MonkeyPatch,
+    library: FakeLibrary,
 ) -> None:
-    library = FakeLibrary(monkeypatch)
     theirs = replace(MODELS[1], name="ollama:chat:8b", place="Ollama", aliases=("fast",))
     packed = replace(theirs, packed=(Path("/s/chat"),), packed_bytes=4_200_000_000)
     library.here[1] = theirs
-    monkeypatch.setitem(PREVIEWS, theirs.name, Preview(fits=True, weight_bytes=4, tok_s=45.0))
-    app = Bare(library)
-    async with app.run_test(size=(100, 30)) as pilot:
-        await opened(pilot, app)
+    library.previews[theirs.name] = Preview(fits=True, weight_bytes=4, tok_s=45.0)
+    async with opened(library) as (app, pilot):
         await pilot.press(*"fast")
         await until(pilot, lambda: len(rows(app)) == 2)
         assert "ollama:chat:8b (fast)" in rows(app)[0]
@@ -299,16 +299,14 @@ async def test_of_another_programs_model_only_the_packed_copy_is_deleted(
         await until(pilot, lambda: library.asked == ["remove the copies of ollama:chat:8b"])
 
 
-async def test_a_path_is_a_model_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_path_is_a_model_too(library: FakeLibrary, tmp_path: Path) -> None:
     (tmp_path / "more" / "deep").mkdir(parents=True)
     for name in ("model-a.gguf", "notes.txt", "more/b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     file = tmp_path / "more" / "b.gguf"
     for each in (file, tmp_path / "model-a.gguf"):  # the latter where the keys come slowly
-        monkeypatch.setitem(PREVIEWS, str(each), Preview(fits=True, weight_bytes=4, tok_s=45.0))
-    app = Bare(FakeLibrary(monkeypatch))
-    async with app.run_test(size=(200, 30)) as pilot:
-        await opened(pilot, app)
+        library.previews[str(each)] = Preview(fits=True, weight_bytes=4, tok_s=45.0)
+    async with opened(library, size=(200, 30)) as (app, pilot):
         app.models.line.value = f"{tmp_path}/mo"
         await until(pilot, lambda: files(app) == ["model-a.gguf", "more"])
         await pilot.press("down", "enter")  # a folder is looked into
@@ -316,13 +314,4 @@ async def test_a_path_is_a_model_too(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         await until(pilot, lambda: "about 45 tok/s" in about(app))
         await pilot.press("enter")
         await until(pilot, lambda: app.chosen == [str(file)])
-        assert app.library.asked == []
-
-
-async def test_it_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    app = Bare(FakeLibrary(monkeypatch))
-    async with app.run_test(size=(60, 20)) as pilot:
-        await opened(pilot, app)
-        await until(pilot, lambda: "45 tok/s" in about(app))
-        assert app.models.query_one(Input).region.width <= 60
-        assert all(widget.region.bottom <= 20 for widget in app.models.query(Static))
+        assert library.asked == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
+from textual.pilot import Pilot
 from textual.widgets import OptionList
 
 from localrt.common.errors import CancelledError, CheckpointError, StorageError
@@ -15,7 +17,7 @@ from localrt.tui.chat.lines import Phase
 from localrt.tui.screens.dialogs import Confirm
 from localrt.tui.screens.models import ModelsScreen
 from tests.tui import screen
-from tests.tui.conftest import SIZE, app_for, asked, running, until
+from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeLoader
 from tests.tui.panel_fakes import WatchedModel
 from tests.tui.screen import idle
@@ -43,8 +45,8 @@ class Shelf:
             raise found
         return found
 
-    def app(self, **arguments: Any) -> ChatApp:
-        return app_for(FakeLoader(self.first), load_by_name=self, **arguments)
+    def running(self, **arguments: Any) -> AbstractAsyncContextManager[tuple[ChatApp, Pilot[None]]]:
+        return running(self.first, load_by_name=self, **arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +56,7 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_from_the_models_screen_to_another_model() -> None:
     shelf = Shelf()
-    app = shelf.app()
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with shelf.running() as (app, pilot):
         await asked(pilot, "Hi")
         await pilot.press("f4")
         await until(pilot, lambda: isinstance(app.screen, ModelsScreen))
@@ -78,9 +78,7 @@ async def test_from_the_models_screen_to_another_model() -> None:
 async def test_what_is_written_meanwhile_is_sent_to_the_new_one() -> None:
     shelf = Shelf()
     shelf.gate.clear()
-    app = shelf.app()
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with shelf.running() as (app, pilot):
         app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: shelf.asked)
         await screen.say(pilot, "Hi")
@@ -93,9 +91,7 @@ async def test_what_is_written_meanwhile_is_sent_to_the_new_one() -> None:
 async def test_a_failure_says_why_and_offers_the_old_one() -> None:
     shelf = Shelf()
     shelf.models = {"broken": CheckpointError("broken.gguf is truncated"), "smollm2": shelf.first}
-    app = shelf.app()
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with shelf.running() as (app, pilot):
         app.load_model("broken")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         assert screen.notices(app, "error") == ["broken was not loaded: broken.gguf is truncated"]
@@ -109,9 +105,7 @@ async def test_a_failure_says_why_and_offers_the_old_one() -> None:
 async def test_a_failure_without_the_old_one_leaves_an_app_that_works() -> None:
     shelf = Shelf()
     shelf.models["broken"] = CheckpointError("broken.gguf is truncated")
-    app = shelf.app()
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with shelf.running() as (app, pilot):
         app.load_model("broken")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         await pilot.press("n")
@@ -124,9 +118,7 @@ async def test_a_failure_without_the_old_one_leaves_an_app_that_works() -> None:
 async def test_esc_stops_loading() -> None:
     shelf = Shelf()
     shelf.gate.clear()
-    app = shelf.app()
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with shelf.running() as (app, pilot):
         app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: shelf.asked)
         await pilot.press("escape")
@@ -138,15 +130,12 @@ async def test_esc_stops_loading() -> None:
 async def test_a_model_that_came_too_late_is_closed_and_told() -> None:
     shelf = Shelf()
     late = shelf.models["org/chat:Q4_K_M"]
-    app = shelf.app()
 
     def load(name: str, progress: ProgressCallback) -> Any:
         app._loading.cancel()  # no progress is made after it
         return late
 
-    app._load_by_name = load
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(shelf.first, load_by_name=load) as (app, pilot):
         app.load_model("org/chat:Q4_K_M")
         await until(pilot, lambda: isinstance(app.screen, Confirm))
         assert late.closed
@@ -155,9 +144,7 @@ async def test_a_model_that_came_too_late_is_closed_and_told() -> None:
 async def test_switching_waits_for_the_answer() -> None:
     shelf = Shelf()
     shelf.first.hold()
-    app = shelf.app()
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with shelf.running() as (app, pilot):
         await screen.say(pilot, "Hi")
         app.load_model("org/chat:Q4_K_M")
         await pilot.pause()
@@ -174,8 +161,7 @@ async def test_switching_waits_for_the_answer() -> None:
 async def test_switching_waits_for_the_model_that_is_on_its_way() -> None:
     shelf = Shelf()
     loader = FakeLoader(shelf.first, held=True)
-    app = app_for(loader, load_by_name=shelf)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(loader, ready=False, load_by_name=shelf) as (app, pilot):
         app.load_model("org/chat:Q4_K_M")
         await pilot.pause()
         assert shelf.asked == []
@@ -187,8 +173,7 @@ async def test_switching_waits_for_the_model_that_is_on_its_way() -> None:
 async def test_after_a_failed_start_another_can_be_chosen() -> None:
     shelf = Shelf()
     loader = FakeLoader(shelf.first, error=CancelledError("no"))
-    app = app_for(loader, load_by_name=shelf)
-    async with app.run_test(size=SIZE) as pilot:
+    async with running(loader, ready=False, load_by_name=shelf) as (app, pilot):
         await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
         assert "F4" in screen.notices(app)[-1]
         app.load_model("org/chat:Q4_K_M")
@@ -205,9 +190,7 @@ async def test_models_of_a_server() -> None:
 
     there: list[tuple[str, str]] = []
     shelf = Shelf()
-    app = shelf.app(list_models=list_models)
-    async with app.run_test(size=SIZE) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with shelf.running(list_models=list_models) as (app, pilot):
 
         def rows() -> list[str]:
             listed = app.screen.query_one(OptionList)

@@ -15,9 +15,7 @@ from textual.widgets import OptionList, Static
 from localrt import History
 from localrt.tui import ChatApp
 from localrt.tui.screens.dialogs import hanging
-from tests.tui.conftest import app_for, asked, until
-from tests.tui.fakes import FakeLoader
-from tests.tui.screen import idle
+from tests.tui.conftest import asked, running, until
 from tests.tui.test_models_screen import FakeLibrary
 from tests.tui.test_models_switch import Shelf
 
@@ -42,11 +40,9 @@ def rows(app: ChatApp) -> tuple[list[str], int]:
 async def test_windows(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeLibrary(monkeypatch)
     shelf = Shelf()
-    app = app_for(
-        FakeLoader(shelf.first), load_by_name=shelf, history=lambda: History(tmp_path / "h.db")
-    )
-    async with app.run_test(size=(100, 24)) as pilot:
-        await until(pilot, lambda: idle(app))
+    async with running(
+        shelf.first, size=(100, 24), load_by_name=shelf, history=lambda: History(tmp_path / "h.db")
+    ) as (app, pilot):
         await asked(pilot, TITLE)
         await pilot.press(key)
         words: set[str] = set()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from textual.app import App, ComposeResult
@@ -137,30 +135,6 @@ def test_small_drawings() -> None:
     assert memory_text(MemoryUse(5)) == "5 B"
 
 
-async def test_it_looks_only_while_open_and_generating(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.tui.chat.panel._SECONDS", 0.1)
-    monkeypatch.setattr("localrt.tui.chat.panel._QUIET_S", 0.05)
-    app, model = Bare(), WatchedModel()
-    async with app.run_test(size=(100, 30)) as pilot:
-        panel = app.panel
-        panel.take(model)  # type: ignore[arg-type]
-        panel.begin()
-        await asyncio.sleep(0.15)
-        assert model.looks == []  # hidden
-        opened = time.monotonic()
-        panel.show(True)
-        await until(pilot, lambda: len(model.looks) > 2)
-        assert len(model.looks) <= 2 + (time.monotonic() - opened) / 0.1
-        assert all(model.looks)
-        panel.end()
-        await pilot.pause()
-        count = len(model.looks)
-        await asyncio.sleep(0.15)
-        assert len(model.looks) <= count + 1  # idle: one more for what would help
-        panel.show(False)
-        assert model.looks[-1] is False  # lanes are not recorded for nobody
-
-
 async def test_advice_is_asked_for_once_and_never_beside_an_answer() -> None:
     app, model = Bare(), WatchedModel()
     async with app.run_test(size=(100, 30)) as pilot:
@@ -196,22 +170,6 @@ async def test_rates_come_from_two_looks() -> None:
         assert panel.data.flow.tok_s == 40
         assert list(panel.data.rates) == [40]
         assert "1.8 GB/s" in str(panel.render())
-
-
-async def test_the_place_follows_the_terminal() -> None:
-    app, model = Bare(), WatchedModel()
-    model.now = STREAMED
-    async with app.run_test(size=(100, 30)) as pilot:
-        app.panel.take(model)  # type: ignore[arg-type]
-        app.panel.show(True)
-        for size, side in (((100, 30), True), ((80, 30), False), ((60, 24), False)):
-            await pilot.resize_terminal(*size)
-            width = 42 if side else size[0]
-            await until(pilot, lambda width=width: app.panel.region.width == width)  # type: ignore[misc]
-            assert app.panel.has_class("-side") is side
-            assert (app.panel.region.height == size[1]) is side
-            if not side:
-                assert app.panel.region.height <= 8
 
 
 async def test_a_model_without_a_status_shows_nothing_and_breaks_nothing() -> None:

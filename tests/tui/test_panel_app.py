@@ -14,8 +14,7 @@ from localrt.tui.chat.panel import LivePanel
 from localrt.tui.screens.dialogs import Ask, HelpScreen
 from localrt.tui.screens.settings import SettingsScreen
 from tests.tui import screen
-from tests.tui.conftest import app_for, asked, running, until
-from tests.tui.fakes import FakeLoader
+from tests.tui.conftest import asked, running, until
 from tests.tui.panel_fakes import STREAMED, WatchedModel
 from tests.tui.screen import idle
 
@@ -32,8 +31,7 @@ def config(folder: Path, text: str) -> Path:
 
 async def test_the_panel_is_remembered(tmp_path: Path) -> None:
     for expected in (False, True):
-        app = app_for(FakeLoader(WatchedModel()), config=tmp_path)
-        async with app.run_test(size=(100, 30)) as pilot:
+        async with running(WatchedModel(), size=(100, 30), config=tmp_path) as (app, pilot):
             await until(pilot, lambda app=app: idle(app))
             assert panel(app).is_open is expected
             await pilot.press("f3")

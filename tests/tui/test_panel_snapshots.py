@@ -86,7 +86,9 @@ def test_models_with_a_preview(snap_compare: Compare, monkeypatch: pytest.Monkey
         await until(pilot, lambda: "about 6 tok/s" in str(about.render()))
 
     FakeLibrary(monkeypatch)
-    assert snap_compare(Shelf().app(), terminal_size=(100, 24), run_before=before)
+    shelf = Shelf()
+    app = app_for(FakeLoader(shelf.first), load_by_name=shelf)
+    assert snap_compare(app, terminal_size=(100, 24), run_before=before)
 
 
 def test_settings(snap_compare: Compare) -> None:

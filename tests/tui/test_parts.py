@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from localrt import History
-from localrt.common.errors import CancelledError
 from localrt.common.progress import Progress
-from localrt.mcp.servers import ToolServers
-from localrt.mcp.toolbox import Toolbox
 from localrt.tui.chat.answering import RedrawLimit
 from localrt.tui.chat.lines import Phase, Status, footer_line
-from localrt.tui.conversation.generation import Reply, loading
-from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.loading_line import loading_line
 from localrt.tui.text import clean, human_count, one_line
-from tests.tui.fakes import FakeLoader, FakeModel
 
 STATUS = Status(
     model="SmolLM2-135M-Instruct",
@@ -107,36 +98,3 @@ def test_the_pace_leaves_most_of_the_time_to_the_model() -> None:
     cpu += 30  # however dear, half a second is the longest wait
     wall += 0.51
     assert pace.due()
-
-
-def test_a_cancelled_load_ends_and_frees_the_model() -> None:
-    model = FakeModel()
-    loader = FakeLoader(model, held=True)
-    task = loading(loader)
-    task.start()
-    task.cancel()
-    assert task.join(60)
-    assert isinstance(task.error, CancelledError)
-
-    late = loading(lambda progress: model)  # type: ignore[arg-type,return-value]
-    late.cancel()
-    late.start()
-    assert late.join(60)
-    assert model.closed
-    assert late.result is None
-
-
-def test_cancel_before_first_token(tmp_path: Path) -> None:
-    model = FakeModel()
-    model.hold()
-    model.prefill = (10, 20, 30)
-    conversation = OpenConversation(History(tmp_path / "history.db").new(model="m"), None)
-    turn = conversation.add("user", "Hi", after=0)
-    chat: Any = model.chat()
-    reply = Reply(chat, conversation, Toolbox(ToolServers(())), turn.id, "Hi")
-    reply.cancel()
-    reply.work.start()
-    assert reply.work.join(60)
-    update = reply.work.take()
-    assert update.done
-    assert update.finish_reason == "cancelled"

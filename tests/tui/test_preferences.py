@@ -26,12 +26,6 @@ def config(folder: Path, text: str) -> PreferencesFile:
 # -- preferences -----------------------------------------------------------------------------------
 
 
-def test_nothing_there_is_nothing_said(tmp_path: Path) -> None:
-    file = PreferencesFile(tmp_path / "none")
-    found = file.load()
-    assert (found.theme, found.panel, dict(found.options), file.notes) == (None, False, {}, ())
-
-
 def test_what_a_person_wrote(tmp_path: Path) -> None:
     file = config(
         tmp_path,
@@ -91,18 +85,6 @@ def test_changes_keep_comments_and_order(tmp_path: Path) -> None:
     assert dict(file.load().options) == {}
     assert "generation" not in file.path.read_text()
     assert list(tmp_path.iterdir()) == [file.path]  # nothing half-written beside it
-
-
-def test_the_folder_is_made(tmp_path: Path) -> None:
-    file = PreferencesFile(tmp_path / "a" / "b")
-    file.change({"theme": "nord"})
-    assert file.load().theme == "nord"
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError):
-        PreferencesFile(tmp_path / "file" / "sub").change({"theme": "nord"})
 
 
 VALUES = st.one_of(

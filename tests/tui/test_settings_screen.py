@@ -212,14 +212,6 @@ async def test_a_file_that_cannot_be_written_is_told(app: Bare, tmp_path: Path) 
         assert (tmp_path / "config.toml").read_text() == "theme = "
 
 
-async def test_it_fits_a_narrow_terminal(app: Bare) -> None:
-    async with app.run_test(size=(60, 20)) as pilot:
-        await pilot.pause()
-        assert app.settings.query_one(OptionList).region.width <= 60
-        for widget in app.settings.query(Static):
-            assert widget.region.bottom <= 20
-
-
 async def test_sixteen_colors_offer_the_terminals_own(tmp_path: Path, monkeypatch: Any) -> None:
     app = Bare(tmp_path)
     async with app.run_test():

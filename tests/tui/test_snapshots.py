@@ -12,14 +12,12 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList
 
 from localrt import History
-from localrt.common.errors import ModelNotFoundError
 from localrt.common.progress import Progress
 from localrt.tui import ChatApp
 from localrt.tui.chat.blocks import Answer
 from localrt.tui.chat.lines import Phase
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.screens.conversations import ConversationsScreen
-from localrt.tui.screens.dialogs import TooSmall
 from tests.tui import screen
 from tests.tui.conftest import app_for, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -74,40 +72,12 @@ def test_answer(snap_compare: Compare, theme: str) -> None:
     assert snap_compare(app, terminal_size=(80, 46), run_before=before)
 
 
-def test_stopped_on_a_narrow_terminal(snap_compare: Compare) -> None:
-    model = FakeModel(["The sky is blue because ", "of Rayleigh scattering."], notes=("a note",))
-    model.hold()
-
-    async def before(pilot: Pilot[Any]) -> None:
-        app = await ready(pilot)
-        await screen.say(pilot, "Why is the sky blue, and why is the sunset red and orange?")
-        model.allow(1)
-        await until(pilot, lambda: screen.answers(app) == ["The sky is blue because "])
-        await pilot.press("escape")
-        await until(pilot, lambda: screen.phase(app) is Phase.READY)
-
-    assert snap_compare(app_for(FakeLoader(model)), terminal_size=(60, 20), run_before=before)
-
-
 def test_command_menu(snap_compare: Compare) -> None:
     async def before(pilot: Pilot[Any]) -> None:
         await ready(pilot)
         await pilot.press(*"/e", "down")
 
     assert snap_compare(app_for(FakeLoader(FakeModel())), terminal_size=(80, 16), run_before=before)
-
-
-def test_finding(snap_compare: Compare) -> None:
-    model = FakeModel(["The whale sleeps. Its **whale song** is heard far away.\n\n- a whale"])
-
-    async def before(pilot: Pilot[Any]) -> None:
-        app = await ready(pilot)
-        await answered(pilot, "Does a whale sleep?")
-        await pilot.press("ctrl+f", *"Whale", "enter")
-        app.query_one("#find").query_one(Input).cursor_blink = False
-        await pilot.pause()
-
-    assert snap_compare(app_for(FakeLoader(model)), terminal_size=(80, 16), run_before=before)
 
 
 def test_branches_thinking_and_a_pasted_text(snap_compare: Compare) -> None:
@@ -158,25 +128,6 @@ def test_conversations(snap_compare: Compare, tmp_path: Path) -> None:
 
 def first_option(app: ChatApp) -> object:
     return app.screen.query_one(OptionList).get_option_at_index(0).prompt
-
-
-def test_too_small(snap_compare: Compare) -> None:
-    async def before(pilot: Pilot[Any]) -> None:
-        await until(pilot, lambda: isinstance(pilot.app.screen, TooSmall))
-
-    assert snap_compare(app_for(FakeLoader(FakeModel())), terminal_size=(26, 5), run_before=before)
-
-
-def test_load_error(snap_compare: Compare) -> None:
-    async def before(pilot: Pilot[Any]) -> None:
-        app = pilot.app
-        assert isinstance(app, ChatApp)
-        still(app)
-        await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
-
-    error = ModelNotFoundError("no model org/nothing on the hub: check the name, or give a folder")
-    loader = FakeLoader(FakeModel(), error=error)
-    assert snap_compare(app_for(loader), terminal_size=(80, 14), run_before=before)
 
 
 def test_sixteen_colors(snap_compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:

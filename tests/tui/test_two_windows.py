@@ -15,7 +15,6 @@ from localrt import Conversation, History
 from localrt.chat_format.messages import as_message_calls
 from localrt.common.errors import StorageError
 from localrt.tui import ChatApp
-from localrt.tui.conversation.open_conversation import OpenConversation
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, asked, plain_chat, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -175,39 +174,3 @@ async def test_calls_of_the_other_window_are_shown(opening: Opening) -> None:
 
 
 # -- what a window holds, without a screen ------------------------------------------------------
-
-
-def _opened(history: History, id: str) -> OpenConversation:
-    return OpenConversation(history.open(id), lambda: History(":memory:"))
-
-
-def test_nothing_is_sent_that_was_not_read(opening: Opening) -> None:
-    with opening() as mine, opening() as other:
-        conversation = mine.new(model="m")
-        conversation.add("user", "First")
-        conversation.add("assistant", "One.")
-        here, there = _opened(mine, conversation.id), other.open(conversation.id)
-        there.add("user", "Second")
-        answer = there.answer()
-        assert [m["content"] for m in here.messages()] == ["First", "One."]
-        assert not here.written_elsewhere
-        assert here.refresh()
-        assert here.written_elsewhere
-        answer.write("Two.")
-        answer.finish()
-        assert here.refresh()
-        assert not here.written_elsewhere
-        assert here.end == answer.turn
-        assert not here.refresh(), "nobody has written since"
-
-
-def test_own_answer_is_nobody_elses(opening: Opening) -> None:
-    with opening() as history:
-        here = _opened(history, history.new(model="m").id)
-        question = here.add("user", "First", after=0)
-        writer = here.answer(after=question.id)
-        assert not here.written_elsewhere
-        writer.write("A sentence. And")
-        assert here.turns_now()[-1].content == "A sentence. And"
-        here.finish(writer, "done", {})
-        assert here.turns[-1].content == "A sentence. And"

@@ -9,7 +9,6 @@ from rich.style import Style
 
 from localrt.tui import ChatApp
 from localrt.tui.chat.blocks import Answer, Block, UserTurn
-from localrt.tui.chat.markdown import code_blocks
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.screens.dialogs import Choose, TooSmall
 from tests.tui import screen
@@ -43,10 +42,6 @@ async def test_thinking_is_folded_with_its_duration() -> None:
 
 
 # -- marking and copying ---------------------------------------------------------------------------
-
-
-def test_code_blocks_are_found() -> None:
-    assert code_blocks(CODE) == [("python", "a = 1\n"), ("sh", "ls\n")]
 
 
 async def test_copying(model: FakeModel) -> None:
