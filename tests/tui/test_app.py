@@ -16,7 +16,7 @@ from tests.tui.fakes import FakeLoader, FakeModel
 from tests.tui.screen import idle
 
 
-async def test_messages_written_while_loading_are_sent_in_order() -> None:
+async def test_sent_while_loading() -> None:
     model = FakeModel(notes=("no chat template: plain format",))
     step = Progress("load", 50_000_000, 100_000_000, "bytes")
     loader = FakeLoader(model, held=True, steps=[step])
@@ -50,7 +50,7 @@ async def test_messages_written_while_loading_are_sent_in_order() -> None:
     assert model.closed
 
 
-async def test_questions_and_answers(model: FakeModel) -> None:
+async def test_answers(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         await pilot.press(*"Hi", "space", *"you", "enter")
         await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
@@ -111,7 +111,7 @@ async def test_questions_and_answers(model: FakeModel) -> None:
         await until(pilot, lambda: idle(app))
 
 
-async def test_how_answers_end(model: FakeModel) -> None:
+async def test_finish_reasons(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         model.finish_reason = "length"
         await asked(pilot, "Hi")
@@ -132,7 +132,7 @@ async def test_how_answers_end(model: FakeModel) -> None:
         assert screen.notices(app).count(model.memory) == 1
 
 
-async def test_errors_of_an_answer(model: FakeModel) -> None:
+async def test_answer_errors(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         # After some text, the text is kept.
         model.error = ContextOverflowError("the context is full")
@@ -156,7 +156,7 @@ async def test_errors_of_an_answer(model: FakeModel) -> None:
         await until(pilot, lambda: screen.answers(app) == ["fine"])
 
 
-async def test_control_characters_never_reach_the_terminal() -> None:
+async def test_control_characters() -> None:
     async with running(FakeModel(["a\x1b[31mred\x9b2J"])) as (app, pilot):
         await asked(pilot, "Hi \x1b]0;title\x07")
         picture = app.export_screenshot()
@@ -168,7 +168,7 @@ async def test_control_characters_never_reach_the_terminal() -> None:
 # -- errors of loading -----------------------------------------------------------------------------
 
 
-async def test_a_load_error_is_a_line_in_the_app(model: FakeModel) -> None:
+async def test_load_error(model: FakeModel) -> None:
     error = ModelNotFoundError("no model org/nothing on the hub: check the name")
     async with running(FakeLoader(model, error=error), ready=False) as (app, pilot):
         await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
@@ -191,7 +191,7 @@ async def test_a_load_error_is_a_line_in_the_app(model: FakeModel) -> None:
         ),
     ],
 )
-async def test_whatever_fails_is_one_line(
+async def test_other_load_errors(
     model: FakeModel, error: Exception | None, options: dict[str, int], line: str
 ) -> None:
     async with running(FakeLoader(model, error=error), ready=False, options=options) as (
@@ -204,7 +204,7 @@ async def test_whatever_fails_is_one_line(
         assert "\n" not in shown
 
 
-async def test_a_failed_load_keeps_what_was_typed(model: FakeModel) -> None:
+async def test_failed_load_keeps_text(model: FakeModel) -> None:
     loader = FakeLoader(model, error=LocalrtError("no such model"), held=True)
     async with running(loader, ready=False) as (app, pilot):
         await screen.say(pilot, "sent while it loads")
@@ -220,7 +220,7 @@ async def test_a_failed_load_keeps_what_was_typed(model: FakeModel) -> None:
         await until(pilot, lambda: not app.is_running)
 
 
-async def test_the_same_line_is_not_repeated_below_itself(model: FakeModel) -> None:
+async def test_repeated_line(model: FakeModel) -> None:
     model.error, model.answer = LocalrtError("the disk is full"), []
     async with running(model) as (app, pilot):
         for _ in range(3):
@@ -238,7 +238,7 @@ def answering_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name == "localrt-answer"]
 
 
-async def test_quitting_during_an_answer_ends_its_thread(model: FakeModel) -> None:
+async def test_quit_during_answer(model: FakeModel) -> None:
     model.hold()
     async with running(model) as (app, pilot):
         await screen.say(pilot, "Hi")
@@ -249,13 +249,13 @@ async def test_quitting_during_an_answer_ends_its_thread(model: FakeModel) -> No
     assert not app.return_code
 
 
-async def test_quitting_while_loading_ends_the_load(model: FakeModel) -> None:
+async def test_quit_while_loading(model: FakeModel) -> None:
     async with running(FakeLoader(model, held=True), ready=False) as (_, pilot):
         await pilot.press("ctrl+q")
     assert not answering_threads()
 
 
-async def test_ctrl_c_copies_stops_then_quits(model: FakeModel) -> None:
+async def test_ctrl_c(model: FakeModel) -> None:
     model.hold()
     async with running(model) as (app, pilot):
         await pilot.press(*"some", "shift+home", "ctrl+c")

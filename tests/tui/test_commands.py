@@ -64,13 +64,13 @@ def test_completion() -> None:
     assert completion("cl") == completion("") == completion("//cl") == ""
 
 
-def test_every_option_that_a_chat_can_use_is_listed() -> None:
+def test_options_listed() -> None:
     not_in_the_app = {"context_tokens", "logprobs", "min_indent", "line_seconds"}
     not_in_the_app |= {"tool_choice", "parallel_tool_calls"}
     assert set(OPTIONS) == set(OPTION_NAMES) - not_in_the_app
 
 
-def test_help_names_everything() -> None:
+def test_help() -> None:
     text = help_page().plain
     assert all(entry.usage in text for entry in COMMANDS)
     assert "Ctrl+O" in text
@@ -190,7 +190,7 @@ async def test_new_export_and_load(
     ]
 
 
-async def test_opens_with_a_saved_chat(model: FakeModel, tmp_path: Path) -> None:
+async def test_open_saved_chat(model: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     path.write_text(json.dumps({"messages": said, "options": {"top_k": 3}}))
@@ -206,7 +206,7 @@ async def test_opens_with_a_saved_chat(model: FakeModel, tmp_path: Path) -> None
         assert model.last_chat.options == {"seed": 1, "top_k": 3}
 
 
-async def test_a_saved_chat_that_is_missing_is_a_line(model: FakeModel, tmp_path: Path) -> None:
+async def test_missing_saved_chat(model: FakeModel, tmp_path: Path) -> None:
     async with running(model, chat_path=tmp_path / "none.json") as (app, pilot):
         await until(pilot, lambda: screen.notices(app, "error"))
         assert "none.json" in screen.notices(app, "error")[0]

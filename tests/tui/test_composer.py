@@ -80,9 +80,7 @@ async def test_control_z_suspends(
         assert screen.composer(app).text == "word"
 
 
-async def test_all_is_drawn_again_after_suspending(
-    model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_resume_redraws(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[bool] = []
     async with running(model) as (app, pilot):
         monkeypatch.setattr(app, "refresh", lambda **how: drawn.append(how["layout"]))
@@ -100,7 +98,7 @@ async def test_undo(model: FakeModel, key: str) -> None:
         assert screen.composer(app).text == "word"
 
 
-async def test_up_and_down_walk_the_history(model: FakeModel) -> None:
+async def test_prompt_history(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         for text in ("first", "second\nline", "second\nline"):
             await screen.say(pilot, text)
@@ -122,7 +120,7 @@ async def test_up_and_down_walk_the_history(model: FakeModel) -> None:
 # -- following -------------------------------------------------------------------------------------
 
 
-async def test_the_view_follows_only_at_the_bottom() -> None:
+async def test_follow() -> None:
     model = FakeModel([f"line {n}\n\n" for n in range(200)])
     model.hold()
     async with running(model) as (app, pilot):
@@ -148,7 +146,7 @@ async def test_the_view_follows_only_at_the_bottom() -> None:
         await until(pilot, lambda: view.follows and screen.hint(app) == "")
 
 
-async def test_sending_goes_to_the_bottom_and_the_wheel_releases_the_view(model: FakeModel) -> None:
+async def test_wheel_and_send(model: FakeModel) -> None:
     model.answer = ["word\n\n"] * 60
     async with running(model) as (app, pilot):
         view = screen.conversation(app)
@@ -162,7 +160,7 @@ async def test_sending_goes_to_the_bottom_and_the_wheel_releases_the_view(model:
         assert view.follows
 
 
-async def test_short_conversations_start_at_the_top(model: FakeModel) -> None:
+async def test_short_conversation(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         await screen.say(pilot, "Hi")
         await until(pilot, lambda: screen.answers(app) == ["Hello there."])
@@ -177,7 +175,7 @@ async def test_short_conversations_start_at_the_top(model: FakeModel) -> None:
 # -- mouse and window ------------------------------------------------------------------------------
 
 
-async def test_the_mouse_selects_and_ctrl_c_copies() -> None:
+async def test_mouse_selection() -> None:
     async with running(FakeModel(["Some **bold** words\n\n雨 rain"])) as (app, pilot):
         await asked(pilot, "Hi")
         # Columns count from the edge of the view, three left of the text; lines from its top.
@@ -189,7 +187,7 @@ async def test_the_mouse_selects_and_ctrl_c_copies() -> None:
         assert screen.composer(app).has_focus
 
 
-async def test_answers_wrap_again_when_the_window_changes() -> None:
+async def test_resize_wraps() -> None:
     async with running(FakeModel(["word " * 30])) as (app, pilot):
         await asked(pilot, "Hi")
         heights = []
@@ -200,9 +198,7 @@ async def test_answers_wrap_again_when_the_window_changes() -> None:
         assert heights[0] == heights[2] < heights[1]
 
 
-async def test_a_line_typed_before_the_start_is_sent(
-    model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_type_ahead(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "localrt.tui.chat.composer._TYPE_AHEAD_SECONDS", 60
     )  # keys come slowly here

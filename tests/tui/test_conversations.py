@@ -46,7 +46,7 @@ def kept(opening: Opening) -> list[tuple[str, str, str]]:
         return [(turn.role, turn.content, turn.state) for turn in turns]
 
 
-async def test_what_is_said_is_kept_and_resumed(model: FakeModel, opening: Opening) -> None:
+async def test_resume(model: FakeModel, opening: Opening) -> None:
     async with running(model, history=opening, system="Be brief.", options={"seed": 3}) as (
         app,
         pilot,
@@ -115,7 +115,7 @@ async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
 # -- branches --------------------------------------------------------------------------------------
 
 
-async def test_regenerate_and_edit_make_branches(model: FakeModel, opening: Opening) -> None:
+async def test_branches(model: FakeModel, opening: Opening) -> None:
     async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "One")
         await asked(pilot, "Two")
@@ -146,7 +146,7 @@ async def test_regenerate_and_edit_make_branches(model: FakeModel, opening: Open
         assert screen.marks(app) == ["1/2", "1/2"]
 
 
-async def test_what_is_left_or_refused_changes_nothing(model: FakeModel, opening: Opening) -> None:
+async def test_left_or_refused(model: FakeModel, opening: Opening) -> None:
     async with running(model, history=opening) as (app, pilot):
         # Escape leaves editing.
         await asked(pilot, "One")
@@ -184,7 +184,7 @@ async def test_what_is_left_or_refused_changes_nothing(model: FakeModel, opening
 # -- when things go wrong --------------------------------------------------------------------------
 
 
-async def test_a_stopped_answer_is_kept_as_stopped(model: FakeModel, opening: Opening) -> None:
+async def test_stopped_answer(model: FakeModel, opening: Opening) -> None:
     model.hold()
     async with running(model, history=opening) as (app, pilot):
         await screen.say(pilot, "Hi")
@@ -197,7 +197,7 @@ async def test_a_stopped_answer_is_kept_as_stopped(model: FakeModel, opening: Op
         assert screen.marks(app) == ["stopped"]
 
 
-async def test_escape_before_the_first_word_gives_the_message_back(model: FakeModel) -> None:
+async def test_escape_before_first_word(model: FakeModel) -> None:
     model.hold()
     async with running(model) as (app, pilot):
         await screen.say(pilot, "Hi\nthere")
@@ -219,9 +219,7 @@ async def test_escape_before_the_first_word_gives_the_message_back(model: FakeMo
         model.release()
 
 
-async def test_an_answer_that_was_stopped_at_once_is_told_with_words(
-    model: FakeModel, opening: Opening
-) -> None:
+async def test_answer_stopped_at_once(model: FakeModel, opening: Opening) -> None:
     model.hold()
     async with running(model, history=opening) as (_, pilot):
         await screen.say(pilot, "Hi")
@@ -246,9 +244,7 @@ _WRITER = """
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs kill -9")
-async def test_text_of_a_killed_app_is_shown_as_cut(
-    model: FakeModel, tmp_path: Path, opening: Opening
-) -> None:
+async def test_killed_app(model: FakeModel, tmp_path: Path, opening: Opening) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(_WRITER), str(tmp_path / "history.db")],
         stdout=subprocess.PIPE,
@@ -268,7 +264,7 @@ async def test_text_of_a_killed_app_is_shown_as_cut(
         assert len(screen.answers(app)) == 2
 
 
-async def test_a_full_disk_loses_nothing(model: FakeModel, opening: Opening) -> None:
+async def test_full_disk(model: FakeModel, opening: Opening) -> None:
     async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "One")
         history = app.state.history
@@ -305,7 +301,7 @@ async def test_a_full_disk_loses_nothing(model: FakeModel, opening: Opening) -> 
         assert conversation.turns[-1].branches == 2
 
 
-async def test_without_a_history_the_app_says_so(model: FakeModel, tmp_path: Path) -> None:
+async def test_no_history(model: FakeModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     async with running(model, history=lambda: History(tmp_path / "file" / "h.db")) as (app, pilot):
         await asked(pilot, "Hi")
@@ -315,7 +311,7 @@ async def test_without_a_history_the_app_says_so(model: FakeModel, tmp_path: Pat
         await listed(pilot)
 
 
-async def test_a_damaged_history_is_kept_aside_and_told(model: FakeModel, tmp_path: Path) -> None:
+async def test_damaged_history(model: FakeModel, tmp_path: Path) -> None:
     (tmp_path / "history.db").write_bytes(b"not a database" * 1000)
     async with running(model, history=lambda: History(tmp_path / "history.db")) as (app, pilot):
         await asked(pilot, "Hi")
@@ -323,7 +319,7 @@ async def test_a_damaged_history_is_kept_aside_and_told(model: FakeModel, tmp_pa
     assert list(tmp_path.glob("history.db.damaged*"))
 
 
-async def test_leaving_parks_the_cache(
+async def test_leaving_saves_kv_cache(
     model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parked: list[Any] = []

@@ -35,7 +35,7 @@ def highlighted(app: ChatApp) -> list[str]:
     return found
 
 
-async def test_match_over_a_line_end_in_chinese(model: FakeModel) -> None:
+async def test_match_in_chinese(model: FakeModel) -> None:
     model.answer = ["Python " + "一二三四五六七八九十" * 8]
     async with running(model) as (app, pilot):
         await asked(pilot, "Hi")
@@ -45,7 +45,7 @@ async def test_match_over_a_line_end_in_chinese(model: FakeModel) -> None:
         assert "".join(highlighted(app)).count("九") == 7
 
 
-async def test_matches_are_highlighted_and_walked(model: FakeModel) -> None:
+async def test_find(model: FakeModel) -> None:
     model.answer = [WRAPPED]
     async with running(model) as (app, pilot):
         await asked(pilot, "Do Whales sleep in the sea?")
@@ -70,7 +70,7 @@ async def test_matches_are_highlighted_and_walked(model: FakeModel) -> None:
         assert screen.composer(app).text == "Hi"
 
 
-async def test_a_match_may_go_on_in_the_next_line(model: FakeModel) -> None:
+async def test_match_over_two_lines(model: FakeModel) -> None:
     model.answer = [WRAPPED]
     async with running(model, size=(60, 24)) as (app, pilot):
         await asked(pilot, "Hi")
@@ -83,7 +83,7 @@ async def test_a_match_may_go_on_in_the_next_line(model: FakeModel) -> None:
         assert highlighted(app) == []
 
 
-async def test_a_match_out_of_sight_is_scrolled_to(model: FakeModel) -> None:
+async def test_match_out_of_sight(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         view = screen.conversation(app)
         turns: list[Block] = []
@@ -104,7 +104,7 @@ async def test_a_match_out_of_sight_is_scrolled_to(model: FakeModel) -> None:
         assert laid_out < 100, "what has no match and is out of sight is not laid out"
 
 
-async def test_an_answer_may_grow_meanwhile(model: FakeModel) -> None:
+async def test_find_in_growing_answer(model: FakeModel) -> None:
     model.answer = ["One whale. ", "A second whale."]
     model.hold()
     async with running(model) as (app, pilot):

@@ -95,7 +95,7 @@ def whole(source: str, width: int = 40) -> str:
     return drawn(lines)
 
 
-def test_every_kind_of_block() -> None:
+def test_blocks() -> None:
     assert whole(DOCUMENT) == DRAWN
 
 
@@ -143,7 +143,7 @@ def test_beyond_commonmark(source: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_stream_shows_what_the_whole_shows(seed: int) -> None:
+def test_stream_equals_whole(seed: int) -> None:
     chance = random.Random(seed)
     lines = MarkdownLines(STYLES, 40)
     place = 0
@@ -186,7 +186,7 @@ def test_a_stream_shows_what_the_whole_shows(seed: int) -> None:
         max_size=40,
     )
 )
-def test_any_text_can_be_streamed(pieces: list[str]) -> None:
+def test_streaming_any_text(pieces: list[str]) -> None:
     lines = MarkdownLines(STYLES, 40)
     for piece in pieces:
         before = [line.text for line in lines.lines]
@@ -200,7 +200,7 @@ def test_any_text_can_be_streamed(pieces: list[str]) -> None:
     ("opening", "line"),
     [("```python\n", "x = 1\n"), ("", "- an item\n"), ("", "7. an item\n")],
 )
-def test_long_blocks_are_closed_in_slices(opening: str, line: str) -> None:
+def test_long_blocks(opening: str, line: str) -> None:
     lines = MarkdownLines(STYLES, 40)
     lines.append(opening)
     changed = [lines.append(line) for _ in range(70)]
@@ -213,13 +213,13 @@ def test_long_blocks_are_closed_in_slices(opening: str, line: str) -> None:
     ]
 
 
-def test_lines_wrap_at_the_width() -> None:
+def test_wrapping() -> None:
     text = whole("word " * 50 + "\n\n```\n" + "x" * 90 + "\n```", width=30)
     assert max(map(len, text.splitlines())) <= 30
     assert text.count("x") == 90
 
 
-def test_code_has_its_background_to_the_edge() -> None:
+def test_code_background() -> None:
     lines = MarkdownLines(STYLES, 40)
     lines.append("```\na\n```")
     [row] = lines.lines

@@ -37,7 +37,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("meet @ 5, a @@ b", []),
     ],
 )
-def test_what_a_message_names(text: str, named: list[str]) -> None:
+def test_mentions(text: str, named: list[str]) -> None:
     assert [mention.path for mention in mentions(text)] == named
 
 
@@ -53,7 +53,7 @@ def test_completion() -> None:
     assert [mention.path for mention in mentions(written("two words.md"))] == ["two words.md"]
 
 
-async def test_a_named_file_goes_with_the_message(model: FakeModel) -> None:
+async def test_mentioned_file(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         composer = screen.composer(app)
         await pilot.press(*"In @no")
@@ -79,7 +79,7 @@ async def test_a_named_file_goes_with_the_message(model: FakeModel) -> None:
         assert "old.txt is not UTF-8: it was read as cp1252." in screen.notices(app)
 
 
-async def test_a_missing_file_is_one_line_and_the_text_stays(model: FakeModel) -> None:
+async def test_missing_file(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         for _ in range(2):
             await screen.say(pilot, "" if screen.composer(app).text else "Read @nowhere.txt now")

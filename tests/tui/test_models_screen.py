@@ -164,7 +164,7 @@ async def opened(
         yield app, pilot
 
 
-async def test_what_is_here_and_what_to_expect_of_it(library: FakeLibrary) -> None:
+async def test_list_and_previews(library: FakeLibrary) -> None:
     async with opened(library) as (app, pilot):
         shown = rows(app)
         assert "org/chat:Q4_K_M" in shown[0]  # the one used last
@@ -192,9 +192,7 @@ async def test_what_is_here_and_what_to_expect_of_it(library: FakeLibrary) -> No
         assert library.budgets == {"ram": "4GB"}
 
 
-async def test_a_row_passed_quickly_is_not_planned_for(
-    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_row_passed_quickly(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.tui.screens.models._PAUSE", 1.0)
     async with opened(library) as (_, pilot):
         await until(pilot, lambda: library.planned == ["smollm2"])
@@ -203,7 +201,7 @@ async def test_a_row_passed_quickly_is_not_planned_for(
         assert library.planned == ["smollm2", "org/chat:Q4_K_M"]
 
 
-async def test_typing_narrows_and_the_hub_is_asked_when_told_to(library: FakeLibrary) -> None:
+async def test_search(library: FakeLibrary) -> None:
     async with opened(library) as (app, pilot):
         await pilot.press("ctrl+s")
         assert "Type a name first" in about(app)
@@ -229,7 +227,7 @@ async def found(pilot: Pilot[None], app: Bare) -> None:
     await until(pilot, lambda: isinstance(app.screen, Choose))
 
 
-async def test_a_pull_is_stopped_and_repeated(library: FakeLibrary) -> None:
+async def test_stopped_pull(library: FakeLibrary) -> None:
     async with opened(library) as (app, pilot):
         await found(pilot, app)
         offered = app.screen.query_one(OptionList)
@@ -258,7 +256,7 @@ async def test_a_pull_is_stopped_and_repeated(library: FakeLibrary) -> None:
         await until(pilot, lambda: app.chosen == [None])
 
 
-async def test_deleting_asks_first(library: FakeLibrary) -> None:
+async def test_delete(library: FakeLibrary) -> None:
     async with opened(library) as (app, pilot):
         await pilot.press("ctrl+d")  # the loaded one
         await pilot.pause()
@@ -277,7 +275,7 @@ async def test_deleting_asks_first(library: FakeLibrary) -> None:
         assert [model.name for model in library.here] == ["smollm2", "org/huge"]
 
 
-async def test_of_another_programs_model_only_the_packed_copy_is_deleted(
+async def test_delete_packed_copy(
     library: FakeLibrary,
 ) -> None:
     theirs = replace(MODELS[1], name="ollama:chat:8b", place="Ollama", aliases=("fast",))
@@ -299,7 +297,7 @@ async def test_of_another_programs_model_only_the_packed_copy_is_deleted(
         await until(pilot, lambda: library.asked == ["remove the copies of ollama:chat:8b"])
 
 
-async def test_a_path_is_a_model_too(library: FakeLibrary, tmp_path: Path) -> None:
+async def test_paths(library: FakeLibrary, tmp_path: Path) -> None:
     (tmp_path / "more" / "deep").mkdir(parents=True)
     for name in ("model-a.gguf", "notes.txt", "more/b.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")

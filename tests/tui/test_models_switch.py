@@ -54,7 +54,7 @@ def _library(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeLibrary(monkeypatch)
 
 
-async def test_from_the_models_screen_to_another_model() -> None:
+async def test_switch_model() -> None:
     shelf = Shelf()
     async with shelf.running() as (app, pilot):
         await asked(pilot, "Hi")
@@ -75,7 +75,7 @@ async def test_from_the_models_screen_to_another_model() -> None:
     assert shelf.models["org/chat:Q4_K_M"].closed
 
 
-async def test_what_is_written_meanwhile_is_sent_to_the_new_one() -> None:
+async def test_sent_while_switching() -> None:
     shelf = Shelf()
     shelf.gate.clear()
     async with shelf.running() as (app, pilot):
@@ -88,7 +88,7 @@ async def test_what_is_written_meanwhile_is_sent_to_the_new_one() -> None:
         await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
 
 
-async def test_a_failure_says_why_and_offers_the_old_one() -> None:
+async def test_failure_offers_previous_model() -> None:
     shelf = Shelf()
     shelf.models = {"broken": CheckpointError("broken.gguf is truncated"), "smollm2": shelf.first}
     async with shelf.running() as (app, pilot):
@@ -102,7 +102,7 @@ async def test_a_failure_says_why_and_offers_the_old_one() -> None:
         assert shelf.asked == ["broken", "smollm2"]
 
 
-async def test_a_failure_without_the_old_one_leaves_an_app_that_works() -> None:
+async def test_failure_without_previous_model() -> None:
     shelf = Shelf()
     shelf.models["broken"] = CheckpointError("broken.gguf is truncated")
     async with shelf.running() as (app, pilot):
@@ -115,7 +115,7 @@ async def test_a_failure_without_the_old_one_leaves_an_app_that_works() -> None:
         await until(pilot, lambda: screen.answers(app) == ["Hello there."])
 
 
-async def test_esc_stops_loading() -> None:
+async def test_escape_stops_loading() -> None:
     shelf = Shelf()
     shelf.gate.clear()
     async with shelf.running() as (app, pilot):
@@ -127,7 +127,7 @@ async def test_esc_stops_loading() -> None:
         assert not app.stop_loading()  # nothing is left to stop
 
 
-async def test_a_model_that_came_too_late_is_closed_and_told() -> None:
+async def test_late_model_is_closed() -> None:
     shelf = Shelf()
     late = shelf.models["org/chat:Q4_K_M"]
 
@@ -141,7 +141,7 @@ async def test_a_model_that_came_too_late_is_closed_and_told() -> None:
         assert late.closed
 
 
-async def test_switching_waits_for_the_answer() -> None:
+async def test_switch_during_answer() -> None:
     shelf = Shelf()
     shelf.first.hold()
     async with shelf.running() as (app, pilot):
@@ -158,7 +158,7 @@ async def test_switching_waits_for_the_answer() -> None:
         assert [m["content"] for m in other.seen[-1].messages][-1] == "And you?"
 
 
-async def test_switching_waits_for_the_model_that_is_on_its_way() -> None:
+async def test_switch_while_loading() -> None:
     shelf = Shelf()
     loader = FakeLoader(shelf.first, held=True)
     async with running(loader, ready=False, load_by_name=shelf) as (app, pilot):
@@ -170,7 +170,7 @@ async def test_switching_waits_for_the_model_that_is_on_its_way() -> None:
         assert shelf.first.closed
 
 
-async def test_after_a_failed_start_another_can_be_chosen() -> None:
+async def test_model_after_failed_start() -> None:
     shelf = Shelf()
     loader = FakeLoader(shelf.first, error=CancelledError("no"))
     async with running(loader, ready=False, load_by_name=shelf) as (app, pilot):
@@ -210,7 +210,7 @@ async def test_models_of_a_server() -> None:
         await until(pilot, lambda: shelf.asked == ["org/chat:Q4_K_M"] and idle(app))
 
 
-async def test_without_a_way_to_load_by_name_it_says_so() -> None:
+async def test_no_loader() -> None:
     async with running(WatchedModel()) as (app, pilot):
         await pilot.press("f4")
         await until(pilot, lambda: screen.notices(app, "error"))

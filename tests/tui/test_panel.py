@@ -41,7 +41,7 @@ def text(data: PanelData, width: int = 38, height: int = 30) -> str:
     return "\n".join(line.plain for line in side_lines(data, width, height))
 
 
-def test_everything_that_was_asked_for_is_there() -> None:
+def test_side_panel() -> None:
     shown = text(VIEW)
     for part in (
         "41.2 tok/s",
@@ -62,14 +62,14 @@ def test_everything_that_was_asked_for_is_there() -> None:
         assert part in shown, part
 
 
-def test_while_the_prompt_is_read_it_says_so_as_the_footer_does() -> None:
+def test_reading_prompt() -> None:
     reading = replace(VIEW, reading=True, percent=52)
     assert "Reading prompt 52 %" in text(reading)
     assert strip_lines(reading, 60)[0].plain.startswith("Reading prompt 52 %")
     assert "tok/s" not in text(reading).partition("At most")[0]
 
 
-def test_a_ceiling_that_is_beaten_was_reckoned_too_low_or_guesses_came_true() -> None:
+def test_ceiling_exceeded() -> None:
     beaten = replace(STREAMED, ceiling_tok_s=20.0)
     assert "1.8x the 22.9 possible without guesses" in text(replace(VIEW, status=beaten))
     assert STREAMED.metrics is not None
@@ -78,14 +78,14 @@ def test_a_ceiling_that_is_beaten_was_reckoned_too_low_or_guesses_came_true() ->
     assert "100 % of the 41.2 possible here" in text(replace(VIEW, status=unguessed))
 
 
-def test_a_new_answer_has_nothing_of_the_last_one() -> None:
+def test_new_answer() -> None:
     between = replace(VIEW, status=replace(STREAMED, generating=False), reading=True)
     shown = text(between)
     assert shown.startswith("Live")
     assert "Guessed" not in shown
 
 
-def test_a_resident_model_has_no_lanes() -> None:
+def test_resident_model() -> None:
     resident = replace(STREAMED, streamed=False, last_pass=None, passes=None, ssd_read_bytes=None)
     resident = replace(resident, token_bytes=97_000_000)
     before = replace(resident, clock_s=9.0, tokens=0)
@@ -95,7 +95,7 @@ def test_a_resident_model_has_no_lanes() -> None:
     assert "sets the pace, 97 MB per pass, 2.2 GB/s" in shown.replace("\n", " ")
 
 
-def test_before_the_first_answer_and_while_loading() -> None:
+def test_before_first_answer() -> None:
     idle = replace(BEFORE, generating=False, metrics=None, last_pass=None)
     assert "No tokens yet" in text(PanelData(status=idle))
     assert "At most 66.0 tok/s" in text(PanelData(status=idle))
@@ -104,20 +104,20 @@ def test_before_the_first_answer_and_while_loading() -> None:
 
 
 @given(st.integers(20, 60), st.integers(3, 40))
-def test_it_fits_beside(width: int, height: int) -> None:
+def test_side_fits(width: int, height: int) -> None:
     lines = side_lines(VIEW, width, height)
     assert len(lines) <= height
     assert all(line.cell_length <= width for line in lines)
 
 
 @given(st.integers(40, 100))
-def test_it_fits_above(width: int) -> None:
+def test_strip_fits(width: int) -> None:
     lines = strip_lines(VIEW, width)
     assert len(lines) <= 6
     assert all(line.cell_length <= width for line in lines)
 
 
-def test_the_narrow_one_says_the_most_important() -> None:
+def test_strip() -> None:
     shown = "\n".join(line.plain for line in strip_lines(VIEW, 60))
     for part in ("41.2 tok/s", "138/145 MB", "waited 70 %", "1.8 GB/s", "The disk sets the pace"):
         assert part in shown, part
@@ -135,7 +135,7 @@ def test_small_drawings() -> None:
     assert memory_text(MemoryUse(5)) == "5 B"
 
 
-async def test_advice_is_asked_for_once_and_never_beside_an_answer() -> None:
+async def test_advice() -> None:
     app, model = Bare(), WatchedModel()
     async with app.run_test(size=(100, 30)) as pilot:
         panel = app.panel
@@ -154,7 +154,7 @@ async def test_advice_is_asked_for_once_and_never_beside_an_answer() -> None:
         assert "110 MB more RAM" in str(panel.render())
 
 
-async def test_rates_come_from_two_looks() -> None:
+async def test_rates() -> None:
     app, model = Bare(), WatchedModel()
     async with app.run_test(size=(100, 30)) as pilot:
         panel = app.panel
@@ -172,7 +172,7 @@ async def test_rates_come_from_two_looks() -> None:
         assert "1.8 GB/s" in str(panel.render())
 
 
-async def test_a_model_without_a_status_shows_nothing_and_breaks_nothing() -> None:
+async def test_no_status() -> None:
     app = Bare()
     async with app.run_test(size=(100, 30)) as pilot:
         app.panel.show(True)

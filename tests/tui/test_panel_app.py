@@ -29,7 +29,7 @@ def config(folder: Path, text: str) -> Path:
     return folder
 
 
-async def test_the_panel_is_remembered(tmp_path: Path) -> None:
+async def test_panel_remembered(tmp_path: Path) -> None:
     for expected in (False, True):
         async with running(WatchedModel(), size=(100, 30), config=tmp_path) as (app, pilot):
             await until(pilot, lambda app=app: idle(app))
@@ -39,7 +39,7 @@ async def test_the_panel_is_remembered(tmp_path: Path) -> None:
     assert "panel" not in (tmp_path / "config.toml").read_text()
 
 
-async def test_the_panel_follows_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_panel_during_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.tui.chat.panel._SECONDS", 0.15)
     monkeypatch.setattr("localrt.tui.chat.panel._QUIET_S", 0.05)
     model = WatchedModel()
@@ -62,7 +62,7 @@ async def test_the_panel_follows_an_answer(monkeypatch: pytest.MonkeyPatch) -> N
         await until(pilot, lambda: screen.conversation(app).region.width == 100)
 
 
-async def test_preferences_are_there_at_the_start(tmp_path: Path) -> None:
+async def test_preferences(tmp_path: Path) -> None:
     folder = config(
         tmp_path,
         'theme = "localrt-light"\nsystem = "Be brief."\n[generation]\ntemperature = 0.3\n'
@@ -85,7 +85,7 @@ async def test_preferences_are_there_at_the_start(tmp_path: Path) -> None:
         assert "F9" in page
 
 
-async def test_what_is_wrong_is_told_and_the_app_works(tmp_path: Path) -> None:
+async def test_bad_preferences(tmp_path: Path) -> None:
     text = 'theme = "mauve"\n[keys]\nnwe = "ctrl+l"\nnew = "q"\n'
     async with running(WatchedModel(), size=(100, 30), config=config(tmp_path, text)) as (
         app,
@@ -100,7 +100,7 @@ async def test_what_is_wrong_is_told_and_the_app_works(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").read_text() == text
 
 
-async def test_a_bad_file_is_told_and_never_written(tmp_path: Path) -> None:
+async def test_bad_config_file(tmp_path: Path) -> None:
     async with running(WatchedModel(), size=(100, 30), config=config(tmp_path, "theme = ")) as (
         app,
         pilot,
@@ -112,7 +112,7 @@ async def test_a_bad_file_is_told_and_never_written(tmp_path: Path) -> None:
     assert (tmp_path / "config.toml").read_text() == "theme = "
 
 
-async def test_an_adapter_is_chosen_beside_the_model(tmp_path: Path) -> None:
+async def test_adapter(tmp_path: Path) -> None:
     model = WatchedModel()
     model.adapters = ("style", "facts")
     async with running(model, size=(100, 30), config=tmp_path) as (app, pilot):
@@ -127,7 +127,7 @@ async def test_an_adapter_is_chosen_beside_the_model(tmp_path: Path) -> None:
         assert "+" not in screen.notices(app)[-1]
 
 
-async def test_settings_and_presets_change_the_conversation(tmp_path: Path) -> None:
+async def test_settings_and_presets(tmp_path: Path) -> None:
     (tmp_path / "presets.toml").write_text('[Review]\nsystem = "You review."\nseed = 3\n')
     config(tmp_path, 'system = "Be brief."\n[generation]\ntemperature = 0.3\nmin_p = 0.1\n')
     model = WatchedModel()
@@ -154,7 +154,7 @@ async def test_settings_and_presets_change_the_conversation(tmp_path: Path) -> N
         assert model.last_chat.options == {"seed": 3, "temperature": 0.7}
 
 
-async def test_without_a_folder_nothing_is_kept_and_a_resize_moves_the_panel() -> None:
+async def test_no_config_folder() -> None:
     async with running(WatchedModel(), size=(100, 30)) as (app, pilot):
         await pilot.press("f3")
         app.remember(theme="nord")

@@ -35,16 +35,14 @@ STATUS = Status(
         (12, ["answering"], ["SmolLM2"]),
     ],
 )
-def test_the_footer_drops_the_less_important(
-    width: int, shown: list[str], dropped: list[str]
-) -> None:
+def test_footer(width: int, shown: list[str], dropped: list[str]) -> None:
     line = footer_line(STATUS, width).plain
     assert all(part in line for part in shown)
     assert not any(part in line for part in dropped)
     assert len(line) <= max(width, len(" answering "))
 
 
-def test_the_footer_says_how_guesses_fare() -> None:
+def test_footer_guesses() -> None:
     guessing = replace(STATUS, per_pass=2.43, sources={"model": 0.41, "ngram": 0.18, "said": 0.0})
     wide = footer_line(guessing, 130).plain
     assert "guessed 59 %, 2.4 tokens per pass · 41.2 tok/s" in wide
@@ -54,7 +52,7 @@ def test_the_footer_says_how_guesses_fare() -> None:
 
 
 @pytest.mark.parametrize("width", [30, 60, 100])
-def test_the_loading_line_fits(width: int) -> None:
+def test_loading_line(width: int) -> None:
     progress = Progress("download", 1_500_000_000, 4_000_000_000, "bytes", "model-00001-of-00002")
     line = loading_line(progress, width).plain
     assert line.startswith("Downloading")
@@ -64,7 +62,7 @@ def test_the_loading_line_fits(width: int) -> None:
     assert len(line) <= width
 
 
-def test_the_loading_line_without_a_total() -> None:
+def test_loading_line_without_total() -> None:
     assert loading_line(None, 60).plain.startswith("Opening")
     assert "12 layers" in loading_line(Progress("load", 12, None, "layers"), 60).plain
     assert "100%" in loading_line(Progress("load", 9, 8, "layers"), 60).plain
@@ -86,7 +84,7 @@ def test_safe_text() -> None:
     assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
 
 
-def test_the_pace_leaves_most_of_the_time_to_the_model() -> None:
+def test_redraw_limit() -> None:
     wall = cpu = 0.0
     pace = RedrawLimit(wall=lambda: wall, cpu=lambda: cpu, cores=2)
     assert pace.due()

@@ -82,7 +82,7 @@ def test_commands(model: FakeModel, chat: Callable[..., str], tmp_path: Path) ->
     assert "never sent" not in json.dumps(model.last_chat.messages)
 
 
-def test_thinking_is_one_line(model: FakeModel, chat: Callable[..., str]) -> None:
+def test_thinking(model: FakeModel, chat: Callable[..., str]) -> None:
     model.answer = ["<think>", "Hm", "m.", "</think>", "\n\nYes", "."]
     text = chat("Well?", "/thinking")
     said = r"\(thinking\)\n\(thought for \d+(\.\d)? m?s; /thinking reads it out\)\nYes\.\n"
@@ -90,12 +90,12 @@ def test_thinking_is_one_line(model: FakeModel, chat: Callable[..., str]) -> Non
     assert text.count("Hmm.") == 1
 
 
-def test_control_characters_are_harmless(model: FakeModel, chat: Callable[..., str]) -> None:
+def test_control_characters(model: FakeModel, chat: Callable[..., str]) -> None:
     model.answer = ["a\x1b[31mb"]
     assert "\x1b" not in chat("Hi")
 
 
-def test_errors_are_lines(model: FakeModel, chat: Callable[..., str]) -> None:
+def test_errors(model: FakeModel, chat: Callable[..., str]) -> None:
     model.answer, model.error = ["Some"], ValueError("broken")
     text = chat("Hi", "again")
     assert text.count("Error: ValueError: broken") == 2
@@ -115,9 +115,7 @@ class Interrupted(threading.Semaphore):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_ctrl_c_stops_the_answer_and_keeps_it(
-    model: FakeModel, chat: Callable[..., str], tmp_path: Path
-) -> None:
+def test_ctrl_c(model: FakeModel, chat: Callable[..., str], tmp_path: Path) -> None:
     model.steps = Interrupted(1)
     before = signal.getsignal(signal.SIGINT)
     text = chat("Hi", "/show")
@@ -128,7 +126,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_it(
         assert (turn.content, turn.state) == ("Hello", "cancelled")
 
 
-def test_it_takes_either_continue_or_load(capsys: pytest.CaptureFixture[str]) -> None:
+def test_continue_or_load(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "--plain", "-c", "--load", "x.json"]) == 2
     assert "either --continue or --load" in capsys.readouterr().err
     assert main(["chat", "-p", "Hi", "-c"]) == 2
@@ -143,7 +141,7 @@ def test_it_takes_either_continue_or_load(capsys: pytest.CaptureFixture[str]) ->
         ([], (True, True), False),
     ],
 )
-def test_which_chat_is_opened(
+def test_plain_or_app(
     monkeypatch: pytest.MonkeyPatch,
     arguments: list[str],
     terminal: tuple[bool, bool],

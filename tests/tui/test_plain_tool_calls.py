@@ -40,7 +40,7 @@ def told(model: FakeModel) -> list[str]:
     return [m["content"] for m in model.seen[-1].messages if m["role"] == "tool"]
 
 
-def test_calls_are_asked_about_run_and_told(model: FakeModel, chat: Chat) -> None:
+def test_calls(model: FakeModel, chat: Chat) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a"), call("delete", path="a")], [call("list")]]
     text = chat(tools, "What is in a?", "perhaps", "y", "n", "/show")
@@ -61,7 +61,7 @@ def test_calls_are_asked_about_run_and_told(model: FakeModel, chat: Chat) -> Non
     assert told(model) == ["milk", "The user did not allow this call.", "a\nb"]
 
 
-def test_always_asks_no_more_and_the_end_of_input_refuses(model: FakeModel, chat: Chat) -> None:
+def test_always_and_end_of_input(model: FakeModel, chat: Chat) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a")], [call("read_file", path="b")], [call("delete")]]
     text = chat(tools, "Go", "a")
@@ -83,7 +83,7 @@ class Interrupting(Future[ToolResult]):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_ctrl_c_stops_a_call(model: FakeModel, chat: Chat) -> None:
+def test_ctrl_c(model: FakeModel, chat: Chat) -> None:
     class Servers(FakeServers):
         def call(self, tool: Tool, arguments: Mapping[str, Any], *, most: int) -> Interrupting:
             return Interrupting()
@@ -93,7 +93,7 @@ def test_ctrl_c_stops_a_call(model: FakeModel, chat: Chat) -> None:
     assert "Result (stopped): The user stopped this call.\nHello there.\n" in text
 
 
-def test_a_model_without_tools_says_so_once(model: FakeModel, chat: Chat) -> None:
+def test_model_without_tools(model: FakeModel, chat: Chat) -> None:
     model.takes_tools = False
     assert chat(toolbox()[0], "One", "Two").count(NO_TOOLS) == 1
 
@@ -115,7 +115,7 @@ def test_tools_of_a_real_server(model: FakeModel, chat: Chat, tmp_path: Path) ->
     assert text.count("Run it?") == 2
 
 
-def test_a_model_behind_a_server_calls_tools(chat: Chat) -> None:
+def test_remote_model_calls_tools(chat: Chat) -> None:
     function = {"name": "list", "arguments": "{}"}
     calls = [{"index": 0, "id": "c1", "type": "function", "function": function}]
 
@@ -134,7 +134,7 @@ def test_a_model_behind_a_server_calls_tools(chat: Chat) -> None:
     assert second["messages"][-1] == result
 
 
-def test_a_server_that_refuses_tools_answers_without(chat: Chat) -> None:
+def test_server_refuses_tools(chat: Chat) -> None:
     def reply(asked: Asked, connection: socket.socket) -> bytes:
         if "tools" in asked.body:
             return whole(400, {"error": {"message": "m does not support tools"}})

@@ -26,7 +26,7 @@ def config(folder: Path, text: str) -> PreferencesFile:
 # -- preferences -----------------------------------------------------------------------------------
 
 
-def test_what_a_person_wrote(tmp_path: Path) -> None:
+def test_load(tmp_path: Path) -> None:
     file = config(
         tmp_path,
         'theme = "nord"\npanel = true\nsystem = "Be brief."\n'
@@ -39,7 +39,7 @@ def test_what_a_person_wrote(tmp_path: Path) -> None:
     assert file.notes == ()
 
 
-def test_what_cannot_be_used_is_said_and_the_rest_is_kept(tmp_path: Path) -> None:
+def test_bad_values(tmp_path: Path) -> None:
     file = config(
         tmp_path,
         'them = "nord"\npanel = 3\ntheme = "nord"\n'
@@ -54,7 +54,7 @@ def test_what_cannot_be_used_is_said_and_the_rest_is_kept(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["theme = ", "\x00", "a = 1\na = 2"])
-def test_a_bad_file_is_told_once_and_left_alone(tmp_path: Path, text: str) -> None:
+def test_bad_file(tmp_path: Path, text: str) -> None:
     file = config(tmp_path, text)
     assert file.load().theme is None
     assert len(file.notes) == 1
@@ -64,14 +64,14 @@ def test_a_bad_file_is_told_once_and_left_alone(tmp_path: Path, text: str) -> No
     assert file.path.read_text() == text
 
 
-def test_bytes_that_are_no_text_are_left_alone(tmp_path: Path) -> None:
+def test_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_bytes(b"\xff\xfe")
     file = PreferencesFile(tmp_path)
     file.load()
     assert len(file.notes) == 1
 
 
-def test_changes_keep_comments_and_order(tmp_path: Path) -> None:
+def test_changes_keep_comments(tmp_path: Path) -> None:
     file = config(tmp_path, '# mine\ntheme = "nord"  # blue\n\n[keys]\n# twice\nnew = "ctrl+l"\n')
     file.change({"theme": "localrt-light", "panel": True})
     file.remember_options({"temperature": 0.5})
@@ -102,7 +102,7 @@ VALUES = st.one_of(
         st.text(st.characters(codec="utf-8"), min_size=1, max_size=10), VALUES, max_size=4
     )
 )
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, values: Any) -> None:
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, values: Any) -> None:
     file = TomlFile(tmp_path_factory.mktemp("toml") / "x.toml")
     file.replace_table("t", values)
     assert file.read().get("t", {}) == values
@@ -112,7 +112,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, value
 # -- presets ---------------------------------------------------------------------------------------
 
 
-def test_presets_come_and_go(tmp_path: Path) -> None:
+def test_presets(tmp_path: Path) -> None:
     presets = PresetsFile(tmp_path)
     assert presets.list() == []
     presets.save(Preset("Review", "You review code.\nBe brief.", {"temperature": 0.2}))
@@ -126,14 +126,14 @@ def test_presets_come_and_go(tmp_path: Path) -> None:
         presets.find("Review")
 
 
-def test_a_preset_of_several_lines_reads_well(tmp_path: Path) -> None:
+def test_multiline_preset(tmp_path: Path) -> None:
     presets = PresetsFile(tmp_path)
     presets.save(Preset("Review", 'Be "brief".\nSay \\ why.', {"temperature": 0.2}))
     assert '"""' in presets.path.read_text()
     assert presets.find("Review").system == 'Be "brief".\nSay \\ why.'
 
 
-def test_presets_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_bad_presets(tmp_path: Path) -> None:
     (tmp_path / "presets.toml").write_text("good = {seed = 1}\nbad = {sed = 1}\nworse = 3\n")
     presets = PresetsFile(tmp_path)
     assert [preset.name for preset in presets.list()] == ["good"]
@@ -152,7 +152,7 @@ def test_presets_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         Preset("x", "", {"k": 1}),
     ],
 )
-def test_presets_that_cannot_be_saved(tmp_path: Path, preset: Preset) -> None:
+def test_unsavable_presets(tmp_path: Path, preset: Preset) -> None:
     with pytest.raises(OptionError):
         PresetsFile(tmp_path).save(preset)
     assert not (tmp_path / "presets.toml").exists()
@@ -177,11 +177,11 @@ def test_presets_that_cannot_be_saved(tmp_path: Path, preset: Preset) -> None:
         ("", None),
     ],
 )
-def test_keys_as_people_write_them(said: str, key: str | None) -> None:
+def test_read_key(said: str, key: str | None) -> None:
     assert read_key(said) == key
 
 
-def test_keys_are_given_to_actions() -> None:
+def test_chosen_keys() -> None:
     keymap, notes = chosen_keys({"new": "Ctrl+L, F6", "mark": ["alt+k"]}, DEFAULTS)
     assert keymap == {"new": "ctrl+l,f6", "mark": "alt+k"}
     assert notes == []
@@ -200,14 +200,14 @@ def test_keys_are_given_to_actions() -> None:
         ({"new": "ctrl+o"}, "ctrl+o is conversations's: new keeps ctrl+n"),
     ],
 )
-def test_keys_that_cannot_be(chosen: dict[str, Any], said: str) -> None:
+def test_bad_keys(chosen: dict[str, Any], said: str) -> None:
     keymap, notes = chosen_keys(chosen, DEFAULTS)
     assert keymap == {}
     (note,) = notes
     assert said in note
 
 
-def test_two_actions_may_change_places() -> None:
+def test_swap_keys() -> None:
     chosen = {"new": "ctrl+o", "conversations": "ctrl+n"}
     assert chosen_keys(chosen, DEFAULTS) == (chosen, [])
 
@@ -220,7 +220,7 @@ def test_two_actions_may_change_places() -> None:
         ),
     )
 )
-def test_no_two_actions_share_a_key(chosen: dict[str, Any]) -> None:
+def test_keys_unique(chosen: dict[str, Any]) -> None:
     keymap, _ = chosen_keys(chosen, DEFAULTS)
     keys: dict[str, str] = {}
     for action, default in DEFAULTS.items():

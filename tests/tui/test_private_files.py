@@ -50,7 +50,7 @@ def shared(settings: Settings) -> list[str]:
     ]
 
 
-async def test_a_tour_of_the_app(tiny_folder: Path, folders: Settings, tmp_path: Path) -> None:
+async def test_app(tiny_folder: Path, folders: Settings, tmp_path: Path) -> None:
     def load(progress: ProgressCallback) -> localrt.Model:
         return localrt.load(tiny_folder, ctx=512)
 
@@ -82,9 +82,7 @@ async def test_a_tour_of_the_app(tiny_folder: Path, folders: Settings, tmp_path:
     assert stat.S_IMODE((tmp_path / "chat.md").stat().st_mode) == 0o600
 
 
-def test_a_message_in_the_editor(
-    folders: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_editor(folders: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "editor"
     script.write_text('#!/bin/sh\nls -ld "$1" "$(dirname "$1")" | cut -c1-10 > "$1.rights"\n')
     script.write_text(script.read_text() + 'cat "$1.rights" >> "$1"\n')
@@ -93,9 +91,7 @@ def test_a_message_in_the_editor(
     assert edited("a secret\n").split() == ["a", "secret", "drwx------", "-rw-------"]
 
 
-def test_a_single_answer(
-    tiny_folder: Path, folders: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run(tiny_folder: Path, folders: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
     assert main(["run", str(tiny_folder), "a secret", "--max-tokens", "2", "--ctx", "256"]) == 0
     assert (folders.data_dir / "last-run.json").exists()

@@ -92,7 +92,7 @@ def app(tmp_path: Path) -> Bare:
     return Bare(tmp_path)
 
 
-async def test_options_are_shown_changed_and_taken_back(app: Bare) -> None:
+async def test_options(app: Bare) -> None:
     async with app.run_test(size=(100, 50)) as pilot:
         await pilot.pause()
         for name in OPTIONS:
@@ -178,7 +178,7 @@ async def test_prompt_presets_defaults_and_panel(app: Bare) -> None:
         assert any("config.toml" in row.replace("\n  ", "") for row in rows(app))
 
 
-async def test_a_theme_is_shown_while_walking_and_kept_with_enter(app: Bare) -> None:
+async def test_pick_theme(app: Bare) -> None:
     async with app.run_test(size=(100, 44)) as pilot:
         await pilot.pause()
         before = app.theme
@@ -196,7 +196,7 @@ async def test_a_theme_is_shown_while_walking_and_kept_with_enter(app: Bare) -> 
         assert app.theme == app.preferences.load().theme == "localrt-light"
 
 
-async def test_while_the_model_loads_options_wait(tmp_path: Path) -> None:
+async def test_options_while_loading(tmp_path: Path) -> None:
     app = Bare(tmp_path, model=False)
     async with app.run_test(size=(100, 40)) as pilot:
         await choose(pilot, app, "temperature")
@@ -204,7 +204,7 @@ async def test_while_the_model_loads_options_wait(tmp_path: Path) -> None:
         assert "still loading" in str(app.screen.query_one("#problem", Static).render())
 
 
-async def test_a_file_that_cannot_be_written_is_told(app: Bare, tmp_path: Path) -> None:
+async def test_unwritable_file(app: Bare, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("theme = ")
     async with app.run_test(size=(100, 50)) as pilot:
         await choose(pilot, app, "Begin with these")
@@ -212,7 +212,7 @@ async def test_a_file_that_cannot_be_written_is_told(app: Bare, tmp_path: Path) 
         assert (tmp_path / "config.toml").read_text() == "theme = "
 
 
-async def test_sixteen_colors_offer_the_terminals_own(tmp_path: Path, monkeypatch: Any) -> None:
+async def test_themes_of_16_colors(tmp_path: Path, monkeypatch: Any) -> None:
     app = Bare(tmp_path)
     async with app.run_test():
         everything = offered(app)

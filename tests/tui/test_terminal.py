@@ -113,7 +113,7 @@ def process_of(data: Path) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the process in /proc")
-def test_a_chat_that_is_killed_goes_on(terminal: Terminal, data: Path) -> None:
+def test_killed_chat(terminal: Terminal, data: Path) -> None:
     terminal.keys("Hello", "Enter")  # before the app has even opened
     terminal.wait_for(" tok/s")
     terminal.wait_for("ready")
@@ -142,7 +142,7 @@ def test_a_chat_that_is_killed_goes_on(terminal: Terminal, data: Path) -> None:
     assert answer.content
 
 
-def test_the_panel_wraps_what_is_on_the_screen(terminal: Terminal) -> None:
+def test_panel_wraps_screen(terminal: Terminal) -> None:
     terminal.keys("Write a long sentence about the sea.", "Enter")
     terminal.wait_for(" tok/s")
     terminal.wait_for("ready")

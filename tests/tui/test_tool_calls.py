@@ -43,7 +43,7 @@ async def answered(pilot: Pilot[Any], app: ChatApp) -> None:
     await until(pilot, lambda: screen.answers(app)[-1:] == ["Hello there."] and screen.idle(app))
 
 
-async def test_a_call_that_the_user_allows_is_run_and_told(model: FakeModel) -> None:
+async def test_allowed_call(model: FakeModel) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a")]]
     async with running(model, toolbox=tools) as (app, pilot):
@@ -80,7 +80,7 @@ async def test_a_call_that_the_user_allows_is_run_and_told(model: FakeModel) -> 
 
 
 @pytest.mark.parametrize("key", ["n", "escape", "ctrl+c"])
-async def test_a_refused_call_does_not_run_and_is_told(model: FakeModel, key: str) -> None:
+async def test_refused_call(model: FakeModel, key: str) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a")]]
     async with running(model, toolbox=tools) as (app, pilot):
@@ -92,7 +92,7 @@ async def test_a_refused_call_does_not_run_and_is_told(model: FakeModel, key: st
     assert told(model) == ["The user did not allow this call."]
 
 
-async def test_always_is_for_one_tool_of_this_conversation(model: FakeModel) -> None:
+async def test_always(model: FakeModel) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a"), call("read_file", path="b")]]
     async with running(model, toolbox=tools) as (app, pilot):
@@ -112,7 +112,7 @@ async def test_always_is_for_one_tool_of_this_conversation(model: FakeModel) -> 
     assert servers.called == [("read_file", {"path": "a"}), ("read_file", {"path": "b"})]
 
 
-async def test_calls_of_one_answer_are_run_in_order(model: FakeModel) -> None:
+async def test_order_of_calls(model: FakeModel) -> None:
     tools, servers = toolbox()
     servers.results["list"] = None
     model.calls = [[call("list"), call("read_file", path="a"), call("nonsense")]]
@@ -141,7 +141,7 @@ async def test_calls_of_one_answer_are_run_in_order(model: FakeModel) -> None:
 
 
 @pytest.mark.parametrize("key", ["escape", "ctrl+c"])
-async def test_a_running_call_can_be_stopped(model: FakeModel, key: str) -> None:
+async def test_stopped_call(model: FakeModel, key: str) -> None:
     tools, servers = toolbox()
     servers.results["list"] = None
     model.calls = [[call("list")]]
@@ -155,7 +155,7 @@ async def test_a_running_call_can_be_stopped(model: FakeModel, key: str) -> None
     assert told(model) == ["The user stopped this call."]
 
 
-async def test_after_many_rounds_the_model_answers_without(model: FakeModel) -> None:
+async def test_rounds_end(model: FakeModel) -> None:
     tools, servers = toolbox()
     model.calls = [[call("list")] for _ in range(ROUNDS)]
     async with running(model, toolbox=tools) as (app, pilot):
@@ -166,7 +166,7 @@ async def test_after_many_rounds_the_model_answers_without(model: FakeModel) -> 
     assert [seen.options.get("tool_choice") for seen in model.seen] == [None] * ROUNDS + ["none"]
 
 
-async def test_a_model_without_tools_says_so_once(model: FakeModel) -> None:
+async def test_model_without_tools(model: FakeModel) -> None:
     tools, _ = toolbox()
     model.takes_tools = False
     async with running(model, toolbox=tools) as (app, pilot):
@@ -176,7 +176,7 @@ async def test_a_model_without_tools_says_so_once(model: FakeModel) -> None:
     assert model.seen[0].tools == []
 
 
-async def test_a_message_waits_for_servers_that_start(model: FakeModel) -> None:
+async def test_servers_starting(model: FakeModel) -> None:
     tools, servers = toolbox()
     servers.ready = False
     async with running(model, toolbox=tools) as (app, pilot):
@@ -194,9 +194,7 @@ async def test_a_message_waits_for_servers_that_start(model: FakeModel) -> None:
     assert len(model.seen[0].tools) == 3
 
 
-async def test_keys_decide_once_none_has_come_for_a_moment(
-    model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_keys_while_typing(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("localrt.tui.screens.dialogs._QUIET_SECONDS", 0.5)
     monkeypatch.setattr("localrt.tui.screens.dialogs.monotonic", lambda: now)
@@ -214,7 +212,7 @@ async def test_keys_decide_once_none_has_come_for_a_moment(
     assert servers.called == [("read_file", {"path": "a"})]
 
 
-async def test_a_question_waits_until_no_other_window_is_open(model: FakeModel) -> None:
+async def test_question_waits_for_window(model: FakeModel) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a")]]
     model.hold()
@@ -232,7 +230,7 @@ async def test_a_question_waits_until_no_other_window_is_open(model: FakeModel) 
         await answered(pilot, app)
 
 
-async def test_what_fails_behind_calls_keeps_them(model: FakeModel) -> None:
+async def test_failure_after_calls(model: FakeModel) -> None:
     tools, _ = toolbox()
     model.calls = [[call("list")]]
     model.answer, model.error = [], LocalrtError("out of luck")
@@ -248,7 +246,7 @@ async def test_what_fails_behind_calls_keeps_them(model: FakeModel) -> None:
     assert roles == ["user", "assistant", "tool", "assistant", "user"]
 
 
-async def test_calls_are_kept_and_go_on(model: FakeModel, tmp_path: Path) -> None:
+async def test_resume_with_calls(model: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "history.db"
     tools, _ = toolbox()
     model.calls = [[call("list"), call("list")]]
@@ -279,7 +277,7 @@ async def test_calls_are_kept_and_go_on(model: FakeModel, tmp_path: Path) -> Non
         assert again.seen[1].tools == []
 
 
-async def test_a_killed_app_loses_only_the_result(tmp_path: Path) -> None:
+async def test_killed_during_call(tmp_path: Path) -> None:
     path = tmp_path / "history.db"
     wanted = [call("list"), call("read_file", path="a")]
     with History(path) as history:
@@ -316,7 +314,7 @@ def test_question(snap_compare: Compare) -> None:
     assert snap_compare(app, terminal_size=(80, 24), run_before=before)
 
 
-async def test_exports_have_calls_and_load_again(model: FakeModel, tmp_path: Path) -> None:
+async def test_export_and_load_calls(model: FakeModel, tmp_path: Path) -> None:
     tools, _ = toolbox()
     model.calls = [[call("list")]]
     saved = tmp_path / "chat.json"

@@ -53,7 +53,7 @@ def seen(model: FakeModel) -> list[str]:
     return [message["content"] for message in model.seen[-1].messages]
 
 
-async def test_turns_of_the_other_window_appear(opening: Opening) -> None:
+async def test_turns_elsewhere(opening: Opening) -> None:
     one, two = FakeModel(["One."]), FakeModel(["Two."])
     async with two_windows(one, two, opening) as (first, left, _, right):
         await asked(right, "Second")
@@ -63,7 +63,7 @@ async def test_turns_of_the_other_window_appear(opening: Opening) -> None:
         assert seen(one) == ["First", "One.", "Second", "Two.", "Third"]
 
 
-async def test_running_answer_grows_and_is_waited_for(opening: Opening) -> None:
+async def test_running_answer_elsewhere(opening: Opening) -> None:
     one, two = FakeModel(["One."]), FakeModel(["Two is long. ", "It ends."])
     async with two_windows(one, two, opening) as (first, left, second, right):
         two.hold()
@@ -85,7 +85,7 @@ async def test_running_answer_grows_and_is_waited_for(opening: Opening) -> None:
         assert screen.kinds(first)[-4:] == ["UserTurn", "Answer"] * 2
 
 
-async def test_message_that_waits_is_taken_back(opening: Opening) -> None:
+async def test_take_back(opening: Opening) -> None:
     one, two = FakeModel(["One."]), FakeModel(["Two."])
     async with two_windows(one, two, opening) as (first, left, _, right):
         two.hold()
@@ -99,7 +99,7 @@ async def test_message_that_waits_is_taken_back(opening: Opening) -> None:
         assert len(one.seen) == 1
 
 
-async def test_branch_of_the_other_window_stays_beside(opening: Opening) -> None:
+async def test_branch_elsewhere(opening: Opening) -> None:
     one, two = FakeModel(["One."]), FakeModel(["Two."])
     async with two_windows(one, two, opening) as (first, left, second, right):
         one.hold()
@@ -119,7 +119,7 @@ async def test_branch_of_the_other_window_stays_beside(opening: Opening) -> None
         await until(left, lambda: screen.users(first) == ["First", "Theirs"])
 
 
-async def test_refused_message_stays_away_when_others_write(opening: Opening) -> None:
+async def test_refused_message(opening: Opening) -> None:
     one, two = FakeModel(["One."]), FakeModel(["Two."])
     async with two_windows(one, two, opening) as (first, left, _, right):
         one.answer, one.error = [], StorageError("too long")
@@ -130,7 +130,7 @@ async def test_refused_message_stays_away_when_others_write(opening: Opening) ->
         assert screen.users(first) == ["First", "Second"]
 
 
-def test_plain_chat_reads_out_what_was_written_elsewhere(opening: Opening, tmp_path: Path) -> None:
+def test_plain_chat(opening: Opening, tmp_path: Path) -> None:
     model = FakeModel(["Yes."])
     with opening() as other:
 
@@ -157,7 +157,7 @@ def test_plain_chat_reads_out_what_was_written_elsewhere(opening: Opening, tmp_p
     assert seen(model) == ["First", "One.", "Second", "Two.", "Third"]
 
 
-async def test_calls_of_the_other_window_are_shown(opening: Opening) -> None:
+async def test_calls_elsewhere(opening: Opening) -> None:
     wanted = [call("list")]
     with opening() as history:
         theirs = history.new(model="m")

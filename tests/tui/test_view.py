@@ -22,7 +22,7 @@ CODE = "Do:\n\n```python\na = 1\n```\n\nor\n\n- so:\n\n  ```sh\n  ls\n  ```\n"
 # -- thinking --------------------------------------------------------------------------------------
 
 
-async def test_thinking_is_folded_with_its_duration() -> None:
+async def test_thinking() -> None:
     model = FakeModel(["<think>", "Hmm.", " Aha.", "</think>", "\n\nYes."])
     model.hold()
     async with running(model) as (app, pilot):
@@ -65,7 +65,7 @@ async def test_copying(model: FakeModel) -> None:
         assert app.clipboard == "Hi"
 
 
-async def test_a_click_marks_and_enter_opens_the_menu(model: FakeModel) -> None:
+async def test_click_and_turn_menu(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         await asked(pilot, "Hi")
         await pilot.click(ConversationView, offset=(6, 5))
@@ -140,7 +140,7 @@ async def test_long_conversations(model: FakeModel) -> None:
         assert top.split()[:2] == screen.shown(app).splitlines()[0].split()[:2]
 
 
-async def test_a_reader_who_scrolls_up_is_not_pulled_back(model: FakeModel) -> None:
+async def test_scrolled_up(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         view = app.screen.query_one(ConversationView)
         for number in range(8):
@@ -159,7 +159,7 @@ async def test_a_reader_who_scrolls_up_is_not_pulled_back(model: FakeModel) -> N
 
 
 @pytest.mark.parametrize("block", [Answer, UserTurn], ids=["answer", "message"])
-async def test_a_resize_keeps_the_words_on_top(model: FakeModel, block: type[Block]) -> None:
+async def test_resize_keeps_place(model: FakeModel, block: type[Block]) -> None:
     text = "\n\n".join(
         f"In chapter {n}, " + " ".join(f"word{n}.{k}" for k in range(90)) for n in range(12)
     )
@@ -187,7 +187,7 @@ async def test_a_resize_keeps_the_words_on_top(model: FakeModel, block: type[Blo
 # -- the window ------------------------------------------------------------------------------------
 
 
-async def test_a_terminal_that_is_too_small_says_so(model: FakeModel) -> None:
+async def test_terminal_too_small(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         await pilot.press(*"draft", "ctrl+o")
         await pilot.resize_terminal(20, 5)
@@ -216,7 +216,7 @@ async def test_layouts(model: FakeModel) -> None:
             screen.composer(app).put("")
 
 
-async def test_the_panel_wraps_the_conversation_anew(model: FakeModel) -> None:
+async def test_panel_wraps_conversation(model: FakeModel) -> None:
     model.answer = ["A sentence of some words that is long enough to be wrapped. " * 6]
     async with running(model, size=(120, 30)) as (app, pilot):
         await asked(pilot, "Hi " * 50)

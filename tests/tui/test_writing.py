@@ -36,7 +36,7 @@ LONG = "".join(f"line {n}\n" for n in range(30))
 
 
 @given(st.lists(st.tuples(st.text(max_size=20), st.text(min_size=1, max_size=40)), max_size=4))
-def test_labels_expand_and_fold_again(parts: list[tuple[str, str]]) -> None:
+def test_labels_round_trip(parts: list[tuple[str, str]]) -> None:
     attachments = Attachments()
     typed = sent = ""
     for written, pasted in parts:
@@ -50,15 +50,13 @@ def test_labels_expand_and_fold_again(parts: list[tuple[str, str]]) -> None:
     assert again.expanded(again.folded(draft)).text == sent
 
 
-def test_folds_that_make_no_sense_are_left_out() -> None:
+def test_bad_folds() -> None:
     assert read_folds([[0, 5, "a"], [7, 9, "b"]], 9) == (Fold(0, 5, "a"), Fold(7, 9, "b"))
     assert read_folds([[3, 1, "a"], [0, 99, "b"], "x", [1, 2], None], 9) == ()
     assert read_folds("no list", 9) == ()
 
 
-async def test_long_pastes_and_files_are_folded_under_a_label(
-    model: FakeModel, tmp_path: Path
-) -> None:
+async def test_long_pastes(model: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "notes.py"
     path.write_text("print('```')\n")
     async with running(model) as (app, pilot):
@@ -105,7 +103,7 @@ async def test_long_pastes_and_files_are_folded_under_a_label(
         assert composer.text == "[pasted, 30 lines]"
 
 
-def test_what_cannot_be_attached(tmp_path: Path) -> None:
+def test_cannot_attach(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\x7fELF\x00\x01")
     (tmp_path / "picture").write_bytes(b"\x89PNG\r\n\x1a\n\x01\x02\x03")
     (tmp_path / "large").write_bytes(b"a" * (LARGEST_FILE + 1))
@@ -143,9 +141,7 @@ def test_encodings(tmp_path: Path, data: bytes, text: str, encoding: str) -> Non
     assert file.note == told
 
 
-def test_the_encoding_of_the_system_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("locale.getpreferredencoding", lambda setlocale: "shift_jis")
     (tmp_path / "a.txt").write_bytes("日本語".encode("shift_jis"))
     file = read_attachment(str(tmp_path / "a.txt"))
@@ -178,7 +174,7 @@ def test_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, labe
         assert file.text == "Files in pkg/:\n```\none.py (4 B)\nsub/two.py (2 B)\n```\n"
 
 
-def test_label_of_another_text_keeps_its_text() -> None:
+def test_same_label() -> None:
     attachments = Attachments()
     mine = attachments.add("a.py", "mine\n", "1 line")
     theirs = Draft("theirs\n", (Fold(0, 7, "a.py, 1 line"),))
@@ -186,7 +182,7 @@ def test_label_of_another_text_keeps_its_text() -> None:
     assert attachments.text_of(mine) == "mine\n"
 
 
-def test_a_fold_is_wrapped_with_its_text() -> None:
+def test_fold_in_message() -> None:
     turn = UserTurn("a" * 50, folds=Draft("", (Fold(10, 40, "middle"),)).folds)
     assert turn.shown().plain == "a" * 10 + "▸ middle" + "a" * 10
     turn.toggle()
@@ -197,7 +193,7 @@ def test_a_fold_is_wrapped_with_its_text() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script as the editor")
-def test_text_is_what_the_editor_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_editor_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "editor"
     script.write_text('#!/bin/sh\nprintf " more\\n" >> "$2"\n')
     script.chmod(0o755)
@@ -211,9 +207,7 @@ def test_text_is_what_the_editor_leaves(tmp_path: Path, monkeypatch: pytest.Monk
         edited("some")
 
 
-async def test_the_editor_gets_the_terminal(
-    model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_editor(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     suspended = []
 
     @contextmanager
@@ -236,9 +230,7 @@ async def test_the_editor_gets_the_terminal(
 # -- the menu --------------------------------------------------------------------------------------
 
 
-async def test_the_menu_is_walked_and_chosen_from(
-    model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_menu(model: FakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "report.txt").write_text("x")
     monkeypatch.chdir(tmp_path)
     async with running(model) as (app, pilot):
