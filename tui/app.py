@@ -150,6 +150,7 @@ class ChatApp(App[None]):
             options=options,
             on_problem=lambda line: self.chat.say(line, "error"),
             on_moved=lambda numbers: self.chat.queue.renumber(numbers),
+            on_left=lambda session: self.chat.park(session),
             defaults=Defaults(self._preferred.system, self._preferred.options),
         )
         if resume:
@@ -201,7 +202,7 @@ class ChatApp(App[None]):
         preferred, notes = self._preferred, self.preferences.notes
         if preferred.theme is not None and preferred.theme not in self.available_themes:
             there = ", ".join(offered(self)[:6])
-            notes += (f"There is no theme {preferred.theme!r} (there are {there}, ...)",)
+            notes += (f"No theme {preferred.theme!r} (available: {there}, ...)",)
         elif preferred.theme is not None and preferred.theme in offered(self):
             self.theme = preferred.theme
         keymap, problems = chosen_keys(preferred.keys, {key.id: key.keys for key in KEYS})
@@ -216,7 +217,7 @@ class ChatApp(App[None]):
         try:
             self.preferences.change(preferred)
         except LocalrtError as error:
-            self.chat.say(f"Not remembered: {one_line(error)}", "error")
+            self.chat.say(f"Not saved: {one_line(error)}", "error")
 
     def on_live_panel_shown(self, event: LivePanel.Shown) -> None:
         """Open it at the next start too."""
@@ -240,9 +241,9 @@ class ChatApp(App[None]):
         """
         if not self._loading.done:
             self._wanted = name
-            self.chat.say(f"{short_name(name)} is loaded after the model that is on its way")
+            self.chat.say(f"{short_name(name)} will be loaded after the model that is loading")
         else:
-            what = f"{short_name(name)} is loaded"
+            what = f"{short_name(name)} will be loaded"
             self.chat.when_answered(what, lambda: self._exchange_model(name))
 
     def _exchange_model(self, name: str) -> None:
@@ -268,7 +269,7 @@ class ChatApp(App[None]):
         if self._loading_name is None:
             return False
         self._loading.cancel()
-        self.chat.hint.flash(f"Stopping to load {short_name(self._loading_name)}")
+        self.chat.hint.flash(f"Cancelling {short_name(self._loading_name)}")
         return True
 
     def _watch(self, task: Task[ChatModel]) -> None:
@@ -324,7 +325,7 @@ class ChatApp(App[None]):
         """Another model could not be loaded: say why, and offer what was there."""
         chat, name = self.chat, short_name(other)
         chat.footer.change(phase=Phase.EMPTY, model="")
-        chat.composer.placeholder = "Write now: it is sent when a model is loaded"
+        chat.composer.placeholder = "Type a message: it is sent when a model is loaded"
         if isinstance(error, CancelledError):
             chat.say(f"{name} was not loaded: stopped")
         else:

@@ -45,7 +45,7 @@ _NAMES = {"escape": "Esc", "pageup": "PgUp", "pagedown": "PgDn"}
 
 # As in other programs of a terminal. Windows has no such thing, and undoes by this key.
 _SUSPEND = Key(
-    *("suspend", "ctrl+z", "app.suspend_process", "Suspend; fg in the shell goes on"),
+    *("suspend", "ctrl+z", "app.suspend_process", "Suspend; fg in the shell resumes"),
     palette=False,
     first=True,
     everywhere=True,
@@ -58,16 +58,16 @@ KEYS = (
     Key("mark-previous", "alt+up,ctrl+up", "mark(-1)", "Mark the turn above", palette=False),
     Key("mark-next", "alt+down,ctrl+down", "mark(1)", "Mark the turn below", palette=False),
     Key("edit", "alt+e", "edit", "Edit the marked or last message and send it again"),
-    Key("retry", "ctrl+r,alt+r", "retry", "Answer again; the present answer stays as a branch"),
+    Key("retry", "ctrl+r,alt+r", "retry", "Answer again; the previous answer stays as a branch"),
     Key("branch-previous", "alt+left", "branch(-1)", "Previous branch (2/3 becomes 1/3)"),
     Key("branch-next", "alt+right", "branch(1)", "Next branch"),
     Key("copy", "alt+c", "copy", "Copy the marked or last answer"),
-    Key("copy-code", "alt+y", "copy_code", "Copy its last code block; again: the one before"),
-    Key("fold", "ctrl+t,alt+t", "fold", "Show or hide thinking, pasted text and what tools gave"),
+    Key("copy-code", "alt+y", "copy_code", "Copy the last code block; again: the one before it"),
+    Key("fold", "ctrl+t,alt+t", "fold", "Show or hide thinking, pasted text and tool results"),
     Key("editor", "ctrl+g", "editor", "Write in $VISUAL or $EDITOR (also Ctrl+X Ctrl+E)"),
     Key("export", "alt+x", "export", "Export the conversation as Markdown"),
-    Key("saved", "ctrl+s", "saved", "Say where the conversation is kept", palette=False),
-    Key("panel", "f3,ctrl+l", "panel", "Show or hide the live panel: memory, disk, why not faster"),
+    Key("saved", "ctrl+s", "saved", "Say where the conversation is saved", palette=False),
+    Key("panel", "f3,ctrl+l", "panel", "Show or hide the live panel: memory, disk, speed"),
     Key("models", "f4", "app.models", "List, search, download, delete and load models"),
     Key("settings", "f5", "app.settings", "Options, presets, theme and keys"),
     Key("help", "f1", "app.help", "Help", first=True),
@@ -77,11 +77,11 @@ KEYS = (
 )
 
 OTHER_KEYS = (
-    ("Enter", "Send; while busy it waits in line; on a marked turn: what can be done"),
-    ("Ctrl+J", "New line, as Shift+Enter"),
+    ("Enter", "Send; while the model is busy the message waits; on a marked turn: its menu"),
+    ("Ctrl+J", "New line (also Shift+Enter)"),
     ("Up, Down", "Earlier and later messages"),
     ("Tab", "Complete a command; unfold a pasted text"),
-    ("Alt+Z, Ctrl+Y", "Undo, redo what was written (also Ctrl+_)"),
+    ("Alt+Z, Ctrl+Y", "Undo, redo (also Ctrl+_)"),
     ("PgUp, PgDn", "Scroll; Ctrl+Home, Ctrl+End"),
     ("Mouse", "Click marks a turn, dragging selects text"),
     ("Ctrl+P", "Palette of all commands"),
@@ -146,7 +146,7 @@ def chosen_keys(
         if action not in defaults:
             close = difflib.get_close_matches(action, defaults, n=1)
             meant = (
-                f" (did you mean {close[0]}?)" if close else f" (there are {', '.join(defaults)})"
+                f" (did you mean {close[0]}?)" if close else f" (available: {', '.join(defaults)})"
             )
             notes.append(f"[keys]: no action {action!r}{meant}")
             continue
@@ -157,7 +157,7 @@ def chosen_keys(
             keymap[action] = ",".join(keys)
     while clash := _clash(keymap, defaults):
         loser, winner, key = clash
-        notes.append(f"[keys]: {key} is {winner}'s: {loser} keeps {defaults[loser]}")
+        notes.append(f"[keys]: {key} belongs to {winner}: {loser} keeps {defaults[loser]}")
         del keymap[loser]
     return keymap, notes
 
@@ -173,7 +173,7 @@ def _read(words: Any) -> tuple[list[str], str]:
         if key is None:
             return [], f"{word!r} is not a key: write it like ctrl+l, alt+left or f6"
         if key in _TAKEN:
-            return [], f"{key} cannot be given away"
+            return [], f"{key} cannot be reassigned"
         if len(key.rpartition("+")[2]) == 1 and not set(key.split("+")[:-1]) & {"ctrl", "alt"}:
             return [], f"{key!r} is for typing: put ctrl or alt before it"
         keys.append(key)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _STAGES = {
     "download": "Downloading",
-    "measure": "Measuring the card",
+    "measure": "Measuring the GPU",
     "load": "Loading",
     "pack": "Packing",
     "compile": "Compiling",

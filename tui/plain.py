@@ -84,32 +84,22 @@ class PlainChat:
         self._found: Sequence[ConversationInfo] = ()  # by the last /list
         self._to_delete = ""  # what the same command again would delete
         # Name, argument, what help says, what it does; without a word of help it is not listed.
-        self._commands: tuple[tuple[str, str, str, Callable[[str], None]], ...] = (
+        self._commands: tuple[tuple[str, str, str, Callable[[str], object]], ...] = (
             ("help", "", "", self._help),
             ("new", "", "new conversation", self._new),
-            ("list", "[WORDS]", "conversations, with numbers", self._list),
-            ("open", "NUMBER", "go on with one of the list", self._open_listed),
-            ("delete", "NUMBER", "delete one of the list; the same again means it", self._delete),
+            ("list", "[WORDS]", "list or search conversations, with numbers", self._list),
+            ("open", "NUMBER", "open a conversation of the list", self._open_listed),
+            ("delete", "NUMBER", "delete one of the list; enter it twice to confirm", self._delete),
             ("rename", "TITLE", "name this conversation", self._rename),
-            ("show", "", "read the conversation out", self._show),
-            ("thinking", "", "read the last thinking out", self._thinking),
+            ("show", "", "print the conversation", self._show),
+            ("thinking", "", "print the last thinking", self._thinking),
             ("retry", "", "answer the last message again, as a branch", self._retry),
-            ("edit", "TEXT", "send TEXT in the place of the last message, as a branch", self._edit),
-            (
-                "branch",
-                "[prev]",
-                "show the next branch of the last turn that has any",
-                self._branch,
-            ),
-            ("attach", "PATH", "put a text file in front of the next message", self._attach),
+            ("edit", "TEXT", "send TEXT instead of the last message, as a branch", self._edit),
+            ("branch", "[prev]", "show the next branch, or the previous one", self._branch),
+            ("attach", "PATH", "attach a text file to the next message", self._attach),
             ("system", "[TEXT]", "show or set the system prompt; none removes it", self._system),
             ("set", "[NAME VALUE]", "list or set options; none resets one", self._set),
-            (
-                "tools",
-                "[retry]",
-                "MCP servers and their tools; start those that failed",
-                self._tools,
-            ),
+            ("tools", "[retry]", "list MCP servers and tools; restart failed ones", self._tools),
             ("export", "[PATH]", "save as Markdown, or JSON for a .json", self._export),
             ("load", "PATH", "open an exported or saved chat (.json)", self._load),
             ("quit", "", "leave, as Ctrl+D", self._quit),
@@ -165,8 +155,8 @@ class PlainChat:
         for line in (session.describe(), *model.info.notes):
             self.say(line)
         if self.state.conversation.turns:
-            self.say(f"Going on with “{self.state.conversation.title}”; /show reads it out.")
-        self.say("Type a message, /help for commands; a \\ at the end of a line goes on.")
+            self.say(f"Continuing “{self.state.conversation.title}”; /show prints it.")
+        self.say("Type a message, /help for commands; end a line with \\ to continue it.")
 
     def _read(self) -> str | None:
         """A line, with those after it while it ends with a backslash; None at the end."""
@@ -182,7 +172,7 @@ class PlainChat:
                 lines.clear()
                 continue
             except UnicodeDecodeError:
-                self.say("Error: that was not UTF-8 text; it is left out")
+                self.say("Error: that line was not UTF-8: it is ignored")
                 continue
             if not line:
                 return "\n".join(lines) if lines else None
@@ -256,10 +246,8 @@ class PlainChat:
     def _quit(self, argument: str) -> None:
         self._leaving = True
 
-    def _open(self, change: Callable[[], Session | None], done: str) -> None:
-        left = change()
-        if left is not None:
-            left.leave()
+    def _open(self, change: Callable[[], None], done: str) -> None:
+        change()
         for note in self._session.notes:
             self.say(note)
         self.say(done)
@@ -277,23 +265,21 @@ class PlainChat:
         if not self._found:
             self._found = self.state.list()[:30]
         if not argument.isdigit() or not 1 <= int(argument) <= len(self._found):
-            raise OptionError("give a number of /list")
+            raise OptionError("give a number from /list")
         return self._found[int(argument) - 1]
 
     def _open_listed(self, argument: str) -> None:
         info = self._listed(argument)
-        self._open(lambda: self.state.open(info.id), f"Opened “{info.title}”; /show reads it out.")
+        self._open(lambda: self.state.open(info.id), f"Opened “{info.title}”; /show prints it.")
 
     def _delete(self, argument: str) -> None:
         info = self._listed(argument)
         if self._to_delete != info.id:
             self._to_delete = info.id
-            self.say(f"Enter the same again to delete “{info.title}” for good.")
+            self.say(f"Enter the same command again to delete “{info.title}” for good.")
             return
         self._to_delete = ""
-        left = self.state.delete(info.id)
-        if left is not None:
-            left.leave()
+        self.state.delete(info.id)
         self._found = ()
         self.say("Deleted.")
 
@@ -361,7 +347,9 @@ class PlainChat:
     def _attach(self, argument: str) -> None:
         file = read_attachment(argument)
         self._attached.append(self._attachments.add_file(file))
-        self.say(" ".join(filter(None, (file.note, f"{file.name} goes with the next message."))))
+        self.say(
+            " ".join(filter(None, (file.note, f"{file.name} is attached to the next message.")))
+        )
 
     def _export(self, argument: str) -> None:
         self.say(f"Saved to {self._exporter.export(self.state.conversation, argument)}")

@@ -161,7 +161,7 @@ class _Printer:
             return
         if self._thinking and self.thought_s is None:
             self.thought_s = time.monotonic() - self._began
-            self._print(f"(thought for {format_seconds(self.thought_s)}; /thinking reads it out)\n")
+            self._print(f"(thought for {format_seconds(self.thought_s)}; /thinking prints it)\n")
         if thought.answer:
             self._plain = True
             self._print(thought.answer)

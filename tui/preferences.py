@@ -181,7 +181,7 @@ class PresetsFile(TomlFile):
             if preset.name.lower() == name.strip().lower():
                 return preset
         there = ", ".join(preset.name for preset in presets) or "none yet"
-        raise OptionError(f"no preset {name!r} (there: {there})")
+        raise OptionError(f"no preset {name!r} (available: {there})")
 
     def save(self, preset: Preset) -> None:
         """Write it, in the place of one of the same name.

@@ -95,7 +95,7 @@ async def test_commands_without_a_model(model: FakeModel) -> None:
         await screen.say(pilot, "/retry")
         assert "Esc stops it" in screen.notices(app, "error")[-1]
         await screen.say(pilot, "/clear")  # the old name of /new
-        assert "opens when this answer has ended" in screen.notices(app)[-1]
+        assert "will open when this answer ends" in screen.notices(app)[-1]
         assert screen.users(app) == ["/etc is what?"]
         model.release()
         await until(pilot, lambda: screen.users(app) == [] and idle(app))

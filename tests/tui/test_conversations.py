@@ -278,7 +278,7 @@ async def test_full_disk(model: FakeModel, opening: Opening) -> None:
         model.answer = ["Short."]
         await pilot.press("ctrl+r")
         await until(pilot, lambda: screen.answers(app)[-1:] == ["Short."] and idle(app))
-        problems = [line for line in screen.notices(app, "error") if "Not kept on disk" in line]
+        problems = [line for line in screen.notices(app, "error") if "Not saved to disk" in line]
         assert len(problems) == 1
         assert "full" in problems[0]
         assert screen.users(app) == ["One", "Two", "Three"]
@@ -290,7 +290,7 @@ async def test_full_disk(model: FakeModel, opening: Opening) -> None:
         assert app.is_running, "leaving would lose it"
         connection.execute("PRAGMA max_page_count = 1000000")
         await asked(pilot, "Four")
-        assert any("kept again" in line for line in screen.notices(app, "error"))
+        assert any("to disk again" in line for line in screen.notices(app, "error"))
         await pilot.press("alt+left")
         await until(pilot, lambda: screen.answers(app)[-1].startswith("A long answer."))
     with opening() as history:
@@ -305,7 +305,7 @@ async def test_no_history(model: FakeModel, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     async with running(model, history=lambda: History(tmp_path / "file" / "h.db")) as (app, pilot):
         await asked(pilot, "Hi")
-        assert any("not kept" in line for line in screen.notices(app, "error"))
+        assert any("not saved" in line for line in screen.notices(app, "error"))
         await pilot.press("ctrl+r")
         await until(pilot, lambda: screen.marks(app) == ["2/2"] and idle(app))
         await listed(pilot)

@@ -240,7 +240,7 @@ async def test_stopped_pull(library: FakeLibrary) -> None:
         line = app.models.query_one(LoadingLine)
         await until(pilot, lambda: line.display and "50%" in str(line.render()))
         await pilot.press("escape")
-        await until(pilot, lambda: "goes on from here" in about(app))
+        await until(pilot, lambda: "again resumes it" in about(app))
         assert app.chosen == []
         await pilot.press("enter")
         await until(pilot, lambda: isinstance(app.screen, Choose))

@@ -149,7 +149,7 @@ async def test_switch_during_answer() -> None:
         app.load_model("org/chat:Q4_K_M")
         await pilot.pause()
         assert shelf.asked == []
-        assert "chat:Q4_K_M is loaded when this answer has ended" in screen.notices(app)[-1]
+        assert "chat:Q4_K_M will be loaded when this answer ends" in screen.notices(app)[-1]
         await screen.say(pilot, "And you?")
         shelf.first.release()
         await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))

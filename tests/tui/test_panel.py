@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given
@@ -26,6 +27,8 @@ from tests.tui.panel_fakes import BEFORE, STREAMED, VIEW, WatchedModel
 
 
 class Bare(App[None]):
+    CSS_PATH = Path(__file__).parents[2] / "tui" / "app.tcss"
+
     def __init__(self) -> None:
         super().__init__()
         self.panel = LivePanel(hide="F3")
@@ -45,7 +48,7 @@ def test_side_panel() -> None:
     shown = text(VIEW)
     for part in (
         "41.2 tok/s",
-        "62 % of 66.0 possible without guesses",
+        "62 % of 66.0 possible without speculation",
         "138/145 MB",
         "3.2/189 MB",
         "1.8 GB/s",
@@ -71,7 +74,7 @@ def test_reading_prompt() -> None:
 
 def test_ceiling_exceeded() -> None:
     beaten = replace(STREAMED, ceiling_tok_s=20.0)
-    assert "1.8x the 22.9 possible without guesses" in text(replace(VIEW, status=beaten))
+    assert "1.8x the 22.9 possible without speculation" in text(replace(VIEW, status=beaten))
     assert STREAMED.metrics is not None
     metrics = replace(STREAMED.metrics, accepted_per_pass=1.0, accepted_by_source={})
     unguessed = replace(beaten, metrics=metrics)

@@ -93,7 +93,7 @@ async def test_bad_preferences(tmp_path: Path) -> None:
     ):
         told = screen.notices(app, "error")
         assert len(told) == 3
-        assert "There is no theme 'mauve'" in told[0]
+        assert "No theme 'mauve'" in told[0]
         assert "did you mean new?" in told[1]
         assert "is for typing" in told[2]
         await asked(pilot, "Hi")
@@ -108,7 +108,7 @@ async def test_bad_config_file(tmp_path: Path) -> None:
         assert "is not TOML" in screen.notices(app, "error")[0]
         await pilot.press("f3")
         await until(pilot, lambda: panel(app).is_open and len(screen.notices(app, "error")) > 1)
-        assert "Not remembered" in screen.notices(app, "error")[1]
+        assert "Not saved" in screen.notices(app, "error")[1]
     assert (tmp_path / "config.toml").read_text() == "theme = "
 
 
@@ -142,7 +142,7 @@ async def test_settings_and_presets(tmp_path: Path) -> None:
         assert model.last_chat.options == {"seed": 3}
         assert model.last_chat.system == "You review."
         await screen.say(pilot, "/preset nothing")
-        assert "there: Review" in screen.notices(app, "error")[-1]
+        assert "available: Review" in screen.notices(app, "error")[-1]
         await screen.say(pilot, "/settings")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen))
         await pilot.press("down", "down", "down", "down", "down", "enter")

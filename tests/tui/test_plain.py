@@ -39,7 +39,7 @@ def test_a_conversation(model: FakeModel, chat: Callable[..., str], tmp_path: Pa
     assert "\x1b" not in text
     assert model.closed
     again = chat("/show", resume=True)
-    assert "Going on with “Hi”" in again
+    assert "Continuing “Hi”" in again
     assert "You: and\nmore" in again
 
 
@@ -85,7 +85,7 @@ def test_commands(model: FakeModel, chat: Callable[..., str], tmp_path: Path) ->
 def test_thinking(model: FakeModel, chat: Callable[..., str]) -> None:
     model.answer = ["<think>", "Hm", "m.", "</think>", "\n\nYes", "."]
     text = chat("Well?", "/thinking")
-    said = r"\(thinking\)\n\(thought for \d+(\.\d)? m?s; /thinking reads it out\)\nYes\.\n"
+    said = r"\(thinking\)\n\(thought for \d+(\.\d)? m?s; /thinking prints it\)\nYes\.\n"
     assert re.search(said, text)
     assert text.count("Hmm.") == 1
 

@@ -44,7 +44,7 @@ def test_calls(model: FakeModel, chat: Chat) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a"), call("delete", path="a")], [call("list")]]
     text = chat(tools, "What is in a?", "perhaps", "y", "n", "/show")
-    assert text.partition("goes on.\n")[2].startswith(
+    assert text.partition("continue it.\n")[2].startswith(
         'Call: files.read_file {"path": "a"}\n'
         "Run it? [y]es, [a]lways in this conversation, [n]o: "
         "Run it? [y]es, [a]lways in this conversation, [n]o: Result: milk\n"

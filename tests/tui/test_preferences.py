@@ -122,7 +122,7 @@ def test_presets(tmp_path: Path) -> None:
     assert presets.find("review") == Preset("Review", "Other.", {})
     presets.replace_table("Review", None)
     assert [preset.name for preset in presets.list()] == ["Ähnlich"]
-    with pytest.raises(OptionError, match="there: Ähnlich"):
+    with pytest.raises(OptionError, match="available: Ähnlich"):
         presets.find("Review")
 
 
@@ -191,13 +191,13 @@ def test_chosen_keys() -> None:
     ("chosen", "said"),
     [
         ({"nwe": "ctrl+l"}, "did you mean new?"),
-        ({"xyz": "ctrl+l"}, "there are new, conversations, mark"),
+        ({"xyz": "ctrl+l"}, "available: new, conversations, mark"),
         ({"new": "ctrl+nonsense"}, "is not a key"),
         ({"new": "x"}, "for typing"),
-        ({"new": "ctrl+q"}, "cannot be given away"),
+        ({"new": "ctrl+q"}, "cannot be reassigned"),
         ({"new": 3}, "is not a key"),
         ({"new": []}, "is not a key"),
-        ({"new": "ctrl+o"}, "ctrl+o is conversations's: new keeps ctrl+n"),
+        ({"new": "ctrl+o"}, "ctrl+o belongs to conversations: new keeps ctrl+n"),
     ],
 )
 def test_bad_keys(chosen: dict[str, Any], said: str) -> None:

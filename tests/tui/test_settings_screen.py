@@ -166,7 +166,7 @@ async def test_prompt_presets_defaults_and_panel(app: Bare) -> None:
         app.state.new()
         assert app.state.conversation.system == "Be brief."
         assert dict(app.state.conversation.options) == {"temperature": 0.3}
-        await choose(pilot, app, "Begin plainly")
+        await choose(pilot, app, "Begin with defaults")
         assert dict(app.preferences.load().options) == {}
         assert app.state.defaults == Defaults()
 

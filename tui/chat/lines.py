@@ -32,17 +32,6 @@ _KEYS = "Enter next · Up previous · Esc closes"
 class FindBar(Horizontal):
     """Hidden until ``open``."""
 
-    DEFAULT_CSS = """
-    FindBar {
-        display: none;
-        height: 1;
-        padding: 0 3;
-        background: $surface;
-    }
-    FindBar > Input { width: 1fr; margin: 0 1; background: $panel; }
-    FindBar > Static { width: auto; color: $text-muted; }
-    FindBar.-tight > #find-keys { display: none; }
-    """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down,ctrl+j", "move(1)", show=False),
         Binding("up,shift+enter", "move(-1)", show=False),

@@ -35,25 +35,6 @@ _QUIET_S = 0.4
 class LivePanel(Widget):
     """Hidden until ``show``. Give it the ``model``, say when an answer begins and ends."""
 
-    DEFAULT_CSS = """
-    LivePanel {
-        display: none;
-        width: 100%;
-        height: 1;
-        padding: 0 2;
-        border-bottom: solid $panel;
-    }
-    LivePanel.-open { display: block; }
-    LivePanel.-side {
-        dock: right;
-        width: 42;
-        height: 100%;
-        padding: 0 1;
-        border-bottom: none;
-        border-left: solid $panel;
-    }
-    """
-
     class Shown(Message):
         """The panel was opened or hidden."""
 

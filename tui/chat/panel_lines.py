@@ -24,7 +24,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _MOST_CHANGES = 3
 _HEADING = "$text-primary bold"
 _COLORS = {"ssd": "$warning", "link": "$secondary", "cpu": "$primary", "gpu": "$success"}
-_NAMES = {"ssd": "SSD", "link": "Link", "cpu": "CPU", "gpu": "Card"}
+_NAMES = {"ssd": "SSD", "link": "Link", "cpu": "CPU", "gpu": "GPU"}
 _NO_NUMBERS = "The model is loading, or runs elsewhere"
 _FULL = 0.9  # of a budget: shown in another colour
 _GUESSED = 1.05  # tokens per pass, from which on guesses count
@@ -81,7 +81,7 @@ class PanelData:
         if status.per_pass < _GUESSED:
             return f"{_percent(min(share, 1.0))} of the {rate} possible here"
         times = f"{share:.1f}x the" if share >= 1 else f"{_percent(share)} of"
-        return f"{times} {rate} possible without guesses"
+        return f"{times} {rate} possible without speculation"
 
 
 # -- beside the conversation ---------------------------------------------------------------------

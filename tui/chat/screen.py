@@ -50,7 +50,7 @@ from localrt.tui.text import one_line
 _STARTING_SECONDS = 0.3  # in which keys may still come that were meant for the composer
 _TOOLS_SECONDS = 1.0  # between two looks at MCP servers
 _OTHERS_SECONDS = 0.5  # between two looks at what other windows write
-_WAITS_FOR_MODEL = "Write now: it is sent when the model is ready"
+_WAITS_FOR_MODEL = "Type a message: it is sent when the model is ready"
 
 
 class ChatScreen(Screen[None]):
@@ -156,19 +156,19 @@ class ChatScreen(Screen[None]):
     def idle(self, what: str) -> bool:
         """Whether nothing is being answered or loaded; says so if not."""
         if self.queue.answering:
-            reason = "is answering: Esc stops it"
+            reason = "is answering; Esc stops it"
         elif self.state.session is None:
             reason = "is still loading"
         else:
             return True
-        self.say(f"No /{what} while the model {reason}", "error")
+        self.say(f"/{what} has to wait: the model {reason}", "error")
         return False
 
     def when_answered(self, what: str, work: Callable[[], None]) -> None:
         """Do it now, or at the end of the answer; the last such wish counts."""
         if self.queue.answering:
             self._next = work
-            self.say(f"{what} when this answer has ended; Esc stops it")
+            self.say(f"{what} when this answer ends; Esc stops it")
         else:
             work()
 
@@ -320,23 +320,17 @@ class ChatScreen(Screen[None]):
 
     # -- conversations ---------------------------------------------------------------------------
 
-    def open_conversation(self, change: Callable[[], Session | None], done: str = "") -> None:
-        """Show another conversation, once an answer has ended; the session that is left is parked
-        in a thread.
-        """
-        what = "The other conversation opens"
+    def open_conversation(self, change: Callable[[], None], done: str = "") -> None:
+        """Show another conversation, once an answer has ended."""
+        what = "The other conversation will open"
         self.when_answered(what, lambda: self._open_conversation(change, done))
 
-    def _open_conversation(self, change: Callable[[], Session | None], done: str) -> None:
+    def _open_conversation(self, change: Callable[[], None], done: str) -> None:
         try:
-            left = change()
+            change()
         except LocalrtError as error:
             self.say(one_line(error), "error")
             return
-        if left is not None:
-            task = asyncio.create_task(asyncio.to_thread(left.leave))
-            self._parking.add(task)
-            task.add_done_callback(self._parking.discard)
         if self.state.conversation is not self.queue.conversation:
             self._editing = None
             waiting = self.queue.take_back()
@@ -347,6 +341,12 @@ class ChatScreen(Screen[None]):
             self._count_tokens()
         if done:
             self.say(done)
+
+    def park(self, session: Session) -> None:
+        """Save the KV cache of a conversation that was left, in a thread."""
+        task = asyncio.create_task(asyncio.to_thread(session.leave))
+        self._parking.add(task)
+        task.add_done_callback(self._parking.discard)
 
     async def wait_for_parking(self) -> None:
         if self._parking:
@@ -478,7 +478,7 @@ class ChatScreen(Screen[None]):
         question = f"Delete “{conversation.title or 'this conversation'}”? This cannot be undone."
 
         def delete(yes: bool) -> None:
-            done = "Deleted; a new conversation"
+            done = "Deleted. This is a new conversation"
             self.open_conversation(lambda: state.delete(conversation.id), done)
 
         ask(self, Confirm(question, "delete"), delete)
@@ -496,7 +496,7 @@ class ChatScreen(Screen[None]):
         self.composer.attach(self.composer.attachments.add_file(file))
         if file.note:
             self.say(file.note)
-        self.hint.flash(f"{file.name} goes with the message; Tab behind it unfolds it")
+        self.hint.flash(f"{file.name} is attached; Tab after its label inserts its text")
 
     async def action_export(self, argument: str = "") -> None:
         conversation = self.state.conversation
@@ -509,7 +509,7 @@ class ChatScreen(Screen[None]):
 
     def action_saved(self) -> None:
         """Ctrl+S: nobody has to save here."""
-        kept = "Conversations are kept as they are written"
+        kept = "Conversations are saved automatically"
         if not self.state.conversation.saved:
             kept = "This conversation is not on disk"
         self.hint.flash(f"{kept}; /export saves one to a file")
@@ -525,7 +525,7 @@ class ChatScreen(Screen[None]):
             with self.app.suspend():
                 text = edited(self.composer.text)
         except SuspendNotSupported:
-            self.say("An editor needs a terminal of its own, which this is not", "error")
+            self.say("This terminal cannot be handed to an editor", "error")
         except LocalrtError as error:
             self.say(one_line(error), "error")
         else:
@@ -572,7 +572,7 @@ class ChatScreen(Screen[None]):
     def _show_hint(self) -> None:
         hint = ""
         if self._editing is not None:
-            hint = "Editing: Enter sends it as a new branch, Esc leaves it as it was"
+            hint = "Editing: Enter sends it as a new branch, Esc cancels"
         elif self.queue.waiting:
             elsewhere = self.state.conversation.written_elsewhere
             hint = waiting_hint(self.queue.waiting, elsewhere=elsewhere)

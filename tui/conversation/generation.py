@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from localrt.common.progress import ProgressCallback
 
 Decision = Literal["once", "always", "refuse"]
-NO_TOOLS = "This model cannot be given tools: it answers without those of the MCP servers"
+NO_TOOLS = "This model does not support tools: it answers without the MCP servers"
 SERVERS = "servers"  # the stage of progress in which MCP servers start
-ROUNDS_OVER = "So many calls for one message are enough: the model has to answer now"
+ROUNDS_OVER = "Too many tool calls for one message: the model has to answer now"
 
 
 _Result = TypeVar("_Result")

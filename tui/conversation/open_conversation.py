@@ -319,7 +319,7 @@ class OpenConversation:
             self._left = {numbers.get(turn, turn) for turn in self._left}
             self._read(numbers.get(last, last))
         self._on_moved(numbers)
-        self._on_problem("The conversation is kept again")
+        self._on_problem("The conversation is saved to disk again")
         return True
 
     def _change(self, change: Callable[[], _Result]) -> _Result:
@@ -332,7 +332,7 @@ class OpenConversation:
     def _go_on_in_memory(self, error: StorageError) -> None:
         if self._memory is None or self._file is not None:
             raise error
-        self._on_problem(f"Not kept on disk for now: {error}; /export PATH saves a copy")
+        self._on_problem(f"Not saved to disk for now: {error}; /export PATH saves a copy")
         copy = copy_to_memory(self._memory(), self.id, self.turns, self._facts)
         self._stored, self._file = copy, self._stored
 
@@ -357,6 +357,6 @@ def answer_note(state: str, finish_reason: str | None = None, *, full: bool = Fa
         return _NOTES[state]
     if finish_reason == "length":
         if full:
-            return "cut off: the context is full; /new begins anew"
+            return "cut off: the context is full; /new starts over"
         return "cut off at max_tokens; /set max_tokens changes it"
     return ""

@@ -44,7 +44,7 @@ class Session:
         try:
             chat.set(**{**conversation.options, **options})
         except OptionError as error:  # kept by another version
-            self.notes = (f"Options of this conversation are left out: {error}",)
+            self.notes = (f"Options of this conversation are ignored: {error}",)
         self.chat: ChatSession = chat
         if conversation.model != model.info.name:
             if conversation.model and conversation.turns:
@@ -101,11 +101,13 @@ class Session:
         name, _, text = argument.partition(" ")
         name = name.replace("-", "_")
         if not text.strip():
-            raise OptionError(f"/set {name} needs a value; none takes the model's default again")
+            raise OptionError(f"/set {name} needs a value; none restores the model's default")
         value = _value(name, text.strip())
         self.chat.set(**{name: value})
         self.conversation.set(options=dict(self.chat.options))
-        return f"{name} = {_shown(value)}" if value is not None else f"{name} is the default again"
+        return (
+            f"{name} = {_shown(value)}" if value is not None else f"{name} is back to its default"
+        )
 
     def default(self, name: str) -> Any:
         """What an option is where nobody chose."""
@@ -210,6 +212,7 @@ class ChatState:
         system, options: of the command line: for new conversations, over ``defaults``.
         defaults: what new conversations begin with.
         on_problem, on_moved: as of ``OpenConversation``.
+        on_left: gets a session that another conversation takes the place of, to end it.
     """
 
     def __init__(
@@ -221,6 +224,7 @@ class ChatState:
         options: dict[str, Any],
         on_problem: Callable[[str], None],
         on_moved: Callable[[Mapping[int, int]], None] = lambda numbers: None,
+        on_left: Callable[[Session], None] = Session.leave,
         defaults: Defaults | None = None,
     ) -> None:
         self.system, self.options = system, options
@@ -230,14 +234,14 @@ class ChatState:
         self.notes: tuple[str, ...] = ()
         self._model: ChatModel | None = None
         self._on_problem: Callable[[str], None] = self._note
-        self._on_moved = on_moved
+        self._on_moved, self._on_left = on_moved, on_left
         self.history = self._memory
         if open_history is not None:
             try:
                 self.history = open_history()
                 self.notes = self.history.notes
             except StorageError as error:
-                self.notes = (f"Conversations are not kept: {error}",)
+                self.notes = (f"Conversations are not saved: {error}",)
         self.conversation = self._new()
         self._on_problem = on_problem
 
@@ -261,16 +265,16 @@ class ChatState:
         self.session = self._model = None
         return left
 
-    def new(self) -> Session | None:
-        """Open an empty conversation; the session that is left, to be ended."""
-        return self._open(self._new())
+    def new(self) -> None:
+        """Open an empty conversation."""
+        self._open(self._new())
 
-    def open(self, id: str) -> Session | None:
-        """Open a conversation of the history; the session that is left."""
-        return self._open(self._kept(self.history.open(id)))
+    def open(self, id: str) -> None:
+        """Open a conversation of the history."""
+        self._open(self._kept(self.history.open(id)))
 
-    def load(self, path: str | Path) -> Session | None:
-        """Open an exported or saved chat as a new conversation; the session that is left."""
+    def load(self, path: str | Path) -> None:
+        """Open an exported or saved chat as a new conversation."""
         if self._model is None:
             raise StorageError("the model is still loading")
         if not path:
@@ -287,12 +291,13 @@ class ChatState:
                 conversation.set(system=self.system or content)
             else:
                 last = conversation.add(role, content, after=last, info=info).id
-        return self._open(conversation)
+        self._open(conversation)
 
-    def delete(self, id: str) -> Session | None:
-        """Delete a conversation; the session that is left when it was the open one."""
+    def delete(self, id: str) -> None:
+        """Delete a conversation; a new one takes the place of the open one."""
         self.history.delete(id)
-        return self.new() if id == self.conversation.id else None
+        if id == self.conversation.id:
+            self.new()
 
     def rename(self, id: str, title: str) -> None:
         if id == self.conversation.id:
@@ -306,17 +311,13 @@ class ChatState:
         self.history.close()
         self._memory.close()
 
-    def _open(self, conversation: OpenConversation) -> Session | None:
+    def _open(self, conversation: OpenConversation) -> None:
         self.conversation.save()
         left, self.conversation = self.session, conversation
-        self.session = None
         if self._model is not None:
-            try:
-                self.session = Session(self._model, conversation, self.options)
-            except LocalrtError:
-                self.session = left
-                raise
-        return left
+            self.session = Session(self._model, conversation, self.options)
+        if left is not None:
+            self._on_left(left)
 
     def _new(self) -> OpenConversation:
         system = self.defaults.system if self.system is None else self.system
@@ -325,7 +326,7 @@ class ChatState:
         try:
             return self._kept(self.history.new(**values))
         except StorageError as error:
-            self._on_problem(f"Not kept on disk: {error}; /export PATH saves a copy")
+            self._on_problem(f"Not saved to disk: {error}; /export PATH saves a copy")
             return OpenConversation(self._memory.new(**values), None)
 
     def _kept(self, conversation: Conversation) -> OpenConversation:

@@ -86,7 +86,7 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         if (info := self.chosen) is None:
             return
         if info.id == self._state.conversation.id:
-            self.notify("This one is open: /delete deletes it", markup=False)
+            self.notify("This conversation is open: /delete deletes it", markup=False)
             return
         name = clean(info.title) or "Untitled"
         question = f"Delete “{name}” with its {info.turns} turns? This cannot be undone."

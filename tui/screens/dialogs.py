@@ -33,7 +33,7 @@ from localrt.tui.text import clean, one_line
 
 SMALLEST = Size(30, 8)
 HEADING = "$text-primary bold"
-_TAKE = "Enter takes it · Esc keeps"
+_TAKE = "Enter save · Esc cancel"
 _Answer = TypeVar("_Answer")
 _Item = TypeVar("_Item")
 
@@ -97,17 +97,13 @@ class Confirm(Dialog[bool]):
     ]
 
     def __init__(self, question: str, yes: str) -> None:
-        super().__init__(Static(question, markup=False), keys=f"y {yes} · n keep")
+        super().__init__(Static(question, markup=False), keys=f"y {yes} · n cancel")
 
 
 class Ask(Dialog[str]):
     """A line of text.
 
     ``check`` may raise what is wrong with the text: that is shown, and it is asked again.
-    """
-
-    DEFAULT_CSS = """
-    Ask #problem { color: $text-error; height: auto; }
     """
 
     def __init__(
@@ -136,14 +132,11 @@ class AskLines(Dialog[str]):
     """A text of several lines."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("ctrl+s", "take", show=False)]
-    DEFAULT_CSS = """
-    AskLines TextArea { height: 10; border: none; background: $panel; }
-    """
 
     def __init__(self, name: str, text: str) -> None:
         lines = TextArea(text, compact=True)
         super().__init__(
-            Static(Content.styled(name, HEADING)), lines, keys="Ctrl+S takes it · Esc keeps"
+            Static(Content.styled(name, HEADING)), lines, keys="Ctrl+S save · Esc cancel"
         )
         self._written = lines
 
@@ -283,9 +276,6 @@ class AskCall(Dialog[Decision]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+c", "leave", show=False, priority=True),
     ]
-    DEFAULT_CSS = """
-    AskCall VerticalScroll { height: auto; max-height: 50vh; margin: 1 0 0 0; }
-    """
 
     def __init__(self, call: PendingCall) -> None:
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False, indent=2)

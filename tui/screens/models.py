@@ -42,7 +42,7 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
     def __init__(
         self, list_models: Callable[[], Sequence[_ServerRow]], current: str | None, search: str = ""
     ) -> None:
-        super().__init__(search, "Find a model of the server", keys="Enter use · Esc back")
+        super().__init__(search, "Find a model on the server", keys="Enter use · Esc back")
         self._list_models, self._current = list_models, current
         self._there: Sequence[_ServerRow] = ()
         self._none = "Asking the server ..."
@@ -57,7 +57,7 @@ class ServerModelsScreen(SearchDialog[_ServerRow]):
         except LocalrtError as error:
             self._none = one_line(error)
         else:
-            self._none = "No model of that name" if self._there else "The server lists no models"
+            self._none = "No model with that name" if self._there else "The server lists no models"
         self.fill()
 
     def fill(self) -> None:
@@ -119,9 +119,9 @@ _PREVIEWED = ("ram", "gpu_memory", "ctx", "kv_format", "device", "engine")
 _PAUSE = 0.2  # seconds that a row is highlighted before it is planned for
 _FRAME = 0.1
 _KEYS = "Enter load · Ctrl+D delete · Ctrl+S search the hub · Esc back"
-_PULLING = "Esc stops the download; what is here is kept"
-_NOT_FOUND = "Nothing of that name on the hub"
-_NO_FILE = "No folder or .gguf file of that name"
+_PULLING = "Esc stops the download; the downloaded part is kept"
+_NOT_FOUND = "No model with that name on the hub"
+_NO_FILE = "No folder or .gguf file with that name"
 
 
 class ModelsScreen(SearchDialog[_Row]):
@@ -133,13 +133,6 @@ class ModelsScreen(SearchDialog[_Row]):
         Binding("ctrl+d,ctrl+delete", "delete", show=False, priority=True),
         Binding("ctrl+s", "search", show=False),
     ]
-    DEFAULT_CSS = """
-    ModelsScreen {
-        & #about { height: auto; max-height: 4; margin: 1 0 0 0; }
-        & LoadingLine { padding: 0; display: none; }
-        & .room { color: $text-muted; }
-    }
-    """
 
     def __init__(
         self, options: Mapping[str, Any], current: str | None = None, search: str = ""
@@ -211,10 +204,10 @@ class ModelsScreen(SearchDialog[_Row]):
     def draw(self, item: _Row) -> Content:
         if item == "search":
             words = clean(self.words.strip())
-            return _drawn("? ", f"Search the hub for “{words}”", "Asks the network")
+            return _drawn("? ", f"Search the hub for “{words}”", "Uses the network")
         if isinstance(item, FoundModel):
             facts = [f"{human_count(item.downloads)} downloads", *item.kinds]
-            facts += ["licence to be accepted"] if item.gated else []
+            facts += ["licence must be accepted"] if item.gated else []
             facts += [item.updated] if item.updated else []
             return _drawn("↓ ", clean(item.name), clean(" · ".join(facts)))
         known = self._previews.get(_name(item))
@@ -242,7 +235,7 @@ class ModelsScreen(SearchDialog[_Row]):
         if self._asking or self._pull is not None:
             return
         if not isinstance(row, LocalModel | Path) or is_mere_folder(row):
-            self._say("Enter shows what can be had" if isinstance(row, FoundModel) else "")
+            self._say("Enter lists its files" if isinstance(row, FoundModel) else "")
             return
         known = self._previews.get(_name(row))
         self._say(f"{_title(row)}: {'…' if known is None else _expected(known)}")
@@ -292,14 +285,14 @@ class ModelsScreen(SearchDialog[_Row]):
         """Close with it; what cannot fit is asked about first."""
         name = _name(model)
         if name == self._current:
-            self._say("This one is loaded")
+            self._say("This model is loaded already")
             return
         known = self._previews.get(name)
         problem = known if isinstance(known, str) else "" if known is None else known.problem
         if not problem:
             self.dismiss(name)
             return
-        dialog = Confirm(f"{_title(model)}: {problem}\n\nTry?", "try it")
+        dialog = Confirm(f"{_title(model)}: {problem}\n\nLoad it anyway?", "load it")
         ask(self, dialog, lambda yes: self.dismiss(name))
 
     def action_delete(self) -> None:
@@ -308,7 +301,7 @@ class ModelsScreen(SearchDialog[_Row]):
         if not isinstance(model, LocalModel) or self._pull is not None:
             return
         if model.name == self._current:
-            self._say("This one is loaded: load another before it is deleted")
+            self._say("This model is loaded: load another one before you delete it")
             return
         what, packed_only = _title(model), model.how_to_delete != ""
         if packed_only and not model.packed:
@@ -360,7 +353,7 @@ class ModelsScreen(SearchDialog[_Row]):
 
     async def _offer(self, repo: str) -> None:
         """Ask which of a repository's files to download."""
-        self._say(f"Asking the hub what there is of {repo} …")
+        self._say(f"Asking the hub for the files of {repo} …")
         budgets = {k: v for k, v in self._budgets.items() if k in ("ram", "gpu_memory", "device")}
         variants = await self._ask_hub(partial(localrt.list_variants, **budgets), repo)
         if variants is None:
@@ -410,10 +403,10 @@ class ModelsScreen(SearchDialog[_Row]):
         self._show_pull(False)
         if pull.error is None:
             self.line.value = self.words = ""
-            self._say(f"{clean(self._pulled)} is here")
+            self._say(f"{clean(self._pulled)} is downloaded")
             self._look(keep=pull.result)
         elif isinstance(pull.error, CancelledError):
-            self._say("Stopped: downloading it again goes on from here")
+            self._say("Stopped: downloading it again resumes it")
         else:
             self._say(one_line(pull.error))
 
@@ -466,7 +459,7 @@ def _where(known: Preview | str) -> str:
     if known.problem:
         return "does not fit"
     if known.fits:
-        return "on the card" if known.place == "card" else "in RAM"
+        return "on the GPU" if known.place == "card" else "in RAM"
     return "streamed"
 
 

@@ -58,9 +58,6 @@ class SettingsScreen(Dialog[None]):
         Binding("q", "leave", show=False),
         Binding("delete,backspace", "reset", show=False),
     ]
-    DEFAULT_CSS = """
-    SettingsScreen #help { height: 3; margin: 1 0 0 0; color: $text-muted; }
-    """
 
     def __init__(
         self,
@@ -124,7 +121,7 @@ class SettingsScreen(Dialog[None]):
     @property
     def _session(self) -> Session:
         if self._state.session is None:
-            raise OptionError("the model is still loading: its options come with it")
+            raise OptionError("the model is still loading: set options when it is ready")
         return self._state.session
 
     @property
@@ -162,7 +159,7 @@ class SettingsScreen(Dialog[None]):
         return _Row(
             "System prompt",
             " ".join(system.split()) or "none",
-            "What the model is told before everything else. It changes the whole answer.",
+            "Instructions that the model reads before the conversation.",
             lambda: ask(self, AskLines("System prompt", system), set_system),
             lambda: set_system(""),
             bool(system),
@@ -175,7 +172,7 @@ class SettingsScreen(Dialog[None]):
         self._presets.save(Preset(name.strip(), self._state.conversation.system, self._options))
 
     def _save_row(self) -> _Row:
-        help = "Keep the system prompt and the options of this conversation under a name."
+        help = "Save the system prompt and the options of this conversation under a name."
 
         def change() -> None:
             question = Content.assemble(("Name of the preset", HEADING), f"\n{help}")
@@ -201,14 +198,14 @@ class SettingsScreen(Dialog[None]):
 
         choices = {
             "Use it in this conversation": use,
-            "Replace it by what this conversation has": replace,
+            "Replace it with this conversation's settings": replace,
             "Delete it": delete,
         }
         dialog = [(each, each) for each in choices]
         return _Row(
             clean(name),
             clean(preset.summary),
-            f"Enter uses, replaces or deletes it. It lies in {file}.",
+            f"Enter uses, replaces or deletes it. It is stored in {file}.",
             lambda: ask(self, Choose(name, dialog), lambda chosen: choices[chosen]()),
         )
 
@@ -233,7 +230,7 @@ class SettingsScreen(Dialog[None]):
         here = self._state.conversation
         return [
             row("Begin with these", these, lambda: Defaults(here.system, self._options)),
-            row("Begin plainly", "the model's own defaults", Defaults),
+            row("Begin with defaults", "the model's own defaults", Defaults),
         ]
 
     # -- the app ---------------------------------------------------------------------------------
@@ -243,7 +240,7 @@ class SettingsScreen(Dialog[None]):
             theme = PickTheme(self.app)
             ask(self, theme, lambda n: self._try(lambda: self._preferences.change({"theme": n})))
 
-        return _Row("Theme", self.app.theme, "Colours; they are shown as you walk.", change)
+        return _Row("Theme", self.app.theme, "Colours; the highlighted theme is shown.", change)
 
     def _panel_row(self) -> _Row:
         def change() -> None:
@@ -254,7 +251,7 @@ class SettingsScreen(Dialog[None]):
         return _Row(
             "Live panel",
             "open" if self._panel else "closed",
-            "Memory, disk, the pipeline, and why it is not faster.",
+            "Memory, disk, the pipeline, and what limits the speed.",
             change,
         )
 
@@ -294,7 +291,7 @@ class PickTheme(Choose):
 
     def __init__(self, app: App[Any]) -> None:
         names = offered(app)
-        keys = "Enter takes it · Esc keeps"
+        keys = "Enter save · Esc cancel"
         title = Content.styled("Theme", HEADING)
         super().__init__(title, [(name, name) for name in names], keys=keys, tall=True)
         self._before = app.theme
