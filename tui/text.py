@@ -7,12 +7,15 @@ reaches the terminal: a control sequence in it must be seen, never obeyed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from datetime import datetime
+from typing import TYPE_CHECKING
 
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_count
 from localrt.tui.commands import in_app
+
+if TYPE_CHECKING:
+    from localrt import Metrics
 
 _KEPT = "\n\t"
 _CONTROL = {
@@ -64,17 +67,14 @@ def human_count(count: int) -> str:
     return format_count(count).replace(" ", "")
 
 
-def guess_texts(
-    per_pass: float | None, sources: Mapping[str, float] | None
-) -> tuple[str, str] | tuple[()]:
-    """``("58 %", "2.4 tokens per pass")``: what was guessed, and that; empty where nothing was.
-
-    ``sources`` are shares of the answer's tokens, by what guessed them.
+def guess_texts(metrics: Metrics | None) -> tuple[str, str] | tuple[()]:
+    """``("58 %", "2.4 tokens per pass")``: how much of the answer was guessed, and what that gave;
+    empty where nothing was.
     """
-    guessed = sum((sources or {}).values())
-    if per_pass is None or guessed < 0.005:
+    guessed = 0.0 if metrics is None else sum((metrics.accepted_by_source or {}).values())
+    if metrics is None or metrics.accepted_per_pass is None or guessed < 0.005:
         return ()
-    return f"{100 * guessed:.0f} %", f"{per_pass:.1f} tokens per pass"
+    return f"{100 * guessed:.0f} %", f"{metrics.accepted_per_pass:.1f} tokens per pass"
 
 
 def human_when(then: float, now: float) -> str:

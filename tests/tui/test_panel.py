@@ -48,7 +48,7 @@ def test_side_panel() -> None:
     shown = text(VIEW)
     for part in (
         "41.2 tok/s",
-        "62 % of 66.0 possible without speculation",
+        "62 % of 66.0 possible without drafts",
         "138/145 MB",
         "3.2/189 MB",
         "1.8 GB/s",
@@ -74,7 +74,7 @@ def test_reading_prompt() -> None:
 
 def test_ceiling_exceeded() -> None:
     beaten = replace(STREAMED, ceiling_tok_s=20.0)
-    assert "1.8x the 22.9 possible without speculation" in text(replace(VIEW, status=beaten))
+    assert "1.8x the 22.9 possible without drafts" in text(replace(VIEW, status=beaten))
     assert STREAMED.metrics is not None
     metrics = replace(STREAMED.metrics, accepted_per_pass=1.0, accepted_by_source={})
     unguessed = replace(beaten, metrics=metrics)

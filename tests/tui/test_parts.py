@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from localrt.common.progress import Progress
+from localrt.engine.types import Metrics
 from localrt.tui.chat.answering import RedrawLimit
 from localrt.tui.chat.lines import Phase, Status, footer_line
 from localrt.tui.loading_line import loading_line
@@ -16,10 +17,14 @@ STATUS = Status(
     model="SmolLM2-135M-Instruct",
     engine="native q4_1",
     phase=Phase.GENERATING,
-    rate=41.2,
+    metrics=Metrics(decode_tok_s=41.2),
     used=312,
     ctx=8192,
 )
+
+
+def metrics(per_pass: float, sources: dict[str, float]) -> Metrics:
+    return Metrics(decode_tok_s=41.2, accepted_per_pass=per_pass, accepted_by_source=sources)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +48,12 @@ def test_footer(width: int, shown: list[str], dropped: list[str]) -> None:
 
 
 def test_footer_guesses() -> None:
-    guessing = replace(STATUS, per_pass=2.43, sources={"model": 0.41, "ngram": 0.18, "said": 0.0})
+    sources = {"model": 0.41, "ngram": 0.18, "said": 0.0}
+    guessing = replace(STATUS, metrics=metrics(2.43, sources))
     wide = footer_line(guessing, 130).plain
     assert "guessed 59 %, 2.4 tokens per pass · 41.2 tok/s" in wide
     assert footer_line(guessing, 90).plain == footer_line(STATUS, 90).plain, "it goes first"
-    none_came_true = replace(STATUS, per_pass=1.0, sources={"ngram": 0.0})
+    none_came_true = replace(STATUS, metrics=metrics(1.0, {"ngram": 0.0}))
     assert footer_line(none_came_true, 130).plain == footer_line(STATUS, 130).plain
 
 

@@ -113,6 +113,7 @@ class Block:
         self.turn: int | None = None
         self.branch = self.branches = 1
         self.mark = ""  # how it ended, when that is worth a word
+        self._unfolded = False
         self._width = -1
         self._styles: Styles | None = None
         self._lines: list[Strip] | None = None
@@ -160,6 +161,8 @@ class Block:
 
     def toggle(self) -> None:
         """Fold or unfold what can be."""
+        self._unfolded = not self._unfolded
+        self.changed()
 
     # -- for subclasses --------------------------------------------------------------------------
 
@@ -200,7 +203,6 @@ class UserTurn(Block):
         self.message = text
         self.waiting = waiting
         self.folds = tuple(folds)
-        self._unfolded = False
 
     @property
     def source(self) -> str:
@@ -209,10 +211,6 @@ class UserTurn(Block):
     @property
     def foldable(self) -> bool:
         return bool(self.folds)
-
-    def toggle(self) -> None:
-        self._unfolded = not self._unfolded
-        self.changed()
 
     def gutter(self, styles: Styles, marked: bool) -> Segment:
         if marked:
@@ -298,7 +296,6 @@ class Answer(Block):
         super().__init__()
         self._pieces = [clean(source)] if source else []
         self._finished = bool(source)
-        self._unfolded = False
         self._markdown: MarkdownLines | None = None
         self._drawn = 0  # characters of the answer that are in ``_markdown``
         self.thinking_s = thinking_s
@@ -331,10 +328,6 @@ class Answer(Block):
     @property
     def foldable(self) -> bool:
         return _thinks(split_thinking(self.source))
-
-    def toggle(self) -> None:
-        self._unfolded = not self._unfolded
-        self.changed()
 
     def write(self, text: str) -> None:
         if text:

@@ -5,10 +5,10 @@ On a narrow terminal the less important parts of the footer go first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -25,6 +25,9 @@ from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.generation import SERVERS, AnswerUpdate
 from localrt.tui.text import guess_texts, human_count
 from localrt.tui.themes import FAINT
+
+if TYPE_CHECKING:
+    from localrt import Metrics
 
 _KEYS = "Enter next · Up previous · Esc closes"
 
@@ -182,9 +185,6 @@ def turn_menu(block: Block) -> list[tuple[str, str]]:
     return menu
 
 
-_GAP = " · "
-
-
 class Phase(StrEnum):
     """What the model is doing."""
 
@@ -198,14 +198,10 @@ class Phase(StrEnum):
     EMPTY = "no model"
 
 
-# Colour, and what to press.
+# Colour, and what to press; while the model is busy Esc stops it.
 _SHOWN = {
     Phase.LOADING: ("$text-warning", "Ctrl+Q quit"),
     Phase.READY: ("$text-success", "/help"),
-    Phase.SERVERS: ("$text-accent", "Esc stop"),
-    Phase.PREFILL: ("$text-accent", "Esc stop"),
-    Phase.GENERATING: ("$text-accent", "Esc stop"),
-    Phase.TOOLS: ("$text-accent", "Esc stop"),
     Phase.FAILED: ("$text-error", "Enter quit"),
     Phase.EMPTY: ("$text-warning", "F4 models"),
 }
@@ -213,38 +209,17 @@ _SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the footer shows. Percent of the prefill, tokens per second, tokens of the context.
-
-    ``per_pass`` are tokens of a target pass, ``sources`` the share that each source guessed.
+    """What the footer shows: ``percent`` of the prompt that is read, ``used`` tokens of ``ctx``,
+    ``metrics`` of the answer.
     """
 
     model: str = ""
     engine: str = ""
     phase: Phase = Phase.LOADING
     percent: int | None = None
-    rate: float | None = None
     used: int = 0
     ctx: int | None = None
-    per_pass: float | None = None
-    sources: Mapping[str, float] | None = None
-
-    @property
-    def guesses(self) -> str:
-        """``guessed 58 %, 2.4 tokens per pass``; empty where no guess came true."""
-        texts = guess_texts(self.per_pass, self.sources)
-        return f"guessed {', '.join(texts)}" if texts else ""
-
-    @property
-    def state(self) -> str:
-        """``reading prompt 43 %``, ``answering``."""
-        return self.phase if self.percent is None else f"{self.phase} {self.percent} %"
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    text: str
-    style: str
-    rank: int  # the highest goes first when there is no room
+    metrics: Metrics | None = None
 
 
 class Footer(Widget):
@@ -262,9 +237,7 @@ class Footer(Widget):
             self.change(
                 phase=Phase.GENERATING,
                 percent=None,
-                rate=metrics.decode_tok_s,
-                per_pass=metrics.accepted_per_pass,
-                sources=metrics.accepted_by_source,
+                metrics=metrics,
                 used=metrics.prompt_tokens + metrics.completion_tokens,
             )
         elif prefill is not None:
@@ -284,46 +257,28 @@ class Footer(Widget):
 
 def footer_line(status: Status, width: int) -> Content:
     """The status in ``width`` columns."""
-    color, keys = _SHOWN[status.phase]
-    rate = "" if status.rate is None else f"{format_rate(status.rate)} tok/s"
+    color, keys = _SHOWN.get(status.phase, ("$text-accent", "Esc stop"))
+    state = status.phase if status.percent is None else f"{status.phase} {status.percent} %"
+    rate = None if status.metrics is None else status.metrics.decode_tok_s
+    guesses = ", ".join(guess_texts(status.metrics))
     context = ""
     if status.ctx is not None:
         context = f"context {human_count(status.used)} of {human_count(status.ctx)}"
-    left, right = _fitting(
-        [
-            _Part(status.model, "bold", 1),
-            _Part(status.engine, FAINT, 5),
-            _Part(status.state, color, 0),
-        ],
-        [
-            _Part(status.guesses, FAINT, 6),
-            _Part(rate, "$foreground", 2),
-            _Part(context, FAINT, 3),
-            _Part(keys, FAINT, 4),
-        ],
-        width - 2,
-    )
-    line_left, line_right = _joined(left), _joined(right)
-    gap = max(width - 2 - line_left.cell_length - line_right.cell_length, 0)
-    return Content.assemble(" ", line_left, " " * gap, line_right, " ")
+    left = [(status.model, "bold", 1), (status.engine, FAINT, 5), (state, color, 0)]
+    right = [
+        (f"guessed {guesses}" if guesses else "", FAINT, 6),
+        ("" if rate is None else f"{format_rate(rate)} tok/s", "$foreground", 2),
+        (context, FAINT, 3),
+        (keys, FAINT, 4),
+    ]
+    for most in range(6, -1, -1):  # the highest number goes first when there is no room
+        start, end = (_joined([p[:2] for p in side if p[2] <= most]) for side in (left, right))
+        gap = width - 2 - start.cell_length - end.cell_length
+        if gap >= 2 * bool(end):
+            break
+    return Content.assemble(" ", start, " " * max(gap, 0), end, " ")
 
 
-def _joined(parts: Sequence[_Part]) -> Content:
-    pieces: list[Content | tuple[str, str]] = []
-    for part in parts:
-        if pieces:
-            pieces.append((_GAP, FAINT))
-        pieces.append((part.text, part.style))
-    return Content.assemble(*pieces)
-
-
-def _fitting(left: Sequence[_Part], right: Sequence[_Part], width: int) -> tuple[list[_Part], ...]:
-    """The parts of both sides that fit ``width`` columns, least important ones dropped."""
-    parts = [part for part in (*left, *right) if part.text]
-    while True:
-        sides = tuple([part for part in side if part in parts] for side in (left, right))
-        need = sum(Content(part.text).cell_length for part in parts)
-        need += len(_GAP) * sum(max(len(side) - 1, 0) for side in sides) + 2 * bool(sides[1])
-        if need <= width or len(parts) <= 1:
-            return sides
-        parts.remove(max(parts, key=lambda part: part.rank))
+def _joined(parts: Sequence[tuple[str, str]]) -> Content:
+    shown = (Content.styled(text, style) for text, style in parts if text)
+    return Content.styled(" · ", FAINT).join(shown)

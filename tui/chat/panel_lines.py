@@ -60,10 +60,7 @@ class PanelData:
     @property
     def guesses(self) -> tuple[str, str] | tuple[()]:
         """As ``guess_texts`` says them; those of the last answer do not count for a new one."""
-        metrics = None if self.status is None or self.reading else self.status.metrics
-        if metrics is None:
-            return ()
-        return guess_texts(metrics.accepted_per_pass, metrics.accepted_by_source)
+        return guess_texts(None if self.status is None or self.reading else self.status.metrics)
 
     @property
     def possible(self) -> str:
@@ -81,7 +78,7 @@ class PanelData:
         if status.per_pass < _GUESSED:
             return f"{_percent(min(share, 1.0))} of the {rate} possible here"
         times = f"{share:.1f}x the" if share >= 1 else f"{_percent(share)} of"
-        return f"{times} {rate} possible without speculation"
+        return f"{times} {rate} possible without drafts"
 
 
 # -- beside the conversation ---------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import BindingType
@@ -46,6 +46,9 @@ from localrt.tui.preferences import PresetsFile
 from localrt.tui.screens.conversations import NEW, ConversationsScreen
 from localrt.tui.screens.dialogs import Ask, AskCall, Choose, Confirm, ask
 from localrt.tui.text import one_line
+
+if TYPE_CHECKING:
+    from localrt import Turn
 
 _STARTING_SECONDS = 0.3  # in which keys may still come that were meant for the composer
 _TOOLS_SECONDS = 1.0  # between two looks at MCP servers
@@ -187,7 +190,7 @@ class ChatScreen(Screen[None]):
             with suppress(LocalrtError):
                 used = await asyncio.to_thread(session.tokens)
                 if session is self.state.session and not self.queue.answering:
-                    self.footer.change(used=used, rate=None)
+                    self.footer.change(used=used, metrics=None)
 
         self.run_worker(count(), exclusive=True, group="tokens")
 
@@ -247,7 +250,7 @@ class ChatScreen(Screen[None]):
             self._begin_watching()
 
     def _begin_watching(self) -> None:
-        self.footer.change(phase=Phase.PREFILL, percent=None, rate=None, sources=None)
+        self.footer.change(phase=Phase.PREFILL, percent=None, metrics=None)
         self.panel.begin()
         if self._ticker is not None:
             self._ticker.resume()
@@ -337,7 +340,7 @@ class ChatScreen(Screen[None]):
             self._show_conversation()
             self.queue.add_waiting(waiting)
             self.view.add_notices(*(self.state.session.notes if self.state.session else ()))
-            self.footer.change(rate=None, used=0)
+            self.footer.change(metrics=None, used=0)
             self._count_tokens()
         if done:
             self.say(done)
@@ -393,10 +396,7 @@ class ChatScreen(Screen[None]):
 
     def action_edit(self) -> None:
         """Put a user's turn into the composer; sending it begins a branch there."""
-        if not self.idle("edit"):
-            return
-        if (turn := self.state.conversation.question(self.view.marked_turn)) is None:
-            self.hint.flash("There is no message to edit")
+        if (turn := self._question("edit")) is None:
             return
         self._editing = turn.id
         self.composer.put_draft(draft_of(turn))
@@ -404,16 +404,21 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     def action_retry(self) -> None:
-        if not self.idle("retry"):
-            return
-        if (turn := self.state.conversation.question(self.view.marked_turn)) is None:
-            self.hint.flash("There is no message to answer again")
+        if (turn := self._question("retry")) is None:
             return
         self.view.mark(None)
         self.queue.answer_again(self._session.chat, turn.id)
         self.view.follow()
         self._begin_watching()
         self._show_hint()
+
+    def _question(self, what: str) -> Turn | None:
+        if not self.idle(what):
+            return None
+        turn = self.state.conversation.question(self.view.marked_turn)
+        if turn is None:
+            self.hint.flash(f"There is no message to {what}")
+        return turn
 
     def action_branch(self, step: int) -> None:
         """Show the next or previous turn in the place of the marked one, or of the last branch."""
@@ -437,17 +442,17 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     def action_copy(self) -> None:
-        found = self.view.text_to_copy()
-        if found is not None:
-            self.app.copy_to_clipboard(found[1])
-        self.hint.flash("There is nothing to copy yet" if found is None else found[0])
+        """Copy a turn: as written, an answer without its thinking."""
+        self._copy_found(self.view.text_to_copy(), "There is nothing to copy yet")
 
     def action_copy_code(self) -> None:
         """Copy an answer's last code block; again, the one before it."""
-        found = self.view.code_to_copy()
+        self._copy_found(self.view.code_to_copy(), "There is no code block to copy")
+
+    def _copy_found(self, found: tuple[str, str] | None, none: str) -> None:
         if found is not None:
             self.app.copy_to_clipboard(found[1])
-        self.hint.flash("There is no code block to copy" if found is None else found[0])
+        self.hint.flash(none if found is None else found[0])
 
     async def on_composer_enter_on_empty(self) -> None:
         """On a marked turn: what can be done with it. After a failure Enter leaves."""

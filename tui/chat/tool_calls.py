@@ -36,7 +36,6 @@ class CallBlock(Block):
         super().__init__()
         self.call = clean(call)
         self.result = clean(result)
-        self._unfolded = False
         self._cut = False  # by the last layout: there is more to show
 
     @property
@@ -51,10 +50,6 @@ class CallBlock(Block):
     @property
     def foldable(self) -> bool:
         return self._unfolded or self._cut
-
-    def toggle(self) -> None:
-        self._unfolded = not self._unfolded
-        self.changed()
 
     def stands(self, mark: str, result: str = "") -> None:
         """Say how the call stands now, and what it gave."""

@@ -111,31 +111,34 @@ class Attachments:
 
     def labelled(self, text: str, read: Iterable[tuple[Mention, AttachedFile]]) -> str:
         """The message with a label in the place of each file that it names (``read_mentioned``)."""
-        pieces: list[str] = []
-        place = 0
-        for mention, file in read:
-            pieces += [text[place : mention.start], self.add_file(file)]
-            place = mention.end
-        return "".join([*pieces, text[place:]])
+        found = [(mention.start, mention.end, self.add_file(file)) for mention, file in read]
+        return _replaced(text, found)
 
     def folded(self, draft: Draft) -> str:
         """A sent message as it was written, its folds as labels again; other text may have the
         same label by now.
         """
-        pieces: list[str] = []
-        place = 0
+        found = []
         for fold in draft.folds:
             name, _, size = fold.label.rpartition(", ")
             label = self.add(name or "text", draft.text[fold.start : fold.end], size)
-            pieces += [draft.text[place : fold.start], label]
-            place = fold.end
-        return "".join([*pieces, draft.text[place:]])
+            found.append((fold.start, fold.end, label))
+        return _replaced(draft.text, found)
 
     def _found(self, text: str) -> Iterable[re.Match[str]]:
         if not self._texts or "[" not in text:
             return ()
         names = sorted(self._texts, key=len, reverse=True)
         return re.finditer("|".join(map(re.escape, names)), text)
+
+
+def _replaced(text: str, places: Iterable[tuple[int, int, str]]) -> str:
+    """The text with others in some places, which are given as start and end, in order."""
+    pieces, last = [], 0
+    for start, end, other in places:
+        pieces += [text[last:start], other]
+        last = end
+    return "".join([*pieces, text[last:]])
 
 
 def draft_of(turn: Turn) -> Draft:
