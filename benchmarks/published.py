@@ -46,7 +46,7 @@ def published_table(record: Mapping[str, Any]) -> str:
 
 
 def _machine(row: Mapping[str, Any]) -> str:
-    card = row["card"] or "a card of 8 GB"
+    card = row["card"] or "a GPU of 8 GB"
     return f"{card}, {row['ram']} of RAM" if row["ram"] else card
 
 
