@@ -94,7 +94,7 @@ def load(
             kernels, or a GPU that they run on.
         activations: what weights are multiplied with on a GPU that our kernels run on:
             ``"int8"``, 32 of them with a scale, as on the CPU (None is the same), or ``"bf16"``,
-            which keeps what bf16 tells apart and takes more time in passes of many rows.
+            which keeps bf16 precision and takes more time in passes of many rows.
         chat_template: a file with the Jinja2 template to chat with, for a model that brings none
             or a wrong one. How tools are called and thinking is written follows from it.
         pre_tokenizer: how a GGUF file's tokenizer cuts text into words, by llama.cpp's name

@@ -34,7 +34,7 @@ Outcome = Callable[[], Sequence[int] | None]
 
 
 class DraftFailedError(LocalrtError):
-    """A source cannot go on: its model computes no numbers, or its memory is used up."""
+    """A source cannot go on: its model produced NaN logits, or its memory is used up."""
 
 
 class DraftSource(ABC):

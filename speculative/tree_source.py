@@ -148,7 +148,7 @@ class TreeSource(DraftSource):
         try:
             found = likeliest(logits, least, temperature=self._temperature)
         except ValueError as error:
-            raise DraftFailedError(f"the draft computes no numbers: {error}") from error
+            raise DraftFailedError(f"the draft model produced NaN logits: {error}") from error
         tokens = self._drafter.tokens
         return found if tokens is None else Children(tokens[found.tokens], found.logprobs)
 

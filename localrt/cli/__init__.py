@@ -30,7 +30,7 @@ COMMANDS = {
     "ps": "list the models that servers have loaded",
     "pull": "download a model",
     "list": "list the models on this machine",
-    "show": "show what a model is, where it lies and how it wants to be run",
+    "show": "show what a model is, where it lies and how to run it",
     "alias": "give models names of your own",
     "rm": "delete downloaded models",
     "quantize": "write a smaller copy of a model, with fewer bits per weight",

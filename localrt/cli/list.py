@@ -19,7 +19,7 @@ EXAMPLES: Examples = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("words", nargs="*", metavar="WORD", help="only names that have these words")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only names with all these words")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -30,7 +30,7 @@ HUB_FLAGS: tuple[Flag, ...] = (
 )
 _ENDPOINT_HELP = (
     "use a model of this server (localrt serve, vLLM, or any with OpenAI's protocol); MODEL is its "
-    "name there, or left out the first one that it lists (default: none)"
+    "name there, by default the first that the server lists (default: none)"
 )
 _ENDPOINT: tuple[Flag, ...] = (
     ("--endpoint", str, "URL", _ENDPOINT_HELP),
@@ -39,13 +39,13 @@ _ENDPOINT: tuple[Flag, ...] = (
 )
 
 RAM_HELP = "most RAM to use, like 4GB (default: what is free, less some for other programs)"
-GPU_MEMORY_HELP = "most GPU memory to use, like 8GB (default: what is free on the card)"
+GPU_MEMORY_HELP = "most GPU memory to use, like 8GB (default: what is free)"
 DEVICE_HELP = "where to compute: cpu or cuda (default: auto, a GPU where there is one)"
 KV_HELP = (
     "format of keys and values: int8 takes half the memory, int4 a third (CPU kernels) "
     "(default: bf16)"
 )
-FORMAT_HELP = "unpack weights to this format (default: as they are in the file)"
+FORMAT_HELP = "unpack weights to this format (default: as in the file)"
 _THREADS_HELP = "CPU threads (default: one for each core)"
 _ENGINE_HELP = "what runs the model; auto takes llamacpp where native cannot (default: auto)"
 _ADAPTER_HELP = (
@@ -53,7 +53,7 @@ _ADAPTER_HELP = (
     "(default: none)"
 )
 _ACTIVATIONS_HELP = (
-    "what the kernels of a GPU multiply with: int8 is faster, bf16 exacter (default: int8)"
+    "what the GPU multiplies with: int8 is faster, bf16 more accurate (default: int8)"
 )
 _TEMPLATE_HELP = "file with a Jinja2 chat template (default: the model's own)"
 _PRE_HELP = "how a GGUF file's tokenizer cuts text into words (default: as the file says)"
@@ -75,12 +75,14 @@ _LOADING_ADVANCED: tuple[Flag, ...] = (
     *HUB_FLAGS,
 )
 _DRAFT_HELP = (
-    "what guesses the next tokens: a smaller model (best of the same vocabulary) "
+    "what drafts the next tokens: a smaller model, best of the same vocabulary, "
     "or repeated text (ngram) (default: auto)"
 )
-_THINKING_HELP = "whether the model thinks before it answers, or how much (default: as it does)"
+_THINKING_HELP = (
+    "whether the model thinks before it answers, or how much (default: the model's own)"
+)
 _BREAKERS_HELP = (
-    "DRY: text that a repetition does not reach across; may be repeated; none: nothing "
+    "DRY: text at which a repetition ends; may be repeated; none: no such text "
     "(default: a line end, colon, quote and asterisk)"
 )
 _OVERFLOW_HELP = (
@@ -98,43 +100,43 @@ _SAMPLING: tuple[Flag, ...] = (
         "--temperature",
         float,
         "T",
-        "0 always takes the likeliest token (default: the model's, or 0.8)",
+        "0 always takes the most likely token (default: the model's, or 0.8)",
     ),
     ("--seed", int, "N", "the same seed gives the same text (default: another every time)"),
     ("--stop", list, "TEXT", "end the answer at this text; may be repeated (default: none)"),
     ("--thinking", ("on", "off", "low", "medium", "high"), None, _THINKING_HELP),
     ("--draft", str, "MODEL|ngram|auto|off", _DRAFT_HELP),
 )
-_DRY_BASE_HELP = "DRY: how much more each further repeated token counts (default: 1.75)"
-_DRY_LAST_HELP = "DRY: look at the last N tokens only; -1: at all (default: -1)"
-_XTC_HELP = "XTC: leave out those from P on, but the last of them (default: 0.1)"
+_DRY_BASE_HELP = "DRY: factor for each further repeated token (default: 1.75)"
+_DRY_LAST_HELP = "DRY: look back over the last N tokens; -1: the whole text (default: -1)"
+_XTC_HELP = "XTC: leave out tokens as likely as P, all but the least likely (default: 0.1)"
 _SAMPLING_ADVANCED: tuple[Flag, ...] = (
-    ("--top-k", int, "K", "only the K likeliest tokens; 0: all (default: the model's, or 40)"),
+    ("--top-k", int, "K", "keep the K most likely tokens; 0: all (default: the model's, or 40)"),
     (
         "--top-p",
         float,
         "P",
-        "only the likeliest tokens, up to probability P (default: the model's, or 0.95)",
+        "keep the likeliest tokens up to a total probability of P (default: the model's, or 0.95)",
     ),
     (
         "--min-p",
         float,
         "P",
-        "no token below P times the likeliest one (default: the model's, or 0.05)",
+        "keep tokens at least P times as likely as the likeliest (default: the model's, or 0.05)",
     ),
-    ("--typical-p", float, "P", "locally typical sampling, below 1 (default: 1, off)"),
+    ("--typical-p", float, "P", "locally typical sampling with a mass of P (default: 1, off)"),
     ("--repetition-penalty", float, "X", "above 1: fewer repeated tokens (default: 1)"),
     (
         "--frequency-penalty",
         float,
         "X",
-        "above 0: tokens get less likely each time they occur (default: 0)",
+        "above 0: tokens become less likely each time they occur (default: 0)",
     ),
     (
         "--presence-penalty",
         float,
         "X",
-        "above 0: tokens get less likely once they occurred (default: 0)",
+        "above 0: tokens become less likely once they have occurred (default: 0)",
     ),
     (
         "--dry-multiplier",
@@ -143,17 +145,17 @@ _SAMPLING_ADVANCED: tuple[Flag, ...] = (
         "avoid repeated passages (DRY); 0.8 is usual (default: 0, off)",
     ),
     ("--dry-base", float, "X", _DRY_BASE_HELP),
-    ("--dry-allowed-length", int, "N", "DRY: so many repeated tokens are free (default: 2)"),
+    ("--dry-allowed-length", int, "N", "DRY: repetitions of up to N tokens are free (default: 2)"),
     ("--dry-penalty-last-n", int, "N", _DRY_LAST_HELP),
     ("--dry-sequence-breaker", list, "TEXT", _BREAKERS_HELP),
     (
         "--xtc-probability",
         float,
         "P",
-        "how often to leave out the likeliest tokens (XTC) (default: 0, never)",
+        "XTC: how often to leave out the most likely tokens (default: 0, never)",
     ),
     ("--xtc-threshold", float, "P", _XTC_HELP),
-    ("--tree-budget", int, "K", "guesses in one pass (default: tuned while it runs)"),
+    ("--tree-budget", int, "K", "draft tokens in one pass (default: tuned while it runs)"),
     ("--overflow", ("error", "drop_oldest"), None, _OVERFLOW_HELP),
     (
         "--thinking-tokens",

@@ -27,7 +27,7 @@ from localrt.quant.ops.kv import KV_FORMATS
 
 EXAMPLES: Examples = (
     ("localrt plan", "what this PC runs well"),
-    ("localrt plan qwen3:8b", "is it fast enough here, what to type, and what would help"),
+    ("localrt plan qwen3:8b", "whether it is fast enough here, what to type, and what would help"),
     ("localrt plan model.gguf --ram 2GB", "this machine, with 2 GB of memory for the model"),
     (
         'localrt plan qwen3:30b --pc "RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"',
@@ -40,7 +40,9 @@ _MODEL_HELP = (
     "a short name like qwen3:8b, org/name of the hub, a folder, a .gguf file, or a config.json (or "
     "its folder) without weights (default: what this PC runs well)"
 )
-_ACCEPTANCE_HELP = "share of the draft's first choices that are right, from 0 to 1 (default: 0.7)"
+_ACCEPTANCE_HELP = (
+    "share of the draft's first choices that are accepted, from 0 to 1 (default: 0.7)"
+)
 _PLAN: tuple[Flag, ...] = (
     ("--ctx", int, "TOKENS", "longest conversation (default: 4096)"),
     ("--format", str, "F", "plan as if the weights had this format (default: their own)"),
@@ -49,7 +51,7 @@ _PLAN: tuple[Flag, ...] = (
     ("--kv-on-ssd", bool, None, "keep keys and values that do not fit in RAM on the SSD"),
 )
 _SPECULATION: tuple[Flag, ...] = (
-    ("--draft", str, "MODEL", "a smaller model that guesses the next tokens (default: none)"),
+    ("--draft", str, "MODEL", "a smaller model that drafts the next tokens (default: none)"),
     ("--acceptance", float, "SHARE", _ACCEPTANCE_HELP),
 )
 _DEFAULTS: dict[str, Any] = {"kv_format": "bf16", "batch": 1}
@@ -66,12 +68,12 @@ _MACHINE: tuple[Flag, ...] = (
         f"{', '.join(PRESETS)}; what it does not say is typical (default: this one)",
     ),
     ("--ram", str, "SIZE", "RAM to use, like 32GB (default: this machine's)"),
-    ("--gpu-memory", str, "SIZE", "GPU memory to use, like 8GB (default: the card's)"),
+    ("--gpu-memory", str, "SIZE", "GPU memory to use, like 8GB (default: the GPU's)"),
     (
         "--gpu",
         str,
-        "CARD",
-        'a card by name, like "RTX 4060", or virtual:8GB@12GB/s,... (default: this machine\'s)',
+        "GPU",
+        'a GPU by name, like "RTX 4060", or virtual:8GB@12GB/s,... (default: this machine\'s)',
     ),
     ("--link", str, "RATE", "speed of copies to the GPU, like 12GB/s (default: measured)"),
     ("--ssd", str, "RATE", "speed of the disk, like 3.5GB/s (default: measured)"),

@@ -47,17 +47,17 @@ EXAMPLES: Examples = (
     ('localrt run -c "And three more"', "go on with the last run"),
     ('git diff | localrt run model.gguf "Write a commit message:"', "text from a pipe"),
     ("localrt run model.gguf --batch questions.txt", "an answer for every line"),
-    ('localrt run coder.gguf "def add(a, b):" --suffix "return c"', "what stands between"),
-    ('localrt run model.gguf "A person" --json-schema person.json', "an answer of this form"),
+    ('localrt run coder.gguf "def add(a, b):" --suffix "return c"', "fill in what comes between"),
+    ('localrt run model.gguf "A person" --json-schema person.json', "JSON that follows a schema"),
 )
 
 
 _BATCH_HELP = (
     "answer every line of FILE (-: stdin): all text, or all JSON objects with prompt or messages; "
-    "a file with a wrong line is refused whole (default: none)"
+    "one wrong line refuses the whole file (default: none)"
 )
 _SUFFIX_HELP = (
-    "write what stands between the prompt and TEXT, with a model that fills in the middle "
+    "write fill in what comes between the prompt and TEXT, with a model that fills in the middle "
     "(default: none)"
 )
 _FLAGS: tuple[Flag, ...] = (

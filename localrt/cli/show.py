@@ -1,4 +1,4 @@
-"""``localrt show MODEL``: what a model is, where it lies, and how it wants to be run."""
+"""``localrt show MODEL``: what a model is, where it lies, and how to run it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _SYSTEM = 300  # characters of a system prompt
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("model", metavar="MODEL", help="a name as `localrt list` prints it, or any")
+    parser.add_argument(
+        "model", metavar="MODEL", help="any MODEL; `localrt list` prints those on this machine"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

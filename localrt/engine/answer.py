@@ -73,7 +73,7 @@ class Answer:
         """
         request = self._request
         if not np.isfinite(logits.max()):
-            raise LocalrtError("the model computes no numbers: its files may be damaged")
+            raise LocalrtError("the model produced NaN logits: its files may be damaged")
         bound = None if self._thinking.free else self._constraint
         forced = self._thinking.take()
         if request.fills_gap and bound is None and ends_middle(logits, request.eos_ids):

@@ -100,7 +100,7 @@ class Options:
                 raise OptionError(f"{option(name)} must be a non-empty string, is {text!r:.80}")
         binding = [option(name) for name in _BINDING if getattr(self, name) is not None]
         if len(binding) > 1:
-            raise OptionError(f"{' and '.join(binding)} exclude one another: give one of them")
+            raise OptionError(f"{' and '.join(binding)} cannot be combined: give one of them")
         if not isinstance(self.tool_choice, str) or not self.tool_choice:
             raise OptionError(
                 f"{option('tool_choice')} must be auto, none, required or the name of a tool, is "

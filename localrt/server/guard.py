@@ -262,7 +262,7 @@ def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
     host = headers.get("host", "")
     name = _split(f"//{host}").hostname if "@" not in host else ""
     if host and is_loopback(options.host) and not is_loopback(name or ""):
-        raise ApiError(403, f"this server is asked as {host[:200]!r} and answers to localhost only")
+        raise ApiError(403, f"Host {host[:200]!r} refused: this server accepts localhost only")
     origin = headers.get("origin")
     if origin is None or "*" in options.origins or origin in options.origins:
         return

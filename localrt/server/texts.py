@@ -42,7 +42,7 @@ async def embedded(
     vector of a space.
 
     Raises:
-        ApiError: it is an adapter, or computes no numbers.
+        ApiError: it is an adapter, or produced NaN values.
         LocalrtError: a text is too long.
         ClientDisconnect: nobody waits for it.
     """
@@ -74,7 +74,7 @@ async def embedded(
         finally:
             cancel.set()
     if not np.isfinite(found.vectors).all():
-        raise ApiError(500, "the model computes no numbers for this input")
+        raise ApiError(500, "the model produced NaN values for this input")
     return found
 
 

@@ -217,7 +217,7 @@ def test_answers_follow_a_grammar(tiny: localrt.Model) -> None:
     [
         ({"grammar": 'root ::= "a" b'}, "grammar cannot be used: line 1, rule 'root'"),
         ({"grammar": ""}, "grammar must be a non-empty string"),
-        ({"grammar": 'root ::= "a"', "regex": "a"}, "regex and grammar exclude one another"),
+        ({"grammar": 'root ::= "a"', "regex": "a"}, "regex and grammar cannot be combined"),
     ],
 )
 def test_what_cannot_be_followed_is_one_line(

@@ -140,7 +140,7 @@ def test_batches_and_chats(tiny: localrt.Model) -> None:
         ({"regex": ""}, "regex must be a non-empty string"),
         ({"regex": 5}, "regex must be a non-empty string"),
         ({"regex": "[^\\s\\S]"}, "regex"),
-        ({"regex": "a", "json_schema": {}}, "exclude one another"),
+        ({"regex": "a", "json_schema": {}}, "cannot be combined"),
     ],
 )
 def test_what_cannot_be_followed_is_said_before_any_work(

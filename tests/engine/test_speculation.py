@@ -259,7 +259,7 @@ class Failing(DraftSource):
     def propose(self, history: Any, *_: Any, **__: Any) -> TokenTree:
         self.left -= 1
         if self.left < 0:
-            raise DraftFailedError("the draft model computes no numbers")
+            raise DraftFailedError("the draft model produced NaN logits")
         return TokenTree.of([3, 4], [ROOT, 0], [-1.0, -2.0], "bad")
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ def test_a_draft_that_breaks_is_left_out(engine: NativeEngine) -> None:
     chunks = run(engine, fixed(Failing()))
     assert ids(chunks) == ids(run(engine, None))
     metrics = chunks[-1].metrics
-    assert metrics.speculation == "speculation: off, the draft model computes no numbers"
+    assert metrics.speculation == "speculation: off, the draft model produced NaN logits"
     tuned = Speculation({"bad": lambda _: Failing(after=0)}, Tuner({"bad": 0.0}))
     assert ids(run(engine, tuned)) == ids(run(engine, None))
 
@@ -282,7 +282,7 @@ def test_a_target_without_numbers_is_an_error(
     nan = np.full(SIZES["vocab_size"], math.nan, np.float32)
     extend = session.extend_tree
     monkeypatch.setattr(session, "extend_tree", lambda *a, **k: extend(*a, **k) + nan)
-    with pytest.raises(LocalrtError, match="computes no numbers"):
+    with pytest.raises(LocalrtError, match="produced NaN logits"):
         run(engine, fixed(drafting(engine)), session=session)
     assert len(session.tokens) == len(PROMPT) + 1
 

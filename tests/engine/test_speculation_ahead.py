@@ -222,7 +222,7 @@ def test_no_thread_between_tokens_nor_behind_the_stream(target: Waiting, draft: 
 
 @pytest.mark.parametrize(
     "error",
-    [DraftFailedError("it computes no numbers"), MemoryBudgetError("there is no room")],
+    [DraftFailedError("it produced NaN logits"), MemoryBudgetError("there is no room")],
 )
 def test_a_draft_that_breaks_meanwhile_is_left_out(
     target: Waiting, draft: Draft, plain: dict[str, list[int]], error: LocalrtError
