@@ -254,7 +254,7 @@ def test_paths_in_the_log_move_no_cursor(server: Running) -> None:
 
 
 def test_large_requests_are_cut_off(model: Any) -> None:
-    with serving(model, max_body=2000, max_header=2048) as running:
+    with serving(model, max_body=2000, max_header=2048, read_timeout_s=0.5) as running:
         long = {"messages": [{"role": "user", "content": "x" * 3000}]}
         refused(running.request("POST", "/v1/chat/completions", long), 413, "2000 bytes")
         with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:

@@ -32,10 +32,17 @@ PATHS = {
 }
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "CHAT": {"messages": [HI]},
+    "MESSAGES": {"messages": [HI], "model": "m", "max_tokens": 9},
+    "RESPONSES": {"input": "hi"},
+    "OLLAMA_CHAT": {"messages": [HI], "model": "m"},
+}
+
+
 def read(kind: str, **fields: Any) -> Generation:
     """The call that a body of a dialect is."""
-    more = {"CHAT": {}, "RESPONSES": {}, "OLLAMA_CHAT": {"model": "m"}}
-    checked = check_fields(kind, {**more.get(kind, {"model": "m", "max_tokens": 9}), **fields})
+    checked = check_fields(kind, {**ASKED[kind], **fields})
     if kind == "RESPONSES":
         return responses_call(checked, items_of(checked.get("input")))
     reading: Any = {"CHAT": chat_call, "MESSAGES": messages_call, "OLLAMA_CHAT": ollama.chat_call}
@@ -53,14 +60,28 @@ def messages(kind: str, given: Any, **fields: Any) -> list[dict[str, Any]]:
 
 
 def called(name: str, arguments: str, call_id: str = "c1") -> dict[str, Any]:
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def says(content: str, *calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def block(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+def text(words: str | None) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def user(*content: Any) -> dict[str, Any]:
+    """One text as it is, else a list of parts."""
+    whole = len(content) == 1 and isinstance(content[0], str)
+    return {"role": "user", "content": content[0] if whole else list(content)}
+
+
+def said(*content: Any) -> dict[str, Any]:
+    return {**user(*content), "role": "assistant"}
+
+
+def says(content: Any, *calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {
         "role": "assistant",
         "content": content,
@@ -69,7 +90,7 @@ def says(content: str, *calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
     }
 
 
-def result(content: str, call_id: str = "c1", **fields: Any) -> dict[str, Any]:
+def result(content: Any, call_id: str = "c1", **fields: Any) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": content, **fields}
 
 
@@ -77,92 +98,57 @@ def result(content: str, call_id: str = "c1", **fields: Any) -> dict[str, Any]:
 
 PARTS: list[tuple[Any, str]] = [
     # Text, in the words of each dialect.
-    ({"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, "a"),
-    ({"type": "text", "text": None}, ""),
-    ({"type": "input_text", "text": "a"}, "a"),
-    ({"type": "output_text", "text": "a", "annotations": []}, "a"),
-    ({"type": "refusal", "refusal": "No."}, "No."),
+    (block("text", text="a", cache_control=block("ephemeral")), "a"),
+    (text(None), ""),
+    (block("input_text", text="a"), "a"),
+    (block("output_text", text="a", annotations=[]), "a"),
+    (block("refusal", refusal="No."), "No."),
     ({"text": "a"}, "a"),
     ("a", "a"),
     # Pictures and sounds.
-    ({"type": "image", "source": {"type": "base64", "data": "AAAA"}}, "[image left out]"),
-    ({"type": "image_url", "image_url": {"url": PNG}}, "[image left out]"),
-    ({"type": "input_image", "image_url": PNG, "detail": "auto"}, "[image left out]"),
-    ({"type": "computer_screenshot", "image_url": PNG}, "[screenshot left out]"),
-    ({"type": "input_audio", "input_audio": {"data": "AAAA"}}, "[audio left out]"),
-    ({"type": "audio_url", "audio_url": {"url": "u"}}, "[audio left out]"),
-    ({"type": "video_url", "video_url": {"url": "u"}}, "[video left out]"),
+    (block("image", source=block("base64", data="AAAA")), "[image left out]"),
+    (block("image_url", image_url={"url": PNG}), "[image left out]"),
+    (block("input_image", image_url=PNG, detail="auto"), "[image left out]"),
+    (block("computer_screenshot", image_url=PNG), "[screenshot left out]"),
+    (block("input_audio", input_audio={"data": "AAAA"}), "[audio left out]"),
+    (block("audio_url", audio_url={"url": "u"}), "[audio left out]"),
+    (block("video_url", video_url={"url": "u"}), "[video left out]"),
     # Documents and files: their text, if they are text.
+    (block("document", title="T", source=block("text", data="Buy milk.")), "T\nBuy milk."),
+    (block("document", source=block("content", content=[text("a")])), "a"),
+    (block("document", source=block("base64", media_type="text/plain", data=NOTES)), "Buy milk."),
     (
-        {"type": "document", "title": "T", "source": {"type": "text", "data": "Buy milk."}},
-        "T\nBuy milk.",
-    ),
-    (
-        {
-            "type": "document",
-            "source": {"type": "content", "content": [{"type": "text", "text": "a"}]},
-        },
-        "a",
-    ),
-    (
-        {
-            "type": "document",
-            "source": {"type": "base64", "media_type": "text/plain", "data": NOTES},
-        },
-        "Buy milk.",
-    ),
-    (
-        {
-            "type": "document",
-            "title": "R",
-            "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"},
-        },
+        block(
+            "document", title="R", source=block("base64", media_type="application/pdf", data="JVBE")
+        ),
         "[document left out: R]",
     ),
     (
-        {
-            "type": "file",
-            "file": {"filename": "n.txt", "file_data": f"data:text/plain;base64,{NOTES}"},
-        },
+        block("file", file={"filename": "n.txt", "file_data": f"data:text/plain;base64,{NOTES}"}),
         "n.txt\nBuy milk.",
     ),
-    ({"type": "file", "file": {"file_id": "file-1"}}, "[file left out]"),
+    (block("file", file={"file_id": "file-1"}), "[file left out]"),
     (
-        {
-            "type": "input_file",
-            "filename": "r.pdf",
-            "file_data": "data:application/pdf;base64,JVBE",
-        },
+        block("input_file", filename="r.pdf", file_data="data:application/pdf;base64,JVBE"),
         "[file left out: r.pdf]",
     ),
-    (
-        {
-            "type": "search_result",
-            "title": "T",
-            "source": "https://example.org",
-            "content": [{"type": "text", "text": "a"}],
-        },
-        "T\na",
-    ),
+    (block("search_result", title="T", source="https://example.org", content=[text("a")]), "T\na"),
     # What no model is shown as it is: without ids, and without what only its maker can read.
-    ({"type": "redacted_thinking", "data": "x"}, ""),
-    ({"type": "tool_reference", "tool_name": "look"}, '[tool_reference: {"tool_name": "look"}]'),
+    (block("redacted_thinking", data="x"), ""),
+    (block("tool_reference", tool_name="look"), '[tool_reference: {"tool_name": "look"}]'),
     (
-        {
-            "type": "web_search_result",
-            "title": "T",
-            "url": "https://example.org",
-            "encrypted_content": "x" * 999,
-        },
+        block(
+            "web_search_result", title="T", url="https://example.org", encrypted_content="x" * 999
+        ),
         '[web_search_result: {"title": "T", "url": "https://example.org"}]',
     ),
-    ({"type": "compaction", "encrypted_content": "x"}, "[compaction left out]"),
-    ({"type": "compaction", "content": "What was said."}, "What was said."),
+    (block("compaction", encrypted_content="x"), "[compaction left out]"),
+    (block("compaction", content="What was said."), "What was said."),
     (
-        {"type": "code_execution_result", "stdout": "4", "stderr": "", "return_code": 0},
+        block("code_execution_result", stdout="4", stderr="", return_code=0),
         '[code_execution_result: {"stdout": "4", "return_code": 0}]',
     ),
-    ({"type": "hologram", "id": "h1", "data": "A" * 999}, "[hologram left out]"),
+    (block("hologram", id="h1", data="A" * 999), "[hologram left out]"),
     ({"stdout": "4"}, '{"stdout": "4"}'),
     (7, "7"),
 ]
@@ -176,93 +162,74 @@ def test_part_becomes_text(part: Any, words: str) -> None:
 @pytest.mark.parametrize("part", [part for part, _ in PARTS if isinstance(part, dict)])
 def test_part_in_any_dialect_is_no_error(part: Any) -> None:
     words = text_of([part], unnoted)
-    content = [{"type": "text", "text": "Look:"}, part]
+    content = [text("Look:"), part]
     for kind, joint in (("CHAT", "\n"), ("MESSAGES", "\n\n"), ("RESPONSES", "\n")):
         expected = joint.join(filter(None, ("Look:", words)))
-        (shown,) = messages(kind, [{"role": "user", "content": content}])
+        (shown,) = messages(kind, [user(*content)])
         if part.get("type") == "text":
             shown["content"] = shown["content"].rstrip("\n")
-        assert shown == {"role": "user", "content": expected}, kind
-    (shown,) = messages("OLLAMA_CHAT", [{"role": "user", "content": content}])
+        assert shown == user(expected), kind
+    (shown,) = messages("OLLAMA_CHAT", [user(*content)])
     assert shown["content"] == "\n\n".join(filter(None, ("Look:", words)))
 
 
 def test_deep_content_is_no_error() -> None:
-    part: Any = {"type": "text", "text": "a"}
+    part: Any = text("a")
     for _ in range(900):
-        part = {"type": "document", "content": [part]}
+        part = block("document", content=[part])
     assert text_of([part], unnoted)
 
 
 # -- messages --------------------------------------------------------------------------------------
 
-USE = {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": "a"}}
-SEARCH = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "q"}}
-FOUND = {
-    "type": "web_search_tool_result",
-    "tool_use_id": "s1",
-    "content": [{"type": "web_search_result", "title": "T", "url": "u", "encrypted_content": "x"}],
-}
-RAN = {"type": "function_call_output", "call_id": "c1", "output": "done"}
+USE = block("tool_use", id="c1", name="look", input={"at": "a"})
+SEARCH = block("server_tool_use", id="s1", name="web_search", input={"query": "q"})
+FOUND = block(
+    "web_search_tool_result",
+    tool_use_id="s1",
+    content=[block("web_search_result", title="T", url="u", encrypted_content="x")],
+)
 
 MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
     # Claude Code: what its tool search finds, pictures that it reads.
     (
         "MESSAGES",
         [
-            {"role": "assistant", "content": [USE]},
-            {
-                "role": "user",
-                "content": [
-                    {
-                        "type": "tool_result",
-                        "tool_use_id": "c1",
-                        "content": [{"type": "tool_reference", "tool_name": "b"}],
-                    },
-                    {"type": "text", "text": "Tool loaded."},
-                ],
-            },
+            said(USE),
+            user(
+                block(
+                    "tool_result",
+                    tool_use_id="c1",
+                    content=[block("tool_reference", tool_name="b")],
+                ),
+                text("Tool loaded."),
+            ),
         ],
         [
             says("", called("look", '{"at": "a"}')),
             result('[tool_reference: {"tool_name": "b"}]'),
-            {"role": "user", "content": "Tool loaded."},
+            user("Tool loaded."),
         ],
     ),
     (
         "MESSAGES",
         [
             HI,
-            {"role": "assistant", "content": [USE]},
-            {
-                "role": "user",
-                "content": [
-                    {
-                        "type": "tool_result",
-                        "tool_use_id": "c1",
-                        "content": [{"type": "image", "source": {"type": "base64", "data": "A"}}],
-                    }
-                ],
-            },
+            said(USE),
+            user(
+                block(
+                    "tool_result",
+                    tool_use_id="c1",
+                    content=[block("image", source=block("base64", data="A"))],
+                )
+            ),
         ],
         [HI, says("", called("look", '{"at": "a"}')), result("[image left out]")],
     ),
     # A search that a vendor's server carried out.
     (
         "MESSAGES",
-        [
-            HI,
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "text", "text": "Let me look."},
-                    SEARCH,
-                    FOUND,
-                    {"type": "text", "text": "Here."},
-                ],
-            },
-            HI,
-        ],
+        [HI, said(text("Let me look."), SEARCH, FOUND, text("Here.")), HI],
         [
             HI,
             says("Let me look.", called("web_search", '{"query": "q"}', "s1")),
@@ -276,51 +243,35 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         "MESSAGES",
         [
             HI,
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "redacted_thinking", "data": "x"},
-                    {"type": "thinking", "thinking": "Hm.", "signature": "s"},
-                    USE,
-                ],
-            },
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]},
-            {"role": "assistant", "content": []},
+            said(
+                block("redacted_thinking", data="x"),
+                block("thinking", thinking="Hm.", signature="s"),
+                USE,
+            ),
+            user(block("tool_result", tool_use_id="c1")),
+            said(),
             HI,
         ],
-        [
-            HI,
-            says("", called("look", '{"at": "a"}'), reasoning_content="Hm."),
-            result(""),
-            HI,
-        ],
+        [HI, says("", called("look", '{"at": "a"}'), reasoning_content="Hm."), result(""), HI],
     ),
     # Codex: its patches, its shell, its searches.
     (
         "RESPONSES",
         [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-            {"type": "reasoning", "summary": [], "encrypted_content": "x"},
-            {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** P"},
-            {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
-            {
-                "type": "local_shell_call",
-                "call_id": "c2",
-                "status": "completed",
-                "action": {"type": "exec", "command": ["ls"], "env": None},
-            },
-            {"type": "local_shell_call_output", "call_id": "c2", "output": "a.py"},
-            {
-                "type": "web_search_call",
-                "status": "completed",
-                "action": {"type": "search", "query": "q"},
-            },
-            {
-                "type": "message",
-                "role": "assistant",
-                "content": [{"type": "output_text", "text": "So."}],
-            },
-            {"type": "compaction", "encrypted_content": "x"},
+            block("message", role="user", content=[block("input_text", text="hi")]),
+            block("reasoning", summary=[], encrypted_content="x"),
+            block("custom_tool_call", call_id="c1", name="apply_patch", input="*** P"),
+            block("custom_tool_call_output", call_id="c1", output="done"),
+            block(
+                "local_shell_call",
+                call_id="c2",
+                status="completed",
+                action=block("exec", command=["ls"], env=None),
+            ),
+            block("local_shell_call_output", call_id="c2", output="a.py"),
+            block("web_search_call", status="completed", action=block("search", query="q")),
+            block("message", role="assistant", content=[block("output_text", text="So.")]),
+            block("compaction", encrypted_content="x"),
             HI,
         ],
         [
@@ -337,21 +288,14 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         "RESPONSES",
         [
             HI,
-            {
-                "type": "function_call",
-                "call_id": "c1",
-                "namespace": "mcp__files__",
-                "name": "look",
-                "arguments": "{}",
-            },
-            {
-                "type": "function_call_output",
-                "call_id": "c1",
-                "output": [
-                    {"type": "input_text", "text": "Screen:"},
-                    {"type": "input_image", "image_url": PNG},
-                ],
-            },
+            block(
+                "function_call", call_id="c1", namespace="mcp__files__", name="look", arguments="{}"
+            ),
+            block(
+                "function_call_output",
+                call_id="c1",
+                output=[block("input_text", text="Screen:"), block("input_image", image_url=PNG)],
+            ),
         ],
         [HI, says("", called("mcp__files__look", "{}")), result("Screen:\n\n[image left out]")],
     ),
@@ -359,17 +303,12 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         "RESPONSES",
         [
             HI,
-            {
-                "type": "tool_search_call",
-                "call_id": "c1",
-                "execution": "client",
-                "arguments": {"query": "q"},
-            },
-            {
-                "type": "tool_search_output",
-                "call_id": "c1",
-                "tools": [{"type": "namespace", "name": "n", "tools": [{"name": "look"}]}],
-            },
+            block("tool_search_call", call_id="c1", execution="client", arguments={"query": "q"}),
+            block(
+                "tool_search_output",
+                call_id="c1",
+                tools=[block("namespace", name="n", tools=[{"name": "look"}])],
+            ),
         ],
         [
             HI,
@@ -382,10 +321,10 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         "RESPONSES",
         [
             HI,
-            {"type": "shell_call", "call_id": "c1", "action": {"commands": ["ls"]}},
-            {"type": "shell_call_output", "call_id": "c1", "output": [{"stdout": "a.py"}]},
-            {"type": "telepathy", "id": "t1", "thought": "blue"},
-            {"type": "item_reference", "id": "msg_gone"},
+            block("shell_call", call_id="c1", action={"commands": ["ls"]}),
+            block("shell_call_output", call_id="c1", output=[{"stdout": "a.py"}]),
+            block("telepathy", id="t1", thought="blue"),
+            block("item_reference", id="msg_gone"),
         ],
         [
             HI,
@@ -398,44 +337,23 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
     (
         "CHAT",
         [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": "What is it?"},
-                    {"type": "image_url", "image_url": {"url": PNG}},
-                ],
-            },
+            user(text("What is it?"), block("image_url", image_url={"url": PNG})),
             says("I cannot see it."),
             HI,
         ],
-        [
-            {"role": "user", "content": "What is it?\n[image left out]"},
-            says("I cannot see it."),
-            HI,
-        ],
+        [user("What is it?\n[image left out]"), says("I cannot see it."), HI],
     ),
     # Contents that are null, missing or empty, parts of a tool's result, a refusal, audio.
     (
         "CHAT",
         [
             HI,
-            {
-                "role": "assistant",
-                "content": None,
-                "refusal": None,
-                "audio": None,
-                "tool_calls": [called("look", "{}")],
-            },
-            {
-                "role": "tool",
-                "tool_call_id": "c1",
-                "name": "look",
-                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-            },
+            says(None, called("look", "{}"), refusal=None, audio=None),
+            result([text("a"), text("b")], name="look"),
             {"role": "assistant"},
-            {"role": "assistant", "content": []},
-            {"role": "assistant", "content": None, "refusal": "No."},
-            {"role": "assistant", "content": [{"type": "refusal", "refusal": "Never."}]},
+            said(),
+            says(None, refusal="No."),
+            said(block("refusal", refusal="Never.")),
         ],
         [
             HI,
@@ -452,11 +370,7 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         "CHAT",
         [
             HI,
-            {
-                "role": "assistant",
-                "content": None,
-                "function_call": {"name": "look", "arguments": "{}"},
-            },
+            says(None, function_call={"name": "look", "arguments": "{}"}),
             {"role": "function", "name": "look", "content": "done"},
         ],
         [HI, says("", called("look", "{}", "call_1")), result("done", "call_1", name="look")],
@@ -474,7 +388,7 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
                     {"id": "c3", "function": {"name": "look"}},
                 ],
             },
-            {"role": "tool", "tool_call_id": "c1", "content": {"ok": True}},
+            result({"ok": True}),
         ],
         [
             HI,
@@ -491,17 +405,10 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         "CHAT",
         [
             HI,
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}, USE]},
-            {
-                "role": "user",
-                "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "done"}],
-            },
+            said(block("thinking", thinking="Hm."), USE),
+            user(block("tool_result", tool_use_id="c1", content="done")),
         ],
-        [
-            HI,
-            says("", called("look", '{"at": "a"}'), reasoning_content="Hm."),
-            result("done"),
-        ],
+        [HI, says("", called("look", '{"at": "a"}'), reasoning_content="Hm."), result("done")],
     ),
     # LangChain: thoughts and calls as parts, and the calls once more; qwen-code: a picture that a
     # tool gave.
@@ -509,33 +416,16 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         "CHAT",
         [
             HI,
-            {
-                "role": "assistant",
-                "content": [
-                    {
-                        "type": "reasoning",
-                        "id": "rs_1",
-                        "summary": [{"type": "summary_text", "text": "Hm."}],
-                    },
-                    {"type": "text", "text": "So."},
-                    {
-                        "type": "function_call",
-                        "name": "look",
-                        "arguments": '{"at": "a"}',
-                        "call_id": "c1",
-                    },
-                    {"type": "tool_call", "id": "c2", "name": "look", "args": {"at": "b"}},
+            says(
+                [
+                    block("reasoning", id="rs_1", summary=[block("summary_text", text="Hm.")]),
+                    text("So."),
+                    block("function_call", name="look", arguments='{"at": "a"}', call_id="c1"),
+                    block("tool_call", id="c2", name="look", args={"at": "b"}),
                 ],
-                "tool_calls": [called("look", '{"at": "a"}')],
-            },
-            {
-                "role": "tool",
-                "tool_call_id": "c1",
-                "content": [
-                    {"type": "text", "text": "Screen:"},
-                    {"type": "image_url", "image_url": {"url": PNG}},
-                ],
-            },
+                called("look", '{"at": "a"}'),
+            ),
+            result([text("Screen:"), block("image_url", image_url={"url": PNG})]),
         ],
         [
             HI,
@@ -553,15 +443,14 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         "CHAT",
         [
             HI,
-            {
-                "role": "assistant",
-                "content": "So.",
-                "reasoning_details": [
-                    {"type": "reasoning.summary", "summary": "H"},
-                    {"type": "reasoning.text", "text": "m.", "signature": None},
-                    {"type": "reasoning.encrypted", "data": "x"},
+            says(
+                "So.",
+                reasoning_details=[
+                    block("reasoning.summary", summary="H"),
+                    block("reasoning.text", text="m.", signature=None),
+                    block("reasoning.encrypted", data="x"),
                 ],
-            },
+            ),
         ],
         [HI, says("So.", reasoning_content="Hm.")],
     ),
@@ -572,27 +461,12 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
             {"role": "system", "content": "Be brief."},
             HI,
             {
-                "id": "__fake_id__",
-                "type": "message",
-                "role": "assistant",
-                "status": "completed",
-                "content": [
-                    {"type": "output_text", "text": "So.", "annotations": [], "logprobs": []}
-                ],
+                **said(block("output_text", text="So.", annotations=[], logprobs=[])),
+                **block("message", id="__fake_id__", status="completed"),
             },
-            {
-                "id": "__fake_id__",
-                "type": "function_call",
-                "call_id": "c1",
-                "name": "f",
-                "arguments": "",
-            },
-            {
-                "type": "function_call_output",
-                "call_id": "c1",
-                "output": {"content": "no", "success": False},
-            },
-            {"type": "mcp_call", "id": "m1", "name": "f", "arguments": "{}", "output": "4"},
+            block("function_call", id="__fake_id__", call_id="c1", name="f", arguments=""),
+            block("function_call_output", call_id="c1", output={"content": "no", "success": False}),
+            block("mcp_call", id="m1", name="f", arguments="{}", output="4"),
         ],
         [
             {"role": "system", "content": "Be brief."},
@@ -608,16 +482,12 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         [
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": "What is it?", "images": ["AAAA", "BBBB"]},
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"id": "c1", "function": {"name": "look", "arguments": '{"a": 1}'}}],
-            },
-            {"role": "tool", "tool_call_id": "c1", "content": "done"},
+            says(None, {"id": "c1", "function": {"name": "look", "arguments": '{"a": 1}'}}),
+            result("done"),
         ],
         [
             {"role": "developer", "content": "Be brief."},
-            {"role": "user", "content": "What is it?\n\n[image left out]\n\n[image left out]"},
+            user("What is it?\n\n[image left out]\n\n[image left out]"),
             says("", called("look", '{"a": 1}')),
             result("done", name="look"),
         ],
@@ -648,19 +518,19 @@ TOOLS: list[tuple[str, list[Any], list[dict[str, Any]]]] = [
     ("CHAT", [{"type": "function", "function": takes("f", {})}], [takes("f", OBJECT)]),
     ("CHAT", [{"function": takes("f", AT)}], [takes("f", AT)]),
     ("CHAT", [{"type": "function", **takes("f", AT)}], [takes("f", AT)]),
-    ("CHAT", [{"type": "web_search"}, {"type": "googleSearch", "googleSearch": {}}], []),
+    ("CHAT", [block("web_search"), block("googleSearch", googleSearch={})], []),
     ("MESSAGES", [{"name": "f", "input_schema": AT, "cache_control": {}}], [takes("f", AT)]),
-    ("MESSAGES", [{"type": "custom", "name": "f", "input_schema": AT}], [takes("f", AT)]),
+    ("MESSAGES", [block("custom", name="f", input_schema=AT)], [takes("f", AT)]),
     ("MESSAGES", [{"name": "f", "defer_loading": True}], [takes("f", OBJECT)]),
     (
         "MESSAGES",
         [
-            {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
-            {"type": "web_fetch_20250910", "name": "web_fetch"},
-            {"type": "code_execution_20250825", "name": "code_execution"},
-            {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
-            {"type": "mcp_toolset", "mcp_server_name": "m"},
-            {"type": "computer_20250124", "name": "computer", "display_width_px": 9},
+            block("web_search_20250305", name="web_search", max_uses=8),
+            block("web_fetch_20250910", name="web_fetch"),
+            block("code_execution_20250825", name="code_execution"),
+            block("tool_search_tool_regex_20251119", name="tool_search_tool_regex"),
+            block("mcp_toolset", mcp_server_name="m"),
+            block("computer_20250124", name="computer", display_width_px=9),
         ],
         [],
     ),
@@ -674,18 +544,14 @@ TOOLS: list[tuple[str, list[Any], list[dict[str, Any]]]] = [
     (
         "RESPONSES",
         [
-            {"type": "namespace", "name": "mcp__m__", "tools": [{"type": "function", "name": "f"}]},
-            {
-                "type": "namespace",
-                "name": "functions",
-                "tools": [{"type": "function", "name": "g"}],
-            },
+            block("namespace", name="mcp__m__", tools=[{"type": "function", "name": "f"}]),
+            block("namespace", name="functions", tools=[{"type": "function", "name": "g"}]),
         ],
         [takes("mcp__m__f", OBJECT), takes("g", OBJECT)],
     ),
     (
         "RESPONSES",
-        [{"type": "tool_search", "execution": "client", "parameters": AT, "description": "D"}],
+        [block("tool_search", execution="client", parameters=AT, description="D")],
         [takes("tool_search", AT, description="D")],
     ),
 ]
@@ -693,8 +559,7 @@ TOOLS: list[tuple[str, list[Any], list[dict[str, Any]]]] = [
 
 @pytest.mark.parametrize(("kind", "tools", "functions"), TOOLS)
 def test_tools_become_functions(kind: str, tools: Any, functions: Any) -> None:
-    asked = {"input": "hi"} if kind == "RESPONSES" else {"messages": [HI]}
-    found = read(kind, tools=tools, **asked).prompts[0]["tools"]
+    found = read(kind, tools=tools).prompts[0]["tools"]
     expected = [{"type": "function", "function": one} for one in functions]
     assert found == (expected or None)
 
@@ -702,36 +567,25 @@ def test_tools_become_functions(kind: str, tools: Any, functions: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "tool", "name"),
     [
-        ("MESSAGES", {"type": "bash_20250124", "name": "bash"}, "bash"),
-        ("MESSAGES", {"type": "text_editor_20250728", "name": "edit"}, "edit"),
-        ("RESPONSES", {"type": "local_shell"}, "local_shell"),
+        ("MESSAGES", block("bash_20250124", name="bash"), "bash"),
+        ("MESSAGES", block("text_editor_20250728", name="edit"), "edit"),
+        ("RESPONSES", block("local_shell"), "local_shell"),
     ],
 )
 def test_tools_of_clients_have_parameters(kind: str, tool: Any, name: str) -> None:
-    asked = {"input": "hi"} if kind == "RESPONSES" else {"messages": [HI]}
-    (found,) = read(kind, tools=[tool], **asked).prompts[0]["tools"]
+    (found,) = read(kind, tools=[tool]).prompts[0]["tools"]
     assert found["function"]["name"] == name
     assert "command" in found["function"]["parameters"]["properties"]
 
 
 def test_tools_in_items_are_offered() -> None:
     loaded = [
-        {
-            "type": "additional_tools",
-            "role": "developer",
-            "tools": [
-                {
-                    "type": "namespace",
-                    "name": "functions",
-                    "tools": [{"type": "custom", "name": "exec"}],
-                }
-            ],
-        },
-        {
-            "type": "tool_search_output",
-            "call_id": "c",
-            "tools": [{"type": "function", "name": "f"}],
-        },
+        block(
+            "additional_tools",
+            role="developer",
+            tools=[block("namespace", name="functions", tools=[block("custom", name="exec")])],
+        ),
+        block("tool_search_output", call_id="c", tools=[{"type": "function", "name": "f"}]),
     ]
     call = read("RESPONSES", input=[HI, *loaded])
     assert [one["function"]["name"] for one in call.prompts[0]["tools"]] == ["exec", "f"]
@@ -741,34 +595,34 @@ def test_tools_in_items_are_offered() -> None:
 FG = [{"type": "function", "function": {"name": name}} for name in "fg"]
 CHOICES: list[tuple[str, Any, Any, str, str]] = [
     ("CHAT", FG, "any", "required", "fg"),
-    ("CHAT", FG, {"type": "any"}, "required", "fg"),
-    ("CHAT", FG, {"type": "auto"}, "auto", "fg"),
+    ("CHAT", FG, block("any"), "required", "fg"),
+    ("CHAT", FG, block("auto"), "auto", "fg"),
     ("CHAT", FG, {"type": "function", "function": {"name": "f"}}, "f", "fg"),
     ("CHAT", FG, {"type": "function", "name": "f"}, "f", "fg"),
-    ("CHAT", FG, {"type": "tool", "name": "f"}, "f", "fg"),
+    ("CHAT", FG, block("tool", name="f"), "f", "fg"),
     (
         "CHAT",
         FG,
-        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": FG[:1]}},
+        block("allowed_tools", allowed_tools={"mode": "required", "tools": FG[:1]}),
         "required",
         "f",
     ),
     (
         "RESPONSES",
         [{"type": "function", "name": "f"}, {"type": "function", "name": "g"}],
-        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]},
+        block("allowed_tools", mode="auto", tools=[{"type": "function", "name": "g"}]),
         "auto",
         "g",
     ),
-    ("RESPONSES", [{"type": "custom", "name": "f"}], {"type": "custom", "name": "f"}, "f", "f"),
-    ("RESPONSES", [{"type": "local_shell"}], {"type": "local_shell"}, "local_shell", ""),
-    ("RESPONSES", [{"type": "web_search"}], {"type": "web_search"}, "auto", ""),
-    ("RESPONSES", [{"type": "web_search"}], "required", "auto", ""),
+    ("RESPONSES", [block("custom", name="f")], block("custom", name="f"), "f", "f"),
+    ("RESPONSES", [block("local_shell")], block("local_shell"), "local_shell", ""),
+    ("RESPONSES", [block("web_search")], block("web_search"), "auto", ""),
+    ("RESPONSES", [block("web_search")], "required", "auto", ""),
     # Claude Code's web search asks for a tool of Anthropic's server.
     (
         "MESSAGES",
-        [{"type": "web_search_20250305", "name": "web_search"}],
-        {"type": "tool", "name": "web_search"},
+        [block("web_search_20250305", name="web_search")],
+        block("tool", name="web_search"),
         "auto",
         "",
     ),
@@ -777,8 +631,7 @@ CHOICES: list[tuple[str, Any, Any, str, str]] = [
 
 @pytest.mark.parametrize(("kind", "tools", "given", "choice", "names"), CHOICES)
 def test_tool_choice(kind: str, tools: Any, given: Any, choice: str, names: str) -> None:
-    asked = {"input": "hi"} if kind == "RESPONSES" else {"messages": [HI]}
-    call = read(kind, tools=tools, tool_choice=given, **asked)
+    call = read(kind, tools=tools, tool_choice=given)
     assert call.options.get("tool_choice", "auto") == choice
     found = [one["function"]["name"] for one in call.prompts[0]["tools"] or ()]
     assert not names or found == list(names)
@@ -793,29 +646,28 @@ def test_tool_choice(kind: str, tools: Any, given: Any, choice: str, names: str)
 )
 def test_tool_choice_without_such_a_tool_is_refused(fields: Any) -> None:
     with pytest.raises(ApiError, match="tool_choice"):
-        read("CHAT", messages=[HI], **fields)
+        read("CHAT", **fields)
 
 
 @pytest.mark.parametrize(
     ("kind", "tool"),
     [
-        ("RESPONSES", {"type": "custom", "name": "p", "description": "D", "format": GRAMMAR}),
+        ("RESPONSES", block("custom", name="p", description="D", format=GRAMMAR)),
         (
             "CHAT",
-            {
-                "type": "custom",
-                "custom": {
+            block(
+                "custom",
+                custom={
                     "name": "p",
                     "description": "D",
                     "format": {"type": "grammar", "grammar": GRAMMAR},
                 },
-            },
+            ),
         ),
     ],
 )
 def test_tool_with_a_grammar_takes_a_text(kind: str, tool: Any) -> None:
-    asked = {"input": "hi"} if kind == "RESPONSES" else {"messages": [HI]}
-    (found,) = read(kind, tools=[tool], **asked).prompts[0]["tools"]
+    (found,) = read(kind, tools=[tool]).prompts[0]["tools"]
     function = found["function"]
     assert list(function["parameters"]["properties"]) == ["input"]
     assert function["description"].startswith("D\n")
@@ -848,8 +700,7 @@ def test_tool_with_a_grammar_takes_a_text(kind: str, tool: Any) -> None:
     ],
 )
 def test_fields_become_options(kind: str, fields: Any, options: Any) -> None:
-    asked = {"input": "hi"} if kind == "RESPONSES" else {"messages": [HI]}
-    assert read(kind, **asked, **fields).options == options
+    assert read(kind, **fields).options == options
 
 
 # -- whole requests --------------------------------------------------------------------------------
@@ -865,10 +716,10 @@ def test_history_is_answered(server: Running, kind: str, given: Any, expected: A
 
 def test_what_is_left_out_is_noted_once(server: Running) -> None:
     server.notes.clear()
-    part = {"type": "hologram", "data": "x"}
+    part = block("hologram", data="x")
     for _ in range(2):
-        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
-        body["tools"] = [{"type": "telescope"}]
+        body = {"messages": [user(part)], "max_tokens": 1}
+        body["tools"] = [block("telescope")]
         assert server.request("POST", PATHS["CHAT"], body)[0] == 200
     assert [note for note in server.notes if "hologram" in note or "telescope" in note] == [
         "a tool of the type telescope is left out: only its vendor's server can run it",
@@ -929,7 +780,7 @@ def test_custom_tool_of_a_chat_is_called(server: Running) -> None:
     wanted = {"max_tokens": 300, "temperature": 0, "tool_choice": "required"}
     wanted["parallel_tool_calls"] = False
     grammar = {**PATCH, "format": {"type": "grammar", "grammar": PATCH["format"]}}
-    tools = [{"type": "custom", "custom": grammar}]
+    tools = [block("custom", custom=grammar)]
     status, got, _ = server.chat(tools=tools, **wanted)
     assert status == 200, got
     (call,) = got["choices"][0]["message"]["tool_calls"]
@@ -947,18 +798,10 @@ _JSON = st.recursive(
 _KINDS = st.sampled_from(
     [
         *("text", "image", "document", "file", "thinking", "reasoning", "tool_use", "tool_result"),
-        *(
-            "function",
-            "custom",
-            "namespace",
-            "allowed_tools",
-            "tool",
-            "bash",
-            "message",
-            "compaction",
-        ),
+        *("function", "custom", "namespace", "allowed_tools", "tool", "bash", "message"),
         *("function_call", "custom_tool_call", "local_shell_call", "function_call_output"),
         *("tool_search_output", "additional_tools", "item_reference", "hologram", "tool_search"),
+        "compaction",
     ]
 )
 _NAMES = (
@@ -983,10 +826,8 @@ THING = _things(_things(_JSON))
 def test_any_thing_is_read_or_refused(kind: str, content: Any, tool: Any, choice: Any) -> None:
     """Whatever a body holds, it is a call, or an error that names a field."""
     fields: dict[str, Any] = {"tools": [tool], "tool_choice": choice}
-    asked = [{"role": "user", "content": [content]}, {"role": "assistant", "content": content}]
-    more: dict[str, Any] = (
-        {"input": [*asked, content]} if kind == "RESPONSES" else {"messages": asked}
-    )
+    asked = [user(content), said(content)]
+    more = {"input": [*asked, content]} if kind == "RESPONSES" else {"messages": asked}
     found: list[Generation] = []
     with contextlib.suppress(ApiError):
         found.append(read(kind, **fields, **more))
