@@ -217,7 +217,6 @@ class Model(Closing):
         """
         request = self._core.requests.make(
             prompt,
-            options,
             token_ids=token_ids,
             raw=raw,
             suffix=suffix,
@@ -225,6 +224,7 @@ class Model(Closing):
             tools=tools,
             cancel=cancel,
             on_progress=on_progress,
+            **options,
         )
         return self._core.stream(request)
 

@@ -67,7 +67,7 @@ def chunks_of(
 ) -> list[Chunk]:
     """The answer if the model wants to say ``wish`` and then to end."""
     given = {"draft": "off", "temperature": 0, **options}
-    request = requests.make(messages, given, tools=tools)
+    request = requests.make(messages, tools=tools, **given)
     tokenizer = requests.tokenizer
     (end, *_) = sorted(tokenizer.eos_ids)
     wishes = [*tokenizer.encode(wish, add_special=False, parse_special=True), end]

@@ -56,7 +56,7 @@ def stream_batch(
     for index, (prompt, ids) in enumerate(_prompts(prompts, token_ids)):
         try:
             request = core.requests.make(
-                prompt, options, token_ids=ids, raw=raw, tools=tools, cancel=cancel
+                prompt, token_ids=ids, raw=raw, tools=tools, cancel=cancel, **options
             )
             request.check(ctx=core.ctx, vocab_size=core.info.vocab_size)
             requests.append((index, _with_seed(request, index)))

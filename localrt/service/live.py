@@ -72,17 +72,11 @@ class LiveModel(Closing):
         self,
         prompt: str | Sequence[Message] | None = None,
         *,
-        token_ids: Sequence[int] | None = None,
-        raw: bool = False,
-        suffix: str | None = None,
-        files: Sequence[tuple[str, str]] = (),
-        tools: Sequence[Mapping[str, Any]] | None = None,
         client: Hashable = None,
-        cancel: threading.Event | None = None,
         notify: Callable[[], None] | None = None,
         **options: Any,
     ) -> LiveAnswer:
-        """Queue a prompt, which is what ``Model.stream`` takes; iterate over what comes back.
+        """Queue what ``Model.stream`` takes, prompt and options; iterate over what comes back.
 
         Clients take turns: ``client`` says whose request it is. ``notify`` is called from another
         thread when there is something to take, and must not block.
@@ -90,16 +84,7 @@ class LiveModel(Closing):
         Raises:
             LocalrtError: the prompt or an option cannot be used, or the batch is closed.
         """
-        request = self._core.requests.make(
-            prompt,
-            options,
-            token_ids=token_ids,
-            raw=raw,
-            suffix=suffix,
-            files=files,
-            tools=tools,
-            cancel=cancel,
-        )
+        request = self._core.requests.make(prompt, **options)
         request = replace(request, restore=self._core.parking.restore)
         return self._live.submit(request, client=client, notify=notify)
 

@@ -132,8 +132,7 @@ class RequestBuilder:
 
     def make(
         self,
-        prompt: str | Sequence[Message] | None,
-        options: Mapping[str, Any],
+        prompt: str | Sequence[Message] | None = None,
         *,
         token_ids: Sequence[int] | None = None,
         raw: bool = False,
@@ -142,6 +141,7 @@ class RequestBuilder:
         tools: Sequence[Mapping[str, Any]] | None = None,
         cancel: threading.Event | None = None,
         on_progress: ProgressCallback | None = None,
+        **options: Any,
     ) -> Request:
         """What ``Model.stream`` takes, checked and in tokens.
 

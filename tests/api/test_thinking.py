@@ -91,7 +91,7 @@ def test_batches_and_streams_have_the_same_limit(thinker: localrt.Model) -> None
 
 def prompt_end(model: localrt.Model, **options: Any) -> str:
     """How the prompt of such a request ends."""
-    request = core_of(model).requests.make("hi", options)
+    request = core_of(model).requests.make("hi", **options)
     text = model.detokenize(request.prompt, skip_special=False)
     return text.rpartition("assistant")[2]
 
@@ -126,7 +126,7 @@ def test_a_template_that_cannot_be_told_gets_an_empty_thinking(tmp_path: Path) -
         empty = "<|channel|>analysis<|message|><|end|><|start|>assistant"
         final = "<|channel|>final<|message|>"
         assert prompt_end(model, thinking=False) == final
-        asked = core_of(model).requests.make("hi", {"thinking": False}, tools=TOOLS)
+        asked = core_of(model).requests.make("hi", thinking=False, tools=TOOLS)
         assert model.detokenize(asked.prompt, skip_special=False).endswith(empty)
         answer = model.generate("hi", thinking=False, **GREEDY)
         assert localrt.split_thinking(answer.text).thinking == ""

@@ -174,7 +174,7 @@ def test_a_tool_that_must_be_called_is_called(name: str, tmp_path: Path) -> None
 def test_a_bound_answer_begins_where_the_template_begins_answers(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, template=TEMPLATES["functionary 3.2"], context=2048)
     with localrt.load(folder) as model:
-        made = core_of(model).requests.make("?", {"regex": "yes|no"})
+        made = core_of(model).requests.make("?", regex="yes|no")
         assert model.detokenize(made.prompt).endswith(">>>all\n")
         for tools in (None, [_SHORT]):
             assert model.generate("?", tools=tools, regex="yes|no").text in ("yes", "no")

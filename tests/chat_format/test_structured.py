@@ -182,7 +182,7 @@ LOOSE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 def test_what_cannot_be_followed_is_left_out_and_told(
     tiny: localrt.Model, schema: dict[str, Any], left_out: tuple[str, ...]
 ) -> None:
-    made = core_of(tiny).requests.make("hi", {"json_schema": schema})
+    made = core_of(tiny).requests.make("hi", json_schema=schema)
     assert made.left_out == left_out
     assert made.constraint is not None
     made.constraint().allowed()
@@ -209,7 +209,7 @@ def test_no_schema_of_a_tool_is_an_error(
     tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
     for schema in (None, {"type": "object"}):
         options = {"tool_choice": choice, "json_schema": schema}
-        made = core_of(tiny).requests.make("hi", options, tools=tools)
+        made = core_of(tiny).requests.make("hi", tools=tools, **options)
         assert made.left_out == ()
         if made.constraint is not None:
             made.constraint().allowed()

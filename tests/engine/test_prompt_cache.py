@@ -19,7 +19,7 @@ from localrt.loading.options import LoadOptions
 from localrt.loading.parts import load_parts
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.cpu.abi import find_library
-from localrt.service.budgets import prompt_cache
+from localrt.service.core import prompt_cache
 from tests.models.tiny import save_tiny, tokens
 
 KERNELS = find_library() is not None
