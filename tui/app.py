@@ -312,7 +312,6 @@ class ChatApp(App[None]):
     def _fail(self, error: Exception) -> None:
         """The first model could not be loaded."""
         self.failure = explained(error)
-        self.chat.failed = True
         self.chat.view.add_notice(self.failure, "error")
         another = ", F4 to choose another model" if self._load_by_name is not None else ""
         self.chat.view.add_notice(f"Press Enter or Ctrl+Q to leave{another}.")

@@ -31,7 +31,7 @@ def said(conversation: Conversation) -> list[str]:
     return [turn.content for turn in conversation.turns]
 
 
-def test_a_conversation_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_conversation(tmp_path: Path) -> None:
     with History(tmp_path / "h.db") as history:
         talk = history.new(model="smollm2", system="Be brief.", options={"temperature": 0.2})
         talk.add("user", "What is a tier?\nA long question.")
@@ -53,24 +53,7 @@ def test_a_conversation_comes_back_as_it_was(tmp_path: Path) -> None:
         assert talk.turns[1].state == "done"
 
 
-def test_calls_of_tools_are_turns(history: History) -> None:
-    talk = history.new(model="m")
-    talk.add("user", "How warm is it?")
-    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
-    with talk.answer() as answer:
-        answer.finish("done", info={"tool_calls": calls})
-    begun = {"tool_call_id": "c1", "title": "web.weather"}
-    result = talk.answer(role="tool", info=begun)
-    assert talk.turns[-1].info == begun
-    result.write("20 degrees")
-    result.finish("done", info={**begun, "ending": "done"})
-    assert talk.messages[1:] == [
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "content": "20 degrees", "tool_call_id": "c1"},
-    ]
-
-
-def test_editing_begins_a_branch_and_loses_nothing(history: History) -> None:
+def test_branches(history: History) -> None:
     talk = history.new(model="m")
     first = talk.add("user", "one")
     answer = talk.add("assistant", "1")
@@ -90,7 +73,7 @@ def test_editing_begins_a_branch_and_loses_nothing(history: History) -> None:
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=25))
-def test_every_turn_can_be_shown_again(steps: list[tuple[bool, int]]) -> None:
+def test_show_any_turn(steps: list[tuple[bool, int]]) -> None:
     with TemporaryDirectory() as folder, History(Path(folder) / "h.db") as history:
         talk = history.new(model="m")
         parents: dict[int, int] = {}
@@ -111,7 +94,7 @@ def test_every_turn_can_be_shown_again(steps: list[tuple[bool, int]]) -> None:
             assert [parents[t] for t in shown] == [0, *shown[:-1]]
 
 
-def test_search_finds_words_and_titles(history: History) -> None:
+def test_search(history: History) -> None:
     for text in ("the quick brown fox", "a slow fox", "100% of nothing"):
         history.new(model="m").add("user", text)
     assert [info.title for info in history.list("FOX qui")] == ["the quick brown fox"]
@@ -127,14 +110,14 @@ def test_search_finds_words_and_titles(history: History) -> None:
     assert len(found.snippet) < 100
 
 
-def test_an_empty_conversation_is_not_listed(history: History) -> None:
+def test_empty_conversation(history: History) -> None:
     talk = history.new(model="m")
     assert history.list() == []
     talk.set(title="Plans")
     assert [info.title for info in history.list()] == ["Plans"]
 
 
-def test_deleting_removes_the_texts_from_the_search(history: History) -> None:
+def test_delete(history: History) -> None:
     talk = history.new(model="m")
     talk.add("user", "secret")
     history.delete(talk.id)
@@ -145,7 +128,7 @@ def test_deleting_removes_the_texts_from_the_search(history: History) -> None:
         history.open(talk.id)
 
 
-def test_how_an_answer_ended_is_kept(history: History) -> None:
+def test_answer_states(history: History) -> None:
     talk = history.new(model="m")
     talk.add("user", "q")
     writer = talk.answer()
@@ -172,7 +155,7 @@ with talk.answer() as writer:
 """
 
 
-def test_a_killed_app_loses_the_open_sentence_only(tmp_path: Path) -> None:
+def test_killed_writer(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
     history = History(path)
     talk = history.new(model="m")
@@ -192,16 +175,7 @@ def test_a_killed_app_loses_the_open_sentence_only(tmp_path: Path) -> None:
     assert history.list("whole")
 
 
-def test_two_apps_write_one_file(tmp_path: Path) -> None:
-    one, two = History(tmp_path / "h.db"), History(tmp_path / "h.db")
-    talk = one.new(model="m")
-    talk.add("user", "from one")
-    same = two.open(talk.id)
-    same.add("assistant", "from two")
-    assert said(talk) == ["from one", "from two"]
-
-
-def test_a_damaged_file_is_kept_aside(tmp_path: Path) -> None:
+def test_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
     path.write_bytes(b"this is no database, but a text that somebody wrote" * 100)
     with History(path) as history:
@@ -215,7 +189,7 @@ def test_a_damaged_file_is_kept_aside(tmp_path: Path) -> None:
         assert len(history.list()) == 1
 
 
-def test_damage_inside_is_found_at_the_next_start(tmp_path: Path) -> None:
+def test_damaged_pages(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
     with History(path) as history:
         talk = history.new(model="m")
@@ -229,7 +203,7 @@ def test_damage_inside_is_found_at_the_next_start(tmp_path: Path) -> None:
         assert history.list() == []
 
 
-def test_a_newer_file_is_left_alone(tmp_path: Path) -> None:
+def test_newer_file(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
     History(path).close()
     connection = sqlite3.connect(path)
@@ -243,7 +217,7 @@ def test_a_newer_file_is_left_alone(tmp_path: Path) -> None:
     assert connection.execute("PRAGMA user_version").fetchone() == (99,)
 
 
-def test_a_full_disk_loses_nothing_in_memory(history: History) -> None:
+def test_full_disk(history: History) -> None:
     talk = history.new(model="m")
     talk.add("user", "q")
     writer = talk.answer()
@@ -261,7 +235,7 @@ def test_a_full_disk_loses_nothing_in_memory(history: History) -> None:
     assert said(talk) == ["q", text]
 
 
-def test_a_file_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
+def test_unusable_path(tmp_path: Path) -> None:
     (tmp_path / "folder").write_text("")
     with pytest.raises(StorageError, match="cannot keep conversations"):
         History(tmp_path / "folder" / "h.db")
@@ -269,7 +243,7 @@ def test_a_file_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
         History(tmp_path)
 
 
-def test_names_and_roles_are_checked(history: History) -> None:
+def test_bad_arguments(history: History) -> None:
     talk = history.new(model="m")
     with pytest.raises(OptionError, match="no colour"):
         talk.set(colour="red")
@@ -279,7 +253,7 @@ def test_names_and_roles_are_checked(history: History) -> None:
         talk.add("user", "hi", after=77)
 
 
-def test_in_memory_it_is_the_same_without_a_file(tmp_path: Path) -> None:
+def test_in_memory(tmp_path: Path) -> None:
     with History(":memory:") as history:
         assert history.path is None
         talk = history.new(model="m", options={"seed": 1})
@@ -292,7 +266,7 @@ def test_in_memory_it_is_the_same_without_a_file(tmp_path: Path) -> None:
         assert other.list() == []
 
 
-def test_a_copy_in_memory_is_brought_back_with_its_branches(history: History) -> None:
+def test_merge_copy(history: History) -> None:
     with History(":memory:") as memory:
         talk = history.new(model="m", system="Be brief.")
         question = talk.add("user", "q")
@@ -332,7 +306,7 @@ def rights(folder: Path) -> set[int]:
 
 @posix
 @pytest.mark.parametrize("fate", ["whole", "damaged", "newer"])
-def test_nobody_else_reads_any_file_of_it(tmp_path: Path, fate: str, open_umask: None) -> None:
+def test_private_files(tmp_path: Path, fate: str, open_umask: None) -> None:
     folder = tmp_path / "new"
     path = folder / "h.db"
     with History(path) as history:
@@ -353,9 +327,7 @@ def test_nobody_else_reads_any_file_of_it(tmp_path: Path, fate: str, open_umask:
 
 
 @posix
-def test_files_that_an_earlier_version_shared_are_shared_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shared_files_made_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     folder = tmp_path / "localrt"
     History().close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from localrt.mcp.config import ServerConfig, read_servers
+from localrt.mcp.config import read_servers
 
 GOOD = """
 theme = "localrt-dark"
@@ -27,7 +27,7 @@ timeout = 20
 """
 
 
-def test_servers_are_read(tmp_path: Path) -> None:
+def test_read_servers(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(GOOD)
     servers, notes = read_servers(tmp_path, {"MY_TOKEN": "s3cret"})
     assert notes == ()
@@ -43,7 +43,7 @@ def test_servers_are_read(tmp_path: Path) -> None:
     assert [files.offers(name) for name in ("read_file", "write_file")] == [True, False]
 
 
-def test_without_a_file_or_table_there_are_none(tmp_path: Path) -> None:
+def test_no_servers(tmp_path: Path) -> None:
     assert read_servers(tmp_path) == ((), ())
     (tmp_path / "config.toml").write_text('theme = "x"')
     assert read_servers(tmp_path) == ((), ())
@@ -65,7 +65,7 @@ def test_without_a_file_or_table_there_are_none(tmp_path: Path) -> None:
         ('comand = "x"', "'comand' is not a setting (did you mean command?)"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_left_out(tmp_path: Path, entry: str, said: str) -> None:
+def test_bad_server(tmp_path: Path, entry: str, said: str) -> None:
     good = '[mcp.servers.good]\ncommand = "x"\n'
     (tmp_path / "config.toml").write_text(f"{good}[mcp.servers.bad]\n{entry}\n")
     servers, (note,) = read_servers(tmp_path, {})
@@ -75,7 +75,7 @@ def test_a_server_that_cannot_be_used_is_left_out(tmp_path: Path, entry: str, sa
     assert note.endswith(": left out")
 
 
-def test_a_file_that_is_no_toml_is_said(tmp_path: Path) -> None:
+def test_not_toml(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[mcp.servers.files\n")
     servers, (note,) = read_servers(tmp_path)
     assert servers == ()
@@ -83,14 +83,14 @@ def test_a_file_that_is_no_toml_is_said(tmp_path: Path) -> None:
     assert note.endswith(": no MCP servers are started")
 
 
-def test_other_settings_of_mcp_are_said(tmp_path: Path) -> None:
+def test_unknown_table(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[mcp.files]\ncommand = "x"\n')
     assert read_servers(tmp_path)[1] == (
         "config.toml: [mcp] holds [mcp.servers.NAME] tables and nothing else: left out",
     )
 
 
-def test_nothing_imports_the_sdk_before_there_are_servers() -> None:
+def test_lazy_import() -> None:
     code = (
         "import sys, localrt.tui, localrt.tui.plain\n"
         "from localrt.mcp.servers import ToolServers\n"
@@ -98,7 +98,3 @@ def test_nothing_imports_the_sdk_before_there_are_servers() -> None:
         "assert not {'mcp', 'mcp_types', 'pydantic'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_name_is_short_and_plain() -> None:
-    assert ServerConfig(name="a", command="x").timeout == 60

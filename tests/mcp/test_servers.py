@@ -80,9 +80,7 @@ def programs(servers: ToolServers) -> list[psutil.Process]:
     return [p for p in found if p.status() != "zombie" and p.cmdline()[1:] == [SERVER]]
 
 
-def test_tools_of_both_transports_are_called(
-    http: Any, started: Callable[..., ToolServers]
-) -> None:
+def test_transports(http: Any, started: Callable[..., ToolServers]) -> None:
     process = http()
     far = ServerConfig(name="far", url=http.url, timeout=30)
     servers = started(stdio(env={"SECRET": "cheese"}), far)
@@ -116,7 +114,7 @@ def test_tools_of_both_transports_are_called(
     assert call(servers, "far", "add", a=2, b=2) == ToolResult("4")
 
 
-def test_a_program_that_ends_is_told_and_started_again(started: Callable[..., ToolServers]) -> None:
+def test_restart(started: Callable[..., ToolServers]) -> None:
     servers = started(stdio())
     assert call(servers, "local", "end").text == "The server local ended: out of cheese."
     wait_for(lambda: status(servers, "local").problem == "ended: out of cheese")
@@ -131,7 +129,7 @@ def test_a_program_that_ends_is_told_and_started_again(started: Callable[..., To
     assert programs(servers) == []
 
 
-def test_why_a_server_does_not_start(started: Callable[..., ToolServers]) -> None:
+def test_failed_start(started: Callable[..., ToolServers]) -> None:
     python = sys.executable
     wordy = "import sys; print('boo\\n', file=sys.stderr); sys.exit(1)"
     servers = started(
@@ -154,7 +152,7 @@ def test_why_a_server_does_not_start(started: Callable[..., ToolServers]) -> Non
     )
 
 
-def test_a_call_has_a_time_limit(started: Callable[..., ToolServers]) -> None:
+def test_timeout(started: Callable[..., ToolServers]) -> None:
     servers = started(stdio(timeout=5.0))
     result = call(servers, "local", "sleep", seconds=60)
     assert result == ToolResult("The server local did not answer within 5 s.", "failed")

@@ -42,7 +42,7 @@ def servers() -> FakeServers:
     return found
 
 
-def test_a_model_is_offered_what_is_not_denied_under_names_of_their_own(
+def test_offered(
     servers: FakeServers,
 ) -> None:
     toolbox = Toolbox(servers)
@@ -61,7 +61,7 @@ def test_a_model_is_offered_what_is_not_denied_under_names_of_their_own(
     }
 
 
-def test_calls_ask_unless_the_config_or_the_user_allows_them(servers: FakeServers) -> None:
+def test_allowed(servers: FakeServers) -> None:
     toolbox = Toolbox(servers)
     assert not toolbox.read(ToolCall("1", "files_read", '{"path": "a"}'), "here").asks
     get = ToolCall("2", "get_it", "")
@@ -71,7 +71,7 @@ def test_calls_ask_unless_the_config_or_the_user_allows_them(servers: FakeServer
     assert toolbox.read(get, "elsewhere").asks
 
 
-def test_calls_that_cannot_be_run_are_told_to_the_model(servers: FakeServers) -> None:
+def test_bad_calls(servers: FakeServers) -> None:
     toolbox = Toolbox(servers)
     denied = toolbox.read(ToolCall("1", "write", "{}"), "here")
     assert denied.problem == ("There is no such tool. There are: files_read, web_read, get_it.")
@@ -82,7 +82,7 @@ def test_calls_that_cannot_be_run_are_told_to_the_model(servers: FakeServers) ->
         assert toolbox.run(call).result().ending == "failed"
 
 
-def test_the_command_lists_servers_and_tools(servers: FakeServers) -> None:
+def test_command(servers: FakeServers) -> None:
     toolbox = Toolbox(servers)
     toolbox.allow(toolbox.offered["get_it"], "here")
     assert toolbox.command("", "here").splitlines() == [
@@ -98,7 +98,7 @@ def test_the_command_lists_servers_and_tools(servers: FakeServers) -> None:
         toolbox.command("what", "here")
 
 
-def test_problems_are_news_once(servers: FakeServers) -> None:
+def test_news(servers: FakeServers) -> None:
     toolbox = Toolbox(servers, ["a note"])
     assert toolbox.take_news() == ["a note"]
     ready = servers.state

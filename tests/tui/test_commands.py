@@ -123,7 +123,7 @@ async def test_system_and_set(model: FakeModel) -> None:
         assert "temperature 0.2 (default)" in listing
         assert "seed -" in listing
         await screen.say(pilot, "/set thinking off")
-        assert screen.notices(app)[-1] == 'thinking = "off"'
+        assert screen.notices(app)[-1] == "thinking = off"
         for name in ("thinking", "max_tokens", "stop"):
             await screen.say(pilot, f"/set {name} none")
         assert model.last_chat.options == {"ignore_eos": True}

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,39 +224,6 @@ async def test_answer_stopped_at_once(model: FakeModel, opening: Opening) -> Non
         assert screen.marks(app) == ["stopped"]
         await asked(pilot, "Again")
     assert [m["content"] for m in model.seen[-1].messages] == ["Hi", "(No answer.)", "Again"]
-
-
-_WRITER = """
-    import sys, time
-    from localrt import History
-    conversation = History(sys.argv[1]).new(model="m")
-    user = conversation.add("user", "Tell me")
-    writer = conversation.answer(after=user.id)
-    writer.write("A whole sentence. And a ha")
-    print("written", flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs kill -9")
-async def test_killed_app(model: FakeModel, tmp_path: Path, opening: Opening) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(_WRITER), str(tmp_path / "history.db")],
-        stdout=subprocess.PIPE,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline().strip() == b"written"
-    app = app_for(FakeLoader(model), history=opening, resume=True)
-    async with app.run_test(size=SIZE):  # the other app still runs
-        assert screen.marks(app) == ["being written by another window"]
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
-    async with running(model, history=opening, resume=True) as (app, pilot):
-        assert screen.answers(app)[0].startswith("A whole sentence.")
-        assert "cut off" in screen.marks(app)[0]
-        await asked(pilot, "Go on")
-        assert len(screen.answers(app)) == 2
 
 
 async def test_full_disk(model: FakeModel, opening: Opening) -> None:

@@ -64,13 +64,6 @@ def test_bad_file(tmp_path: Path, text: str) -> None:
     assert file.path.read_text() == text
 
 
-def test_not_utf8(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_bytes(b"\xff\xfe")
-    file = PreferencesFile(tmp_path)
-    file.load()
-    assert len(file.notes) == 1
-
-
 def test_changes_keep_comments(tmp_path: Path) -> None:
     file = config(tmp_path, '# mine\ntheme = "nord"  # blue\n\n[keys]\n# twice\nnew = "ctrl+l"\n')
     file.change({"theme": "localrt-light", "panel": True})

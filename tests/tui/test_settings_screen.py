@@ -204,14 +204,6 @@ async def test_options_while_loading(tmp_path: Path) -> None:
         assert "still loading" in str(app.screen.query_one("#problem", Static).render())
 
 
-async def test_unwritable_file(app: Bare, tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("theme = ")
-    async with app.run_test(size=(100, 50)) as pilot:
-        await choose(pilot, app, "Begin with these")
-        assert any("is not TOML" in line for line in told(app))
-        assert (tmp_path / "config.toml").read_text() == "theme = "
-
-
 async def test_themes_of_16_colors(tmp_path: Path, monkeypatch: Any) -> None:
     app = Bare(tmp_path)
     async with app.run_test():

@@ -216,22 +216,6 @@ async def test_layouts(model: FakeModel) -> None:
             screen.composer(app).put("")
 
 
-async def test_panel_wraps_conversation(model: FakeModel) -> None:
-    model.answer = ["A sentence of some words that is long enough to be wrapped. " * 6]
-    async with running(model, size=(120, 30)) as (app, pilot):
-        await asked(pilot, "Hi " * 50)
-        wide = screen.shown(app)
-        view = screen.conversation(app)
-        await pilot.press("f3")
-        await until(pilot, lambda: view.size.width < 80)
-        await until(pilot, lambda: screen.shown(app).split() == wide.split())  # none is cut off
-        assert all(len(line) <= view.size.width for line in screen.shown(app).splitlines())
-        await pilot.press("f3")
-        await until(pilot, lambda: screen.shown(app) == wide)
-        await pilot.resize_terminal(60, 40)
-        await until(pilot, lambda: screen.shown(app).split() == wide.split())
-
-
 async def test_without_colour(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     model.answer = ["# Title\n\nSome `code`:\n\n```python\nreturn 0\n```\n"]

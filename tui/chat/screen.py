@@ -76,7 +76,6 @@ class ChatScreen(Screen[None]):
     ) -> None:
         super().__init__(id="chat")
         self.state = state
-        self.failed = False  # the first model could not be loaded: Enter leaves
         self.view = ConversationView()
         self.queue = MessageQueue(self.view, state.conversation, toolbox, self._ask_about_call)
         self.loading_line = LoadingLine()
@@ -150,7 +149,6 @@ class ChatScreen(Screen[None]):
 
     def model_leaves(self, name: str) -> None:
         """The model goes, and another one of this name is on its way."""
-        self.failed = False
         self.panel.take(None)
         self.loading_line.progress, self.loading_line.display = None, True
         self.footer.status = Status(model=name)
@@ -174,6 +172,11 @@ class ChatScreen(Screen[None]):
             self.say(f"{what} when this answer ends; Esc stops it")
         else:
             work()
+
+    @property
+    def failed(self) -> bool:
+        """The first model could not be loaded: Enter leaves."""
+        return self.footer.status.phase is Phase.FAILED
 
     @property
     def _session(self) -> Session:

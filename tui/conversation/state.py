@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,11 +109,6 @@ class Session:
             f"{name} = {_shown(value)}" if value is not None else f"{name} is back to its default"
         )
 
-    def default(self, name: str) -> Any:
-        """What an option is where nobody chose."""
-        found = self.model.defaults.get(name)
-        return library_defaults().get(name) if found is None else found
-
     def use(self, preset: Preset) -> None:
         """Go on with exactly the preset's options, and its system prompt if it has one.
 
@@ -157,25 +152,22 @@ class Session:
         return f"{name}+{chosen if isinstance(chosen, str) else '+'.join(chosen)}"
 
     def _options(self) -> str:
-        chosen, defaults = self.chat.options, self.model.defaults
         width = max(map(len, OPTIONS))
-        lines = []
-        for name in sorted(OPTIONS):
-            if name in chosen:
-                value = _shown(chosen[name])
-            else:
-                value = "-" if defaults.get(name) is None else f"{_shown(defaults[name])} (default)"
-            lines.append(f"{name:<{width}}  {value}")
-        return "\n".join(lines)
+        chosen, defaults = self.chat.options, self.model.defaults
+        return "\n".join(
+            f"{name:<{width}}  {option_text(name, chosen, defaults)}" for name in sorted(OPTIONS)
+        )
 
 
-def library_defaults() -> dict[str, Any]:
-    """Generation options that have a default whatever the model."""
-    options = localrt.Options()
-    found: dict[str, Any] = {}
-    for part in (options, options.sampling):
-        found |= {each.name: getattr(part, each.name) for each in fields(part)}
-    return {name: value for name, value in found.items() if value not in ((), {}, None)}
+def option_text(name: str, chosen: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """``0.7``; ``0.2 (default)`` of the model or the library; ``-`` where there is neither."""
+    if chosen.get(name) is not None:
+        return _shown(chosen[name])
+    default = defaults.get(name)
+    if default is None:
+        options = localrt.Options()
+        default = getattr(options, name, getattr(options.sampling, name, None))
+    return "-" if default in ((), {}, None) else f"{_shown(default)} (default)"
 
 
 def _value(name: str, text: str) -> Any:
@@ -192,7 +184,8 @@ def _value(name: str, text: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    """As ``/set`` takes it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,6 @@ shown where it was typed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from textual.widgets.option_list import Option
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.tui.commands import OPTIONS
-from localrt.tui.conversation.state import ChatState, Defaults, Session, library_defaults
+from localrt.tui.conversation.state import ChatState, Defaults, Session, option_text
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
 from localrt.tui.screens.dialogs import (
     HEADING,
@@ -131,12 +130,9 @@ class SettingsScreen(Dialog[None]):
         return dict(self._state.conversation.options if session is None else session.chat.options)
 
     def _option_row(self, name: str) -> _Row:
-        session, chosen = self._state.session, self._options.get(name)
-        text = "" if chosen is None else _as_typed(chosen)
-        value = text
-        if chosen is None:
-            default = library_defaults().get(name) if session is None else session.default(name)
-            value = "–" if default is None else f"{_as_typed(default)} (default)"
+        session, chosen = self._state.session, self._options
+        value = option_text(name, chosen, {} if session is None else session.model.defaults)
+        text = value if name in chosen else ""
 
         def set_option(text: str) -> None:
             self._session.set(f"{name} {text.strip() or 'none'}")
@@ -148,7 +144,7 @@ class SettingsScreen(Dialog[None]):
         def reset() -> None:
             self._try(lambda: set_option("none"))
 
-        return _Row(name, value, OPTIONS[name], change, reset, chosen is not None)
+        return _Row(name, value, OPTIONS[name], change, reset, name in chosen)
 
     def _system_row(self) -> _Row:
         system = self._state.conversation.system or ""
@@ -316,7 +312,3 @@ def _drawn(row: _Row, width: int) -> Content:
         (value, "bold $text-accent" if row.chosen else FAINT),
     )
     return hanging(drawn, width, 4)
-
-
-def _as_typed(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
