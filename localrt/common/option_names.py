@@ -1,9 +1,10 @@
 """Options named in messages, spelled as the reader knows them.
 
 A message is written far from its reader. Where it names an option it calls ``option``, which writes
-the Python spelling between marks that no terminal shows. Who shows the message spells it anew:
-``ctx=512`` in Python, ``--ctx 512`` on the command line, ``/set ctx 512`` in the app. Knows no
-option's meaning; of options of other libraries it knows which of ours does the same.
+the Python spelling in backticks. Code that shows a message respells it by ``spelled``: ``ctx=512``
+in Python, ``--ctx 512`` on the command line, ``/set ctx 512`` in the app. A single word in
+backticks is an option, so a message puts no other word in them. Knows no option's meaning; of
+options of other libraries it knows which of ours does the same.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from collections.abc import Callable, Iterable
 # An option's name, and its value or None, as one kind of reader writes them.
 Spelling = Callable[[str, object], str]
 
-_MARK = "\N{WORD JOINER}"
-_MARKED = re.compile(f"{_MARK}([a-z_]+)(?:=([^{_MARK}]*))?{_MARK}")
+_OPTION = re.compile(r"`([a-z_]+)(?:=(-?[\d.]+(?:e-?\d+)?|True|False|\"[^`]*\"))?`")
 
 
 def option(name: str, value: object = None) -> str:
     """An option by its Python name, and its value where the message gives one."""
-    return f"{_MARK}{python_option(name, value)}{_MARK}"
+    return f"`{python_option(name, value)}`"
 
 
 def spelled(text: str, spelling: Spelling) -> str:
@@ -33,7 +33,7 @@ def spelled(text: str, spelling: Spelling) -> str:
     def respelled(found: re.Match[str]) -> str:
         return spelling(found[1], None if found[2] is None else ast.literal_eval(found[2]))
 
-    return _MARKED.sub(respelled, text) if _MARK in text else text
+    return _OPTION.sub(respelled, text)
 
 
 def python_option(name: str, value: object) -> str:

@@ -99,7 +99,9 @@ async def show(request: Request) -> Response:
 async def not_here(request: Request) -> Response:
     """What Ollama does with models, and this server does not."""
     raise ApiError(
-        501, f"{request.url.path} is not supported: manage models with `localrt list`, `pull`, `rm`"
+        501,
+        f"{request.url.path} is not supported: manage models with `localrt list`, `localrt pull` "
+        "and `localrt rm`",
     )
 
 
