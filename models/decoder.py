@@ -135,7 +135,7 @@ class Decoder:
         weights = self.weights
         wanted = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
         with self.ops.scope():
-            # A second time where a card's memory, which others use too, has run out in the first.
+            # A second time where a GPU's memory, which others use too, has run out in the first.
             for again in (True, False):
                 state = weights.begin(batch, wanted, check)
                 try:

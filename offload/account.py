@@ -54,10 +54,10 @@ UNKNOWN_MODEL_NBYTES = 200 << 20
 """Process and conversation, beside a model of which nothing but its size is known."""
 
 CUDA_CONTEXT_NBYTES = 400 << 20
-"""Of a card's memory: CUDA's context and kernels' code, before anything is allocated."""
+"""Of a GPU's memory: CUDA's context and kernels' code, before anything is allocated."""
 
 SPARE_VRAM_NBYTES = (128 + 40 + 32 + 150) << 20
-"""Of a real card: torch rounds each of about 64 allocations up by 2 MB at most, and takes small
+"""Of a real GPU: torch rounds each of about 64 allocations up by 2 MB at most, and takes small
 ones from blocks of 20 MB, of weights and of activations; cuBLAS has 32 MB; 150 MB stay free, below
 which other programs are given memory back.
 """
@@ -66,7 +66,7 @@ PREFILL_ROWS = 512
 """Rows of a prompt's pass: enough for the matrix units, few enough for progress and memory."""
 
 LONG_PREFILL_ROWS = 2048
-"""The same beside a card: enough for it to compute as long as a link takes to bring what it lacks.
+"""The same beside a GPU: enough for it to compute as long as a link takes to bring what it lacks.
 """
 
 FIRST_CONTEXT = 512
@@ -87,7 +87,7 @@ _TABLES = ("embedding", "norm")  # units that stay where they are: rows are take
 # A pass wants rows enough for the arithmetic to pay for the reading, in a small part of the budget.
 _ROW_CHOICES = (1024, 512, 256, 128, 64, 32)
 _ACTIVATION_SHARE = 0.02
-_CARD_ACTIVATION_SHARE = 0.07  # beside a card, of its memory and of the RAM for more rows than 512
+_GPU_ACTIVATION_SHARE = 0.07  # beside a GPU, of its memory and of the RAM for more rows than 512
 _FEWEST_ROWS = 32
 
 Tier = Literal["ram", "vram", "ssd"]
@@ -131,7 +131,7 @@ class Budgets:
 
     ``process`` is what the process takes without weights, slots, keys and values and activations
     (None: an estimate); ``cuda_context`` what the driver takes of ``vram`` (None: an estimate; a
-    virtual card has none); ``scratch`` what kernels allocate for themselves.
+    virtual GPU has none); ``scratch`` what kernels allocate for themselves.
     """
 
     ram: int
@@ -251,7 +251,7 @@ def activation_nbytes(sizes: PassSizes, rows: int) -> int:
 
 
 def card_scratch_nbytes(sizes: PassSizes, rows: int) -> int:
-    """What passes of at most ``rows`` rows need of a card beside weights, keys and values.
+    """What passes of at most ``rows`` rows need of a GPU beside weights, keys and values.
 
     Long passes unpack a piece of a matrix at a time, and keep its product beside the others'. Short
     ones have memory of their own where they are recorded: what their attention splits is added.
@@ -270,8 +270,8 @@ def fitting_rows(sizes: PassSizes, budget: int, most: int) -> int:
 
 
 def card_rows_choices(sizes: PassSizes, budgets: Budgets, most: int) -> Iterator[int]:
-    """Rows of a prompt's pass beside a card, more than ``PREFILL_ROWS``: the most first."""
-    room = _CARD_ACTIVATION_SHARE * min(budgets.ram, budgets.vram)
+    """Rows of a prompt's pass beside a GPU, more than ``PREFILL_ROWS``: the most first."""
+    room = _GPU_ACTIVATION_SHARE * min(budgets.ram, budgets.vram)
     for rows in (most, *(choice for choice in _ROW_CHOICES if choice < most)):
         if rows > PREFILL_ROWS and _row_nbytes(sizes, rows) <= room:
             yield rows
@@ -399,10 +399,10 @@ def unstreamable_nbytes(shape: ModelShape, placement: Placement) -> int:
 
 
 def unstreamable_card_nbytes(shape: ModelShape, placement: Placement) -> int:
-    """Weights on the card that stay there whatever the caches need. Of experts few have to."""
+    """Weights on the GPU that stay there whatever the caches need. Of experts few have to."""
     limit = min(placement.ram_ring, placement.vram_ring)
-    on_card = [u for u in shape.units if placement.where[u.name] is Where.VRAM]
-    return sum(u.nbytes for u in on_card if u.kind != "expert" and u.nbytes > limit)
+    on_gpu = [u for u in shape.units if placement.where[u.name] is Where.VRAM]
+    return sum(u.nbytes for u in on_gpu if u.kind != "expert" and u.nbytes > limit)
 
 
 # -- drafts --------------------------------------------------------------------------------------

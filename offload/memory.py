@@ -195,7 +195,7 @@ _LEAST_FREE_VRAM = 150 << 20
 
 
 class MemoryPressure:
-    """Called before passes; returns bytes of RAM and of the card's memory that are needed now."""
+    """Called before passes; returns bytes of RAM and of the GPU's memory that are needed now."""
 
     def __init__(self, free_vram: Callable[[], int | None]) -> None:
         self._free_vram = free_vram

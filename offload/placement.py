@@ -79,7 +79,7 @@ class Placement:
     of one pass.
 
     In passes of ``card_rows`` rows or more (0: in none) the units of ``crossing``, which the CPU
-    computes otherwise, are copied over the link and computed by the card, and so are the experts of
+    computes otherwise, are copied over the link and computed by the GPU, and so are the experts of
     a mixture that it does not hold. Attention never is: its keys and values are where they are.
     """
 
@@ -108,7 +108,7 @@ class Placement:
         return any(where.on_gpu for where in self.where.values())
 
     def crosses(self, rows: int) -> bool:
-        """Whether a pass of ``rows`` rows has the card compute what the CPU does otherwise."""
+        """Whether a pass of ``rows`` rows has the GPU compute what the CPU does otherwise."""
         return 0 < self.card_rows <= rows
 
     def on(self, rows: int) -> Mapping[str, Where]:

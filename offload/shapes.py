@@ -100,7 +100,7 @@ class PassSizes:
     ``inner`` is the widest MLP, ``query_nbytes`` what latent attention's queries and results take
     for a row (0 without), ``mixed_nbytes`` what a recurrent layer's numbers do, ``experts_used``
     and ``expert_inner`` are a mixture's. ``split_nbytes`` are the most that attention of few rows
-    keeps on a card until its runs of keys are joined. ``beside`` are a row's numbers beside the
+    keeps on a GPU until its runs of keys are joined. ``beside`` are a row's numbers beside the
     residual stream: layers' own inputs, and streams.
     """
 
@@ -150,7 +150,7 @@ class ModelShape:
     """Units in the order of a pass, and the few numbers that memory and time depend on.
 
     ``inner`` is the widest MLP, ``parameters`` counts every weight once. ``notes`` say what was
-    assumed. ``beside`` is that of ``PassSizes``. ``off_card`` says what our kernels for cards lack
+    assumed. ``beside`` is that of ``PassSizes``. ``off_card`` says what our kernels for GPUs lack
     for this model, if anything. ``routed`` are the experts; ``steps`` are what a pass computes one
     after another: a unit, or a layer's experts.
     """

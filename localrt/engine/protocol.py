@@ -398,7 +398,7 @@ class Engine(ABC):
             MemoryBudgetError: there is no room for it.
         """
         raise UnsupportedModelError(
-            f"the engine {self.info.engine} computes no adapters: use --engine native"
+            f"the engine {self.info.engine} computes no adapters: use {option('engine', 'native')}"
         )
 
     def remove_adapter(self, key: str) -> None:  # noqa: B027  nothing to do

@@ -19,8 +19,8 @@ from localrt.quant.cuda.gpu_file import GpuRates
 from localrt.quant.ops.kv import parse_kv_format
 from localrt.quant.ops.protocol import Ops
 
-# Reads and writes of a copy within the card's memory reach about what reading alone does.
-_ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic, of any card since 2018
+# Reads and writes of a copy within the GPU's memory reach about what reading alone does.
+_ARITHMETIC_PER_BYTE = 100.0  # operations per byte of memory traffic, of any GPU since 2018
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def _cuda(
 def _rates(
     ops: Ops, host: NativeOps, formats: Iterable[str], progress: ProgressCallback | None
 ) -> GpuRates | None:
-    """What was measured of the card, now or before; None if it cannot be."""
+    """What was measured of the GPU, now or before; None if it cannot be."""
     from localrt.quant.cuda.measuring import gpu_rates
     from localrt.quant.cuda.ops import CudaOps
 
@@ -120,7 +120,7 @@ def _rates(
         if progress is not None:
             progress(Progress("measure", done, total, "rates"))
 
-    assert isinstance(ops, CudaOps), "a card of CUDA computes by them"
+    assert isinstance(ops, CudaOps), "a GPU of CUDA computes by them"
     try:
         return gpu_rates(ops, formats, host=host, on_step=on_step)
     except LocalrtError:  # plain copies are measured then, and loading says what is wrong

@@ -201,17 +201,17 @@ def compiled_meanwhile(
         return_free_memory()  # the compiler's
 
 
-def share_of_card(store: StoreCheckpoint, config: DecoderConfig, placement: Placement) -> Share:
-    """What a placement has a card compute."""
+def share_of_gpu(store: StoreCheckpoint, config: DecoderConfig, placement: Placement) -> Share:
+    """What a placement has a GPU compute."""
 
     def layers(kind: str) -> frozenset[int]:
         names = {layer: f"layers.{layer}.{kind}" for layer in range(config.layers)}
-        return frozenset(n for n, name in names.items() if name in on_card)
+        return frozenset(n for n, name in names.items() if name in on_gpu)
 
-    on_card = {name for name, where in placement.where.items() if where.on_gpu}
+    on_gpu = {name for name, where in placement.where.items() if where.on_gpu}
     crossing = frozenset(n for n in range(config.layers) if f"layers.{n}.mlp" in placement.crossing)
     matrix = EMBEDDING if config.tied_head else HEAD
-    head = [unit.tensors[0] for unit in store.manifest.units if unit.name in on_card]
+    head = [unit.tensors[0] for unit in store.manifest.units if unit.name in on_gpu]
     return Share(
         attention=layers("attention"),
         mlp=layers("mlp"),

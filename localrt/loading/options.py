@@ -24,7 +24,7 @@ class LoadOptions:
     """The options of ``localrt.load``, sizes in bytes.
 
     ``pass_rows`` are the rows of a usual pass, which a placement is made for: more than one where
-    guesses are verified. A ``gpu_memory`` of 0 leaves all to the CPU.
+    draft tokens are verified. A ``gpu_memory`` of 0 leaves all to the CPU.
     ``shrinkable``: a model that fits whole can give its weights back later, and stream them.
     """
 

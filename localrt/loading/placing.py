@@ -26,7 +26,7 @@ from localrt.engine.native.meters import placed_forecast
 from localrt.engine.protocol import EngineInfo, Forecast, Forecaster, Rates
 from localrt.hub.names import shown_path
 from localrt.loading.gpu import open_gpu
-from localrt.loading.kernels import compiled_meanwhile, share_of_card
+from localrt.loading.kernels import compiled_meanwhile, share_of_gpu
 from localrt.loading.options import LoadOptions, byte_counter, pick_context
 from localrt.machine.measuring import machine_profile
 from localrt.models.checkpoints import Checkpoint
@@ -121,7 +121,7 @@ def first_plan(
     """For a short context, such that the whole one's caches will fit; or for all of it at once
     where some of its keys and values live on the SSD.
 
-    ``rows`` are those of the passes to place for: more than one where guesses are verified.
+    ``rows`` are those of the passes to place for: more than one where draft tokens are verified.
 
     Raises:
         MemoryBudgetError: the whole context does not fit.
@@ -156,9 +156,9 @@ def _can_grow(plan: Plan, ctx: int) -> bool:
     memory = plan.memory
     streamed = (memory.nbytes(what, "vram") for what in ("weights", "keys and values"))
     stays = memory.total("vram") - sum(streamed) + unstreamable_card_nbytes(shape, placement)
-    on_card = not kv["vram"] or stays + kv["vram"] <= plan.request.budgets.vram
+    on_gpu = not kv["vram"] or stays + kv["vram"] <= plan.request.budgets.vram
     in_ram = unstreamable_nbytes(shape, placement) + kv["ram"] <= plan.for_weights_and_caches()
-    return in_ram and on_card
+    return in_ram and on_gpu
 
 
 # Less than this is too little to tell a disk's speed by.
@@ -250,7 +250,7 @@ def load_placed(
     if kv_tier is not None and isinstance(ops, NativeOps):
         ops.kv_maker = kv_tier
     gpu_ops = ops if opened.gpu is None else opened.gpu.ops
-    share = share_of_card(store, config, plan.placement)
+    share = share_of_gpu(store, config, plan.placement)
     with compiled_meanwhile(store, config, gpu_ops, share, progress=progress, cancel=cancel):
         streamed = open_pipeline(
             Setup(
@@ -272,7 +272,7 @@ def load_placed(
     if opened.gpu is not None and opened.gpu.unpinned:
         notes.append(
             f"the system does not let {format_bytes(opened.gpu.unpinned)} of RAM be pinned: "
-            f"copies of it to the card take about twice as long; a smaller {option('ram')} may help"
+            f"copies of it to the GPU take about twice as long; a smaller {option('ram')} may help"
         )
     rate = resident / streamed.load_s if resident > _LOAD_SAMPLE else machine.ssd_bytes_s
     engine = NativeEngine(

@@ -67,7 +67,7 @@ def test_caches_stay_within_their_room() -> None:
     extend(drafter, one, 6)
     other = drafter.cache(100)
     extend(drafter, other, 4)
-    with pytest.raises(DraftFailedError, match="110 B of the card's memory, and 100 B were set"):
+    with pytest.raises(DraftFailedError, match="110 B of the GPU's memory, and 100 B were set"):
         extend(drafter, one, 1)
     del other
     extend(drafter, one, 4)

@@ -1,4 +1,4 @@
-"""Opening a card: planned with what is measured on it, by rule where that is not possible."""
+"""Opening a GPU: planned with what is measured on it, by rule where that is not possible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.planner.models import RATE
 torch = pytest.importorskip("torch")
 
 
-def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     from localrt.quant.cuda import cuda_memory, measuring
     from localrt.quant.cuda.ops import CudaOps
 
@@ -27,7 +27,7 @@ def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> 
     ) -> Any:
         asked.append(formats)
         if len(asked) > 1:
-            raise LocalrtError("the card refuses a kernel")
+            raise LocalrtError("the GPU refuses a kernel")
         on_step(1, 4)
         return RATE
 
@@ -36,8 +36,8 @@ def test_a_card_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> 
     ops, seen = CudaOps(device="cpu"), list[Progress]()
     monkeypatch.setattr(ops, "free_memory", lambda: 8 << 30)
     options: dict[str, Any] = {"threads": 1, "gpu_memory": None, "formats": {"q4_k"}}
-    card = open_gpu(ops, **options, progress=seen.append)
-    machine = card.on(typical_machine())
+    gpu = open_gpu(ops, **options, progress=seen.append)
+    machine = gpu.on(typical_machine())
     assert asked == [{"q4_k"}]
     assert seen == [Progress("measure", 1, 4, "rates")]
     assert machine.link_bytes_s == RATE.to_gpu_bytes_s

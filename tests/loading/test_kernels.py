@@ -1,4 +1,4 @@
-"""What a card will launch is compiled while weights load: all of it, and nothing else."""
+"""What a GPU will launch is compiled while weights load: all of it, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings
 from localrt.loading import native
-from localrt.loading.kernels import compiled_meanwhile, share_of_card
+from localrt.loading.kernels import compiled_meanwhile, share_of_gpu
 from localrt.loading.options import LoadOptions
 from localrt.models.checkpoints import Checkpoint, TensorInfo, open_checkpoint
 from localrt.models.decoder import Decoder
@@ -41,7 +41,7 @@ FORMATS = {"": "q4_k", "down_proj": "q6_k", "lm_head": "q6_k", "embed_tokens": "
 LENGTHS = (1, 2, 4, 5, 8, 9, 16, 17, 33, 64, 65, 300)
 
 
-class Card:
+class FakeGpu:
     """Launches nothing, and counts. ``broken`` kernels do not compile."""
 
     def __init__(self) -> None:
@@ -64,20 +64,20 @@ class Card:
             self.late.add(program)
 
 
-class CardOps(CudaOps):
-    """On a card with room for everything."""
+class GpuOps(CudaOps):
+    """On a GPU with room for everything."""
 
     def free_memory(self) -> int:
         return PLENTY
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """What kernels would have written is zero: routers then choose, and nothing is not a number."""
     monkeypatch.setattr(torch, "empty", torch.zeros)
-    card = Card()
-    before = emulate(card)
-    yield card
+    gpu = FakeGpu()
+    before = emulate(gpu)
+    yield gpu
     emulate(before)
 
 
@@ -88,10 +88,10 @@ def run_passes(decoder: Decoder) -> None:
         decoder.forward(Batch.extend([(cache, [1] * rows)]), rows=wanted)
 
 
-def check(card: Card) -> None:
-    assert not card.late
-    assert set(card.prepared) == set(card.launched)
-    assert len(card.prepared) == len(set(card.prepared))
+def check(gpu: FakeGpu) -> None:
+    assert not gpu.late
+    assert set(gpu.prepared) == set(gpu.launched)
+    assert len(gpu.prepared) == len(set(gpu.prepared))
 
 
 class Packed:
@@ -133,20 +133,20 @@ def synthetic(folder: Path, formats: Mapping[str, str] = FORMATS) -> Any:
 def test_the_first_passes_compile_nothing(
     formats: dict[str, str],
     fine: bool,
-    card: Card,
+    gpu: FakeGpu,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of two formats, of stacked matrices in several, of some that no kernel reads."""
-    monkeypatch.setattr(native, "make_ops", lambda *_, **__: CardOps(device="cpu", fine=fine))
+    monkeypatch.setattr(native, "make_ops", lambda *_, **__: GpuOps(device="cpu", fine=fine))
     source = synthetic(tmp_path, formats)
     options, settings = LoadOptions(device="cuda"), Settings.from_environment()
     engine, _ = native.load_native(source, options, settings=settings, notes=[])
-    assert card.prepared
-    assert not card.launched
+    assert gpu.prepared
+    assert not gpu.launched
     with closing(engine):
         run_passes(cast(Any, engine)._decoder)
-    check(card)
+    check(gpu)
 
 
 OTHERS = ["gpt-oss", "qwen2-moe", "deepseek-v2", "nemotron-h-moe", "kimi-linear", "lfm3"]
@@ -155,16 +155,16 @@ OTHERS = ["gpt-oss", "qwen2-moe", "deepseek-v2", "nemotron-h-moe", "kimi-linear"
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("format_", ["int4-g32", None])
 def test_mixtures_latents_and_states(
-    name: str, format_: str | None, card: Card, tmp_path: Path
+    name: str, format_: str | None, gpu: FakeGpu, tmp_path: Path
 ) -> None:
     save_tiny(name, tmp_path, layers=2)
     with closing(open_checkpoint(tmp_path)) as model:
         run_passes(load_whole(model if format_ is None else cast(Any, Packed(model, format_))))
-    check(card)
+    check(gpu)
 
 
 @needs_kernels
-def test_a_card_that_computes_a_part_compiles_that_part(card: Card, tmp_path: Path) -> None:
+def test_a_gpu_that_computes_a_part_compiles_that_part(gpu: FakeGpu, tmp_path: Path) -> None:
     """Attention of one layer, MLPs of long passes of the other, the head."""
     from localrt.offload.store import pack_store
     from localrt.quant.formats.tiled import tile_tensor
@@ -183,7 +183,7 @@ def test_a_card_that_computes_a_part_compiles_that_part(card: Card, tmp_path: Pa
             card_rows=65,
         )
         ops, clock = CudaOps(device="cpu"), Clock()
-        share = share_of_card(model.store, model.config, placement)
+        share = share_of_gpu(model.store, model.config, placement)
         with compiled_meanwhile(model.store, model.config, ops, share):
             decoder = open_decoder(
                 model.store,
@@ -197,33 +197,33 @@ def test_a_card_that_computes_a_part_compiles_that_part(card: Card, tmp_path: Pa
             )
         with closing(decoder):
             run_passes(decoder)
-    check(card)
-    long = {p for p in card.prepared if p.name == "unpack"}
+    check(gpu)
+    long = {p for p in gpu.prepared if p.name == "unpack"}
     assert {dict(p.macros)["OUT"] for p in long} == {"Bf16"}  # no embedding
 
 
-def test_weights_load_while_kernels_compile(card: Card, tmp_path: Path) -> None:
+def test_weights_load_while_kernels_compile(gpu: FakeGpu, tmp_path: Path) -> None:
     """Steps are told of at the end, and only of what is left to do."""
     source, steps = synthetic(tmp_path), list[Progress]()
-    card.may_compile.clear()
+    gpu.may_compile.clear()
 
     def see(progress: Progress) -> None:
         steps.append(progress)
-        card.may_compile.set()
+        gpu.may_compile.set()
 
     load_whole(source, progress=see)
-    assert card.prepared  # weights were there before any
+    assert gpu.prepared  # weights were there before any
     assert steps[0].stage == "compile"
     assert (steps[0].done, steps[0].unit) == (0, "kernels")
-    assert {step.total for step in steps} == {len(card.prepared)}
+    assert {step.total for step in steps} == {len(gpu.prepared)}
 
 
-def test_what_does_not_compile_and_who_does_not_wait(card: Card, tmp_path: Path) -> None:
+def test_what_does_not_compile_and_who_does_not_wait(gpu: FakeGpu, tmp_path: Path) -> None:
     source = synthetic(tmp_path)
-    card.broken = "attention"
+    gpu.broken = "attention"
     with pytest.raises(LocalrtError, match="the kernel attention does not compile"):
         load_whole(source)
-    card.broken, cancel = "", threading.Event()
+    gpu.broken, cancel = "", threading.Event()
     cancel.set()
     with pytest.raises(CancelledError):
         load_whole(source, cancel=cancel)

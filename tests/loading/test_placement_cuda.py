@@ -40,8 +40,8 @@ VRAM = 2 << 30
 OPTIONS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0}
 
 
-class CardOps(CudaOps):
-    """The kernels of a card with ``VRAM`` bytes that are free."""
+class GpuOps(CudaOps):
+    """The kernels of a GPU with ``VRAM`` bytes that are free."""
 
     def __init__(self) -> None:
         super().__init__(device="cpu")
@@ -73,7 +73,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def made(attention: Any, *, device: str = "auto", **options: Any) -> Any:
         asked.append(device)
         if device.startswith("cuda"):
-            return CardOps()
+            return GpuOps()
         return make_ops(attention, device=device, **options)
 
     for module in (choose, native):
@@ -108,7 +108,7 @@ def test_the_draft_loads_on_the_gpu(folder: Path, devices: list[str], choose_pla
     assert left > 0
 
 
-def test_a_draft_that_the_card_has_no_room_for_stays_off_it(
+def test_a_draft_that_the_gpu_has_no_room_for_stays_off_it(
     folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from localrt.offload import account

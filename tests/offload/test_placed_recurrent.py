@@ -1,4 +1,4 @@
-"""Recurrent layers placed: streamed, on a card, beside keys and values on the SSD."""
+"""Recurrent layers placed: streamed, on a GPU, beside keys and values on the SSD."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def test_a_cancelled_pass_leaves_states_as_they_were(model: Model) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_card_computes_the_same(model: Model, late: bool) -> None:
+def test_a_gpu_computes_the_same(model: Model, late: bool) -> None:
     """With the first layer's state in RAM, the others on the card."""
     names = [unit.name for unit in model.store.manifest.units]
     here = model.resident.cache(64)
-    card = [name for name in names if name.startswith(("layers.1", "layers.2"))]
-    where = {name: Where.VRAM for name in card if "expert" not in name}
+    gpu = [name for name in names if name.startswith(("layers.1", "layers.2"))]
+    where = {name: Where.VRAM for name in gpu if "expert" not in name}
     with on_gpu(model, where, late=late, expert_costs=COSTS) as placed:
         there = placed.cache(64)
         for part in (tokens(20), [1], tokens(2, seed=3), [5]):

@@ -26,7 +26,7 @@ pytestmark = needs_kernels
 
 
 class Counting(NativeOps):
-    """Counts the vectors that it makes: on a card each is a copy that is waited for."""
+    """Counts the vectors that it makes: on a GPU each is a copy that is waited for."""
 
     made = 0
 

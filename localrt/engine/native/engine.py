@@ -86,7 +86,7 @@ class NativeEngine(Engine):
         self._adapters_in_ram: dict[str, int] = {}  # bytes, by key
         self._rates = RecentRates(ssd_bytes_s)
         self._forward: Forward | None = decoder.forward
-        # Else it is decided on the way who computes.
+        # Otherwise placement is chosen during the pass, so it cannot be captured as a graph.
         if all(experts.capturable for experts in decoder.weights.experts):
             self._forward = decoder.ops.graphed(decoder.forward)
         self.info = info
@@ -188,25 +188,25 @@ class NativeEngine(Engine):
     # -- adapters --------------------------------------------------------------------------------
 
     def add_adapter(self, adapter: Adapter[LowRank]) -> int:
-        packed, ram, card = [], 0, 0
+        packed, ram, gpu = [], 0, 0
         for ops, table in self._adapting():
             with ops.scope():
                 part = table.packed(adapter)
             packed.append((table, part))
-            on_card = ops.device.startswith("cuda")
-            ram, card = ram + part.nbytes * (not on_card), card + part.nbytes * on_card
+            on_gpu = ops.device.startswith("cuda")
+            ram, gpu = ram + part.nbytes * (not on_gpu), gpu + part.nbytes * on_gpu
         self.take_ram(ram)
         with self._turn:
             memory = self.weights.memory
-            if card and memory.gpu is not None and memory.shrink_gpu(card, _BESIDE) < card:
+            if gpu and memory.gpu is not None and memory.shrink_gpu(gpu, _BESIDE) < gpu:
                 self.take_ram(-ram)
                 raise MemoryBudgetError(
-                    f"the adapter needs {format_bytes(card)} of the card's memory beside the model"
+                    f"the adapter needs {format_bytes(gpu)} of the GPU's memory beside the model"
                 )
             for table, part in packed:
                 table.add(part)
             self._adapters_in_ram[adapter.key] = ram
-        return ram + card
+        return ram + gpu
 
     def remove_adapter(self, key: str) -> None:
         with self._turn:
@@ -223,7 +223,9 @@ class NativeEngine(Engine):
         found = []
         for ops in self.weights.implementations:
             if ops.adapters is None:
-                raise UnsupportedModelError(f"{ops.name} computes no adapters: use --engine native")
+                raise UnsupportedModelError(
+                    f"{ops.name} computes no adapters: use {option('engine', 'native')}"
+                )
             found.append((ops, ops.adapters))
         return found
 

@@ -87,7 +87,7 @@ def test_with_few_slots_there_is_one_pool(model: Model) -> None:
 
 
 @needs_kernels
-def test_beside_a_card(model: Model) -> None:
+def test_beside_a_gpu(model: Model) -> None:
     want = conversation(model.resident)
     with on_gpu(model, places(model, 0.3, ssd=0.3), expert_costs=COSTS) as placed:
         assert len(placed.weights.sparse["gpu"].memory.pools) > 1

@@ -30,7 +30,7 @@ class StepByStep(CudaOps):
 
 
 class LateCudaGpu(LateGpu):
-    """With the card's own ``Ops``, whose kernels run on the CPU."""
+    """With the GPU's own ``Ops``, whose kernels run on the CPU."""
 
     def __init__(self, clock: Clock, ops: CudaOps) -> None:
         super().__init__(clock, ops, capacity=PLENTY)

@@ -48,7 +48,7 @@ def fresh(decoder: Decoder, *keys: str) -> KVCache:
 def test_lanes_add_their_own(model: Model, mlps_only: bool) -> None:
     adapter = adapter_of(model)
     where = all_in_turn(model)
-    if mlps_only:  # the card's lane attends to nothing
+    if mlps_only:  # the GPU's lane attends to nothing
         names = passing(model.store)
         where = {n: Where.VRAM if n.endswith(".mlp") else Where.RAM for n in names}
     add(model.resident, adapter)

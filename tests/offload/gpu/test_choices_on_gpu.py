@@ -1,4 +1,4 @@
-"""What a mixture's layer starts on a CUDA card, and what it waits for. Kernels are left out."""
+"""What a mixture's layer starts on a CUDA GPU, and what it waits for. Kernels are left out."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Choosing:
 
 
 @pytest.fixture
-def card() -> Iterator[Choosing]:
+def gpu() -> Iterator[Choosing]:
     launcher = Choosing()
     before = emulate(launcher)
     yield launcher
@@ -93,7 +93,7 @@ def card() -> Iterator[Choosing]:
 def placed(
     folder: Path, share: float, costs: ExpertCosts, *, late: bool = False
 ) -> Iterator[Decoder]:
-    """A mixture on a card, with room for a ``share`` of its experts."""
+    """A mixture on a GPU, with room for a ``share`` of its experts."""
     store: Any = RandomStore("Qwen3MoeForCausalLM", CONFIG, "int4-g32", folder)
     names = [unit.name for unit in store.manifest.units]
     experts = [name for name in names if ".expert." in name]
@@ -149,7 +149,7 @@ def turns_of(
 
     noted(HybridExperts, "begin", "; ")
     noted(CudaCopies, "send", "send ")
-    noted(CudaOps, "run_experts", "card ")
+    noted(CudaOps, "run_experts", "GPU ")
     noted(Routed, "read", "wait ")
     noted(NativeOps, "run_experts", "cpu ")
     cache = decoder.cache(200)
@@ -160,19 +160,19 @@ def turns_of(
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layer_starts_what_is_there_and_waits_once(
-    card: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
+    gpu: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     costs = ExpertCosts(cpu=Rate(0.0, 1e-6, 0.0), gpu=Rate(0.0, 1e-7, 0.0), fetch=1e-6)
     with placed(tmp_path, 0.5, costs) as decoder:
         turns = turns_of(decoder, 30, rows, monkeypatch)
     assert any("cpu" in turn for turn in turns)
-    assert any(turn.count("card") > 1 for turn in turns), "some are fetched"
+    assert any(turn.count("GPU") > 1 for turn in turns), "some are fetched"
     # Only the first pass finds nothing there.
-    assert all(re.match("send card wait (card )*(cpu )?$", turn) for turn in turns[2 * LAYERS :])
+    assert all(re.match("send GPU wait (GPU )*(cpu )?$", turn) for turn in turns[2 * LAYERS :])
 
 
-def test_a_layer_that_is_all_on_the_card_waits_for_nothing(
-    card: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_layer_that_is_all_on_the_gpu_waits_for_nothing(
+    gpu: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetches = ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
     with placed(tmp_path, 1.0, fetches) as decoder:
@@ -187,14 +187,14 @@ def test_a_layer_that_is_all_on_the_card_waits_for_nothing(
         before = decoder.weights.counts()
         turns = turns_of(decoder, 4, 1, monkeypatch)
         after = decoder.weights.counts()
-    assert set(turns) == {"send card "}
+    assert set(turns) == {"send GPU "}
     # What a layer chose is counted in the next pass.
     assert after.expert_uses - before.expert_uses == 4 * LAYERS * USED
     assert after.expert_hits - before.expert_hits == 4 * LAYERS * USED
 
 
-def test_no_choice_is_copied_to_the_card(
-    card: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_choice_is_copied_to_the_gpu(
+    gpu: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a layer only the rows that the CPU computed."""
     costs = ExpertCosts(cpu=Rate(0.0, 1e-6, 0.0), gpu=Rate(0.0, 1e-7, 0.0), fetch=1.0)
@@ -210,15 +210,15 @@ def test_no_choice_is_copied_to_the_card(
         extend(decoder, cache, [1])
         for room in (cuda_memory, cuda_ops, cuda_routing):
             monkeypatch.setattr(room, "upload", note)
-        card.names.clear()
+        gpu.names.clear()
         extend(decoder, cache, [1])
     of_layers = [values for values in uploads if values.dtype == np.float32][1:]  # the embedding's
-    assert len(of_layers) == card.names.count("put") > 0
+    assert len(of_layers) == gpu.names.count("put") > 0
     assert len(uploads) <= 2 + len(of_layers)  # the pass's own numbers
 
 
-def test_copies_that_come_late_change_no_bit(card: Choosing, tmp_path: Path) -> None:
-    """All by the card: slots are filled, read before anybody knows of what, and filled anew."""
+def test_copies_that_come_late_change_no_bit(gpu: Choosing, tmp_path: Path) -> None:
+    """All by the GPU: slots are filled, read before anybody knows of what, and filled anew."""
     fetches = ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
     seen = []
     emulate(Emulator())

@@ -1,6 +1,6 @@
-"""The CUDA accelerator without a card: its copies and its kernels on the CPU.
+"""The CUDA accelerator without a GPU: its copies and its kernels on the CPU.
 
-The CPU's kernels and the card's round in different places: results are near, not the same.
+The CPU's kernels and the GPU's round in different places: results are near, not the same.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield model
 
 
-def card_of(capacity: int = PLENTY) -> tuple[CudaGpu, Clock]:
+def gpu_of(capacity: int = PLENTY) -> tuple[CudaGpu, Clock]:
     clock = Clock(keep=10_000)
-    card = CudaGpu(clock, CudaOps(device="cpu"), CudaCopies(device="cpu"), capacity=capacity)
-    return card, clock
+    gpu = CudaGpu(clock, CudaOps(device="cpu"), CudaCopies(device="cpu"), capacity=capacity)
+    return gpu, clock
 
 
 @contextmanager
 def on_cuda(
     model: Model, where: Mapping[str, Where], costs: ExpertCosts | None = None
 ) -> Iterator[Decoder]:
-    card, clock = card_of()
+    gpu, clock = gpu_of()
     decoder = open_decoder(
         model.store,
         model.ops,
@@ -89,7 +89,7 @@ def on_cuda(
         place_on_gpu(model.store, where, slack=(2, 2)),
         mode=MODE,
         budget=PLENTY,
-        gpu=card,
+        gpu=gpu,
         clock=clock,
         expert_costs=costs,
     )
@@ -97,7 +97,7 @@ def on_cuda(
         yield decoder
     finally:
         decoder.close()
-        assert card.used == 0
+        assert gpu.used == 0
 
 
 def all_in_turn(model: Model) -> dict[str, Where]:
@@ -128,7 +128,7 @@ def test_lanes_of_two_devices_compute_one_model(model: Model) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [Where.VRAM, Where.SSD_LINK])
-def test_all_on_the_card_is_the_same_wherever_it_lives(model: Model, where: Where) -> None:
+def test_all_on_the_gpu_is_the_same_wherever_it_lives(model: Model, where: Where) -> None:
     everything = passing(model.store)
     with (
         on_cuda(model, dict.fromkeys(everything, Where.LINK)) as one,
@@ -168,10 +168,10 @@ def test_memory_given_back_is_streamed(model: Model) -> None:
 
 
 def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
-    card, clock = card_of()
-    lane = Lane(model.store, card.ops, clock, gpu=card)
+    gpu, clock = gpu_of()
+    lane = Lane(model.store, gpu.ops, clock, gpu=gpu)
     unit = next(u for u in model.store.manifest.units if u.name == "head.0")
-    memory = card.alloc(unit.nbytes + 4096)
+    memory = gpu.alloc(unit.nbytes + 4096)
     (tensor,) = unit.tensors
     weight = lane.weights(unit, memory[4096:]).matrix(tensor.shape, tensor.name)
     (part,) = weight.parts
@@ -180,26 +180,26 @@ def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
 
 
 def test_memory_beyond_what_may_be_used_is_refused() -> None:
-    card, _ = card_of(1_000_000)
-    memory = card.alloc(900_000)
+    gpu, _ = gpu_of(1_000_000)
+    memory = gpu.alloc(900_000)
     with pytest.raises(MemoryBudgetError, match=r"may be used, of which 900 kB are taken"):
-        card.alloc(200_000)
-    card.free(memory)
-    assert card.used == 0
-    assert card.alloc(1_000_000).numel() == 1_000_000
+        gpu.alloc(200_000)
+    gpu.free(memory)
+    assert gpu.used == 0
+    assert gpu.alloc(1_000_000).numel() == 1_000_000
 
 
-def test_a_full_card_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_gpu_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
 
     with pytest.raises(MemoryBudgetError, match="no memory left"), CudaOps(device="cpu").scope():
         full()
-    card, _ = card_of()
+    gpu, _ = gpu_of()
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(MemoryBudgetError, match="no memory left"):
-        card.alloc(1000)
-    assert card.used == 0
+        gpu.alloc(1000)
+    assert gpu.used == 0
 
 
 def test_what_copies_reach_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_what_copies_reach_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_experts_are_computed_by_both(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = pack_tiny("qwen3-moe", tmp_path_factory.mktemp("moe"))
-    # Both have some of them to do, and the card fetches some.
+    # Both have some of them to do, and the GPU fetches some.
     costs = ExpertCosts(cpu=Rate(1e-3, 0.0, 0.0), gpu=Rate(4e-4, 0.0, 0.0), fetch=5e-4)
     with closing(Model(folder)) as model:
         names = [unit.name for unit in model.store.manifest.units]

@@ -1,4 +1,4 @@
-"""The head on a card: one product where its slices stay, few where they come through the ring."""
+"""The head on a GPU: one product where its slices stay, few where they come through the ring."""
 
 from __future__ import annotations
 

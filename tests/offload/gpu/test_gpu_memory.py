@@ -1,4 +1,4 @@
-"""A card's memory: never more than may be used, and given back in the middle of a generation."""
+"""A GPU's memory: never more than may be used, and given back in the middle of a generation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.offload.placed import (
 pytestmark = needs_kernels
 
 
-def card_of(decoder: Decoder) -> Gpu:
+def gpu_of(decoder: Decoder) -> Gpu:
     lane = decoder.weights.gpu
     assert lane is not None
     assert lane.gpu is not None
@@ -60,7 +60,7 @@ def units(model: Model) -> dict[str, Any]:
 
 
 def beside_weights(model: Model, length: int) -> int:
-    """What passes need of the card, with keys and values of so many tokens."""
+    """What passes need of the GPU, with keys and values of so many tokens."""
     scratch = card_scratch_nbytes(PassSizes.of_config(model.config), 512)
     return scratch + model.ops.kv_nbytes(model.config.attention, 3 * length // 2)
 
@@ -97,14 +97,14 @@ def test_units_share_about_so_many_slabs(sizes: list[int]) -> None:
 
 
 def test_a_slab_is_freed_with_its_last_unit() -> None:
-    card = FakeGpu(Clock(), NativeOps(threads=1), capacity=PLENTY)
-    slab = Slab(card, 30, 3)
+    gpu = FakeGpu(Clock(), NativeOps(threads=1), capacity=PLENTY)
+    slab = Slab(gpu, 30, 3)
     parts = [slab.take(10) for _ in range(3)]
     for number, part in enumerate(parts):
         part[:] = number
     assert [int(part[0]) for part in parts] == [0, 1, 2]
     assert [slab.release() for _ in range(3)] == [0, 0, 30]
-    assert card.used == slab.free() == 0
+    assert gpu.used == slab.free() == 0
 
 
 # -- what may be used ------------------------------------------------------------------------------
@@ -123,11 +123,11 @@ def test_the_peak_is_never_above_what_may_be_used(
         passes = zip(generate(decoder, 30), generate(model.resident, 30), strict=True)
         for ours, theirs in passes:
             assert_same([ours], [theirs])
-        card = card_of(decoder)
-        assert card.used + card.held <= card.peak <= capacity
+        gpu = gpu_of(decoder)
+        assert gpu.used + gpu.held <= gpu.peak <= capacity
 
 
-def test_keys_and_values_on_the_card_take_the_place_of_weights(model: Model) -> None:
+def test_keys_and_values_on_the_gpu_take_the_place_of_weights(model: Model) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     resident = sum(u.nbytes for u in model.store.manifest.units if u.name in where)
     placement = place_on_gpu(model.store, where)
@@ -142,29 +142,27 @@ def test_keys_and_values_on_the_card_take_the_place_of_weights(model: Model) -> 
             assert_same([ours], [extend(model.resident, twin, text, [39])])
         assert any(stage.where is Where.SSD_LINK for stage in decoder.weights.stages)
         assert "keys and values on the GPU have grown" in decoder.weights.counts().memory_note
-        assert card_of(decoder).peak <= capacity
+        assert gpu_of(decoder).peak <= capacity
 
 
 def test_what_cannot_be_given_back_is_said(model: Model) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     with on_gpu(model, where) as decoder:
-        card_of(decoder).capacity = 1000
+        gpu_of(decoder).capacity = 1000
         with pytest.raises(MemoryBudgetError, match=r"fake GPU: keys, values .* shorter ctx"):
             extend(decoder, decoder.cache(10), [3])
 
 
 def test_memory_beyond_the_capacity_is_refused() -> None:
-    card = FakeGpu(Clock(), NativeOps(threads=1), capacity=10_000_000, name="small card")
-    one = card.alloc(6_000_000)
-    with pytest.raises(
-        MemoryBudgetError, match=r"small card: 5 MB more .* 10 MB .*, of which 6 MB"
-    ):
-        card.alloc(5_000_000)
-    other = card.alloc(4_000_000)
-    assert card.used == 10_000_000
+    gpu = FakeGpu(Clock(), NativeOps(threads=1), capacity=10_000_000, name="small GPU")
+    one = gpu.alloc(6_000_000)
+    with pytest.raises(MemoryBudgetError, match=r"small GPU: 5 MB more .* 10 MB .*, of which 6 MB"):
+        gpu.alloc(5_000_000)
+    other = gpu.alloc(4_000_000)
+    assert gpu.used == 10_000_000
     for memory in (one, other):
-        card.free(memory)
-    assert card.used == 0
+        gpu.free(memory)
+    assert gpu.used == 0
 
 
 def test_a_placement_beyond_the_capacity_leaves_nothing_behind(model: Model) -> None:
@@ -174,16 +172,16 @@ def test_a_placement_beyond_the_capacity_leaves_nothing_behind(model: Model) -> 
     before = pipeline_threads()
     for capacity, fits in ((size + placement.vram_ring, True), (size, False), (1, False)):
         clock = Clock()
-        card = FakeGpu(clock, model.ops, capacity=capacity)
-        options = {"mode": MODE, "budget": PLENTY, "gpu": card, "clock": clock}
+        gpu = FakeGpu(clock, model.ops, capacity=capacity)
+        options = {"mode": MODE, "budget": PLENTY, "gpu": gpu, "clock": clock}
         if fits:
             decoder = open_decoder(model.store, model.ops, model.config, placement, **options)
-            assert card.used == capacity
+            assert gpu.used == capacity
             decoder.close()
         else:
             with pytest.raises(MemoryBudgetError):
                 open_decoder(model.store, model.ops, model.config, placement, **options)
-        assert card.used == 0
+        assert gpu.used == 0
         assert pipeline_threads() == before
 
 
@@ -192,40 +190,40 @@ def test_a_placement_beyond_the_capacity_leaves_nothing_behind(model: Model) -> 
 
 @settings(max_examples=12)
 @given(data=st.data(), drops=st.lists(st.floats(0.3, 1.0), min_size=1, max_size=4))
-def test_less_of_the_card_in_the_middle_of_a_generation(
+def test_less_of_the_gpu_in_the_middle_of_a_generation(
     model: Model, data: st.DataObject, drops: list[float]
 ) -> None:
     late = data.draw(st.booleans())
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     where |= data.draw(placements(data.draw(st.permutations(passing(model.store)))[:3]))
     with on_gpu(model, where, slack=(9, 9), late=late) as decoder:
-        card = card_of(decoder)
+        gpu = gpu_of(decoder)
         least = place_on_gpu(model.store, where, slack=(9, 9)).vram_ring
         passes = zip(generate(decoder, 12), generate(model.resident, 12), strict=True)
         for number, (ours, theirs) in enumerate(passes):
             assert_same([ours], [theirs])
             if number:
-                assert card.used + card.held <= card.capacity
+                assert gpu.used + gpu.held <= gpu.capacity
             if number % 3 == 0 and drops:
-                weights = round(drops.pop() * (card.used - least))
-                card.capacity = least + weights + beside_weights(model, 32)
+                weights = round(drops.pop() * (gpu.used - least))
+                gpu.capacity = least + weights + beside_weights(model, 32)
 
 
 def test_memory_that_others_give_back_is_for_keys_and_values(model: Model) -> None:
     """As much as was allowed at first; what was streamed meanwhile is streamed on."""
     where, needed = dict.fromkeys(passing(model.store), Where.VRAM), [0]
     with on_gpu(model, where, shortage=lambda: (0, needed[0]), capacity=1 << 30) as one:
-        card, cache = card_of(one), one.cache(20)
+        gpu, cache = gpu_of(one), one.cache(20)
         for shortage, capacity in ((60_000, 0), (0, 0), (-1000, 1000), (-(1 << 40), 1 << 30)):
-            before, needed[0] = card.capacity, shortage
+            before, needed[0] = gpu.capacity, shortage
             extend(one, cache, [3, 4])
             if shortage > 0:
-                assert card.capacity == card.used + card.held < 1 << 29
+                assert gpu.capacity == gpu.used + gpu.held < 1 << 29
             else:
-                assert card.capacity == min(before + capacity, 1 << 30)
+                assert gpu.capacity == min(before + capacity, 1 << 30)
 
 
-def test_a_card_is_asked_what_is_free() -> None:
+def test_a_gpu_is_asked_what_is_free() -> None:
     free = [0]
     pressure = MemoryPressure(free_vram=lambda: free[0])
 
@@ -241,35 +239,35 @@ def test_experts_slots_are_given_back_too(tmp_path_factory: pytest.TempPathFacto
     with closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model:
         for late in (False, True):
             with on_gpu(model, places(model, 0.7), expert_costs=COSTS, late=late) as decoder:
-                card = card_of(decoder)
+                gpu = gpu_of(decoder)
                 passes = zip(generate(decoder, 12), generate(model.resident, 12), strict=True)
                 for number, (ours, theirs) in enumerate(passes):
                     assert_same([ours], [theirs])
                     if number in (3, 7):
-                        before = card.used
-                        card.capacity = card.held + card.used - 100_000
+                        before = gpu.used
+                        gpu.capacity = gpu.held + gpu.used - 100_000
                     if number in (4, 8):
-                        assert card.used <= before - 90_000
-                        assert card.used + card.held <= card.capacity
+                        assert gpu.used <= before - 90_000
+                        assert gpu.used + gpu.held <= gpu.capacity
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_pass_for_which_the_card_had_no_memory_is_tried_once_more(
+def test_a_pass_for_which_the_gpu_had_no_memory_is_tried_once_more(
     model: Model, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     with on_gpu(model, where) as decoder:
-        card = card_of(decoder)
+        gpu = gpu_of(decoder)
         cache, twin = decoder.cache(40), model.resident.cache(40)
         expected = extend(model.resident, twin, [1, 2])
-        scope, left, used = model.ops.scope, 3, card.used
+        scope, left, used = model.ops.scope, 3, gpu.used
 
         def full() -> Any:
             nonlocal left
             left -= 1
             if left in range(-times + 1, 1):
                 left = 0 if left == 0 and times == 1 else left
-                raise MemoryBudgetError("the card has no memory left")
+                raise MemoryBudgetError("the GPU has no memory left")
             return scope()
 
         monkeypatch.setattr(model.ops, "scope", full)
@@ -278,7 +276,7 @@ def test_a_pass_for_which_the_card_had_no_memory_is_tried_once_more(
                 extend(decoder, cache, [1, 2])
             assert cache.length == 0
         assert_same([extend(decoder, cache, [1, 2])], [expected])
-        assert card.used < used
+        assert gpu.used < used
         assert "other programs need the memory" in decoder.weights.counts().memory_note
 
 
@@ -288,14 +286,14 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     pinned = dict[int, int]()
     make, release = LateGpu.host_buffer, LateGpu.free_host
 
-    def host_buffer(card: LateGpu, nbytes: int) -> Any:
-        data = make(card, nbytes)
+    def host_buffer(gpu: LateGpu, nbytes: int) -> Any:
+        data = make(gpu, nbytes)
         pinned[data.ctypes.data] = nbytes
         return data
 
-    def free_host(card: LateGpu, memory: Any) -> int:
+    def free_host(gpu: LateGpu, memory: Any) -> int:
         del pinned[memory.ctypes.data]
-        return release(card, memory)
+        return release(gpu, memory)
 
     monkeypatch.setattr(LateGpu, "host_buffer", host_buffer)
     monkeypatch.setattr(LateGpu, "free_host", free_host)
@@ -327,7 +325,7 @@ def test_a_ring_that_is_made_larger_is_pinned_like_the_one_before(
 def test_ram_of_experts_that_are_given_back_is_unpinned(
     tmp_path_factory: pytest.TempPathFactory, pinned: dict[int, int]
 ) -> None:
-    """Else the card's driver would keep it."""
+    """Else the GPU's driver would keep it."""
     with (
         closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model,
         on_gpu(model, places(model, 0.3), expert_costs=COSTS, late=True) as decoder,

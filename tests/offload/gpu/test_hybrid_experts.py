@@ -104,10 +104,10 @@ def test_slots_and_cpu_share_the_work(model: Model) -> None:
 
 
 @one_mixture
-def test_all_that_the_card_does_in_a_layer_is_started_before_the_cpu_computes(
+def test_all_that_the_gpu_does_in_a_layer_is_started_before_the_cpu_computes(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a real card kernels wait for copies by themselves, and rows behind them for kernels."""
+    """On a real GPU kernels wait for copies by themselves, and rows behind them for kernels."""
     order: list[str] = []
 
     def noted(kind: type, name: str, event: str) -> None:
@@ -121,7 +121,7 @@ def test_all_that_the_card_does_in_a_layer_is_started_before_the_cpu_computes(
 
     noted(HybridExperts, "begin", "; ")
     noted(HybridExperts, "_on_cpu", "cpu ")
-    noted(GpuSlots, "used", "card ")
+    noted(GpuSlots, "used", "GPU ")
     noted(FakeGpu, "send", "rows ")
     # About as long for each of the absent: some are fetched, some are not.
     costs = ExpertCosts(cpu=Rate(0.0, 1e-6, 1e-8), gpu=Rate(0.0, 1e-7, 1e-8), fetch=1e-6)
@@ -130,13 +130,13 @@ def test_all_that_the_card_does_in_a_layer_is_started_before_the_cpu_computes(
         cache = placed.cache(64)
         for pair in np.array(tokens(60)).reshape(-1, 2):
             extend(placed, cache, pair.tolist())
-    both = [turn for turn in "".join(order).split("; ") if "cpu" in turn and "card" in turn]
-    assert any(turn.count("card") > 1 for turn in both)
-    assert all(re.match("rows (card )+cpu ", turn) for turn in both), set(both)
+    both = [turn for turn in "".join(order).split("; ") if "cpu" in turn and "GPU" in turn]
+    assert any(turn.count("GPU") > 1 for turn in both)
+    assert all(re.match("rows (GPU )+cpu ", turn) for turn in both), set(both)
 
 
 @one_mixture
-def test_a_slow_cpu_makes_the_card_fetch_and_a_slow_link_the_cpu_compute(model: Model) -> None:
+def test_a_slow_cpu_makes_the_gpu_fetch_and_a_slow_link_the_cpu_compute(model: Model) -> None:
     def fetched(costs: ExpertCosts) -> int:
         with on_gpu(model, places(model, 0.5), expert_costs=costs) as placed:
             stages(placed).fills = False

@@ -1,4 +1,4 @@
-"""Long passes have the card compute what the CPU does otherwise: the same output, bit for bit."""
+"""Long passes have the GPU compute what the CPU does otherwise: the same output, bit for bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHORT = LEAST_CARD_ROWS - 1
 def crossing(
     model: Model, where: Mapping[str, Where], **options: Any
 ) -> AbstractContextManager[Decoder]:
-    """On a card, to which every MLP of the CPU crosses in passes of 65 rows or more."""
+    """On a GPU, to which every MLP of the CPU crosses in passes of 65 rows or more."""
     slack = options.pop("slack", (0, 0))
     placement = place_on_gpu(model.store, where, slack=slack)
     names = (n for n, place in placement.where.items() if n.endswith("mlp") and not place.on_gpu)
@@ -52,7 +52,7 @@ def crossing(
 def passes(decoder: Decoder, sizes: list[int]) -> list[np.ndarray]:
     """One conversation in passes of these sizes, with and without logits.
 
-    It has its memory from the start: what others take of a card meanwhile may leave no room.
+    It has its memory from the start: what others take of a GPU meanwhile may leave no room.
     """
     cache = decoder.cache(sum(sizes))
     decoder.weights.reserve(cache, sum(sizes))
@@ -87,8 +87,8 @@ def test_the_rows_of_a_pass_say_who_computes(model: Model, where: Where) -> None
             seen.append(
                 {r: {t.name for t in done if t.resource == r} & set(mlps) for r in ("cpu", "gpu")}
             )
-    by_cpu, by_card = {"cpu": set(mlps), "gpu": set()}, {"cpu": set(), "gpu": set(mlps)}
-    assert seen == [by_cpu, by_card, by_card, by_cpu]
+    by_cpu, by_gpu = {"cpu": set(mlps), "gpu": set()}, {"cpu": set(), "gpu": set(mlps)}
+    assert seen == [by_cpu, by_gpu, by_gpu, by_cpu]
 
 
 @settings(max_examples=12)

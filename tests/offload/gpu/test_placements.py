@@ -1,4 +1,4 @@
-"""Whatever a card holds, copies or leaves to the CPU: bit for bit the resident decoder's output."""
+"""Whatever a GPU holds, copies or leaves to the CPU: bit for bit the resident decoder's output."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def test_everything_in_one_place(model: Talking, where: Where) -> None:
         assert ("gpu" in counts.busy_s) is where.on_gpu
 
 
-@pytest.mark.parametrize("card", [False, True], ids=["attention here", "attention there"])
+@pytest.mark.parametrize("gpu", [False, True], ids=["attention here", "attention there"])
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_inputs_and_streams_move_with_the_residual_stream(
-    name: str, card: bool, tmp_path: Path
+    name: str, gpu: bool, tmp_path: Path
 ) -> None:
     """Layers share keys and values: attention is on one processor, MLPs are anywhere."""
     with closing(Talking(pack_tiny(name, tmp_path))) as model:
-        attention = ORDER[:3] if card else ORDER[3:]
+        attention = ORDER[:3] if gpu else ORDER[3:]
         where = {
             unit: attention[n % len(attention)] if unit.endswith(".attention") else ORDER[n % 5]
             for n, unit in enumerate(passing(model.store))
@@ -134,7 +134,7 @@ def test_prefill_without_logits_copies_little_of_the_head(model: Talking) -> Non
         for resource in ("ssd", "link"):
             tasks = [t.name for t in decoder.weights.tasks() if t.resource == resource]
             heads = sum(name.startswith("head") for name in tasks)
-            # What is on its way to the card when a pass begins goes there.
+            # What is on its way to the GPU when a pass begins goes there.
             assert heads < len(tasks) / 4
 
 
@@ -211,7 +211,7 @@ def test_cancelling_while_the_disk_is_silent(model: Talking) -> None:
         assert_same(seen, expected)
 
 
-def test_an_unreadable_unit_on_its_way_to_the_card(model: Talking) -> None:
+def test_an_unreadable_unit_on_its_way_to_the_gpu(model: Talking) -> None:
     unit: list[StoredUnit] = []
 
     class FailingFiles(StoreFiles):
@@ -279,7 +279,7 @@ def test_what_is_given_back_between_passes_is_streamed(
             )
 
 
-def test_all_of_the_card_and_of_its_ram_can_be_given_back(model: Talking) -> None:
+def test_all_of_the_gpu_and_of_its_ram_can_be_given_back(model: Talking) -> None:
     names = passing(model.store)
     where = {name: (Where.VRAM, Where.LINK)[n % 2] for n, name in enumerate(names)}
     sizes = {u.name: u.nbytes for u in model.store.manifest.units}

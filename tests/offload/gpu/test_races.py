@@ -1,4 +1,4 @@
-"""Placements on a card that does everything as late as it may: nothing is read before it has come,
+"""Placements on a GPU that does everything as late as it may: nothing is read before it has come,
 nothing is overwritten before it has been read.
 """
 
@@ -83,15 +83,15 @@ def mixture(
         yield model
 
 
-# -- the card itself -------------------------------------------------------------------------------
+# -- the GPU itself -------------------------------------------------------------------------------
 
 
-def late_card() -> LateGpu:
+def late_gpu() -> LateGpu:
     return LateGpu(Clock(), NativeOps(threads=1), capacity=PLENTY)
 
 
 def test_bytes_arrive_when_they_are_waited_for_and_not_before() -> None:
-    gpu = late_card()
+    gpu = late_gpu()
     out, source = gpu.alloc(8), np.arange(8, dtype=np.uint8)
     gpu.copy_in("a", source, out, None)
     assert list(out) == list(range(8))
@@ -113,7 +113,7 @@ def test_bytes_arrive_when_they_are_waited_for_and_not_before() -> None:
 
 
 def test_a_copy_that_waits_for_too_little_is_found() -> None:
-    gpu = late_card()
+    gpu = late_gpu()
     memory, source = gpu.alloc(8), np.zeros(8, np.uint8)
     early = gpu.record(memory[:4])
     used = gpu.record(memory[4:], last=True)
@@ -201,19 +201,19 @@ def test_ram_is_freed_when_no_copy_reads_it(
     reading, faults = dict[int, Any](), list[str]()
     go, copying = hold_copies(monkeypatch)
 
-    def copy_slowly(card: Gpu, name: str, source: Any, *args: Any, **options: Any) -> None:
+    def copy_slowly(gpu: Gpu, name: str, source: Any, *args: Any, **options: Any) -> None:
         """Under way until RAM is freed, or copying is given up."""
         reading[threading.get_ident()] = source
         copying.set()
         go.wait(60)
-        copy_in(card, name, source, *args, **options)
+        copy_in(gpu, name, source, *args, **options)
         del reading[threading.get_ident()]
 
-    def free_now(card: LateGpu, memory: Any) -> int:
+    def free_now(gpu: LateGpu, memory: Any) -> int:
         if any(np.shares_memory(source, memory) for source in list(reading.values())):
             faults.append("a copy reads what is freed")
         go.set()
-        return free_host(card, memory)
+        return free_host(gpu, memory)
 
     def forget_and_go(source: LinkSource) -> None:
         go.set()

@@ -1,6 +1,6 @@
 """Segments of a placed model, recorded and replayed: the same to the bit as step by step.
 
-Recording is done as a card does it: what is replayed are launches and torch's steps with the
+Recording is done as a GPU does it: what is replayed are launches and torch's steps with the
 addresses that they had. Copies come as late as their events allow.
 """
 
@@ -123,16 +123,16 @@ def test_a_cache_that_grows_and_memory_given_back(model: Model, tape: Tape) -> N
         decoder.weights.reserve(cache, 300)
         seen += decode(decoder, cache, 2, seed=2)
         body = decoder.weights.body
-        stretches = [weakref.ref(part) for part in body if isinstance(part, Segment)]
+        segments = [weakref.ref(part) for part in body if isinstance(part, Segment)]
         del body
         recorded = len(tape.recorded)
         assert decoder.weights.memory.evict(1) > 0
         seen += decode(decoder, cache, 1, seed=3)
-        assert len(tape.recorded) == recorded  # nothing of the card has moved
+        assert len(tape.recorded) == recorded  # nothing of the GPU has moved
         assert decoder.weights.memory.evict_gpu(1) > 0
         seen += decode(decoder, cache, 3, seed=4)
         gc.collect()
-        assert not any(stretch() for stretch in stretches)  # nothing keeps what was recorded
+        assert not any(segment() for segment in segments)  # nothing keeps what was recorded
         return seen
 
     assert_recorded(model, tape, talk)
@@ -176,7 +176,7 @@ def test_a_pass_that_fails_while_it_is_recorded(
     def fail_once(ops: CudaOps, x: Any, *args: Any) -> Any:
         if ops.recording is not None and not failures:
             failures.append(1)
-            raise LocalrtError("the card refuses")
+            raise LocalrtError("the GPU refuses")
         return attend(ops, x, *args)
 
     monkeypatch.setattr(CudaOps, "norm_qkv_rope_append", fail_once)
@@ -204,7 +204,7 @@ ROTARY = ["aten::mul", "aten::cos", "aten::mul", "aten::sin", "aten::mul"]
 def test_launches_and_waits_of_a_token(
     model: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten launches a layer, or one a stretch; the host waits only where rows leave the card."""
+    """Ten launches a layer, or one a segment; the host waits only where rows leave the card."""
     waits = list[str]()
     for name in ("cpu", "item", "tolist", "to"):
         plain = getattr(Tensor, name)
@@ -228,5 +228,5 @@ def test_launches_and_waits_of_a_token(
     norm, product, *rest = ATTENTION
     first, settle, copy = [norm, product, *ROTARY, *rest], "aten::add_", "aten::copy_"
     assert events[0] == [*first, *MLP, *ATTENTION, settle, "rms_norm", "linear"]
-    # Tokens and places; the unit of the ring, whose sum is copied to the stretch's place; the head.
+    # Tokens and places; the unit of the ring, whose sum is copied to the segment's place; the head.
     assert events[1] == [copy, *first, settle, copy, "replay", copy, "replay"]
