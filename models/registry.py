@@ -1,6 +1,6 @@
 """Architectures by the names that ``config.json`` and GGUF use for them.
 
-One table; each entry is one file. It does not know engines: ``load_decoder`` takes any ``Ops``.
+It does not know engines: ``load_decoder`` takes any ``Ops``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,19 @@ from localrt.models.weights import WeightLoader
 from localrt.quant.formats import FORMATS, GGML_FORMATS
 from localrt.quant.ops.protocol import Ops
 
-# Of each module, the published names: GGUF's general.architecture, config.json's architectures[0]
+_FILES = {
+    "llama": "llama seed_oss llava mixtral ministral3",
+    "qwen": "qwen2 qwen3 qwen2_moe qwen3_moe",
+    "granite": "granite granite_moe granite_swa granite_hybrid",
+    "olmo": "olmo2 olmoe olmo_hybrid",
+    "gemma": "gemma2 gemma3",
+    "lfm": "lfm2 lfm3",
+    "deepseek": "deepseek glm4_moe",
+    "mamba": "falcon_h1 nemotron_h",
+}
+"""The files of several architectures; others have one of their name."""
+
+# Of each architecture the published names: GGUF's general.architecture, config.json's architectures
 _PUBLISHED = {
     "llama": "llama LlamaForCausalLM mistral MistralForCausalLM",
     "llava": "LlavaForConditionalGeneration",
@@ -73,8 +85,11 @@ def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
             f"architecture {name!r} is not known to the native engine (known: {known}); "
             "a GGUF file may run with --engine llamacpp"
         )
-    module = import_module(f"localrt.models.architectures.{ARCHITECTURES[name]}")
-    read: Callable[[RawConfig], DecoderConfig] = module.read_config
+    own = ARCHITECTURES[name]
+    file = next((file for file, several in _FILES.items() if own in several.split()), own)
+    module = import_module(f"localrt.models.architectures.{file}")
+    function = "read_config" if file == own else f"read_{own}"
+    read: Callable[[RawConfig], DecoderConfig] = getattr(module, function)
     return read
 
 

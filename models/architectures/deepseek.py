@@ -1,4 +1,4 @@
-"""DeepSeek-V2, V2-Lite, V3, R1 and GLM-4.7-Flash: latent attention, experts chosen by groups.
+"""DeepSeek and GLM: experts chosen by groups, and in most latent attention.
 
 The first layers are dense. V2 scores by a softmax and takes the groups with the best expert; V3 by
 sigmoids, with a bias that counts in the choice alone, and the groups whose best two are best. The
@@ -7,7 +7,10 @@ softmax's scale grows with YaRN's ``mscale_all_dim`` squared.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.models.architectures import llama
 from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import CHOICE_BIAS, DecoderConfig, MixtureSpec
 from localrt.models.layers.block import ResidualBlock
@@ -129,4 +132,26 @@ def _router(raw: RawConfig, eps: float, method: str) -> RouterSpec:
         groups=groups,
         used_groups=raw.integer("topk_group", groups) if groups > 1 else 1,
         group_top=2 if scoring == "sigmoid" else 1,
+    )
+
+
+def read_glm4_moe(raw: RawConfig) -> DecoderConfig:
+    """GLM-4.5, GLM-4.5-Air and GLM-4.6: half of each head is rotated, experts are chosen as in
+    DeepSeek-V3, and the first layers are dense.
+
+    GLM-4.7-Flash has latent attention too: its config is ``deepseek.py``'s.
+
+    Llama's keys and those of DeepSeek's mixtures; ``use_qk_norm`` in the largest.
+    """
+    config = llama.read_config(raw)
+    spec = config.attending[0]
+    share = {"partial_rotary_factor": raw.number("partial_rotary_factor", 0.5)}
+    rope = read_rope(raw, spec.head_dim, parameters={**share, **raw.mapping("rope_scaling")})
+    normed = raw.flag("use_qk_norm") or raw.has_tensor("model.layers.0.self_attn.q_norm.weight")
+    return replace(
+        config,
+        architecture="glm4_moe",
+        attention=(replace(spec, rope=rope, window=None),) * config.layers,
+        qk_norm=normed,
+        mixtures=read_mixtures(raw, config.norm_eps, config.layers, config.mlp.activation),
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
-from localrt.models.architectures.olmo2 import RESULT_NORMS
+from localrt.models.architectures.olmo import RESULT_NORMS
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import NormalDist
 
-from localrt.models.architectures import gemma2
+from localrt.models.architectures import gemma
 from localrt.models.architectures.gemma4 import read_layer_inputs, read_sources
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.altup import AltUp
@@ -33,7 +33,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         rope=read_rope(raw, full.head_dim, parameters=local),
         window=raw.integer("sliding_window", 512),
     )
-    config = gemma2.sandwich_config(
+    config = gemma.sandwich_config(
         raw, "gemma3n", full, sliding, windowed, vocab_size=262_400, context_length=32_768
     )
     sources = read_sources(raw, windowed, _SHARED)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from localrt.common.errors import UnsupportedModelError
-from localrt.models.architectures import gemma2
+from localrt.models.architectures import gemma
 from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.layers.inputs import GatedInputs, LayerInputs
 from localrt.models.layers.rope import read_rope
@@ -28,7 +28,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     windowed = raw.windowed([(layer + 1) % 6 != 0 for layer in range(layers)])
     windowed[-1] = False  # whatever the config says, as in transformers
     sliding, full = _read_kinds(raw, windowed)
-    config = gemma2.sandwich_config(
+    config = gemma.sandwich_config(
         raw, "gemma4", full, sliding, windowed, vocab_size=262_144, context_length=131_072
     )
     sources = read_sources(raw, windowed)

@@ -1,13 +1,17 @@
-"""Granite (IBM): Llama with four factors."""
+"""Granite (IBM): Llama with four factors; with windows, with mixtures, and with Mamba-2 layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from localrt.models.architectures import llama
-from localrt.models.config import DecoderConfig
+from localrt.models.architectures.mamba import mamba_names, read_mamba
+from localrt.models.config import SHARED_DOWN, SHARED_GATE_UP, DecoderConfig, LayerNames
 from localrt.models.layers.block import ResidualBlock
+from localrt.models.layers.rope import read_rope
+from localrt.models.mixture_config import read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
+from localrt.quant.ops.protocol import AttentionSpec
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
@@ -29,3 +33,84 @@ def with_factors(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
         block=ResidualBlock(scale=raw.number("residual_multiplier", 1.0)),
         logit_scale=1.0 / raw.number("logits_scaling", 1.0),
     )
+
+
+def read_granite_moe(raw: RawConfig) -> DecoderConfig:
+    """Granite-MoE (IBM Granite 3): Granite with mixtures; GraniteMoeShared adds a shared MLP.
+
+    Granite's keys; ``intermediate_size`` is an expert's.
+    """
+    config = replace(llama.read_config(raw), architecture="granite_moe")
+    return with_experts(raw, with_factors(raw, config))
+
+
+def with_experts(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
+    """``config`` with mixtures. Weights are the softmax of the chosen logits."""
+    shared = raw.optional_integer("shared_intermediate_size")
+    shared = shared or raw.optional_integer("shared_expert_intermediate_size") or 0
+    return with_mixture(
+        config, replace(read_mixture(raw, config, scoring="softmax-chosen"), shared=shared)
+    )
+
+
+def read_granite_swa(raw: RawConfig) -> DecoderConfig:
+    """Granite with windows, dense or with mixtures: sinks, and a rotary base for each layer.
+
+    Every fourth layer sees all; where a layer's base is 0 it has no rotary embedding.
+
+    Granite's keys, ``layer_types`` and ``layer_rope_theta``.
+    """
+    config = replace(llama.read_config(raw), architecture="granite_swa")
+    config = with_factors(raw, config)
+    config = replace(config, attention=_attention(raw, config))
+    return with_experts(raw, config) if raw.has("num_local_experts") else config
+
+
+def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ...]:
+    plain = replace(config.attending[0], sinks=True, window=None)
+    window = raw.integer("sliding_window", 128)
+    windowed = raw.windowed([layer % 4 != 0 for layer in range(config.layers)])
+    bases = raw.layer_list("layer_rope_theta", config.layers)
+
+    def spec(layer: int) -> AttentionSpec:
+        own = replace(plain, window=window) if windowed[layer] else plain
+        if bases is None:
+            return own
+        if bases[layer] == 0:
+            return replace(own, rope=None)
+        scaling = {**raw.mapping("rope_scaling"), "rope_theta": bases[layer]}
+        return replace(own, rope=read_rope(raw, own.head_dim, parameters=scaling))
+
+    return tuple(spec(layer) for layer in range(config.layers))
+
+
+_KINDS = {"linear_attention": False, "mamba": False, "full_attention": True, "attention": True}
+
+
+def read_granite_hybrid(raw: RawConfig) -> DecoderConfig:
+    """Granite 4 (IBM): Mamba-2, attention without rotary embedding at times; dense, or mixtures.
+
+    Granite's keys, Mamba's, and ``layer_types``.
+    """
+    config = replace(llama.read_config(raw), architecture="granite_hybrid")
+    config = with_factors(raw, config)
+    rotates = raw.text("position_embedding_type", "rope" if raw.is_gguf else "") == "rope"
+    attending = config.attending[0]
+    attending = attending if rotates else replace(attending, rope=None)
+    heads = raw.integer("mamba_n_heads")
+    size = raw.text("mamba_d_head", "auto")
+    inner = raw.integer("mamba_expand", 2) * config.hidden_size
+    inner = inner if size == "auto" else heads * int(size)
+    recurrent = read_mamba(raw, eps=config.norm_eps, inner=inner)
+    kinds = raw.layer_kinds("layer_types", config.layers, _KINDS) or [False] * config.layers
+    config = replace(
+        config,
+        attention=tuple(attending if attends else recurrent for attends in kinds),
+        recurrent=mamba_names(raw, "mamba", biased=raw.flag("mamba_proj_bias")),
+    )
+    if raw.has("num_local_experts") and raw.optional_integer("num_local_experts"):
+        return with_experts(raw, config)
+    if raw.is_gguf:
+        return config
+    names = LayerNames(gate_up=SHARED_GATE_UP, down=SHARED_DOWN)
+    return replace(config, names=names, intermediate_size=raw.integer("shared_intermediate_size"))

@@ -1,11 +1,17 @@
-"""Llama 2 and 3.x, Mistral, SmolLM2: the plain decoder, which most architectures start from."""
+"""Llama 2 and 3.x, Mistral and SmolLM2: the plain decoder, from which most architectures start; and
+those that differ from it in little.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.block import ResidualBlock
-from localrt.models.layers.rope import read_rope
+from localrt.models.layers.rope import read_rope, scaling_number
+from localrt.models.mixture_config import read_mixture, with_mixture
 from localrt.models.raw_config import RawConfig
+from localrt.quant.ops.attention import AttentionTemperature
 from localrt.quant.ops.protocol import Activation, AttentionSpec, MlpSpec
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -45,3 +51,59 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         out_bias=raw.has_tensor("model.layers.0.self_attn.o_proj.bias"),
         tied_head=raw.flag("tie_word_embeddings"),
     )
+
+
+def read_seed_oss(raw: RawConfig) -> DecoderConfig:
+    """Seed-OSS: Llama with biases on queries, keys and values.
+
+    Llama's keys; the weights tell which biases there are.
+    """
+    return replace(read_config(raw), architecture="seed_oss")
+
+
+_TEXT_MODELS = {name: name for name in ("llama", "mistral", "llava")}  # the last: not said
+
+
+def read_llava(raw: RawConfig) -> DecoderConfig:
+    """LLaVA around a Llama or a Mistral: Pixtral, Apriel 1.5 and 1.6. The text model runs.
+
+    Llama's keys; the text model's ``model_type`` says whose defaults hold.
+    """
+    raw.choice("model_type", "llama", _TEXT_MODELS)
+    return replace(read_config(raw), architecture="llava")
+
+
+def read_mixtral(raw: RawConfig) -> DecoderConfig:
+    """Mixtral: Mistral with a mixture of experts in every layer.
+
+    GGUF files of it call themselves ``llama`` (see ``registry.py``).
+
+    Llama's keys; ``intermediate_size`` is an expert's. The chosen weights sum to 1.
+    """
+    config = read_config(raw)
+    return with_mixture(replace(config, architecture="mixtral"), read_mixture(raw, config))
+
+
+def read_ministral3(raw: RawConfig) -> DecoderConfig:
+    """Ministral 3 and Mistral 3: Mistral with YaRN, and queries that grow far into a text.
+
+    Llama's keys; Llama 4's ``llama_4_scaling_beta`` among those of the rotary embedding.
+
+    Mistral Small 3.1 has none.
+    """
+    config = replace(read_config(raw), architecture="ministral3")
+    scaling = raw.mapping("rope_scaling")
+    if not scaling.get("llama_4_scaling_beta"):
+        return config
+    temperature = AttentionTemperature(
+        beta=scaling_number(scaling, "llama_4_scaling_beta"),
+        length=int(
+            scaling_number(
+                scaling,
+                "original_max_position_embeddings",
+                raw.integer("max_position_embeddings"),
+            )
+        ),
+    )
+    attention = tuple(replace(spec, temperature=temperature) for spec in config.attending)
+    return replace(config, attention=attention)

@@ -30,12 +30,12 @@ def compared() -> tuple[set[str], set[str]]:
 
 
 def rows() -> dict[str, list[set[str]]]:
-    """The page's table: names in each column after the models' own, by the architecture's file."""
+    """The page's table: names in each column after the models' own, by the architecture."""
     found: dict[str, list[set[str]]] = {}
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
-        if len(cells) == 5 and (file := _CODE.fullmatch(cells[0])):
-            found[file[1].removesuffix(".py")] = [set(_CODE.findall(cell)) for cell in cells[2:]]
+        if len(cells) == 5 and (name := _CODE.fullmatch(cells[0])):
+            found[name[1]] = [set(_CODE.findall(cell)) for cell in cells[2:]]
     return found
 
 

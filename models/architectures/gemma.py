@@ -1,6 +1,6 @@
-"""Gemma 2: sandwich norms, soft-capped scores and logits, every other layer behind a window.
+"""Gemma 2 and 3 (text): sandwich norms, and layers behind a window.
 
-Published norm weights are ``w - 1``. Gemma 3 shares all but the scores' cap (``gemma3.py``).
+Published norm weights are ``w - 1``.
 """
 
 from __future__ import annotations
@@ -25,8 +25,14 @@ _NAMES = LayerNames(
 _LAYERS_27B = 46
 
 
-def read_config(raw: RawConfig) -> DecoderConfig:
-    """Gemma 2's ``config.json`` keys."""
+def read_gemma2(raw: RawConfig) -> DecoderConfig:
+    """Gemma 2: sandwich norms, soft-capped scores and logits, every other layer behind a window.
+
+    Published norm weights are ``w - 1``. Gemma 3 shares all but the scores' cap
+    (``gemma3.py``).
+
+    Gemma 2's ``config.json`` keys.
+    """
     full = replace(
         read_attention(raw, read_rope(raw, raw.integer("head_dim", 256))),
         softcap=raw.optional_number("attn_logit_softcapping"),
@@ -85,3 +91,29 @@ def sandwich_config(
         tied_head=raw.flag("tie_word_embeddings", default=True),
         names=_NAMES,
     )
+
+
+def read_gemma3(raw: RawConfig) -> DecoderConfig:
+    """Gemma 3 (text): Gemma 2 with query and key norms, and five sliding-window layers to one
+    full.
+
+    Sliding layers rotate with their own base frequency, which is not scaled; scores have no
+    cap.
+
+    Gemma 3's ``text_config`` keys.
+    """
+    head_dim = raw.integer("head_dim", 256)
+    scaled = {"rope_theta": raw.number("rope_theta", 1e6), **raw.mapping("rope_scaling")}
+    local = {"rope_theta": raw.number("rope_local_base_freq", 1e4)}
+    full = read_attention(raw, read_rope(raw, head_dim, parameters=scaled))
+    sliding = replace(
+        full,
+        rope=read_rope(raw, head_dim, parameters=local),
+        window=raw.integer("sliding_window", 4096),
+    )
+    layers, pattern = raw.integer("num_hidden_layers", 26), raw.integer("sliding_window_pattern", 6)
+    windowed = raw.windowed([(layer + 1) % pattern != 0 for layer in range(layers)])
+    config = sandwich_config(
+        raw, "gemma3", full, sliding, windowed, vocab_size=262_208, context_length=131_072
+    )
+    return replace(config, qk_norm=True)

@@ -1,0 +1,81 @@
+"""Qwen2, Qwen2.5 and Qwen3, dense and with mixtures."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from localrt.models.architectures import llama
+from localrt.models.config import DecoderConfig
+from localrt.models.mixture_config import read_mixture, sparse_layers, with_mixture
+from localrt.models.raw_config import RawConfig
+from localrt.quant.ops.protocol import AttentionSpec
+
+
+def read_qwen2(raw: RawConfig) -> DecoderConfig:
+    """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window on upper layers
+    only.
+
+    Llama's keys; q, k and v always have a bias.
+    """
+    config = llama.read_config(raw)
+    return replace(
+        config, architecture="qwen2", attention=windowed_layers(raw, config), qkv_bias=True
+    )
+
+
+def windowed_layers(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ...]:
+    """The window holds where ``layer_types`` or ``max_window_layers`` says, and if switched on."""
+    windowed = [False] * config.layers
+    if raw.flag("use_sliding_window"):
+        first = int(raw.number("max_window_layers", 28))
+        windowed = raw.windowed([layer >= first for layer in range(config.layers)])
+    return tuple(
+        spec if here else replace(spec, window=None)
+        for spec, here in zip(config.attending, windowed, strict=True)
+    )
+
+
+def read_qwen3(raw: RawConfig) -> DecoderConfig:
+    """Qwen3: Qwen2 without biases, with a norm on every query and key head.
+
+    Llama's keys; ``head_dim`` is the config's own, not hidden size over heads.
+    """
+    config = llama.read_config(raw)
+    return replace(
+        config, architecture="qwen3", attention=windowed_layers(raw, config), qk_norm=True
+    )
+
+
+def read_qwen2_moe(raw: RawConfig) -> DecoderConfig:
+    """Qwen2-MoE and Qwen1.5-MoE: Qwen2 with mixtures, and a shared expert behind a gate of its
+    own.
+
+    Qwen2's keys and those of the mixture; chosen weights do not sum to 1 unless it says so.
+    """
+    config = read_qwen2(raw)
+    spec = replace(
+        read_mixture(raw, config, normalize=False, inner=raw.integer("moe_intermediate_size")),
+        shared=raw.integer("shared_expert_intermediate_size", config.intermediate_size),
+        shared_gate=True,
+    )
+    biased = raw.has_tensor("model.layers.0.self_attn.q_proj.bias")
+    config = replace(config, architecture="qwen2_moe", qkv_bias=biased)
+    return with_mixture(config, spec, sparse_layers(raw, config.layers))
+
+
+def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
+    """Qwen3-MoE: Qwen3 with mixtures; no shared expert.
+
+    Qwen3's keys and those of the mixture. A window, where it is switched on, is every layer's.
+
+    ``norm_topk_prob`` is set in the published configs; GGUF and Qwen3-VL leave it to us.
+    """
+    config = llama.read_config(raw)
+    inner = raw.integer("moe_intermediate_size")
+    normalize = raw.is_gguf or raw.architecture != "Qwen3MoeForCausalLM"
+    spec = read_mixture(raw, config, normalize=normalize, inner=inner)
+    attention = config.attending
+    if not raw.flag("use_sliding_window"):
+        attention = tuple(replace(layer, window=None) for layer in attention)
+    config = replace(config, architecture="qwen3_moe", attention=attention, qk_norm=True)
+    return with_mixture(config, spec, sparse_layers(raw, config.layers))
