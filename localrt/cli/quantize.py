@@ -23,7 +23,7 @@ from localrt.common.settings import Settings
 from localrt.hub import ResolvedModel, resolve_adapter
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.adapters.file import read_adapter
-from localrt.models.checkpoints.adapters.merged import MergedCheckpoint
+from localrt.models.checkpoints.adapters.places import MergedCheckpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.quant.methods import default_method, quantized_format
 from localrt.quantize.calibration import BUILTIN, builtin_text, read_text

@@ -26,8 +26,8 @@ from localrt.hub.listing import list_models
 from localrt.loading.draft_model import ModelDraft
 from localrt.loading.draft_placement import DraftPlace
 from localrt.loading.parts import LoadedModel
+from localrt.models.checkpoints.base import RangedFile
 from localrt.models.checkpoints.gguf.metadata import GgufCursor
-from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
 from localrt.models.registry import ARCHITECTURES
 from localrt.speculative.ngram import Archive, NgramSource

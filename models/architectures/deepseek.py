@@ -15,8 +15,7 @@ from localrt.models.architectures.llama import ACTIVATIONS
 from localrt.models.config import CHOICE_BIAS, DecoderConfig, MixtureSpec
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope, scaling_number, yarn_mscale
-from localrt.models.mixture_config import SCORING
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import SCORING, RawConfig
 from localrt.quant.ops.attention import LatentSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
 from localrt.quant.ops.protocol import MlpSpec

@@ -1,7 +1,7 @@
 """ERNIE 4.5: Llama, and a mixture of experts in most layers of the larger ones.
 
 A bias counts in the choice of experts alone. Rotary pairs lie side by side in the published rows of
-queries and keys; checkpoints put them in order (``models/checkpoints/moved_rows.py``).
+queries and keys; checkpoints put them in order (``models/checkpoints/rows.py``).
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.config import CHOICE_BIAS, DecoderConfig
-from localrt.models.mixture_config import expert_count_key, read_mixture, with_mixture
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, expert_count_key, read_mixture, with_mixture
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:

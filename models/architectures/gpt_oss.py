@@ -11,8 +11,7 @@ from localrt.common.errors import UnsupportedModelError
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.rope import read_rope
-from localrt.models.mixture_config import read_mixture, with_mixture
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.experts import ExpertSpec
 from localrt.quant.ops.protocol import AttentionSpec
 

@@ -9,8 +9,7 @@ from localrt.models.architectures.mamba import mamba_names, read_mamba
 from localrt.models.config import SHARED_DOWN, SHARED_GATE_UP, DecoderConfig, LayerNames
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope
-from localrt.models.mixture_config import read_mixture, with_mixture
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.protocol import AttentionSpec
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, LayerNames, RecurrentNames
 from localrt.models.layers.rope import read_rope
-from localrt.models.mixture_config import read_mixture, with_mixture
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.attention import Rope
 from localrt.quant.ops.protocol import LayerSpec, RecurrentSpec
 

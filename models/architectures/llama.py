@@ -9,8 +9,7 @@ from dataclasses import replace
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope, scaling_number
-from localrt.models.mixture_config import read_mixture, with_mixture
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.attention import AttentionTemperature
 from localrt.quant.ops.protocol import Activation, AttentionSpec, MlpSpec
 

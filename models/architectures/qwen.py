@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
-from localrt.models.mixture_config import read_mixture, sparse_layers, with_mixture
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, read_mixture, sparse_layers, with_mixture
 from localrt.quant.ops.protocol import AttentionSpec
 
 

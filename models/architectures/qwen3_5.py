@@ -10,8 +10,7 @@ from dataclasses import replace
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, RecurrentNames
 from localrt.models.layers.rope import read_rope
-from localrt.models.mixture_config import read_mixture, sparse_layers, with_mixture
-from localrt.models.raw_config import RawConfig
+from localrt.models.raw_config import RawConfig, read_mixture, sparse_layers, with_mixture
 from localrt.quant.ops.protocol import RecurrentSpec
 
 _IN_GROUPS = "qwen3next"  # whose files keep the value heads of a key head together

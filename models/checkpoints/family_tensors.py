@@ -40,7 +40,7 @@ import numpy as np
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
-from localrt.models.checkpoints.expert_stacks import StackedRows
+from localrt.models.checkpoints.rows import StackedRows
 from localrt.quant.formats import (
     BF16,
     F16,

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint, UnitMemory, Verifier
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.checkpoints.store.memory import UnitMemory, Verifier
 from localrt.models.config import Part
 from localrt.models.layers.parts import Logits, PassState
 from localrt.models.weight_store import Check, Resource

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
+from localrt.models.checkpoints.store.checkpoint import Verifier
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.checkpoints.store.memory import Verifier
 from localrt.models.config import EMBEDDING, memory_places
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.layers.ngrams import NGRAM_TABLE

@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import Literal
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
+from localrt.models.checkpoints.store.checkpoint import Mend, StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit
-from localrt.models.checkpoints.store.memory import Mend
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.scheduler import ExpertCosts

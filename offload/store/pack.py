@@ -19,9 +19,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from localrt.models.checkpoints.base import Checkpoint, TensorInfo, WeightBlock
+from localrt.models.checkpoints.base import Checkpoint, RangedFile, TensorInfo, WeightBlock
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
-from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME, StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import Manifest, Quantization, Source
 from localrt.models.registry import read_config, require_readable

@@ -15,8 +15,11 @@ from safetensors.numpy import load_file, save_file
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import Checkpoint, open_checkpoint
 from localrt.models.checkpoints.adapters.file import read_adapter
-from localrt.models.checkpoints.adapters.merged import MergedCheckpoint
-from localrt.models.checkpoints.adapters.places import text_module, why_only_merged
+from localrt.models.checkpoints.adapters.places import (
+    MergedCheckpoint,
+    text_module,
+    why_only_merged,
+)
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.ops import NativeOps

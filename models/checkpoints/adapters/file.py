@@ -29,10 +29,9 @@ from localrt.models.checkpoints.adapters.places import (
     text_module,
     why_only_merged,
 )
-from localrt.models.checkpoints.base import Checkpoint, StoredTensor
+from localrt.models.checkpoints.base import Checkpoint, RangedFile, StoredTensor
 from localrt.models.checkpoints.gguf.file import GgufFile, is_gguf
 from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, QWEN_DELTA, hf_tensor_name
-from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.safetensors.header import (
     is_raw,
     read_header,

@@ -1,30 +1,36 @@
-"""Which of the base's matrices a published module is, and in which order its rows lie there.
+"""Which of the base's matrices a published module is, in which order its rows lie; merging into it.
 
 A checkpoint shows some matrices under other names, in parts, or with moved rows
-(``safetensors/names.py``, ``checkpoints/family_tensors.py``, ``checkpoints/moved_rows.py``). The
-same is done here to a column of row numbers, so that an adapter's rows go where the base's went. It
-knows names and sizes, and no adapter.
+(``safetensors/names.py``, ``family_tensors.py``, ``rows.py``). The same is done here to a column of
+row numbers, so that an adapter's rows go where the base's went. What a task's copy is made of is
+merged in float32: tensors that the adapter does not change are read as they are. Where embedding
+and head are one table and the adapter changes one of them, they become two.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.models.checkpoints.base import Checkpoint, RowSource, TensorInfo
+from localrt.models.checkpoints.base import Checkpoint, RowSource, TensorInfo, WeightBlock
 from localrt.models.checkpoints.family_tensors import delta_tensors
 from localrt.models.checkpoints.gguf.names import QWEN_DELTA
-from localrt.models.checkpoints.moved_rows import rotary_rows
+from localrt.models.checkpoints.rows import rotary_rows
 from localrt.models.checkpoints.safetensors.names import plain_tensors
 from localrt.models.checkpoints.text_model import decoder_tensor
-from localrt.quant.formats import F32
+from localrt.models.config import EMBEDDING, HEAD
+from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.packed import Bytes
+from localrt.quant.methods.rotation import restored_rows
+from localrt.quant.ops.adapters import Adapter, LowRank
 
 Numbers = npt.NDArray[np.intp]
-
 # Modules of towers for images and sounds, as transformers calls them.
 _TOWERS = re.compile(
     r"(.+\.)?(visual|vision_tower|vision_model|vision_embed_tokens|audio_tower|audio_model"
@@ -155,3 +161,77 @@ class _RowNumbers(RowSource):
 
     def _read(self, start: int, stop: int) -> Bytes:
         return np.arange(start, stop, dtype="<f4").view(np.uint8)
+
+
+class MergedCheckpoint:
+    """Follows the ``Checkpoint`` protocol; ``base`` stays the caller's to close."""
+
+    def __init__(self, base: Checkpoint, adapter: Adapter[LowRank]) -> None:
+        self._base = base
+        self._changes: dict[str, LowRank] = dict(adapter.matrices)
+        self._source = {name: name for name in base.tensors}
+        self.config: Mapping[str, Any] = base.config
+        if HEAD not in base.tensors and (adapter.embedding or adapter.head):
+            self._source[HEAD] = EMBEDDING
+            self.config = {**base.config, "tie_word_embeddings": False}
+        if (tokens := adapter.embedding) is not None:
+            a = np.ascontiguousarray(tokens.a.T)  # (tokens, rank): a row of the table
+            self._changes[EMBEDDING] = LowRank(np.ascontiguousarray(tokens.b.T), a)
+        if adapter.head is not None:
+            self._changes[HEAD] = adapter.head
+        self.tensors: Mapping[str, TensorInfo] = {
+            name: self._info(name, base.tensors[source]) for name, source in self._source.items()
+        }
+
+    @property
+    def kind(self) -> str:
+        """See ``Checkpoint``; what the base's files say of text and sampling holds too."""
+        return self._base.kind
+
+    @property
+    def path(self) -> Path:
+        return self._base.path
+
+    @property
+    def architecture(self) -> str:
+        return self._base.architecture
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._base.notes
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        return self._base.generation_config
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        return self._base.metadata
+
+    def close(self) -> None:
+        """Nothing of its own."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        block = self._base.read(self._source.get(name, name), start, stop)
+        return self._merged(name, block, start) if name in self._changes else block
+
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
+        at = 0
+        for block in self._base.blocks(self._source.get(name, name), max_bytes):
+            yield self._merged(name, block, at) if name in self._changes else block
+            at += block.shape[0]
+
+    def _info(self, name: str, info: TensorInfo) -> TensorInfo:
+        if name not in self._changes:
+            return replace(info, name=name)
+        rows, columns = info.shape
+        return TensorInfo(name, info.shape, F32, rows * F32.row_bytes(columns))
+
+    def _merged(self, name: str, block: WeightBlock, first: int) -> PackedTensor:
+        change = self._changes[name]
+        values = np.concatenate(list(restored_rows(block)))
+        stop = first + len(values)
+        if change.factors is not None:
+            values *= change.factors[first:stop, None]
+        values += change.b[first:stop] @ change.a
+        return PackedTensor(name, F32, values.shape, values.view(np.uint8))

@@ -10,13 +10,12 @@ from typing import Any
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RowSource, SourcedCheckpoint, StoredTensor
-from localrt.models.checkpoints.expert_stacks import split_ranges
 from localrt.models.checkpoints.family_tensors import delta_tensors, gemma_tensors, latent_tensors
 from localrt.models.checkpoints.gguf.config import count_layers, generation_config, model_config
 from localrt.models.checkpoints.gguf.file import open_gguf_parts
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.gguf.names import INTERLEAVED_ROTARY, expert_stack, hf_tensor_name
-from localrt.models.checkpoints.moved_rows import regrouped, rotary_rows
+from localrt.models.checkpoints.rows import regrouped, rotary_rows, split_ranges
 from localrt.models.checkpoints.text_model import (
     gguf_block,
     is_beside_decoder,

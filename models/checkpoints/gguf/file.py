@@ -14,9 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import StoredTensor, TensorInfo
+from localrt.models.checkpoints.base import RangedFile, StoredTensor, TensorInfo, describe_start
 from localrt.models.checkpoints.gguf.metadata import GgufCursor, GgufMetadata, read_pairs
-from localrt.models.checkpoints.ranged_file import RangedFile, describe_start
 from localrt.quant.formats import GGML_FORMATS, GGML_UNREAD, Format
 
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)

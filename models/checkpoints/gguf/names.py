@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from localrt.models.checkpoints.expert_stacks import Stack
+from localrt.models.checkpoints.rows import Stack
 
 INTERLEAVED_ROTARY = frozenset(
     {

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RowSource, SourcedCheckpoint, StoredTensor
+from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.family_tensors import (
     delta_tensors,
     gemma_tensors,
@@ -27,8 +27,7 @@ from localrt.models.checkpoints.family_tensors import (
     latent_tensors,
     ngram_tensors,
 )
-from localrt.models.checkpoints.moved_rows import rotary_rows
-from localrt.models.checkpoints.ranged_file import RangedFile
+from localrt.models.checkpoints.rows import rotary_rows
 from localrt.models.checkpoints.safetensors.header import (
     is_raw,
     read_header,

@@ -14,8 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
-from localrt.models.checkpoints.base import StoredTensor, TensorInfo
-from localrt.models.checkpoints.ranged_file import RangedFile, describe_start
+from localrt.models.checkpoints.base import RangedFile, StoredTensor, TensorInfo, describe_start
 from localrt.quant.formats import BF16, F8_E4M3, F16, F32, Format
 
 RAW_BYTES = Format("u8", 1, 1)

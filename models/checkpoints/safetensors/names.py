@@ -23,7 +23,7 @@ import numpy as np
 
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
-from localrt.models.checkpoints.expert_stacks import (
+from localrt.models.checkpoints.rows import (
     Stack,
     check_stack,
     split_rows,

@@ -11,15 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 
 from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import RAW_BYTES
-from localrt.models.checkpoints.schemes.keys import Keys
 from localrt.models.checkpoints.schemes.rows import CodedRows, weight_info
-from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
+from localrt.models.checkpoints.schemes.weights import Keys, Parts, require_shape, wrong
 from localrt.quant.formats import F32, Nf4FloatCodec, unpack
 from localrt.quant.formats.fp4 import NF4_LEVELS
 from localrt.quant.formats.packed import Bytes, Floats
@@ -32,15 +31,14 @@ _FP4_STATE = ".weight.quant_state.bitsandbytes__fp4"
 _LONGEST_STATE = 4096
 _BLOCK = 64
 
-_ENDINGS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys((_WEIGHT, _ABSMAX, _LEVELS, _STATE, _FP4_STATE, _NESTED, _NESTED_LEVELS), _WEIGHT)
-)
-
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes:
     """See ``Scheme``."""
 
+    endings: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (_WEIGHT, _ABSMAX, _LEVELS, _STATE, _FP4_STATE, _NESTED, _NESTED_LEVELS), _WEIGHT
+    )
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -58,10 +56,6 @@ class BitsAndBytes:
     @property
     def typical(self) -> str:
         return NF4_F32.name
-
-    @property
-    def endings(self) -> Mapping[str, str]:
-        return _ENDINGS
 
     def source(self, parts: Parts) -> RowSource | None:
         weight = parts.need(_WEIGHT)

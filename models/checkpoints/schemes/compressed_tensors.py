@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,9 +25,7 @@ from localrt.models.checkpoints.safetensors.header import (
     INT64,
     RAW_BYTES,
 )
-from localrt.models.checkpoints.schemes.fp4 import mxfp4_rows, nvfp4_rows
-from localrt.models.checkpoints.schemes.fp8 import fp8_rows
-from localrt.models.checkpoints.schemes.keys import Keys, weights_alone
+from localrt.models.checkpoints.schemes.floats import fp8_rows, mxfp4_rows, nvfp4_rows
 from localrt.models.checkpoints.schemes.rows import (
     CodedRows,
     Grid,
@@ -38,7 +36,13 @@ from localrt.models.checkpoints.schemes.rows import (
     weight_info,
     zero_point_codec,
 )
-from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
+from localrt.models.checkpoints.schemes.weights import (
+    Keys,
+    Parts,
+    require_shape,
+    weights_alone,
+    wrong,
+)
 from localrt.quant.formats import BF16, F8_E4M3, MXFP4, NVFP4
 from localrt.quant.formats.packed import Bytes, Floats
 from localrt.quant.formats.published import GROUPS
@@ -54,16 +58,9 @@ _FORMATS = (
     "nvfp4-pack-quantized",
     "pack-quantized",
 )
-_PACKED, _WEIGHT, _SCALE, _FACTOR = (
-    ".weight_packed",
-    ".weight",
-    ".weight_scale",
-    ".weight_global_scale",
-)
+_PACKED, _WEIGHT, _SCALE = ".weight_packed", ".weight", ".weight_scale"
+_FACTOR = ".weight_global_scale"
 _SHAPE, _ZEROS, _GROUPS = ".weight_shape", ".weight_zero_point", ".weight_g_idx"
-_ENDINGS: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys((_PACKED, _SCALE, _FACTOR, _SHAPE, _ZEROS, _GROUPS, _WEIGHT), _WEIGHT)
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +69,9 @@ class CompressedTensors:
     modules are of which follows from the tensors, as targets may overlap.
     """
 
+    endings: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (_PACKED, _SCALE, _FACTOR, _SHAPE, _ZEROS, _GROUPS, _WEIGHT), _WEIGHT
+    )
     notes: tuple[str, ...]
     typical: str
     blocks: tuple[tuple[int, int], ...]
@@ -106,10 +106,6 @@ class CompressedTensors:
             if inputs is not None:
                 notes.append(weights_alone(kind, bits, inputs.number("num_bits", 8)))
         return cls(tuple(dict.fromkeys(notes)), (formats or [BF16.name])[0], tuple(blocks))
-
-    @property
-    def endings(self) -> Mapping[str, str]:
-        return _ENDINGS
 
     def source(self, parts: Parts) -> RowSource | None:
         packed, weight = parts.find(_PACKED), parts.find(_WEIGHT)

@@ -11,15 +11,12 @@ from typing import Any
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import read_json
-from localrt.models.checkpoints.schemes.awq import Awq
 from localrt.models.checkpoints.schemes.bitsandbytes import BitsAndBytes
 from localrt.models.checkpoints.schemes.compressed_tensors import CompressedTensors
-from localrt.models.checkpoints.schemes.fp8 import Fp8
-from localrt.models.checkpoints.schemes.gptq import Gptq
-from localrt.models.checkpoints.schemes.keys import Keys
+from localrt.models.checkpoints.schemes.floats import Fp8, ModelOpt
 from localrt.models.checkpoints.schemes.mlx import Mlx
-from localrt.models.checkpoints.schemes.modelopt import ModelOpt
-from localrt.models.checkpoints.schemes.weights import Scheme
+from localrt.models.checkpoints.schemes.weights import Keys, Scheme
+from localrt.models.checkpoints.schemes.words import Awq, Gptq
 from localrt.quant.formats import F32
 
 _KEY, _MLX_KEY = "quantization_config", "quantization"

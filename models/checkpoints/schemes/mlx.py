@@ -16,15 +16,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from localrt.common.errors import UnsupportedModelError
 from localrt.models.checkpoints.base import RowSource, StoredTensor
 from localrt.models.checkpoints.safetensors.header import RAW_BYTES, UINT32
-from localrt.models.checkpoints.schemes.fp4 import mxfp4_rows, nvfp4_rows
-from localrt.models.checkpoints.schemes.fp8 import fp8_rows
-from localrt.models.checkpoints.schemes.keys import Keys
+from localrt.models.checkpoints.schemes.floats import fp8_rows, mxfp4_rows, nvfp4_rows
 from localrt.models.checkpoints.schemes.rows import (
     FLOATS,
     CodedRows,
@@ -34,13 +33,12 @@ from localrt.models.checkpoints.schemes.rows import (
     minimum_codec,
     weight_info,
 )
-from localrt.models.checkpoints.schemes.weights import Parts, require_shape, wrong
+from localrt.models.checkpoints.schemes.weights import Keys, Parts, require_shape, wrong
 from localrt.models.checkpoints.text_model import decoder_tensor
 from localrt.quant.formats import F8_E4M3, F32, unpack
 from localrt.quant.formats.packed import Bytes, Floats
 
 _WEIGHT, _SCALES, _MINIMA = ".weight", ".scales", ".biases"
-_ENDINGS = dict.fromkeys((_WEIGHT, _SCALES, _MINIMA), _WEIGHT)
 _BITS = (2, 3, 4, 5, 6, 8)
 _MODES = {  # bits and group size where a config does not say; others than affine have no choice
     "affine": (4, 64),
@@ -63,6 +61,7 @@ class _Width:
 class Mlx:
     """See ``Scheme``. How all modules are packed, and single ones."""
 
+    endings: ClassVar[Mapping[str, str]] = dict.fromkeys((_WEIGHT, _SCALES, _MINIMA), _WEIGHT)
     usual: _Width
     modules: Mapping[str, _Width]
     notes: tuple[str, ...] = ()
@@ -87,10 +86,6 @@ class Mlx:
             return "e4m3-g32" if self.usual.mode == "mxfp8" else self.usual.mode
         group = group_of(self.usual.group)
         return f"int{4 if self.usual.bits <= 4 else 8}-g{group}b" if group else "f32"
-
-    @property
-    def endings(self) -> Mapping[str, str]:
-        return _ENDINGS
 
     def source(self, parts: Parts) -> RowSource | None:
         weight = parts.find(_WEIGHT)

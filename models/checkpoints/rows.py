@@ -1,22 +1,28 @@
-"""A tensor of all experts of a layer, taken apart: each expert's matrix as an ordinary tensor.
+"""Rows that lie otherwise in a file than the model takes them: of experts, rotary pairs, groups.
 
-Where an expert's rows lie together, it is a range of the file and nothing else: no copy, no reading
-of other experts. Where they do not (gpt-oss publishes gate and up in turns, and transposed), its
-own bytes are read and put in order. Knows names and shapes; which architecture stacks what is a
-table elsewhere.
+A tensor of all experts of a layer is taken apart. Where an expert's rows lie together, it is a
+range of the file and nothing else; where they do not (gpt-oss publishes gate and up in turns, and
+transposed), its own bytes are read and put in order. llama.cpp rotates neighbouring pairs of a
+head's values, Hugging Face its two halves: whole packed rows are moved, which changes no value.
+ggml's NVFP4 keeps the scales of four groups before their nibbles, ours each before its own; TQ1_0
+has five digits of base three in a byte, and takes a fifth more with two bits for each.
+
+It knows names and shapes; which architecture stacks what is a table elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
-from localrt.models.checkpoints.ranged_file import RangedFile
-from localrt.quant.formats import PackedTensor
+from localrt.models.checkpoints.base import RangedFile, RowSource, StoredTensor, TensorInfo
+from localrt.quant.formats import GGML_UNREAD, NVFP4, TQ2_0, Format, PackedTensor
 from localrt.quant.formats.packed import Bytes
 
 _MATRIX = ".weight"
@@ -191,3 +197,118 @@ class _Interleaved(RowSource):
         whole = self.read()
         for start, stop in self._row_ranges(max_bytes):
             yield self._packed(whole.data[start:stop], stop - start)
+
+
+_TURNED = ("self_attn.q_proj", "self_attn.k_proj")
+
+
+def rotary_rows(
+    stored: Mapping[str, RowSource], config: Mapping[str, Any], path: Path
+) -> dict[str, RowSource]:
+    """Every query and key tensor of a model at ``path``, with halves in the place of pairs.
+
+    Raises:
+        CheckpointError: a tensor's rows are not heads of an even size.
+    """
+    queries = config.get("num_attention_heads")
+    keys = config.get("num_key_value_heads", queries)
+    found: dict[str, RowSource] = {}
+    for name, tensor in stored.items():
+        info, stem = tensor.info, name.rpartition(".")[0]
+        if not stem.endswith(_TURNED):
+            continue
+        heads = queries if stem.endswith(_TURNED[0]) else keys
+        if type(heads) is not int or heads < 1 or info.shape[0] % (2 * heads):
+            raise CheckpointError(
+                f"{path}: {info.shape[0]} rows of {name!r} are not {heads!r:.60} heads "
+                "of an even size"
+            )
+        if len(info.shape) == 1 and info.format.block != 1:
+            raise CheckpointError(f"{path}: {name!r} is a vector in {info.format.name}")
+        found[name] = _RotaryRows(info, tensor, heads)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _RotaryRows(RowSource):
+    """The rows of ``stored``, a matrix or a vector of ``heads``, halves in the place of pairs."""
+
+    stored: RowSource
+    heads: int
+
+    @property
+    def scale(self) -> float:
+        return self.stored.scale
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of a head: whole ones at a time, so that none is read twice."""
+        return max(1, self.rows // self.heads)
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        size = self.info.shape[0] // self.heads
+        if len(self.info.shape) == 1:
+            data = self.stored.read(start, stop).data
+            return data.reshape(-1, size // 2, 2, self.info.format.block_bytes).swapaxes(1, 2)
+        first = start // size * size
+        data = self.stored.read(first, -(-stop // size) * size).data
+        halves = data.reshape(-1, size // 2, 2, self.row_bytes).swapaxes(1, 2)
+        return halves.reshape(-1, self.row_bytes)[start - first : stop - first]
+
+
+def regrouped(source: RowSource) -> RowSource:
+    """``source``, or the same numbers in a format that localrt computes with."""
+    found = _FORMATS.get(source.info.format)
+    if found is None:
+        return source
+    format_, convert = found
+    info = source.info
+    blocks = info.nbytes // info.format.block_bytes * (info.format.block // format_.block)
+    info = replace(info, format=format_, nbytes=blocks * format_.block_bytes)
+    return _Regrouped(info, source, convert)
+
+
+@dataclass(frozen=True, slots=True)
+class _Regrouped(RowSource):
+    """Rows of ``source``, converted block by block."""
+
+    source: RowSource
+    convert: Callable[[Bytes], Bytes]
+
+    @property
+    def scale(self) -> float:
+        return self.source.scale
+
+    @property
+    def rows_together(self) -> int:
+        return self.source.rows_together
+
+    def _read(self, start: int, stop: int) -> Bytes:
+        data = self.source.read(start, stop).data
+        return self.convert(data.reshape(-1, self.source.info.format.block_bytes))
+
+
+def _nvfp4(blocks: Bytes) -> Bytes:
+    """(n, 36) to (4 n, 9). ggml's scales have no sign, and its largest code stands for 0."""
+    scales = blocks[:, :4] & 127
+    scales[scales == 127] = 0
+    return np.concatenate([scales.reshape(-1, 1), blocks[:, 4:].reshape(-1, 8)], axis=1)
+
+
+def _tq2_0(blocks: Bytes) -> Bytes:
+    """(n, 54) to (n, 66)."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
+    parts = [(blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)]
+    digits = [
+        ((part[:, None] * powers[:count]).astype(np.uint16) * 3 >> 8).reshape(len(blocks), -1)
+        for part, count in parts
+    ]
+    codes = np.concatenate(digits, axis=1).astype(np.uint8).reshape(-1, 2, 4, 32)
+    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
+    pairs = np.bitwise_or.reduce(codes << shifts, axis=2).reshape(-1, 64)
+    return np.concatenate([pairs, blocks[:, 52:]], axis=1)
+
+
+_FORMATS: Mapping[Format, tuple[Format, Callable[[Bytes], Bytes]]] = MappingProxyType(
+    {GGML_UNREAD[34]: (TQ2_0, _tq2_0), GGML_UNREAD[40]: (NVFP4, _nvfp4)}
+)
