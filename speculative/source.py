@@ -1,17 +1,9 @@
-"""The contract of whatever guesses the next tokens.
+"""The contracts of what drafts: ``DraftSource`` proposes trees, ``Drafter`` computes logits.
 
 A source is handed the whole history at every step and finds out by itself what is new of it:
-nothing has to be told that a guess was right. It knows no target and no text.
-
-What computes guesses: the contract of draft models, and of whatever reads a target's state.
-
-A draft model reads tokens. A trained head, a multi-token-prediction block or an assistant reads the
-target's features, or its keys and values, as well: each is made for one session of the target and
-takes from it what it needs. Most guess one step at a time, from rows of guesses behind those of the
-known tokens; one that guesses all depths at once (block diffusion) needs no such rows. It knows no
-trees: ``TreeSource`` grows them.
-
-What is decided before a pass: with which source to guess, and how much. ``tuner.py`` decides.
+nothing has to be told that a token was accepted. ``TreeSource`` makes one of any ``Drafter``: a
+draft model, which reads tokens, or a trained head, which reads the target's hidden states or keys
+and values as well. Neither knows the target or text.
 """
 
 from __future__ import annotations
@@ -27,9 +19,12 @@ from localrt.common.errors import LocalrtError
 from localrt.quant.ops.protocol import KVCache
 from localrt.speculative.tree import TokenTree
 
+DEPTH = 16
+MOST_NODES = 2048
+
 # Called now and then while a source works; raises CancelledError to abandon it.
 Check = Callable[[], None]
-# The tokens that came true of the guesses, and the next one, once that is known.
+# The accepted draft tokens and the one after them, once they are known.
 Outcome = Callable[[], Sequence[int] | None]
 
 
@@ -38,13 +33,13 @@ class DraftFailedError(LocalrtError):
 
 
 class DraftSource(ABC):
-    """Guesses for one sequence. Used by one thread at a time."""
+    """Drafts for one sequence. Used by one thread at a time."""
 
     name: str
     """``"ngram"``, ``"model"``, ``"head"``."""
 
     prepares = False
-    """Whether it can go on while its guesses are verified. The last four methods are for that."""
+    """Whether it can go on while its draft is verified. The last four methods are for that."""
 
     def begin(self, history: Sequence[int]) -> None:  # noqa: B027 - most need nothing
         """A generation begins with ``history``, which need not go on from what was seen so far."""
@@ -53,7 +48,7 @@ class DraftSource(ABC):
     def propose(
         self, history: Sequence[int], budget: int, depth: int, *, check: Check | None = None
     ) -> TokenTree:
-        """At most ``budget`` guesses of what follows ``history``, at most ``depth`` ahead.
+        """At most ``budget`` tokens that may follow ``history``, at most ``depth`` ahead.
 
         ``history`` is not empty, and goes on from that of the call before.
 
@@ -99,11 +94,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows that come next in a cache: known tokens, or guesses. The last ``wanted`` get logits.
+    """Rows that come next in a cache: known or draft tokens. The last ``wanted`` get logits.
 
-    ``tokens`` (n,), ``positions`` (n,). Guesses have a ``mask``, as in ``Span``, and ``above``
-    (n,): the row that each follows, counted from the first guess of the tree; -1 for the last known
-    token's.
+    ``tokens`` (n,), ``positions`` (n,). Draft tokens have a ``mask``, as in ``Span``, and ``above``
+    (n,): the row that each follows, counted from the tree's first; -1 for the last known token's.
     """
 
     tokens: Sequence[int]
@@ -114,7 +108,7 @@ class Rows:
 
 
 class Drafter(ABC):
-    """Computes guesses for one sequence. Used by one thread at a time."""
+    """Computes drafts for one sequence. Used by one thread at a time."""
 
     name: str
     """The source's name in metrics and options."""
@@ -123,10 +117,10 @@ class Drafter(ABC):
     """The target's token ids for the columns of logits; None where they are the same."""
 
     lasting = True
-    """Whether the row of a guess that came true is that of the token. Else it is computed anew."""
+    """Whether the row of an accepted draft token is that of the token, else it is computed anew.
 
-    prepares = True
-    """Whether guessing may go on while the target computes. Only of what lasts."""
+    Only a drafter whose rows last goes on while the target computes.
+    """
 
     held_rows = True
     """Whether a mask may cover rows of earlier passes; else a round computes the tree again."""
@@ -138,44 +132,10 @@ class Drafter(ABC):
     def first(self, length: int) -> int | None:
         """Of a sequence of ``length``, the token whose row is computed first where none is held.
 
-        All rows behind it must be there to guess. None: there can be no guesses.
+        All rows behind it must be there to draft. None: there can be no draft.
         """
         return 0
 
     @abstractmethod
     def compute(self, cache: KVCache, rows: Rows, *, check: Check | None) -> Floats:
-        """Compute ``rows``: logits (wanted, V) of what follows each.
-
-        Behind the last known token, (depths, V): of the next token, and of those after it where
-        they are guessed at once.
-        """
-
-
-DEPTH = 16
-MOST_NODES = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class TreeSize:
-    """At most ``budget`` nodes, ``depth`` deep."""
-
-    budget: int
-    depth: int = DEPTH
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Draft ``budget`` nodes with ``source``, ``depth`` deep; ``ready`` levels are there."""
-
-    source: str
-    budget: int
-    depth: int
-    ready: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """While a pass runs, ``source`` prepares its next tree, by at most ``nodes`` steps."""
-
-    source: str
-    nodes: int
+        """Compute ``rows``: logits (wanted, V) of what follows each."""

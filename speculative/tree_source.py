@@ -54,7 +54,7 @@ class TreeSource(DraftSource):
         round_nodes: int = 128,
     ) -> None:
         self.name = drafter.name
-        self.prepares = drafter.lasting and drafter.prepares
+        self.prepares = drafter.lasting
         self._drafter = drafter
         self._most_nodes = nodes
         self._temperature = temperature or 1.0
@@ -62,7 +62,7 @@ class TreeSource(DraftSource):
         self._cache = drafter.cache(capacity)
         self._start = 0  # the token of the cache's first row
         self._known: list[int] = []  # the tokens whose rows come first in the cache
-        self._first: npt.NDArray[np.float32] | None = None  # logits (depths, V) after them
+        self._first: npt.NDArray[np.float32] | None = None  # logits (V,) after them
         self._growth = Growth(self.name)
         # The rows of expanded nodes, behind those of the known tokens, in order.
         self._rows: dict[int, int] = {}
@@ -126,15 +126,9 @@ class TreeSource(DraftSource):
 
     def _expander(self, check: Check | None) -> Expand:
         def expand(nodes: _Nodes, least: Sequence[float]) -> Sequence[Children]:
-            first = self._first
-            if first is not None:  # the tree begins, or all of its depths are there at once
-                depths = [self._growth.level(node) for node, _, _ in nodes]
-                if len(first) == 1:
-                    self._first = None
-                return [
-                    self._children(first[depth], low) if depth < len(first) else _NO_CHILDREN
-                    for depth, low in zip(depths, least, strict=True)
-                ]
+            first, self._first = self._first, None
+            if first is not None:  # the tree begins, with its root alone
+                return [self._children(first, least[0])]
             run = nodes[: max(self._cache.capacity - self._cache.length, 0)]
             if not run:
                 return [_NO_CHILDREN] * len(nodes)
@@ -223,7 +217,7 @@ class TreeSource(DraftSource):
             logits = self._drafter.compute(cache, Rows(tokens, positions, int(last)), check=check)
             self.passes += 1
             self._known += tokens
-        self._first = logits
+        self._first = logits[0]
         return True
 
     def _compute(self, nodes: _Nodes, check: Check | None) -> npt.NDArray[np.float32]:

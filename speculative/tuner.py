@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from localrt.speculative.source import Ahead, Plan, TreeSize
+from localrt.speculative.source import DEPTH
 from localrt.speculative.tree import ROOT, TokenTree, merge
 from localrt.speculative.worth import (
     BUDGETS,
@@ -26,6 +26,7 @@ from localrt.speculative.worth import (
     Calibration,
     GapWorth,
     PassCost,
+    Rest,
     Source,
     nodes_worth,
 )
@@ -33,8 +34,26 @@ from localrt.speculative.worth import (
 _LEAST = 1e-9  # a chance whose logarithm is still a score
 
 
+@dataclass(frozen=True, slots=True)
+class TreeSize:
+    """At most ``budget`` nodes, ``depth`` deep."""
+
+    budget: int
+    depth: int = DEPTH
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Draft ``budget`` nodes with ``source``, ``depth`` deep; ``ready`` levels are there."""
+
+    source: str
+    budget: int
+    depth: int
+    ready: int = 0
+
+
 class MixedTree:
-    """Empty until sources have proposed; emptied by ``clear``."""
+    """One tree of what several sources proposed. Empty at first; emptied by ``clear``."""
 
     def __init__(self) -> None:
         self._proposed: dict[str, tuple[TokenTree, Calibration]] = {}
@@ -48,14 +67,14 @@ class MixedTree:
         self._proposed.clear()
 
     def tree(self, most: int) -> TokenTree:
-        """The ``most`` likeliest guesses of all; scores are logarithms of calibrated chances."""
+        """The ``most`` likeliest nodes of all; scores are logarithms of calibrated chances."""
         trees = [_calibrated(*pair) for pair in self._proposed.values() if len(pair[0])]
         if len(trees) < 2:
             return trees[0].trim(most) if trees else TokenTree.empty()
         return _shared(merge(trees, sum(map(len, trees)))).trim(most)
 
-    def learn(self, tree: TokenTree, path: tuple[int, ...]) -> None:
-        """``tree``, a part of what was proposed, was verified: ``path`` came true."""
+    def learn(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """``tree``, a part of what was proposed, was verified: ``path`` was accepted."""
         at = {(int(tree.parents[node]), int(tree.tokens[node])): node for node in range(len(tree))}
         for proposed, calibration in self._proposed.values():
             here: dict[int, int] = {ROOT: ROOT}  # a node of the proposal in the verified tree
@@ -68,12 +87,12 @@ class MixedTree:
                     here[node] = found
             del here[ROOT]
             if here:
-                true = [i for i, node in enumerate(here.values()) if node in path]
-                calibration.learn(proposed.take(np.array(list(here))), true)
+                accepted = [i for i, node in enumerate(here.values()) if node in path]
+                calibration.learn(proposed.take(np.array(list(here))), accepted)
 
 
 def _shared(tree: TokenTree) -> TokenTree:
-    """The same guesses, where the chances of siblings, of several sources, sum to one at most."""
+    """The same nodes; the chances of siblings, from several sources, sum to one at most."""
     inner = tree.parents != ROOT
     own = np.exp(tree.scores - np.where(inner, tree.scores[tree.parents], 0.0))
     total = np.bincount(tree.parents + 1, own, minlength=len(tree) + 1)
@@ -86,7 +105,7 @@ def _shared(tree: TokenTree) -> TokenTree:
 
 
 def _calibrated(tree: TokenTree, calibration: Calibration) -> TokenTree:
-    """The same guesses with the chances that are believed."""
+    """The same nodes with the chances that are believed."""
     chances = np.maximum(calibration.probabilities(tree), _LEAST)
     return replace(tree, scores=np.log(chances))
 
@@ -99,6 +118,9 @@ _BLEND = 0.2  # of a new measurement in a running mean
 _PLAIN_FIRST = 2  # plain steps before the first attempt
 REFRESH = 128  # passes after which a plain step is measured again
 _LOOKUP_NODES = 64
+# The share of plain decoding that looking for drafts may take where none are worth a pass, and the
+# most steps to leave it out.
+_LOOKING, _LONGEST_REST = 0.005, 24
 _MARGIN_RESIDENT = 1.08  # where a draft takes the processor and its caches from the target
 _FEW = 8  # tokens that a draft may have to catch up with at no cost worth counting
 _ATTEMPTS = ((8, 4), (4, 2), (2, 1))  # budget and depth of what is not expected to pay
@@ -121,59 +143,28 @@ class Tuner:
         self.sources = {name: Source(level) for name, level in sources.items()}
         self.streamed = streamed
         self.looking_s = 0.0
-        """Of looking for guesses where none are worth a pass, in the mean."""
-
-    @property
-    def plain(self) -> float | None:
-        """Seconds of a plain step; None before one was measured."""
-        with self.lock:
-            return self.cost.plain
+        """Of looking for draft tokens where none are worth a pass, in the mean."""
 
     def prompt(self, rows: int, seconds: float) -> None:
         """A prompt of ``rows`` was computed."""
         with self.lock:
             self.cost.add_prompt(rows, seconds)
 
-    def passed(self, rows: int, seconds: float) -> None:
-        """A target pass of ``rows`` took ``seconds``, whoever asked for it."""
-        with self.lock:
-            self.cost.add(rows, seconds)
-
-    def looked(self, seconds: float) -> None:
-        """No guess was worth a pass."""
-        with self.lock:
-            self.looking_s += _BLEND * (seconds - self.looking_s) if self.looking_s else seconds
-
-    def start(
-        self,
-        limit: int,
-        sources: Sequence[str],
-        *,
-        size: TreeSize | None = None,
-        in_gaps: bool = True,
-    ) -> Run:
+    def start(self, limit: int, sources: Sequence[str], *, size: TreeSize | None = None) -> Run:
         """The decisions of a generation of at most ``limit`` tokens that has these sources.
 
-        ``size``: all sources guess for every pass, in one tree of that size. ``in_gaps`` False:
-        nothing is drafted while passes run.
+        ``size``: all sources draft for every pass, in one tree of that size.
         """
-        return Run(self, limit, tuple(sources), size, in_gaps=in_gaps)
+        return Run(self, limit, tuple(sources), size)
 
 
 class Run:
     """Asked before every pass and told what came of it, for one generation. Seconds everywhere."""
 
     def __init__(
-        self,
-        tuner: Tuner,
-        limit: int,
-        sources: tuple[str, ...],
-        size: TreeSize | None,
-        *,
-        in_gaps: bool,
+        self, tuner: Tuner, limit: int, sources: tuple[str, ...], size: TreeSize | None
     ) -> None:
         self._tuner = tuner
-        self._in_gaps = in_gaps
         self._names = sources
         self._limit = limit
         self._size = size
@@ -181,8 +172,8 @@ class Run:
         self._since_plain = 0
         self._lost = 0.0  # seconds beyond plain decoding of as many tokens; negative: gained
         self._draft_s = 0.0  # spent for the pass to come
-        self._guessed = 0  # passes with guesses
-        self._came_true = 0
+        self._drafted = 0  # passes with draft tokens
+        self._accepted = 0
         self._forced = False
         self._trees: dict[str, TokenTree] = {}  # of sources that were asked for the pass to come
         self._mixed = MixedTree()  # of them, by what they have proved to be worth
@@ -194,6 +185,11 @@ class Run:
         self._shared_s = 0.0  # of its processor's time
         self._ahead = 0  # passes during which one did
         self._failures: dict[str, str] = {}
+        self._rest = Rest(_LOOKING, _LONGEST_REST)
+
+    def rests(self) -> bool:
+        """Whether no draft is to be looked for before the next pass."""
+        return not self._rest.over()
 
     def plan(
         self, room: int, ready: Mapping[str, int] = {}, missing: Mapping[str, int] = {}
@@ -251,7 +247,7 @@ class Run:
                 if levels >= 0:
                     source.cost.add(plan.budget, levels, seconds)
             if len(tree):
-                source.note_tree(tree, plan)
+                source.note_tree(tree, plan.budget, plan.depth)
             self._mixed.add(plan.source, tree, source.calibration)
             if source.cheap and any(map(self._cheap, waiting)):
                 return None
@@ -262,16 +258,23 @@ class Run:
                     return None
             return worth
 
-    def thought(self, seconds: float) -> None:
-        """Choosing what to guess has itself taken so long."""
-        with self._tuner.lock:
-            self._lost += seconds
+    def looked(self, tree: TokenTree, seconds: float, charged: float) -> None:
+        """Looking for ``tree`` took ``seconds``, of which ``charged`` were reported already."""
+        tuner = self._tuner
+        with tuner.lock:
+            self._lost += max(0.0, seconds - charged)
+            if not len(tree):
+                mean = tuner.looking_s
+                tuner.looking_s += _BLEND * (seconds - mean) if mean else seconds
+            self._rest.looked(tuner.looking_s, tuner.cost.plain, found=len(tree) > 0)
 
-    def ahead(self, plan: Plan | None, tree: TokenTree) -> Ahead | None:
-        """What to prepare while the pass over ``tree`` runs; None: nothing."""
+    def ahead(self, plan: Plan | None, tree: TokenTree) -> tuple[str, int] | None:
+        """The source that drafts while the pass over ``tree`` runs, by so many steps at most; None:
+        nothing does.
+        """
         with self._tuner.lock:
             self._went_ahead = ""
-            if not self._in_gaps or not self._tuner.gaps.pays(1 + len(tree)):
+            if not self._tuner.gaps.pays(1 + len(tree)):
                 return None
             if self._size is not None:
                 names = self._usable() if plan is not None else []
@@ -281,36 +284,40 @@ class Run:
                 if source is None or self._cheap(source):
                     # A draft that could be of use reads the prompt meanwhile.
                     behind = (n for n in self._usable() if self._missing.get(n, 0) > _FEW)
-                    return next((Ahead(name, 0) for name in behind), None)
+                    return next(((name, 0) for name in behind), None)
             if source is None or plan is None:
                 return None
             self._went_ahead = source
             self._ahead += 1
-            return Ahead(source, 2 * plan.budget + plan.depth)
-
-    def passed(self, rows: int, waited_s: float, shared_s: float = 0.0) -> None:
-        """A pass of ``rows``, or a plain step, waited so long for weights.
-
-        For up to ``shared_s`` it computed beside drafting ahead.
-        """
-        with self._tuner.lock:
-            self._tuner.gaps.passed(rows, waited_s)
-            self._shared_s = shared_s
+            return source, 2 * plan.budget + plan.depth
 
     def verified(
-        self, plan: Plan | None, tree: TokenTree, path: Sequence[int], seconds: float
+        self,
+        plan: Plan | None,
+        tree: TokenTree,
+        path: Sequence[int],
+        seconds: float,
+        waited_s: float = 0.0,
+        shared_s: float = 0.0,
     ) -> None:
-        """A target pass over ``tree`` ended: ``path`` came true. A plain step has no plan."""
+        """A target pass over ``tree`` took ``seconds``, and ``path`` was accepted.
+
+        For ``waited_s`` it waited for weights; for up to ``shared_s`` it computed beside a draft. A
+        plain step has no plan.
+        """
         tuner = self._tuner
         with tuner.lock:
             rows, emitted = 1 + len(tree), 1 + len(path)
+            tuner.cost.add(rows, seconds)
+            tuner.gaps.passed(rows, waited_s)
+            self._shared_s = shared_s
             spent = seconds + self._draft_s
             self._draft_s = 0.0
             self._trees.clear()
             if self._size is not None:
                 return
             if rows > 1:
-                self._mixed.learn(tree, tuple(path))
+                self._mixed.learn(tree, path)
             self._mixed.clear()
             plain = tuner.cost.plain or seconds
             self._tokens += emitted
@@ -319,8 +326,8 @@ class Run:
                 return
             self._lost += spent - emitted * plain if rows > 1 else spent - seconds
             if rows > 1:
-                self._guessed += 1
-                self._came_true += len(path)
+                self._drafted += 1
+                self._accepted += len(path)
                 tuner.sources[plan.source].retry.tried(paid=spent < emitted * plain)
 
     def failed(self, source: str, why: str) -> None:
@@ -468,25 +475,27 @@ class Run:
         if self._failures and len(self._failures) == len(self._names):
             return f"off, {next(iter(self._failures.values()))}"
         if self._size is not None:
-            return f"{'+'.join(sorted(self._names))}, {self._size.budget} guesses a pass as asked"
+            return (
+                f"{'+'.join(sorted(self._names))}, {self._size.budget} draft tokens a pass as asked"
+            )
         if plain is None or cost.plain_count < _PLAIN_FIRST:
             return "off, still measuring"
         names = " and ".join(self._names)
         lost = self._lost + self._invested
-        if self._guessed and lost < 0:
+        if self._drafted and lost < 0:
             spent = lost + plain * self._tokens
             speed = plain * self._tokens / spent if spent > 0 else 1.0
-            each = 1 + self._came_true / self._guessed
-            when = ", drafted while weights load" if 2 * self._ahead > self._guessed else ""
+            each = 1 + self._accepted / self._drafted
+            when = ", drafted while weights load" if 2 * self._ahead > self._drafted else ""
             return (
-                f"{names}, {each:.1f} tokens a pass with guesses, {speed:.2f}x plain decoding{when}"
+                f"{names}, {each:.1f} tokens a pass with drafts, {speed:.2f}x plain decoding{when}"
             )
         sources = [self._tuner.sources[name] for name in self._usable()]
         if all(source.cheap and not source.gains for source in sources):
-            return f"waiting, {names} has nothing to guess from yet"
+            return f"waiting, {names} has found no repeated text yet"
         gain = max(source.gain(8, 4) for source in sources if source.gains or not source.cheap)
         if gain < 0.5:
-            return f"off, guesses of {names} seldom come true ({gain:.1f} of 8)"
+            return f"off, drafts of {names} are seldom accepted ({gain:.1f} of 8)"
         if not self._tuner.streamed:
             return "off, the model is resident and CPU-bound"
-        return f"off, guesses of {names} would cost more time than they save"
+        return f"off, drafts of {names} would cost more time than they save"

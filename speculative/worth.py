@@ -1,19 +1,10 @@
-"""What is known of one source of guesses: what its trees cost, and how much of them comes true.
+"""What target passes and drafts cost, and how many draft tokens are accepted: measured, by source.
 
-Gains of trees that were not tried follow from smaller ones, as if a tree were a chain. It decides
-nothing; see ``tuner.py``.
-
-How far a source's probabilities are to be believed, learnt from what the target confirms.
-
-A guess is tested when the target has confirmed its parent. Guesses of about the same stated
-probability are counted together, per source: how many were tested, how many came true. Old counts
-fade, so that a source that has become better or worse is noticed.
-
-What passes cost, learnt while they run: seconds of a target pass by its rows, and of a draft.
-
-Medians of the latest few measurements, so that one disturbed pass changes nothing. Between measured
-sizes the curve is a straight line; beyond them it goes on at the prompt's seconds per row, or at a
-pessimistic guess.
+``PassCost`` and ``DraftCost`` keep medians of the latest few measurements, so that one disturbed
+pass changes nothing. Between measured sizes a pass's curve is a straight line; beyond them it goes
+on at the prompt's seconds per row, or at a pessimistic estimate. ``Calibration`` learns how far a
+source's probabilities are to be believed. Gains of trees that were not tried follow from smaller
+ones, as if a tree were a chain. It decides nothing: ``tuner.py`` does.
 """
 
 from __future__ import annotations
@@ -29,7 +20,6 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from localrt.speculative.source import Plan
 from localrt.speculative.tree import ROOT, TokenTree
 
 _BINS = 12
@@ -45,14 +35,19 @@ def _bin(conditional: float) -> int:
 
 
 class Calibration:
-    """Of one source."""
+    """Of one source.
+
+    A draft token is tested when the target has accepted its parent. Tokens of about the same stated
+    probability are counted together: how many were tested, how many accepted. Old counts fade, so
+    that a source that has become better or worse is noticed.
+    """
 
     def __init__(self) -> None:
         self._tests = [0.0] * _BINS
         self._hits = [0.0] * _BINS
 
     def believed(self, conditional: float) -> float:
-        """The probability that a guess comes true once its parent has."""
+        """The probability that a token is accepted once its parent is."""
         key = _bin(conditional)
         return (self._hits[key] + _PRIOR * conditional) / (self._tests[key] + _PRIOR)
 
@@ -120,6 +115,31 @@ class Retry:
         self._next = _FIRST_WAIT if paid else min(2 * self._next, _LONGEST_WAIT)
 
 
+class Rest:
+    """Passes before a draft is looked for again, where none was found that pays.
+
+    Looking takes at most ``share`` of the time of the passes between, and is left out for
+    ``longest`` passes at most: at first for one, then twice as many each time.
+    """
+
+    def __init__(self, share: float, longest: int) -> None:
+        self._share, self._longest = share, longest
+        self._left, self._most = 0, 1
+
+    def over(self) -> bool:
+        """Whether to look before the next pass, which counts."""
+        self._left -= 1
+        return self._left < 0
+
+    def looked(self, seconds: float, plain: float | None, *, found: bool) -> None:
+        """Looking took ``seconds``, a pass without a draft takes ``plain``."""
+        if found:
+            self._most = 1
+        elif plain:
+            self._left = min(int(seconds / (self._share * plain)), self._most)
+            self._most = min(2 * self._most, self._longest)
+
+
 class PassCost:
     """Seconds of a target pass by its rows. ``streamed``: the pass waits for weights.
 
@@ -141,7 +161,7 @@ class PassCost:
         self._curve = ([], [])  # made when it is asked for
         if rows == 1:
             times = sorted(s for _, s in self._seen[1])
-            # A plain step that was disturbed would make guessing look better than it is.
+            # A plain step that was disturbed would make drafts look better than they are.
             self.plain = times[len(times) // 4]
 
     def _points(self) -> tuple[list[float], list[float]]:
@@ -262,7 +282,7 @@ BUDGETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEPTHS = (1, 2, 4, 8, 16)
 MARGIN = 1.02
 """What is expected must be better than plain decoding by this much."""
-_PRIOR_CHANCE = 0.7  # of a source's guess coming true, before its first tree
+_PRIOR_CHANCE = 0.7  # of a source's token being accepted, before its first tree
 
 
 @dataclass(slots=True)
@@ -278,11 +298,11 @@ class Source:
 
     @property
     def cheap(self) -> bool:
-        """Whether its guesses cost next to nothing: those of lookups."""
+        """Whether its drafts cost next to nothing: those of lookups."""
         return self.level == 0
 
     def gain(self, budget: int, depth: int) -> float:
-        """Guesses of a tree that come true."""
+        """Tokens of a tree that are accepted."""
         known = self.gains.get((budget, depth))
         if known is not None:
             return known
@@ -294,21 +314,21 @@ class Source:
             chance = _chance(self.gains[b, d], d)
         return _chain(chance, min(depth, budget))
 
-    def note_tree(self, tree: TokenTree, plan: Plan) -> None:
+    def note_tree(self, tree: TokenTree, budget: int, depth: int) -> None:
         """What trees of this and of smaller budgets and depths would have brought."""
         chances = self.calibration.probabilities(tree)
         order = np.lexsort((np.arange(len(tree)), -tree.scores))
-        for depth in (depth for depth in DEPTHS if depth <= plan.depth):
-            deep = order[tree.depths[order] <= depth]
+        for d in (d for d in DEPTHS if d <= depth):
+            deep = order[tree.depths[order] <= d]
             sums = np.concatenate([[0.0], np.cumsum(chances[deep])])
-            for budget in (budget for budget in BUDGETS if budget <= plan.budget):
-                new = float(sums[min(budget, len(deep))])
-                old = self.gains.get((budget, depth), new)
-                self.gains[budget, depth] = old + _BLEND * (new - old)
+            for b in (b for b in BUDGETS if b <= budget):
+                new = float(sums[min(b, len(deep))])
+                old = self.gains.get((b, d), new)
+                self.gains[b, d] = old + _BLEND * (new - old)
 
 
 def _chain(chance: float, levels: int) -> float:
-    """Guesses of a chain that come true, if each does with the same chance."""
+    """Tokens of a chain that are accepted, if each is with the same chance."""
     return sum(chance**level for level in range(1, levels + 1))
 
 

@@ -6,6 +6,7 @@ logits, and does not know where they come from.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
@@ -25,7 +26,7 @@ from localrt.engine.sampling import (
     ends_middle,
     log_probabilities,
 )
-from localrt.engine.speculation import Guessing
+from localrt.engine.speculation import Drafting
 from localrt.engine.stopping import LineMatcher, Thinking
 from localrt.engine.types import Chunk, FinishReason, Metrics, TokenLogprob, ToolCall
 from localrt.models.tokenizers.base import Tokenizer
@@ -123,7 +124,7 @@ class Answer:
         )
 
     def ahead(self, left: int) -> int:
-        """Of ``left`` tokens to come, those that may be guessed and the one after them."""
+        """Of ``left`` tokens to come, those that may be drafted and the one after them."""
         return self._thinking.ahead(left)
 
     @property
@@ -159,7 +160,7 @@ class Answer:
         adjusted = adjust_logits(logits, request.prompt, self.generated, sampling)
         if self._dry is not None:
             adjusted = self._dry.applied(adjusted)
-        # A number for each token that is chosen, and none for guesses: these change nothing.
+        # One number for each token that is chosen, none for draft tokens: these change nothing.
         chance = self._rng.random() if sampling.excludes_top else 1.0
         if bound is None:
             # Thoughts do not end an answer that is to come.
@@ -316,9 +317,9 @@ class Meter:
 
     def __init__(self, request: Request, session: EngineSession, *, shared: bool = False) -> None:
         self._session = session
-        self._start = session.now()
+        self._start = time.perf_counter()
         self._first: float | None = None
-        self.steps: Guessing | None = None
+        self.steps: Drafting | None = None
         self.cached = 0
         self._before = self._decoding = session.counts()
         # Made before what it is compared with; of passes that are shared it would say nothing.
@@ -329,12 +330,12 @@ class Meter:
         """The prompt has been computed, but for the ``cached`` tokens that were there."""
         m = self._metrics
         m.cached_tokens = self.cached = cached
-        elapsed = self._session.now() - self._start
+        elapsed = time.perf_counter() - self._start
         m.prefill_tok_s = (m.prompt_tokens - cached) / elapsed if elapsed > 0 else None
 
     def token(self, *, thinking: int = 0) -> None:
         """One more token has been chosen; ``thinking`` of them were thoughts."""
-        m, now = self._metrics, self._session.now()
+        m, now = self._metrics, time.perf_counter()
         m.completion_tokens += 1
         m.thinking_tokens = thinking
         if self._first is None:
@@ -358,7 +359,7 @@ class Meter:
 
     def _pipeline(self) -> None:
         """What streaming cost; efficiency is that of decoding, from the first token on."""
-        m, now, counts = self._metrics, self._session.now(), self._session.counts()
+        m, now, counts = self._metrics, time.perf_counter(), self._session.counts()
         forecast = self._forecast
         if forecast is not None:
             m.predicted_tok_s, m.ceiling_tok_s = forecast.tok_s, forecast.ceiling_tok_s

@@ -8,7 +8,6 @@ be unable to do has a default here that says so, and nobody asks for its class.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -170,10 +169,6 @@ class EngineSession(ABC):
     def counts(self) -> PipelineCounts | None:
         """What the engine's pipeline has done so far; None where there is none."""
         return None
-
-    def now(self) -> float:
-        """Seconds, as ``time.perf_counter`` has them."""
-        return time.perf_counter()
 
     def forecast(self) -> Forecast | None:
         """What was planned; None where nothing was. Takes milliseconds."""

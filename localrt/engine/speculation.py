@@ -4,7 +4,7 @@ The loop chooses a token, as always, and asks for the logits after it. If the la
 that token, they are there already. If not, the accepted path is kept, a tree is drafted behind the
 new token, and one pass computes all of it (``Stepper``). So penalties, stops, limits and
 log-probabilities work as without speculation, and one random number is drawn for each token. A
-sequence that shares its passes has a ``Guesser``. While a pass waits for its weights, ``GapWork``
+sequence that shares its passes has a ``Proposer``. While a pass waits for its weights, ``GapWork``
 lets a draft go on. It knows no text, and no source beyond its protocol.
 """
 
@@ -16,52 +16,39 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from weakref import WeakKeyDictionary
 
 from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.speculative.ngram import Archive
-from localrt.speculative.source import (
-    DEPTH,
-    Ahead,
-    Check,
-    DraftSource,
-    Outcome,
-    Plan,
-    TreeSize,
-)
+from localrt.speculative.source import DEPTH, Check, DraftSource, Outcome
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import MixedTree, Run, Tuner
+from localrt.speculative.tuner import MixedTree, Plan, Run, TreeSize, Tuner
 
+MakeSource = Callable[[EngineSession], DraftSource]
 # Called in the thread with the check and the outcome of ``DraftSource.ahead``.
 Work = Callable[[Check, Outcome], None]
 
 
 class GapWork:
-    """The check of one pass, and ``work`` beside it; None where there is nothing to do.
+    """The check of one pass, and ``work`` beside it, if any.
 
-    A context: leaving it ends the thread. ``check`` is the caller's own, called in both threads.
-    ``clock`` gives seconds.
+    A pass says through its check when it waits. In between, the thread that works stands still at
+    the next place where it looks: between two layers of the draft. So the two hardly ever compute
+    at the same time. A context: leaving it ends the thread. ``check`` is the caller's own, called
+    in both threads.
     """
 
-    def __init__(
-        self,
-        check: Check,
-        work: Work | None = None,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, check: Check, work: Work | None = None) -> None:
         self._check = check
         self._work = work
-        self._clock = clock
         self._gap = threading.Event()  # the pass waits, or has ended
         self._over = False
-        self._true: Sequence[int] | None = None
+        self._next: Sequence[int] | None = None  # the tokens that follow, as far as can be told
         self._closed: float | None = None  # when the gap ended during which a layer began
         self._thread: threading.Thread | None = None
         self.waited_s = 0.0  # the pass did, for weights
-        self.shared_s = 0.0  # work went on although the pass did as well, at most
+        self.shared_s = 0.0  # at most so long the work computed beside the pass
         self.error: BaseException | None = None  # of the work, but for cancelling
 
     # -- the pass --------------------------------------------------------------------------------
@@ -73,18 +60,18 @@ class GapWork:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """The pass waits, and nothing of it computes."""
-        began = self._clock()
+        began = time.perf_counter()
         self._gap.set()
         try:
             yield
         finally:
             self._gap.clear()
-            self._closed = now = self._clock()
+            self._closed = now = time.perf_counter()
             self.waited_s += now - began
 
-    def ended(self, true: Sequence[int]) -> None:
+    def ended(self, following: Sequence[int]) -> None:
         """The pass has ended: these tokens come next, as far as can be told."""
-        self._true = true
+        self._next = following
         self._over = True
         self._gap.set()
 
@@ -96,12 +83,7 @@ class GapWork:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_exception: object) -> None:
         self._over = True
         self._gap.set()
         if self._thread is not None:
@@ -112,35 +94,29 @@ class GapWork:
     def _run(self, work: Work) -> None:
         try:
             self._between()
-            work(self._between, lambda: self._true)
+            work(self._between, lambda: self._next)
         except CancelledError:
             pass
         except BaseException as error:  # noqa: BLE001 - the pass's thread is told
             self.error = error
 
     def _between(self) -> None:
-        """Stand still until there is a gap; give up when the pass is over and came to nothing."""
+        """Stand still until there is a gap; give up if the pass ended without a result."""
         if not self._gap.is_set():
             closed, self._closed = self._closed, None
             if closed is not None:
-                self.shared_s += self._clock() - closed
+                self.shared_s += time.perf_counter() - closed
             self._gap.wait()
         self._check()
-        if self._over and self._true is None:
+        if self._over and self._next is None:
             raise CancelledError("the pass was given up")
-
-
-# The share of plain decoding that looking for guesses may take where there are none, and the most
-# steps to leave it out.
-_LOOKING, _LONGEST_REST = 0.005, 24
-MakeSource = Callable[[EngineSession], DraftSource]
 
 
 class TreePass:
     """A pass of ``session`` over ``tree``, whose tokens are confirmed one after another.
 
     The accept rule: a token is chosen from the target's logits exactly as plain decoding would
-    (same penalties, same filters, one random number). If a child of the present node guessed that
+    (same penalties, same filters, one random number). If a child of the present node has that
     token, the next is chosen from its logits; if not, the pass is over. The choice is the answer's
     either way. Nothing is rejected and drawn again, so every token has the target's own
     distribution given what came before: exact for any tree, any draft and any sampler (SpecExec,
@@ -172,15 +148,22 @@ class TreePass:
         """The session keeps what was confirmed, and can go on."""
         self._session.keep([0, *(1 + node for node in self.path)])
 
+    def likeliest(self) -> list[int]:
+        """The tokens that greedy decoding would choose along the tree."""
+        tokens: list[int] = []
+        node: int | None = ROOT
+        while node is not None:
+            tokens.append(int(self._logits[1 + node].argmax()))
+            node = self.tree.follow(node, tokens[-1])
+        return tokens
+
 
 class Speculation:
     """How the generations of a model speculate. Thread-safe.
 
     ``makers`` make the sources of a sequence, by name, which stay with its session. Trees of a
     ``fixed`` size are made by all of them; without, the ``tuner`` decides. ``archive`` remembers
-    answers. ``note`` says why something asked for is not done. ``in_gaps`` may be set to False for
-    the generations to come: sources then work between passes only, to measure what the gaps are
-    worth.
+    answers. ``note`` says why something asked for is not done.
     """
 
     def __init__(
@@ -193,11 +176,10 @@ class Speculation:
         note: str = "",
     ) -> None:
         self._makers = makers
-        self._tuner = tuner
         self._fixed = fixed
-        self._archive = archive
-        self._note = note
-        self.in_gaps = True
+        self.tuner = tuner
+        self.archive = archive
+        self.note = note
         self._sources: WeakKeyDictionary[EngineSession, dict[str, DraftSource]] = (
             WeakKeyDictionary()
         )
@@ -207,30 +189,21 @@ class Speculation:
         if not session.takes_trees:
             return None
         sources = self._begin(session, prompt, list(self._makers))
-        run = self._tuner.start(limit, list(sources), size=self._fixed, in_gaps=self.in_gaps)
-        return Stepper(
-            session,
-            prompt,
-            sources,
-            run,
-            tuner=self._tuner,
-            archive=self._archive,
-            note=self._note,
-        )
+        run = self.tuner.start(limit, list(sources), size=self._fixed)
+        return Stepper(self, session, prompt, sources, run)
 
-    def start_shared(self, session: EngineSession, prompt: Sequence[int]) -> Guesser | None:
-        """What guesses for a generation while others share its passes; None: nothing does."""
+    def start_shared(self, session: EngineSession, prompt: Sequence[int]) -> Proposer | None:
+        """What drafts for a generation while others share its passes; None: nothing does."""
         if self._fixed is not None or not session.takes_trees:
             return None
-        cheap = [name for name in self._makers if self._tuner.sources[name].cheap]
+        cheap = [name for name in self._makers if self.tuner.sources[name].cheap]
         if not cheap:
             return None
-        sources = self._begin(session, prompt, cheap)
-        return Guesser(session, prompt, sources, self._tuner, archive=self._archive)
+        return Proposer(self, session, prompt, self._begin(session, prompt, cheap))
 
     def _begin(
         self, session: EngineSession, prompt: Sequence[int], names: Sequence[str]
-    ) -> Mapping[str, DraftSource]:
+    ) -> dict[str, DraftSource]:
         """The session's sources of these names, at the start of a generation."""
         held = self._sources.setdefault(session, {})
         for name in names:
@@ -240,22 +213,28 @@ class Speculation:
         return {name: held[name] for name in names}
 
 
-class Guessing(ABC):
-    """One generation that guesses ahead on ``session``: what is common to both ways.
+class Drafting(ABC):
+    """One generation that speculates on ``session``: what is common to both ways.
 
     ``passes`` counts target passes, ``emitted`` the tokens that they brought.
     """
 
     def __init__(
-        self, session: EngineSession, prompt: Sequence[int], archive: Archive | None
+        self,
+        speculation: Speculation,
+        session: EngineSession,
+        prompt: Sequence[int],
+        sources: dict[str, DraftSource],
     ) -> None:
         self.session = session
+        self.tuner = speculation.tuner
         self.passes = 0
         self.emitted = 0
+        self._archive = speculation.archive
+        self._sources = sources
         self._history = list(prompt)
         self._prompt_size = len(prompt)
-        self._archive = archive
-        self._guessed_right: Counter[str] = Counter()
+        self._accepted: Counter[str] = Counter()  # draft tokens, by source
 
     @property
     @abstractmethod
@@ -263,9 +242,9 @@ class Guessing(ABC):
         """How it went, in one sentence."""
 
     def acceptance(self) -> dict[str, float]:
-        """The share of the passes' tokens that each source guessed right."""
+        """The share of the passes' tokens that each source had drafted."""
         emitted = max(1, self.emitted)
-        return {name: right / emitted for name, right in sorted(self._guessed_right.items())}
+        return {name: count / emitted for name, count in sorted(self._accepted.items())}
 
     def finish(self) -> None:
         """The generation has ended, or goes on in the other way."""
@@ -273,37 +252,30 @@ class Guessing(ABC):
             self._archive.add(self._history[self._prompt_size :])
 
 
-class Stepper(Guessing):
+class Stepper(Drafting):
     """A generation whose passes are its own."""
 
     def __init__(
         self,
+        speculation: Speculation,
         session: EngineSession,
         prompt: Sequence[int],
-        sources: Mapping[str, DraftSource],
+        sources: dict[str, DraftSource],
         run: Run,
-        *,
-        tuner: Tuner,
-        archive: Archive | None = None,
-        note: str = "",
     ) -> None:
-        super().__init__(session, prompt, archive)
-        self._sources = sources
+        super().__init__(speculation, session, prompt, sources)
         self._run = run
-        self._tuner = tuner
-        self._note = note
+        self._note = speculation.note
         self._plan: Plan | None = None
         self._computed: TreePass | None = None  # and not yet kept
-        self._seconds = 0.0
-        self._prefill = self.session.now()
+        self._took = (0.0, 0.0, 0.0)  # seconds of that pass, waiting in it, shared with a draft
+        self._prefill = time.perf_counter()
         self._preparing = {name: source for name, source in sources.items() if source.prepares}
-        self._cramped = False  # guesses need more memory than there is
-        self._rest = 0  # steps before guesses are looked for again
-        self._longest_rest = 1  # twice as long each time that none were found
+        self._cramped = False  # trees need more memory than there is
 
     def prefilled(self, rows: int) -> None:
         """A prompt of ``rows`` has just been computed."""
-        self._tuner.prompt(rows, self.session.now() - self._prefill)
+        self.tuner.prompt(rows, time.perf_counter() - self._prefill)
 
     def advance(self, token: int, left: int, check: Check) -> Logits:
         """Logits (vocab,) after ``token``, which was chosen; ``left`` more may be."""
@@ -322,7 +294,6 @@ class Stepper(Guessing):
 
     @property
     def reason(self) -> str:
-        """How it went, in one sentence."""
         return f"{self._run.reason}; {self._note}" if self._note else self._run.reason
 
     # -- parts -----------------------------------------------------------------------------------
@@ -331,7 +302,7 @@ class Stepper(Guessing):
         computed = self._computed
         logits = None if computed is None else computed.after(token)
         if computed is not None and logits is not None:
-            self._guessed_right.update(computed.tree.proposed_by(computed.path[-1]))
+            self._accepted.update(computed.tree.proposed_by(computed.path[-1]))
         return logits
 
     def _close(self) -> None:
@@ -339,141 +310,106 @@ class Stepper(Guessing):
         computed, self._computed = self._computed, None
         if computed is None:
             return
-        computed.close()
-        self._tuner.passed(1 + len(computed.tree), self._seconds)
-        self._run.verified(self._plan, computed.tree, computed.path, self._seconds)
+        if len(computed.tree):
+            computed.close()
+        self._run.verified(self._plan, computed.tree, computed.path, *self._took)
 
     def _pass(self, token: int, left: int, check: Check) -> Logits:
-        session = self.session
-        self._plan = None
-        guess = left > 1 and not self._cramped
-        tree = self._draft(left - 1, check) if guess else TokenTree.empty()
-        order = self._run.ahead(self._plan, tree)
-        work = None if order is None or left <= 1 else self._work(order)
-        started = self.session.now()
+        session, self._plan = self.session, None
+        drafts = left > 1 and not self._cramped
+        tree = self._draft(left - 1, check) if drafts else TokenTree.empty()
+        ahead = self._run.ahead(self._plan, tree) if left > 1 else None
+        work = None if ahead is None else self._work(*ahead)
+        started = time.perf_counter()
         with GapWork(check, work) as gap_work:
             if len(tree):
                 try:
                     logits = session.extend_tree(token, tree, check=gap_work)
-                    self._computed = TreePass(session, tree, logits)
                 except MemoryBudgetError:
                     # Its rows and logits need more than the budget leaves: one row may still fit.
                     self._cramped, self._plan, tree = True, None, TokenTree.empty()
-                    self._note = "no more guesses: they need memory that the budget does not have"
+                    self._note = "no more drafts: they need memory that the budget does not have"
             if not len(tree):
                 logits = session.extend([token], check=gap_work)[None]
-            seconds = self.session.now() - started
-            self._seconds = seconds
+            seconds = time.perf_counter() - started
+            self._computed = computed = TreePass(session, tree, logits)
             if work is not None:
-                gap_work.ended(_likely(tree, logits))
+                gap_work.ended(computed.likeliest())
+        self._took = seconds, gap_work.waited_s, gap_work.shared_s
         self.passes += 1
-        self._run.passed(1 + len(tree), gap_work.waited_s, gap_work.shared_s)
-        if order is not None and gap_work.error is not None:
-            self._broken(order.source, gap_work.error)
-        if not len(tree):
-            self._tuner.passed(1, seconds)
-            self._run.verified(self._plan, tree, (), seconds)
-        first: Logits = logits[0]
-        return first
+        if ahead is not None and gap_work.error is not None:
+            if not isinstance(gap_work.error, LocalrtError):
+                raise gap_work.error
+            self._run.failed(ahead[0], str(gap_work.error))  # the pass is as good without it
+        return computed.first
 
-    def _work(self, order: Ahead) -> Work | None:
-        """What to do beside the pass that begins."""
-        source = self._preparing.get(order.source)
-        if source is None:
-            return None
+    def _work(self, name: str, nodes: int) -> Work | None:
+        """What the source of that name does beside the pass that begins."""
+        source = self._preparing.get(name)
         counts = self.session.counts()
-        if counts and counts.link_bytes:  # passes wait for the GPU
+        if source is None or (counts and counts.link_bytes):  # passes wait for the GPU
             return None
         history = list(self._history)
-
-        def work(check: Check, outcome: Outcome) -> None:
-            source.ahead(history, order.nodes, check=check, outcome=outcome)
-
-        return work
-
-    def _broken(self, source: str, error: BaseException) -> None:
-        """A source failed beside a pass, which is as good as without."""
-        if not isinstance(error, LocalrtError):
-            raise error
-        self._run.failed(source, str(error))
+        return lambda check, outcome: source.ahead(history, nodes, check=check, outcome=outcome)
 
     def _room(self) -> int:
         """The most nodes that a tree may have: those whose tokens may still be emitted."""
         room, rows = self.session.capacity - len(self.session.tokens) - 1, self.session.tree_rows
         return room if rows is None else max(0, min(room, rows - 1))
 
-    def _draft(self, ahead: int, check: Check) -> TokenTree:
-        """Guesses behind the history, as planned."""
-        if self._rest > 0:
-            self._rest -= 1
+    def _draft(self, depth: int, check: Check) -> TokenTree:
+        """Draft tokens behind the history, as planned, at most ``depth`` ahead."""
+        if self._run.rests():
             return TokenTree.empty()
-        began, charged, preparing = self.session.now(), 0.0, self._preparing
+        began, charged, preparing = time.perf_counter(), 0.0, self._preparing
         room = self._room()
         ready = {name: source.ready(self._history) for name, source in preparing.items()}
         missing = {name: source.missing(self._history) for name, source in preparing.items()}
+        worth = TokenTree.empty()
         while (plan := self._run.plan(room, ready, missing)) is not None:
             self._plan = plan
-            started = self.session.now()
+            started = time.perf_counter()
             try:
                 if tokens := missing.get(plan.source):
                     preparing[plan.source].catch_up(self._history, check=check)
                     missing[plan.source] = 0
-                    now = self.session.now()
+                    now = time.perf_counter()
                     self._run.caught_up(plan.source, tokens, now - started)
                     charged += now - started
                     started = now
                 tree = self._sources[plan.source].propose(
-                    self._history, plan.budget, min(plan.depth, ahead), check=check
+                    self._history, plan.budget, min(plan.depth, depth), check=check
                 )
             except CancelledError:
                 raise
             except LocalrtError as error:  # the answer is the same without it
                 self._run.failed(plan.source, str(error))
                 continue
-            now = self.session.now()
-            charged += now - started
-            worth = self._run.drafted(plan, tree, now - started)
-            if worth is not None:
+            seconds = time.perf_counter() - started
+            charged += seconds
+            if (found := self._run.drafted(plan, tree, seconds)) is not None:
+                worth = found
                 break
-        else:
-            worth = TokenTree.empty()
-        seconds = self.session.now() - began
-        self._run.thought(max(0.0, seconds - charged))
-        self._rest_after(worth, seconds)
+        self._run.looked(worth, time.perf_counter() - began, charged)
         return worth
 
-    def _rest_after(self, tree: TokenTree, seconds: float) -> None:
-        """Where nothing is found, look again when that costs little beside the steps between."""
-        if len(tree):
-            self._longest_rest = 1
-            return
-        self._tuner.looked(seconds)
-        plain, looking = self._tuner.plain, self._tuner.looking_s
-        if plain:
-            self._rest = min(int(looking / (_LOOKING * plain)), self._longest_rest)
-            self._longest_rest = min(2 * self._longest_rest, _LONGEST_REST)
 
-
-class Guesser(Guessing):
-    """What guesses for a generation on ``session`` while others share its passes.
+class Proposer(Drafting):
+    """A generation whose passes others share.
 
     Only cheap sources: a draft model's own passes would be made for each sequence in turn. It
-    proposes and learns; which guesses are computed is decided for all sequences together.
+    proposes and learns; which draft tokens are computed is decided for all sequences together.
     """
 
     def __init__(
         self,
+        speculation: Speculation,
         session: EngineSession,
         prompt: Sequence[int],
-        sources: Mapping[str, DraftSource],
-        tuner: Tuner,
-        *,
-        archive: Archive | None = None,
+        sources: dict[str, DraftSource],
     ) -> None:
-        super().__init__(session, prompt, archive)
-        self.tuner = tuner
+        super().__init__(speculation, session, prompt, sources)
         self._computed = len(prompt)
-        self._sources = dict(sources)
         self._mixed = MixedTree()
 
     def chosen(self, token: int) -> None:
@@ -482,8 +418,8 @@ class Guesser(Guessing):
         self._history.append(token)
         self._mixed.clear()
 
-    def guess(self, most: int, depth: int, check: Check) -> TokenTree:
-        """At most ``most`` guesses of what follows; scores are logarithms of believed chances."""
+    def propose(self, most: int, depth: int, check: Check) -> TokenTree:
+        """At most ``most`` draft tokens; scores are logarithms of believed chances."""
         most = min(most, self.session.capacity - len(self.session.tokens) - 1)
         depth = min(depth, DEPTH)
         if most < 1 or depth < 1:
@@ -509,24 +445,13 @@ class Guesser(Guessing):
         self._history += tree.tokens[path].tolist()
         self._computed = len(self._history)
         for node in path:
-            self._guessed_right.update(tree.proposed_by(node))
+            self._accepted.update(tree.proposed_by(node))
         if len(tree):
             with self.tuner.lock:
-                self._mixed.learn(tree, tuple(path))
+                self._mixed.learn(tree, path)
 
     @property
     def reason(self) -> str:
-        """How it went, in one sentence."""
         each = self.emitted / self.passes if self.passes else 1.0
-        names = " and ".join(self._sources) or "nothing to guess from"
+        names = " and ".join(self._sources) or "no source"
         return f"speculation: {names}, {each:.1f} tokens a pass that other answers share"
-
-
-def _likely(tree: TokenTree, logits: Logits) -> list[int]:
-    """The likeliest tokens after a pass with ``logits`` (1 + nodes, vocab): of greedy decoding."""
-    tokens: list[int] = []
-    node: int | None = ROOT
-    while node is not None:
-        tokens.append(int(logits[1 + node].argmax()))
-        node = tree.follow(node, tokens[-1])
-    return tokens

@@ -31,8 +31,8 @@ from localrt.models.checkpoints.gguf.metadata import GgufCursor
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
 from localrt.models.registry import ARCHITECTURES
 from localrt.speculative.ngram import Archive, NgramSource
-from localrt.speculative.source import DEPTH, TreeSize
-from localrt.speculative.tuner import Tuner
+from localrt.speculative.source import DEPTH
+from localrt.speculative.tuner import TreeSize, Tuner
 
 MOST_SHARE = 0.5
 """A draft has at most this share of its target's bytes: a larger one seldom pays."""

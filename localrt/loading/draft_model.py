@@ -185,7 +185,6 @@ class EngineDrafter(Drafter):
         self._vocab = vocab_size
         self._room = room
         self.held_rows = engine.ops_name in ("torch", "native")
-        self.prepares = True
 
     def cache(self, capacity: int) -> KVCache:
         cache = self._engine.cache(capacity)

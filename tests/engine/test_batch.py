@@ -284,16 +284,17 @@ def test_prompts_are_checked_before_any_work() -> None:
     request([1] * (CTX - 1)).check(ctx=CTX, vocab_size=VOCAB)
 
 
-def test_room_for_caches_keeps_to_the_budgets() -> None:
+def test_kv_room() -> None:
     engine: Any = ScriptedEngine()
-    free = kv_room(engine, ram=None, gpu_memory=None)
-    assert free > 0
-    assert kv_room(engine, ram=1 << 20, gpu_memory=None) == 0  # this process has more already
+    assert kv_room(engine) > 0
+    engine.ram = 1 << 20
+    assert kv_room(engine) == 0  # this process has more already
     engine.weights = SimpleNamespace(memory=SimpleNamespace(reclaimable=1 << 40))
-    assert kv_room(engine, ram=1 << 20, gpu_memory=None) > 1 << 39
+    assert kv_room(engine) > 1 << 39
     engine.free_memory = lambda: 1000
-    assert kv_room(engine, ram=1, gpu_memory=None) == 800
-    assert kv_room(engine, ram=None, gpu_memory=500) == 400
+    assert kv_room(engine) == 800
+    engine.gpu_memory = 500
+    assert kv_room(engine) == 400
 
 
 @settings(max_examples=60)

@@ -25,9 +25,9 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.speculative.ngram import Archive, NgramSource
-from localrt.speculative.source import DraftFailedError, DraftSource, TreeSize
+from localrt.speculative.source import DraftFailedError, DraftSource
 from localrt.speculative.tree import ROOT, TokenTree
-from localrt.speculative.tuner import Tuner
+from localrt.speculative.tuner import TreeSize, Tuner
 from tests.engine.fake_session import ByteTokenizer
 from tests.models.tiny import SIZES, save_tiny, tokens
 from tests.speculative.sources import model_source
@@ -179,7 +179,7 @@ def test_a_perfect_draft_is_accepted_to_its_depth(engine: NativeEngine) -> None:
     assert metrics.accepted_per_pass == 6  # five guesses and the bonus token
     assert metrics.accepted_by_source == {"oracle": pytest.approx(5 / 6)}
     assert metrics.completion_tokens == 37
-    assert metrics.speculation == "speculation: oracle, 30 guesses a pass as asked"
+    assert metrics.speculation == "speculation: oracle, 30 draft tokens a pass as asked"
 
 
 def test_limits_and_ends_are_as_without(engine: NativeEngine) -> None:

@@ -23,9 +23,9 @@ from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import waiting
 from localrt.quant.cpu.abi import find_library
 from localrt.speculative.ngram import NgramSource
-from localrt.speculative.source import DraftFailedError, TreeSize
+from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree_source import TreeSource
-from localrt.speculative.tuner import Tuner
+from localrt.speculative.tuner import TreeSize, Tuner
 from tests.engine.test_speculation import CAPACITY, PROMPT, SAMPLINGS, ids, info_of, load, run
 from tests.offload.placed import Model, pack_tiny, passing
 from tests.speculative.sources import model_source
@@ -167,8 +167,9 @@ def test_what_was_drafted_meanwhile_is_not_drafted_after(
     target.meanwhile = lambda: draft.some(8)
     counts = []
     for in_gaps in (True, False):
-        speculation = fixed(source(draft, temperature=0.02), budget=3, depth=3)
-        speculation.in_gaps = in_gaps
+        kept = source(draft, temperature=0.02)
+        kept.prepares = in_gaps
+        speculation = fixed(kept, budget=3, depth=3)
         draft.ahead = draft.after = 0
         chunks = run(target.engine, speculation)
         assert ids(chunks) == plain["greedy"]

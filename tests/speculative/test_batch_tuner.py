@@ -27,7 +27,7 @@ def batch_tuner(sequences: int, pass_s: Callable[[int], float], measured: int = 
     tuner = Tuner({"ngram": 0.0}, streamed=True)
     for rows in range(sequences, measured + 1):
         for _ in range(3):
-            tuner.passed(rows, pass_s(rows))
+            tuner.cost.add(rows, pass_s(rows))
     found = BatchTuner(tuner)
     assert found.looks(sequences)
     return found

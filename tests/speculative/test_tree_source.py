@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,11 +16,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
+from localrt.loading.draft_model import EngineDrafter
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.best_first import DECAY, Children, Growth, likeliest
-from localrt.speculative.source import Drafter, DraftFailedError, Rows
+from localrt.speculative.source import DraftFailedError, Rows
 from localrt.speculative.tree_source import TreeSource
-from tests.models.tiny import load_ours, save_tiny, tokens
+from tests.models.tiny import SIZES, load_ours, save_tiny, tokens
 from tests.speculative.sources import model_source
 from tests.speculative.test_tree import words
 
@@ -269,7 +272,7 @@ def test_a_draft_without_numbers_fails(decoder: Any) -> None:
         def forward(self, batch: Any, **options: Any) -> Any:
             return decoder.forward(batch, **options) * np.float32("nan")
 
-    with pytest.raises(DraftFailedError, match="no numbers"):
+    with pytest.raises(DraftFailedError, match="NaN logits"):
         source(Broken()).propose(tokens(5), 8, 2)
 
 
@@ -300,44 +303,34 @@ def test_catching_up_is_what_a_proposal_begins_with(decoder: Any) -> None:
     assert draft.missing([*history, 3]) <= 1
 
 
-class AtOnce(Drafter):
-    """Guesses three tokens at once, behind the second token of a history at the earliest."""
+class Head(EngineDrafter):
+    """Its rows of draft tokens do not last, and it has ids of its own."""
 
-    name = "block"
-    lasting = prepares = False
-    tokens = np.arange(10, 10 + VOCAB)
-
-    def __init__(self, decoder: Any) -> None:
-        self._decoder = decoder
-        self.computed: list[tuple[int, int, bool]] = []
-
-    def cache(self, capacity: int) -> Any:
-        return self._decoder.cache(capacity)
+    name = "head"
+    lasting = False
+    tokens = np.random.default_rng(0).permutation(SIZES["vocab_size"])
+    starts: ClassVar[list[int]] = []
 
     def first(self, length: int) -> int | None:
         return 1 if length > 1 else None
 
     def compute(self, cache: Any, rows: Rows, *, check: Any) -> np.ndarray:
-        assert rows.above is None, "all depths are there"
-        start, stop = int(rows.positions[0]), int(rows.positions[-1]) + 1
-        self.computed.append((start, stop, rows.wanted == 1))
-        self._decoder.forward(Batch.extend([(cache, rows.tokens)]), rows=[])
-        return np.stack([model((stop, depth)) for depth in range(3)])
+        self.starts.append(int(rows.positions[0]))
+        own = np.argsort(self.tokens)[list(rows.tokens)].tolist()
+        return super().compute(cache, replace(rows, tokens=own), check=check)
 
 
-def test_all_depths_at_once_need_no_rows_of_guesses(decoder: Any) -> None:
-    drafter = AtOnce(decoder)
-    draft = TreeSource(drafter, capacity=200)
+def test_a_drafter_whose_rows_do_not_last(decoder: Any) -> None:
+    engine: Any = SimpleNamespace(cache=decoder.cache, run=decoder.forward, ops_name="native")
+    head = Head(engine, SIZES["vocab_size"])
+    draft = TreeSource(head, capacity=200)
     assert not draft.prepares
-    assert len(draft.propose([4], 30, 8)) == 0, "nothing to begin from"
-    history = tokens(20)
-    tree = words(draft.propose(history, 30, 8))
-    assert drafter.computed == [(1, 20, True)]
-    assert max(map(len, tree)) == 3
-    rows = [log_softmax(model((20, depth))) for depth in range(3)]
-    for path, score in tree.items():
-        exact = sum(rows[depth][token - 10] + DECAY for depth, token in enumerate(path))
-        assert score == pytest.approx(exact, abs=1e-5)
-    assert draft.propose(history, 30, 2).height == 2
+    history = Head.tokens[tokens(20)].tolist()
+    assert len(draft.propose(history[:1], 30, 8)) == 0, "nothing to begin from"
+    found = words(draft.propose(history, 12, 3))
+    own = words(source(decoder).propose(tokens(20)[1:], 12, 3))
+    assert found == {tuple(Head.tokens[list(path)].tolist()): pytest.approx(score, abs=1e-3)
+                     for path, score in own.items()}  # fmt: skip
+    head.starts.clear()
     draft.propose([*history, 7], 4, 3)
-    assert drafter.computed[1:] == [(19, 20, True), (20, 21, True)]
+    assert head.starts[0] == 20, "what was known stays"

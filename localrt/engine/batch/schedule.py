@@ -143,7 +143,7 @@ def _copy(
 ) -> None:
     for other, held in live:
         if held is source:
-            other.settle()  # guesses leave the cache
+            other.settle()  # draft tokens leave the cache
     seq.copy(session, source)
 
 
@@ -200,7 +200,7 @@ class Schedule(Generic[Owner]):
         self._idle = IdleSessions()  # of those that have left
         self._shared: SharedPrompts[Owner] = SharedPrompts()
         self._kv: dict[int, int] = {}  # bytes of a cache by its tokens
-        self._guesses: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
+        self._speculation: BatchSpeculation[Owner] = BatchSpeculation(engine, check)
         self.passes = 0
 
     @property
@@ -224,7 +224,7 @@ class Schedule(Generic[Owner]):
         if self._terms.ahead is not None:
             self._make_room()
         self._shared.advance(self._live)
-        items += self._guessed() or self._advance()
+        items += self._step_alone() or self._advance()
         if any(seq.done for seq, _ in self._live):
             for seq in self.sequences:
                 if seq.done:
@@ -355,11 +355,9 @@ class Schedule(Generic[Owner]):
                 break
             self._postpone()
 
-    def _guessed(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
-        """What a sequence that is alone gets from guessing ahead; nothing where it does not."""
+    def _step_alone(self) -> list[tuple[BatchSequence[Owner], Chunks]]:
+        """What a sequence that is alone gets by speculation; nothing where it has none."""
         if len(self._live) != 1:
-            for seq in self.sequences:
-                seq.not_alone()
             return []
         ((seq, session),) = self._live
         steps = seq.stepper(session)
@@ -368,8 +366,8 @@ class Schedule(Generic[Owner]):
         passes = steps.passes
         try:
             return [(seq, seq.step(steps, self._check))]
-        except MemoryBudgetError:  # a pass without guesses needs less
-            seq.stop_guessing()
+        except MemoryBudgetError:  # a pass without a tree needs less
+            seq.stop_drafting()
             return []
         finally:
             self.passes += steps.passes - passes
@@ -379,7 +377,7 @@ class Schedule(Generic[Owner]):
         parts = self._parts()
         if not parts:
             return []
-        if len(self._live) > 1 and (said := self._with_guesses(parts)) is not None:
+        if len(self._live) > 1 and (said := self._with_drafts(parts)) is not None:
             return said
         whole = [i for i, (seq, _, tokens) in enumerate(parts) if len(tokens) == len(seq.pending)]
         try:
@@ -405,14 +403,16 @@ class Schedule(Generic[Owner]):
             (parts[i][0], parts[i][0].accept(row)) for i, row in zip(whole, logits, strict=True)
         ]
 
-    def _with_guesses(
+    def _with_drafts(
         self, parts: Sequence[Prompt[Owner]]
     ) -> list[tuple[BatchSequence[Owner], Chunks]] | None:
-        """A pass of these, and of guesses behind the answers; None where nobody guesses."""
+        """A pass of these, and of trees behind the answers; None where none speculates."""
         running = [(seq, session) for seq, session, _ in parts if len(seq.pending) == 1]
         if not running:
             return None
-        said = self._guesses.advance(running, [part for part in parts if len(part[0].pending) > 1])
+        said = self._speculation.advance(
+            running, [part for part in parts if len(part[0].pending) > 1]
+        )
         self.passes += said is not None
         return said
 

@@ -5,14 +5,14 @@ It does not know the other sequences, passes or memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.engine.answer import Answer
 from localrt.engine.protocol import Check, EngineSession, Logits
 from localrt.engine.request import Request
-from localrt.engine.speculation import Guesser, Stepper
+from localrt.engine.speculation import Drafting, Proposer, Speculation, Stepper
 from localrt.engine.types import Chunk, FinishReason, Metrics
 from localrt.models.prefix import common_prefix
 from localrt.models.tokenizers.base import Tokenizer
@@ -42,8 +42,7 @@ class BatchSequence(Generic[Owner]):
         self._answer: Answer | None = None
         self._held = 0
         self._speculation = request.speculation
-        self._steps: Stepper | None = None  # while it is alone
-        self._guesser: Guesser | None = None  # while it is not
+        self._drafting: Drafting | None = None  # as it was used for the last pass
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -64,7 +63,7 @@ class BatchSequence(Generic[Owner]):
 
     @property
     def ahead(self) -> int:
-        """Of the tokens ``left``, those that may be guessed and the one after them."""
+        """Of the tokens ``left``, those that may be drafted and the one after them."""
         return self.left if self._answer is None else self._answer.ahead(self.left)
 
     def start(self, session: EngineSession, tokenizer: Tokenizer | None) -> None:
@@ -99,46 +98,38 @@ class BatchSequence(Generic[Owner]):
         return held
 
     def stepper(self, session: EngineSession) -> Stepper | None:
-        """What guesses ahead on ``session`` while it is alone; None where nothing does."""
-        if self._steps is None and self._speculation is not None and len(self.pending) == 1:
-            assert self._answer is not None, "it has started"
-            self.settle()
-            self._steps = self._speculation.start(session, self.tokens[:-1], self.left)
-            self._answer.meter.steps = self._steps
-            if self._steps is None:
-                self._speculation = None
-        return self._steps
+        """What speculates on ``session`` while it is alone; None where nothing does."""
+        if not isinstance(self._drafting, Stepper):
+            self._draft_by(lambda s: s.start(session, self.tokens[:-1], self.left))
+        return self._drafting if isinstance(self._drafting, Stepper) else None
 
     def step(self, steps: Stepper, check: Check) -> Chunks:
-        """What follows from its pending token, and from guesses behind it."""
+        """What follows from its pending token, and from draft tokens behind it."""
         (token,) = self.pending
         return self.accept(steps.advance(token, self.ahead, check))
 
-    def guesser(self, session: EngineSession) -> Guesser | None:
-        """What guesses on ``session`` while others share its passes; None where nothing does."""
-        if self._guesser is None and self._speculation is not None and len(self.pending) == 1:
-            assert self._answer is not None, "it has started"
-            self._guesser = self._speculation.start_shared(session, self.tokens[:-1])
-            self._answer.meter.steps = self._guesser
-        return self._guesser
+    def proposer(self, session: EngineSession) -> Proposer | None:
+        """What drafts on ``session`` while others share its passes; None where nothing does."""
+        if not isinstance(self._drafting, Proposer):
+            self._draft_by(lambda s: s.start_shared(session, self.tokens[:-1]))
+        return self._drafting if isinstance(self._drafting, Proposer) else None
 
-    def stop_guessing(self) -> None:
+    def _draft_by(self, start: Callable[[Speculation], Drafting | None]) -> None:
+        self.settle()
+        if self._speculation is not None and len(self.pending) == 1:
+            assert self._answer is not None, "it has started"
+            self._drafting = self._answer.meter.steps = start(self._speculation)
+
+    def stop_drafting(self) -> None:
         """It is to be computed token by token."""
         self.settle()
         self._speculation = None
 
-    def not_alone(self) -> None:
-        """Others share its passes: what has guessed for it as long as it was alone is over."""
-        steps, self._steps = self._steps, None
-        if steps is not None:
-            steps.finish()
-
     def settle(self) -> None:
-        """Nothing guesses for it any more; its session keeps what was accepted."""
-        self.not_alone()
-        guesser, self._guesser = self._guesser, None
-        if guesser is not None:
-            guesser.finish()
+        """Nothing drafts for it any more; its session keeps what was accepted."""
+        drafting, self._drafting = self._drafting, None
+        if drafting is not None:
+            drafting.finish()
 
     def accept(self, logits: Logits) -> Chunks:
         """What follows from the logits (vocab,) after all pending tokens."""

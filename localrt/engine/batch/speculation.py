@@ -17,13 +17,18 @@ import numpy as np
 from localrt.common.errors import MemoryBudgetError
 from localrt.engine.batch.sequence import BatchSequence, Chunks, Owner
 from localrt.engine.protocol import Check, Engine, EngineSession
-from localrt.engine.speculation import Guesser, TreePass
+from localrt.engine.speculation import Proposer, TreePass
 from localrt.speculative.tree import TokenTree
 from localrt.speculative.tuner import REFRESH, TOLERANCE, Tuner
-from localrt.speculative.worth import Retry, nodes_worth
+from localrt.speculative.worth import Rest, Retry, nodes_worth
 
 _ASSUMED = 96  # passes that are taken to come: what may be lost at the start
 _CREDIT = 8  # passes: what was gained long ago is no reason to lose now
+_NODES = 128  # draft tokens looked at before a pass, of all sequences
+_FEWEST = 4  # of each
+# The share of a pass that looking for drafts may take where none are worth it, and the most passes
+# to leave it out.
+_LOOKING, _LONGEST_REST = 0.01, 64
 
 
 class BatchTuner:
@@ -33,14 +38,19 @@ class BatchTuner:
         self.tuner = tuner
         self._sequences = 0
         self._spent = 0.0  # seconds of passes
-        self._lost = 0.0  # seconds beyond passes without guesses; negative: gained
+        self._lost = 0.0  # seconds beyond passes without drafts; negative: gained
         self._since_plain = 0
         self._retry = Retry()
+        self._rest = Rest(_LOOKING, _LONGEST_REST)
+        self._looked = False
 
     def looks(self, sequences: int) -> bool:
-        """Whether guesses are wanted for the next pass, which so many share."""
+        """Whether drafts are wanted for the next pass, which so many share."""
         self._sequences = sequences
-        return self.plain is not None and self._since_plain < REFRESH
+        with self.tuner.lock:  # a pass of about that size must have been measured
+            known = self.tuner.cost.covers(sequences)
+        self._looked = known and self._since_plain < REFRESH and self._rest.over()
+        return self._looked
 
     def choose(self, trees: Sequence[TokenTree], room: int, beside: int = 0) -> list[TokenTree]:
         """The part of each sequence's tree to verify in the pass that was asked for.
@@ -58,30 +68,23 @@ class BatchTuner:
             counts = np.bincount(owner[order[:best]], minlength=len(trees)).tolist()
         return [tree.trim(count) for tree, count in zip(trees, counts, strict=True)]
 
-    def passed(self, guesses: int, emitted: int, seconds: float, thinking: float) -> None:
-        """The pass over what was chosen took ``seconds`` and brought ``emitted`` tokens.
-
-        Guessing took ``thinking`` seconds before.
+    def passed(self, drafted: int, emitted: int, seconds: float, looking: float) -> None:
+        """The pass over what was chosen, ``drafted`` nodes, took ``seconds`` and brought
+        ``emitted`` tokens. Looking for drafts took ``looking`` seconds before.
         """
-        tuner = self.tuner
-        with tuner.lock:
-            tuner.passed(self._sequences + guesses, seconds)
-            self._spent += seconds + thinking
-            self._since_plain = self._since_plain + 1 if guesses else 0
-            plain = tuner.cost.seconds(self._sequences)
-            beyond = thinking
-            if guesses:
-                beyond += seconds - emitted * plain / self._sequences
-            self._lost = max(self._lost + beyond, -_CREDIT * plain)
-            if guesses:
-                self._retry.tried(paid=beyond < 0)
-
-    @property
-    def plain(self) -> float | None:
-        """Seconds of a pass without guesses; None before one of about that size was measured."""
         with self.tuner.lock:
-            cost, rows = self.tuner.cost, self._sequences
-            return cost.seconds(rows) if cost.covers(rows) else None
+            cost = self.tuner.cost
+            cost.add(self._sequences + drafted, seconds)
+            self._spent += seconds + looking
+            self._since_plain = self._since_plain + 1 if drafted else 0
+            plain = cost.seconds(self._sequences)
+            beyond = looking
+            if drafted:
+                beyond += seconds - emitted * plain / self._sequences
+                self._retry.tried(paid=beyond < 0)
+            self._lost = max(self._lost + beyond, -_CREDIT * plain)
+        if self._looked:
+            self._rest.looked(looking, plain, found=drafted > 0)
 
     def _worth(self, sums: np.ndarray[tuple[int], np.dtype[np.float64]], beside: int) -> int:
         """How many of the likeliest nodes, which bring ``sums`` tokens, to verify."""
@@ -107,11 +110,6 @@ class BatchTuner:
 
 Running: TypeAlias = tuple[BatchSequence[Owner], EngineSession]
 Prompt: TypeAlias = tuple[BatchSequence[Owner], EngineSession, Sequence[int]]
-_NODES = 128  # guesses looked at before a pass, of all sequences
-_FEWEST = 4  # of each
-# The share of a pass that looking for guesses may take where none are worth it, and the most passes
-# to leave it out.
-_LOOKING, _LONGEST_REST = 0.01, 64
 
 
 class BatchSpeculation(Generic[Owner]):
@@ -121,32 +119,29 @@ class BatchSpeculation(Generic[Owner]):
         self._engine = engine
         self._check = check
         self._tuner: BatchTuner | None = None
-        self._looked = False
-        self._rest = 0  # passes before guesses are looked for again
 
     def advance(
         self, running: Sequence[Running[Owner]], prompts: Sequence[Prompt[Owner]]
     ) -> list[tuple[BatchSequence[Owner], Chunks]] | None:
-        """One pass over all, ``running`` with one pending token each; None where nobody guesses.
+        """One pass over all, ``running`` with one pending token each; None where none speculates.
 
         ``prompts`` are those of whose pending tokens the pass computes some, the first ones. None
-        also where guesses lack the memory, which are not tried again.
+        also where trees lack the memory, which are not tried again.
 
         Raises:
             LocalrtError: the pass failed, or what ``check`` raises; all are as they were.
         """
-        guessers = [seq.guesser(session) for seq, session in running]
-        tuner = self._tuner_of(guessers)
+        proposers = [seq.proposer(session) for seq, session in running]
+        tuner = self._tuner_of(proposers)
         if tuner is None:
             return None
-        began = time.perf_counter()
+        started = time.perf_counter()
         beside = sum(len(tokens) for _, _, tokens in prompts)
         whole = [i for i, (seq, _, ids) in enumerate(prompts) if len(ids) == len(seq.pending)]
-        trees = self._trees(tuner, running, guessers, beside)
-        thinking = time.perf_counter() - began
-        guesses = sum(map(len, trees))
-        session = running[0][1]
-        started = session.now()
+        trees = self._trees(tuner, running, proposers, beside)
+        looking = time.perf_counter() - started
+        drafted = sum(map(len, trees))
+        started = time.perf_counter()
         try:
             found = self._engine.extend_trees(
                 [
@@ -158,19 +153,19 @@ class BatchSpeculation(Generic[Owner]):
                 check=self._check,
             )
         except MemoryBudgetError:
-            for seq, _ in running if guesses else ():
-                seq.stop_guessing()
+            for seq, _ in running if drafted else ():
+                seq.stop_drafting()
             return None
-        seconds = session.now() - started
+        seconds = time.perf_counter() - started
         items, emitted = [], 0
-        for (seq, session), guesser, tree, logits in zip(
-            running, guessers, trees, found, strict=False
+        for (seq, session), proposer, tree, logits in zip(
+            running, proposers, trees, found, strict=False
         ):
             computed = TreePass(session, tree, logits)
             said = _accepted(seq, computed)
             computed.close()
-            if guesser is not None:
-                guesser.verified(computed)
+            if proposer is not None:
+                proposer.verified(computed)
             emitted += 1 + len(computed.path)
             items.append((seq, said))
         for seq, _, tokens in prompts:
@@ -178,15 +173,14 @@ class BatchSpeculation(Generic[Owner]):
         for at, logits in zip(whole, found[len(running) :], strict=True):
             items.append((prompts[at][0], prompts[at][0].accept(logits)))
         if not prompts:  # what those cost is another matter
-            tuner.passed(guesses, emitted, seconds, thinking)
-            self._rest_after(guesses, thinking, tuner.plain)
+            tuner.passed(drafted, emitted, seconds, looking)
         return items
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _tuner_of(self, guessers: Sequence[Guesser | None]) -> BatchTuner | None:
+    def _tuner_of(self, proposers: Sequence[Proposer | None]) -> BatchTuner | None:
         """What decides for them: by what is known of the model, whoever asks."""
-        tuner = next((guesser.tuner for guesser in guessers if guesser is not None), None)
+        tuner = next((proposer.tuner for proposer in proposers if proposer is not None), None)
         if tuner is None:
             return None
         if self._tuner is None or self._tuner.tuner is not tuner:
@@ -197,29 +191,23 @@ class BatchSpeculation(Generic[Owner]):
         self,
         tuner: BatchTuner,
         running: Sequence[Running[Owner]],
-        guessers: Sequence[Guesser | None],
+        proposers: Sequence[Proposer | None],
         beside: int,
     ) -> list[TokenTree]:
         each = max(_FEWEST, _NODES // len(running))
-        looking = tuner.looks(len(running)) and self._rest <= 0
-        self._looked = looking
-        self._rest -= 1
+        looks = tuner.looks(len(running))
         trees = []
-        for (seq, _), guesser in zip(running, guessers, strict=True):
+        for (seq, _), proposer in zip(running, proposers, strict=True):
             tree = TokenTree.empty()
-            if guesser is not None:
-                guesser.chosen(seq.pending[0])
-                if looking:
-                    tree = guesser.guess(each, seq.ahead - 1, self._check)
+            if proposer is not None:
+                proposer.chosen(seq.pending[0])
+                if looks:
+                    tree = proposer.propose(each, seq.ahead - 1, self._check)
             trees.append(tree)
         room = self._engine.pass_rows - beside
         rows = running[0][1].tree_rows  # by what the budget leaves, the same for all
         room = room if rows is None else min(room, rows)
         return tuner.choose(trees, max(0, room - len(running)), beside)
-
-    def _rest_after(self, guesses: int, thinking: float, plain: float | None) -> None:
-        if self._looked and not guesses and plain:
-            self._rest = min(int(thinking / (_LOOKING * plain)), _LONGEST_REST)
 
 
 def _accepted(seq: BatchSequence[Owner], computed: TreePass) -> Chunks:
