@@ -160,7 +160,7 @@ class CacheRoom:
             need = sum(max(each.nbytes, self._kv_nbytes(n)) for each, n in lengths.items())
         if need > self._room:
             raise DraftFailedError(
-                f"the draft's keys and values need {format_bytes(need)} of the card's memory, and "
+                f"the draft's keys and values need {format_bytes(need)} of the GPU's memory, and "
                 f"{format_bytes(self._room)} were set aside"
             )
 
