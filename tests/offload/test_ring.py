@@ -75,7 +75,7 @@ class RingMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def evict(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         whole = [entry for entry in self.live if self.is_whole(*entry)]
         if whole:
             entry = data.draw(st.sampled_from(whole))
