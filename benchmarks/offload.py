@@ -36,7 +36,7 @@ from localrt.bench.workload import BenchOptions, Workload
 from localrt.common.errors import LocalrtError
 from localrt.common.formatting import format_bytes, format_rate
 from localrt.common.settings import Settings
-from localrt.machine import hardware
+from localrt.offload import hardware
 
 PACKAGES = ("llama-cpp-python", "torch", "transformers", "accelerate", "numpy")
 MB = 1_000_000

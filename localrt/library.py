@@ -15,7 +15,7 @@ from localrt.hub import HubRef, LocalModel, ResolvedModel, searching
 from localrt.hub.cache import last_used
 from localrt.hub.resolving import offer_of
 from localrt.hub.searching import FoundModel, Variant
-from localrt.planning.chooser import chooser
+from localrt.planning import chooser
 from localrt.service.arguments import check_call, check_text
 
 

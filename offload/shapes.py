@@ -1,7 +1,7 @@
 """A model as the planner sees it: its units in the order of a pass, and what a token's keys take.
 
 Everything is counted from shapes and formats; no weight is read. Exact bytes come from an opened
-checkpoint, estimates from a ``config.json`` alone (``config_shapes.py``). It knows no machine.
+checkpoint, estimates from a ``config.json`` alone (``planner/shapes.py``). It knows no machine.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ModelShape:
     """Units in the order of a pass, and the few numbers that memory and time depend on.
 
     ``inner`` is the widest MLP, ``parameters`` counts every weight once. ``notes`` say what was
-    assumed. ``beside`` is that of ``PassSizes``. ``off_card`` says what our kernels for GPUs lack
+    assumed. ``beside`` is that of ``PassSizes``. ``off_gpu`` says what our kernels for cards lack
     for this model, if anything. ``routed`` are the experts; ``steps`` are what a pass computes one
     after another: a unit, or a layer's experts.
     """
@@ -167,7 +167,7 @@ class ModelShape:
     experts: Experts | None = None
     beside: int = 0
     notes: tuple[str, ...] = ()
-    off_card: str = ""
+    off_gpu: str = ""
     routed: tuple[PlacedUnit, ...] = field(init=False, repr=False, compare=False)
     steps: tuple[tuple[PlacedUnit, ...], ...] = field(init=False, repr=False, compare=False)
 
@@ -291,7 +291,7 @@ def shape_from_checkpoint(checkpoint: Checkpoint) -> ModelShape:
         ),
         experts=experts,
         beside=config.block.numbers_beside(config),
-        off_card=missing_on_gpu(config.memory),
+        off_gpu=missing_on_gpu(config.memory),
     )
 
 

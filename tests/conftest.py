@@ -131,13 +131,13 @@ def tiny(tiny_folder: Path) -> Iterator[localrt.Model]:
 def given_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading measures nothing: what the machine reads and computes per second is given."""
     from localrt.loading import placing
-    from localrt.machine import measuring
+    from localrt.offload.planner import measure
     from localrt.offload.reading.disk_speed import DiskProfile
     from localrt.offload.reading.files import ReadMode
     from tests.planner.models import machine
 
     rates = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0), machine()
-    for module in (measuring, placing):
+    for module in (measure, placing):
         monkeypatch.setattr(module, "machine_profile", lambda *_, **__: rates)
 
 
@@ -152,9 +152,9 @@ def nothing_on_stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No card, own folders, and nothing is measured: plans are for given rates."""
-    from localrt.machine import hardware
+    from localrt.offload import hardware
+    from localrt.offload.planner import pc as plan_pc
     from localrt.offload.planner.machine import MachineProfile
-    from localrt.planning import inputs as plan_inputs
     from tests.planner.models import machine
 
     for name in ("LOCALRT_CACHE", "HF_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
@@ -167,4 +167,4 @@ def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sources = {**machine().sources, "ssd_bytes_s": "measured", "kernels": "measured"}
         return dataclasses.replace(machine(), ssd_bytes_s=1e9, sources=sources), ""
 
-    monkeypatch.setattr(plan_inputs, "measured_here", measured)
+    monkeypatch.setattr(plan_pc, "machine_here", measured)

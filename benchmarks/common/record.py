@@ -13,7 +13,7 @@ from typing import Any
 
 import localrt
 from localrt.common.files import write_text
-from localrt.machine import hardware
+from localrt.offload import hardware
 
 Record = dict[str, Any]
 

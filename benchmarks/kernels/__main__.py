@@ -26,7 +26,7 @@ from benchmarks.common.record import Record, save, setting
 from benchmarks.common.sessions import by_turns
 from benchmarks.kernels.ggml import TYPES, GgmlProduct, NotRepackedError, find_ggml
 from benchmarks.kernels.tables import kernels_table
-from localrt.machine import hardware
+from localrt.offload import hardware
 from localrt.quant.cpu.abi import layout_of
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS

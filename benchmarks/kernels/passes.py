@@ -19,7 +19,7 @@ from benchmarks.common.record import Record, save, setting
 from benchmarks.common.sessions import against_llamacpp, by_turns, open_sessions
 from benchmarks.kernels.tables import passes_table
 from localrt.bench.engines import LLAMACPP_SETTINGS
-from localrt.machine import hardware
+from localrt.offload import hardware
 
 IDS = 1000  # of random tokens: any vocabulary has more
 

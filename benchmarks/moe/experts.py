@@ -22,7 +22,7 @@ from benchmarks.common.record import Record, load, save, setting
 from benchmarks.common.sessions import against_llamacpp, by_turns, open_sessions
 from benchmarks.moe.random_mixture import SHAPES, VOCABULARY, MixtureShape, write_mixture
 from benchmarks.moe.tables import experts_table
-from localrt.machine import hardware
+from localrt.offload import hardware
 
 NBYTES = 2_000_000_000  # of a model's experts
 PROMPT, TOKENS = 512, 24

@@ -17,12 +17,13 @@ from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes, format_rate
 from localrt.common.settings import Settings
 from localrt.engine.types import Metrics
-from localrt.machine import hardware
+from localrt.offload import hardware
 from localrt.offload.memory import ram_budget
 from localrt.offload.planner import PlanRequest, make_plan
-from localrt.offload.planner.cards import CARDS, DEFAULT_CARD, Card
-from localrt.offload.planner.explain import explain
-from localrt.planning.inputs import Hardware, budgets_of, machine_of, shape_of, with_card
+from localrt.offload.planner.advice import helpful_changes
+from localrt.offload.planner.gpus import DEFAULT_GPU, GPUS, GpuModel
+from localrt.offload.planner.pc import Hardware, budgets_of, machine_here, with_gpu
+from localrt.planning.models import shape_of
 from localrt.quant.ops.kv import parse_kv_format
 
 if TYPE_CHECKING:
@@ -120,20 +121,20 @@ def wants_forecast(options: BenchOptions) -> bool:
     return any_gpu and not hardware.gpus()
 
 
-def gpu_for(gpu_memory: int) -> Card:
+def gpu_for(gpu_memory: int) -> GpuModel:
     """The smallest known GPU with that much memory; of several, the most common one.
 
     Raises:
         OptionError: none has it.
     """
-    large = [card for card in CARDS.values() if card.vram_bytes >= gpu_memory]
+    large = [gpu for gpu in GPUS.values() if gpu.vram_bytes >= gpu_memory]
     if not large:
-        most = max(card.vram_bytes for card in CARDS.values())
+        most = max(gpu.vram_bytes for gpu in GPUS.values())
         raise OptionError(
             f"there is no GPU here, and no known one has {format_bytes(gpu_memory)}: give at most"
             f" {format_bytes(most)}"
         )
-    return min(large, key=lambda card: (card.vram_bytes, card.name != DEFAULT_CARD))
+    return min(large, key=lambda gpu: (gpu.vram_bytes, gpu.name != DEFAULT_GPU))
 
 
 def forecast(options: BenchOptions, settings: Settings) -> Outcome:
@@ -146,8 +147,9 @@ def forecast(options: BenchOptions, settings: Settings) -> Outcome:
     assert options.gpu_memory is not None
     work, gpu = options.workload, gpu_for(options.gpu_memory)
     shape = shape_of(options.path)
-    machine, _ = machine_of(options.path, settings, shape)
-    machine, vram = with_card(machine, Hardware(gpu=gpu.name, gpu_memory=options.gpu_memory))
+    formats = {unit.format for unit in shape.units}
+    machine, _ = machine_here(settings, options.path, formats)
+    machine, vram = with_gpu(machine, Hardware(gpu=gpu.name, gpu_memory=options.gpu_memory))
     request = PlanRequest(
         shape=shape,
         machine=machine,
@@ -156,12 +158,12 @@ def forecast(options: BenchOptions, settings: Settings) -> Outcome:
         kv_format=parse_kv_format(options.kv_format or "bf16"),
         held=work.prompt_tokens + work.tokens // 2,
     )
-    plan = make_plan(request, advise=True)
+    plan = make_plan(request)
     found = plan.prediction
     busy: dict[str, float] = {
         name: seconds * found.tok_s for name, seconds in found.busy.items() if seconds
     }
-    use = GpuUse(busy, what_helps(busy, plan.changes))
+    use = GpuUse(busy, what_helps(busy, helpful_changes(plan)))
     metrics = Metrics(
         prompt_tokens=work.prompt_tokens,
         completion_tokens=work.tokens,
@@ -200,7 +202,7 @@ def forecast(options: BenchOptions, settings: Settings) -> Outcome:
     heading = (
         f"SIMULATED: no GPU here. A plan for a {gpu.name} (link {gpu.link_bytes_s / 1e9:.3g} GB/s) "
         f"with {format_bytes(plan.request.budgets.vram)} of its memory; nothing ran on it.\n\n"
-        f"{explain(plan)}"
+        f"{plan.details}"
     )
     return Outcome(
         [result],

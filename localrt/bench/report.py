@@ -18,7 +18,7 @@ from localrt.common.formatting import (
     format_seconds,
     table,
 )
-from localrt.machine.hardware import Machine
+from localrt.offload.hardware import Machine
 
 _BASELINE = "llamacpp"
 _PROCESS_ID = 1  # in a trace

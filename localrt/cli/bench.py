@@ -35,9 +35,9 @@ from localrt.common.progress import note_to
 from localrt.common.settings import Settings
 from localrt.common.version import __version__
 from localrt.hub import resolve
-from localrt.machine import hardware
 from localrt.models.checkpoints import open_checkpoint
-from localrt.planning.chooser import chooser
+from localrt.offload import hardware
+from localrt.planning import chooser
 
 EXAMPLES: Examples = (
     ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),

@@ -22,8 +22,8 @@ from localrt.common.formatting import format_bytes, table
 from localrt.common.settings import Settings
 from localrt.common.version import __version__
 from localrt.hub import DEMO_NAME, resolve
-from localrt.machine import hardware
-from localrt.machine.hardware import DiskSpeed
+from localrt.offload import hardware
+from localrt.offload.hardware import DiskSpeed
 from localrt.quant.cpu.abi import best_isa
 from localrt.quant.cuda.gpu_file import kept_of, known_rates
 from localrt.quant.cuda.programs import NO_COMPILER, has_compiler
@@ -64,9 +64,9 @@ def _examine(*, quick: bool) -> dict[str, Any]:
     notes: list[str] = []
     if not quick:
         machine = replace(machine, gpus=hardware.gpus() or machine.gpus)
-        from localrt.planning.inputs import measured_here  # it brings the planner
+        from localrt.offload.planner.pc import machine_here
 
-        rates, note = measured_here(settings)  # as plans have them
+        rates, note = machine_here(settings)  # as plans have them
         notes += [note] if note else []
         if rates.sources["kernels"] != "typical":
             disk = DiskSpeed(rates.ssd_bytes_s, rates.sources["ssd_bytes_s"])

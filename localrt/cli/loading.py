@@ -22,7 +22,7 @@ from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, ResolvedModel, list_models, resolve
 from localrt.hub.listing import client_names
-from localrt.planning.chooser import chooser
+from localrt.planning import chooser
 
 
 def load(name: str, options: dict[str, Any]) -> localrt.Model:

@@ -19,8 +19,8 @@ from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
 from localrt.offload.planner import Plan
 from localrt.offload.planner.pair import PairPlan, plan_pair
-from localrt.offload.planner.pc import PRESETS
-from localrt.planning.inputs import Hardware, find_model, shape_of
+from localrt.offload.planner.pc import PRESETS, Hardware
+from localrt.planning.models import find_model, shape_of
 from localrt.planning.plan import plan
 from localrt.planning.what_runs import what_runs
 from localrt.quant.ops.kv import KV_FORMATS

@@ -20,7 +20,7 @@ from localrt.hub.names import looks_like_path, parse_hub_ref, shown_path
 from localrt.hub.searching import Variant
 from localrt.library import list_variants
 from localrt.loading.describing import ModelDescription, describe_model
-from localrt.planning.chooser import chooser
+from localrt.planning import chooser
 
 EXAMPLES: Examples = (
     ("localrt show llama3.2:3b", "size, context, template, parameters, licence"),

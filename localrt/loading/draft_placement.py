@@ -109,9 +109,9 @@ def _place(
     options: LoadOptions,
     settings: Settings,
 ) -> DraftPlace:
-    from localrt.machine.measuring import machine_profile
     from localrt.offload.memory import current_rss, ram_budget
     from localrt.offload.planner import Budgets, shape_from_checkpoint
+    from localrt.offload.planner.measure import machine_profile
     from localrt.offload.planner.pair import plan_pair
     from localrt.offload.planner.plan import PlanRequest
 

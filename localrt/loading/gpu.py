@@ -12,7 +12,7 @@ from localrt.common.errors import LocalrtError
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, SPARE_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
-from localrt.offload.planner.cards import measured_profile
+from localrt.offload.planner.gpus import measured_profile
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_file import GpuRates

@@ -28,7 +28,6 @@ from localrt.hub.names import shown_path
 from localrt.loading.gpu import open_gpu
 from localrt.loading.kernels import compiled_meanwhile, share_of_gpu
 from localrt.loading.options import LoadOptions, byte_counter, pick_context
-from localrt.machine.measuring import machine_profile
 from localrt.models.checkpoints import Checkpoint
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import MANIFEST_NAME, StoredUnit
@@ -61,10 +60,11 @@ from localrt.offload.planner import (
     make_plan,
     shape_from_checkpoint,
 )
-from localrt.offload.planner.config_shapes import check_shapes
 from localrt.offload.planner.costs import expert_costs
 from localrt.offload.planner.machine import typical_machine
+from localrt.offload.planner.measure import machine_profile
 from localrt.offload.planner.search import fits
+from localrt.offload.planner.shapes import check_shapes
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.store.cached import cached_store, mend_unit, store_folder
 from localrt.quant.cpu.ops import NativeOps

@@ -1,165 +1,49 @@
 """``localrt.plan``: where a model would live and how fast it would be, before anything is loaded.
 
-It reads a model's shape, not its weights. What decides is ``localrt.offload.planner``. Beside the
-plan it tells the largest contexts that fit and that are fast, and what other sizes of the weights
-would do: speeds are planned, losses are those that ``localrt quantize --bits`` measured.
+It reads a model's shape, not its weights. What decides is ``localrt.offload.planner``. A model that
+is not here is planned in the file that would be downloaded. Beside the plan it tells what other
+sizes of the weights would do: speeds are estimated, losses are those that ``localrt quantize
+--bits`` measured.
 """
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 from localrt.common.errors import HubError, LocalrtError, OptionError, known_arguments
+from localrt.common.option_names import on_command_line, option
 from localrt.common.settings import Settings
 from localrt.hub.known_models import repo_thinks
 from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
 from localrt.hub.resolving import Offer, offer_of
 from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
-from localrt.offload.account import shorter_contexts
-from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.planner import ModelShape, Plan, PlanRequest, make_plan
-from localrt.offload.planner.estimate import estimate
-from localrt.offload.planner.plan import Change, PlannedContext, PlannedPlace, PlannedSize
-from localrt.offload.planner.search import in_bits, layer_bits
-from localrt.offload.planner.verdict import READING_TOK_S, Expected
+from localrt.offload.planner.advice import (
+    LEAST_GAIN,
+    helpful_changes,
+    in_bits,
+    largest_contexts,
+    layer_bits,
+)
+from localrt.offload.planner.pc import Hardware, planned_hardware
+from localrt.offload.planner.plan import Change, PlannedPlace, PlannedSize
+from localrt.offload.planner.predict import estimate
+from localrt.offload.planner.verdict import Expected
 from localrt.offload.store.pack import fingerprint
-from localrt.planning.inputs import (
-    Hardware,
-    find_model,
-    has_weights,
-    hypothetical,
-    known_model_of,
-    planned_machine,
-    shape_of,
-)
-from localrt.planning.published import published_of
-from localrt.planning.recommending import (
-    Recommendation,
-    other_files,
-    recommend_on,
-    sized,
-    usual_offer,
-)
-from localrt.planning.report import details, report, with_commands
+from localrt.planning.models import find_model, has_weights, known_model_of, shape_of
+from localrt.planning.recommending import FILE, other_files, recommend_on, sized, usual_offer
 from localrt.quant.formats import FORMATS
 from localrt.quant.ops.kv import KvFormat, parse_kv_format
 from localrt.quantize.mix import MIX_FORMATS, LossTable, known_losses
 
-_AS_FAST = 0.9  # of the plan's speed, where that is below reading speed
-
-
-def largest_contexts(plan: Plan) -> tuple[PlannedContext, ...]:
-    """Halves of the model's context are tried, by estimates that are scaled to ``plan``.
-
-    First the largest that fits; then, where answers come below reading speed with all of it held,
-    the largest with which they do not. A plan below reading speed is compared with itself.
-    """
-    request = plan.request
-    whole = request.shape.context_length
-    now = estimate(request)
-    scale = 1.0 if now is None else plan.tok_s / now.tok_s
-    enough = min(READING_TOK_S, _AS_FAST * plan.tok_s)
-
-    def found(tokens: int) -> PlannedContext | None:
-        expected = estimate(replace(request, ctx=tokens, held=tokens))
-        if expected is None:
-            return None
-        return PlannedContext(tokens, scale * expected.tok_s, whole=tokens == whole)
-
-    largest: PlannedContext | None = None
-    for tokens in (whole, *shorter_contexts(whole)):
-        tried = found(tokens)
-        if tried is None:
-            continue
-        largest = largest or tried
-        if tried.tok_s >= enough:
-            return (largest,) if tried is largest else (largest, tried)
-    return () if largest is None else (largest,)
-
-
+_DEFAULT_CTX = 4096
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5
-_STEP = 0.1
-_TRIES = 12
-_LEAST_GAIN = 1.05  # times as fast: less is not worth a line
-
-
-def other_sizes(plan: Plan, path: Path, settings: Settings) -> tuple[PlannedSize, ...]:
-    """Sizes of the model at ``path`` beside the one of ``plan``, which comes first.
-
-    None of a model that lies best as it is, or that is a quantized copy already.
-    """
-    goals = [goal for goal in ("memory", "card") if _misses(plan, goal)]
-    if not goals:
-        return ()
-    table = None
-    try:
-        with closing(open_checkpoint(path)) as checkpoint:
-            if isinstance(checkpoint, StoreCheckpoint) and checkpoint.manifest.quantization:
-                return ()
-            table = known_losses(settings.data_dir / "losses", fingerprint(checkpoint))
-    except LocalrtError:  # a config without weights
-        pass
-    bits = layer_bits(plan.request.shape)
-    now = PlannedSize(bits, plan.weight_bytes, plan.tok_s, _place(plan), loss=0.0)
-    least = _LEAST_BITS if table is None else table.least_bits
-    found: list[PlannedSize] = []
-    if bits > _USUAL_BITS + 2 * _STEP >= least:
-        found.append(_size(plan, _USUAL_BITS, table)[1])
-    for goal in goals:
-        tried = (_size(plan, tenth, table) for tenth in _tenths(plan, goal, bits, least))
-        size = next((size for smaller, size in tried if not _misses(smaller, goal)), None)
-        if size is not None and size not in found:
-            found.append(size)
-    faster = [size for size in found if size.tok_s > _LEAST_GAIN * plan.tok_s]
-    return (now, *faster) if faster else ()
-
-
-def _tenths(plan: Plan, goal: str, bits: float, least: float) -> list[float]:
-    """Bits to try, from what may just reach the goal on."""
-    used = [unit for unit in plan.request.shape.units if unit.use]
-    kept = sum(unit.nbytes for unit in used if not _is_away(plan, unit, goal))
-    guess = bits * kept / sum(unit.nbytes for unit in used) + 4 * _STEP
-    most = int(min(guess, bits - _STEP) / _STEP)
-    lowest = max(most - _TRIES, int(least / _STEP - 1e-6))
-    return [round(number * _STEP, 1) for number in range(most, lowest, -1)]
-
-
-def _size(plan: Plan, bits: float, table: LossTable | None) -> tuple[Plan, PlannedSize]:
-    format_ = min(MIX_FORMATS, key=lambda name: abs(FORMATS[name].bits_per_weight - bits))
-    shape = in_bits(plan.request.shape, bits, format_)
-    found = make_plan(replace(plan.request, shape=shape))
-    loss = None if table is None else table.loss(bits)
-    return found, PlannedSize(bits, found.weight_bytes, found.tok_s, _place(found), loss)
-
-
-def _place(plan: Plan) -> PlannedPlace:
-    """The best of the goals that is reached."""
-    if _misses(plan, "memory"):
-        return "streamed"
-    return "card" if plan.request.uses_gpu and not _misses(plan, "card") else "memory"
-
-
-def _misses(plan: Plan, goal: str) -> bool:
-    """Whether weights that a token needs are read or copied for it; or are not on the card that
-    there is.
-    """
-    if goal == "card" and not plan.request.uses_gpu:
-        return False
-    return any(_is_away(plan, unit, goal) for unit in plan.request.shape.units if unit.use)
-
-
-def _is_away(plan: Plan, unit: PlacedUnit, goal: str) -> bool:
-    where = plan.placement.where[unit.name]
-    if unit.kind == "norm":
-        return False
-    return where is not Where.VRAM if goal == "card" else where.read or where.copied
-
-
-_DEFAULT_CTX = 4096
 
 
 @known_arguments
@@ -197,7 +81,7 @@ def plan(
         batch: sequences at once.
         kv_on_ssd: let keys and values that do not fit be read from the disk.
         ram, gpu_memory: sizes to use, such as ``"32GB"``; None: what this machine has.
-        gpu: a card by name, or ``virtual:8GB@12GB/s,...``.
+        gpu: a GPU by name, or ``virtual:8GB@12GB/s,...``.
         link, ssd: rates such as ``"12GB/s"``.
         pc: a whole PC, ``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"`` or a preset's name such as
             ``"gaming-pc"``, instead of this machine; what it does not say is typical.
@@ -215,9 +99,9 @@ def plan(
     """
     for name, value in (("ctx", 1 if ctx is None else ctx), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{name} must be an integer of at least 1, is {value!r}")
+            raise OptionError(f"{option(name)} must be an integer of at least 1, is {value!r}")
     kv_format = parse_kv_format(kv_format)
-    settings = Settings.from_environment()
+    settings, name = Settings.from_environment(), str(model)
     wanted = Hardware(
         ram=ram,
         gpu_memory=gpu_memory,
@@ -228,65 +112,106 @@ def plan(
         ram_speed=ram_speed,
         cores=cores,
     )
-    path = find_model(str(model), settings, revision=revision, offline=offline)
+    path = find_model(name, settings, revision=revision, offline=offline)
     shape = shape_of(path, format)
-    machine, budgets, note = planned_machine(path, settings, shape, wanted, remeasure=remeasure)
-    offer = None if format is not None else _offer(str(model), path, settings, offline)
-    chosen = None
-    if offer is not None:
-        chosen = recommend_on(offer, machine, budgets, ram=ram, ctx=ctx)
-    if offer is not None and chosen is not None:
-        shape = _in_file(shape, offer, chosen)
-        # A processor has rates of its own for the file's format.
-        machine, budgets, note = planned_machine(path, settings, shape, wanted)
-    request = PlanRequest(
-        shape=shape,
-        machine=machine,
-        budgets=budgets,
-        ctx=ctx or min(_DEFAULT_CTX, shape.context_length),
-        sequences=batch,
-        kv_format=kv_format,
-        kv_on_ssd=kv_on_ssd,
+    machine, budgets, note = planned_hardware(
+        wanted, settings, path=path, formats=_formats(shape), remeasure=remeasure
     )
-    if request.ctx > shape.context_length:
+    offer = None if format is not None else _offer(name, path, settings, offline)
+    file = ""
+    if offer is not None:
+        chosen = recommend_on(offer, machine, budgets, ctx=ctx)
+        file = chosen.name
+        if len(offer.sizes) > 1:  # else it is as it was published
+            shape = replace(
+                sized(shape, file, offer.sizes[file]),
+                notes=(f"of its files {file} is planned: {chosen.reason}",),
+            )
+            # A processor has rates of its own for the file's format.
+            machine, budgets, note = planned_hardware(
+                wanted, settings, path=path, formats=_formats(shape)
+            )
+    if ctx is not None and ctx > shape.context_length:
         note = (
-            f"the context of {request.ctx} tokens is longer than the {shape.context_length} that "
+            f"the context of {ctx} tokens is longer than the {shape.context_length} that "
             f"the model has: answers may degrade{f'. {note}' if note else ''}"
         )
-    found = make_plan(request, advise=advise)
-    if chosen is not None and (expected := estimate(request)) is not None:
-        found = _as_estimated(found, expected)
-    found = replace(
-        found,
-        notes=(note, *found.notes) if note else found.notes,
-        hypothetical=hypothetical(wanted),
-        thinks=repo_thinks(str(model)) or repo_thinks(expand_name(str(model), settings)),
-        quantization="" if chosen is None else chosen.name,
-    )
-    if advise:
-        others: tuple[Change, ...] = ()
-        if offer is not None and chosen is not None:
-            others = other_files(offer, chosen.name, found.request, found.tok_s)
-        changes = sorted((*found.changes, *others), key=lambda each: -each.gain)
-        sizes = other_sizes(found, path, settings) if format is None and offer is None else ()
-        found = replace(
-            found, changes=tuple(changes), sizes=sizes, contexts=largest_contexts(found)
+    found = make_plan(
+        PlanRequest(
+            shape=shape,
+            machine=machine,
+            budgets=budgets,
+            ctx=ctx or min(_DEFAULT_CTX, shape.context_length),
+            sequences=batch,
+            kv_format=kv_format,
+            kv_on_ssd=kv_on_ssd,
+            called="" if looks_like_path(name) else name,
+            thinks=repo_thinks(name) or repo_thinks(expand_name(name, settings)),
+            quantization=file,
+            hypothetical=wanted.hypothetical,
+            note=note,
         )
-    name, weights = str(model), has_weights(path)
-    if weights or not looks_like_path(name):
-        found = with_commands(found, name, _given(found, wanted, ctx, format), weights=weights)
-    return with_texts(found, name)
-
-
-def with_texts(plan: Plan, name: str) -> Plan:
-    """``plan`` of the model that the user calls ``name``, with its texts."""
-    shape, gpu = plan.request.shape, plan.request.machine.gpu
-    same_card = () if gpu is None else published_of(shape, gpu.name)
-    return replace(
-        plan,
-        report=report(plan, name, same_card),
-        details=details(plan, published_of(shape)),
     )
+    changes: tuple[Change, ...] = ()
+    sizes: tuple[PlannedSize, ...] = ()
+    if advise:
+        changes = helpful_changes(found)
+        if offer is not None:
+            changes += other_files(offer, file, found.request, found.tok_s)
+        elif format is None:
+            sizes = other_sizes(found, path, settings)
+    contexts = largest_contexts(found) if advise else ()
+    weights, command, options = has_weights(path), "", dict[str, object]()
+    if weights or not looks_like_path(name):
+        # The options of ``load`` that it was planned with, as far as they are this machine's too.
+        given = {
+            "ctx": ctx,
+            "kv_format": None if kv_format == "bf16" else kv_format,
+            "ram": None if found.hypothetical else ram,
+            "gpu_memory": None if found.hypothetical else gpu_memory,
+        }
+        options = {option: value for option, value in given.items() if value is not None}
+        command = typed("chat", name, options)
+        if sizes or not weights:  # sizes in bits, or other files, say it better
+            changes = tuple(each for each in changes if (each.option or ("",))[0] != "format")
+        changes = tuple(replace(each, command=_command_of(each, name, options)) for each in changes)
+        contexts = tuple(
+            replace(each, command=typed("chat", name, {**options, "ctx": each.tokens}))
+            for each in contexts
+        )
+        sizes = tuple(
+            replace(each, command=typed("quantize", name, {"bits": f"{each.bits:.1f}"}))
+            for each in sizes
+        )
+    return replace(
+        found,
+        changes=tuple(sorted(changes, key=lambda each: -each.gain)),
+        sizes=sizes,
+        contexts=contexts,
+        command=command,
+    )
+
+
+def typed(command: str, model: str, options: Mapping[str, object]) -> str:
+    """``"localrt chat model.gguf --ctx 8192"``."""
+    words = ["localrt", command, shlex.quote(model)]
+    return " ".join(words + [on_command_line(name, value) for name, value in options.items()])
+
+
+def _command_of(change: Change, model: str, options: Mapping[str, object]) -> str:
+    """What to type for it; empty for hardware."""
+    if change.option is None:
+        return ""
+    name, value = change.option
+    if name == FILE:
+        return typed("chat", value, options)
+    if name == "format":
+        return typed("quantize", model, {name: value})
+    return typed("chat", model, {**options, name: value})
+
+
+def _formats(shape: ModelShape) -> set[str]:
+    return {unit.format for unit in shape.units}
 
 
 def _offer(model: str, path: Path, settings: Settings, offline: bool | None) -> Offer | None:
@@ -305,34 +230,66 @@ def _offer(model: str, path: Path, settings: Settings, offline: bool | None) -> 
     return offer if len(offer.sizes) > 1 and offer.config is not None else None
 
 
-def _as_estimated(plan: Plan, expected: Expected) -> Plan:
-    """``plan`` of a model that is not here with the figures that tables of models have."""
-    was, scale = plan.prediction, expected.tok_s / plan.tok_s
-    now = replace(
-        was,
-        tok_s=expected.tok_s,
-        ceiling_tok_s=max(was.ceiling_tok_s, expected.tok_s),
-        full_context_tok_s=scale * was.full_context_tok_s,
-        page_s=expected.wait_s,
-    )
-    changes = tuple(replace(each, tok_s=each.gain * expected.tok_s) for each in plan.changes)
-    return replace(plan, prediction=now, changes=changes)
+# -- other sizes of the weights --------------------------------------------------------------------
 
 
-def _in_file(shape: ModelShape, offer: Offer, chosen: Recommendation) -> ModelShape:
-    """The model in the file that was chosen for it."""
-    if len(offer.sizes) == 1:  # as it was published
-        return shape
-    shape = sized(shape, chosen.name, offer.sizes[chosen.name])
-    return replace(shape, notes=(f"of its files {chosen.name} is planned: {chosen.reason}",))
+def other_sizes(plan: Plan, path: Path, settings: Settings) -> tuple[PlannedSize, ...]:
+    """Sizes of the model at ``path`` beside the one of ``plan``, which comes first.
+
+    Usual ones, and the largest that stay in memory and in GPU memory. None of a model that lies
+    best as it is, or that is a quantized copy already.
+    """
+    best: PlannedPlace = "gpu" if plan.request.uses_gpu else "memory"
+    here, now = _place(plan.expected), estimate(plan.request)
+    if here == best or now is None:
+        return ()
+    table = None
+    try:
+        with closing(open_checkpoint(path)) as checkpoint:
+            if isinstance(checkpoint, StoreCheckpoint) and checkpoint.manifest.quantization:
+                return ()
+            table = known_losses(settings.data_dir / "losses", fingerprint(checkpoint))
+    except LocalrtError:  # a config without weights
+        pass
+    scale, bits = plan.tok_s / now.tok_s, layer_bits(plan.request.shape)
+    least = _LEAST_BITS if table is None else table.least_bits
+
+    def size(tenths: int) -> PlannedSize | None:
+        return _size(plan, tenths / 10, table, scale)
+
+    found: list[PlannedSize | None] = []
+    if bits > _USUAL_BITS + 0.2 >= least:
+        found.append(_size(plan, _USUAL_BITS, table, scale))
+    for place in ("memory", "gpu") if here == "streamed" else ("gpu",):
+        if place == "gpu" and best != "gpu":
+            continue
+        low, high = int(10 * least + 0.99), int(10 * bits)  # high is more than reaches it
+        while low < high:
+            middle = (low + high) // 2
+            tried = size(middle)
+            reached = tried is not None and tried.place in (place, best)
+            low, high = (middle + 1, high) if reached else (low, middle)
+        tried = size(low - 1)
+        if tried is not None and tried.bits >= least and tried.place in (place, best):
+            found.append(tried)
+    sizes = [each for each in dict.fromkeys(found) if each is not None]
+    faster = [each for each in sizes if each.tok_s > LEAST_GAIN * plan.tok_s]
+    own = PlannedSize(bits, plan.weight_bytes, plan.tok_s, here, loss=0.0)
+    return (own, *faster) if faster else ()
 
 
-def _given(plan: Plan, wanted: Hardware, ctx: int | None, format: str | None) -> dict[str, object]:
-    """The options of ``load`` that it was planned with, as far as they are this machine's too."""
-    options: dict[str, object] = {} if ctx is None else {"ctx": ctx}
-    if plan.request.kv_format != "bf16":
-        options["kv_format"] = plan.request.kv_format
-    if not plan.hypothetical:
-        given = {"ram": wanted.ram, "gpu_memory": wanted.gpu_memory}
-        options |= {name: value for name, value in given.items() if value is not None}
-    return options
+def _size(plan: Plan, bits: float, table: LossTable | None, scale: float) -> PlannedSize | None:
+    format_ = min(MIX_FORMATS, key=lambda name: abs(FORMATS[name].bits_per_weight - bits))
+    shape = in_bits(plan.request.shape, bits, format_)
+    expected = estimate(replace(plan.request, shape=shape))
+    if expected is None:
+        return None
+    loss = None if table is None else table.loss(bits)
+    return PlannedSize(bits, shape.nbytes, scale * expected.tok_s, _place(expected), loss)
+
+
+def _place(expected: Expected) -> PlannedPlace:
+    """Where all that a token needs is."""
+    if expected.read or expected.copied:
+        return "streamed"
+    return "gpu" if expected.whole_on_gpu else "memory"

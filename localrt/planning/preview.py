@@ -23,19 +23,19 @@ from localrt.common.formatting import format_bytes, parse_size
 from localrt.common.settings import Settings
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory import ram_budget
-from localrt.offload.planner import MachineProfile, Plan, make_plan
+from localrt.offload.planner import Plan, make_plan
+from localrt.offload.planner.advice import helpful_changes
 from localrt.offload.planner.measure import known_machine
-from localrt.offload.planner.plan import Change, PlanRequest, in_words
-from localrt.offload.planner.search import fits, helpful_changes
-from localrt.planning.inputs import (
+from localrt.offload.planner.pc import (
     Hardware,
     budgets_of,
-    card_here,
-    find_model,
-    shape_of,
-    unmeasured_machine,
-    with_card,
+    gpu_here,
+    machine_on_device,
+    with_gpu,
 )
+from localrt.offload.planner.plan import Change, PlanRequest, in_words
+from localrt.offload.planner.search import fits
+from localrt.planning.models import find_model, shape_of
 from localrt.quant.ops.kv import parse_kv_format
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _CTX = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preview:
-    """``fits``: all weights stay where they are computed, ``place`` is ``"RAM"`` or ``"card"``.
+    """``fits``: all weights stay where they are computed, ``place`` is ``"RAM"`` or ``"GPU"``.
 
     Else ``read_bytes`` come from the disk for each token, and ``copied_bytes`` over the link.
     ``tok_s`` is None where nobody can tell. ``assumed``: rates are not this machine's. ``verdict``
@@ -72,7 +72,7 @@ class Preview:
             read=self.read_bytes,
             copied=self.copied_bytes,
             tok_s=self.tok_s,
-            where="on the card" if self.place == "card" else "in RAM",
+            where="on the GPU" if self.place == "GPU" else "in RAM",
         )
         return f"{text} on a typical machine" if self.assumed and self.tok_s else text
 
@@ -141,10 +141,10 @@ def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:
 
 
 def _of_plan(plan: Plan) -> Preview:
-    on_card = plan.placement.uses_gpu
+    on_gpu = plan.placement.uses_gpu
     return Preview(
         fits=plan.fits,
-        place="card" if on_card else "RAM",
+        place="GPU" if on_gpu else "RAM",
         weight_bytes=plan.weight_bytes,
         read_bytes=plan.read_bytes,
         copied_bytes=plan.copied_bytes,
@@ -169,16 +169,6 @@ def _size(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
     return sum(each.stat().st_size for each in path.iterdir() if each.is_file())
-
-
-def machine_on_device(
-    path: Path, settings: Settings, device: str, gpu_memory: str | int | None
-) -> tuple[MachineProfile, int]:
-    """This machine with the card that ``device`` means, and bytes of its memory."""
-    machine = unmeasured_machine(path, settings)
-    if device == "cpu" or card_here() is None:
-        return machine, 0
-    return with_card(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +202,11 @@ def _resident(parts: LoadedModel, settings: Settings) -> Outlook:
         return Outlook(token_bytes=nbytes)
     vram = 0
     if parts.engine.info.device.startswith("cuda"):
-        here = card_here()
+        here = gpu_here()
         if here is None:
             return Outlook(token_bytes=nbytes)
-        # Of the whole card: the model that is asked about has taken its part already.
-        machine, _ = with_card(machine, Hardware(), settings.cache_dir)
+        # Of the whole GPU: the model that is asked about has taken its part already.
+        machine, _ = with_gpu(machine, Hardware(), settings.cache_dir)
         vram = parts.engine.gpu_memory or here[0].vram_bytes
     rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s
     budgets = budgets_of(machine, ram_budget(parts.engine.ram), vram)

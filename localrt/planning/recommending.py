@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
@@ -21,14 +21,18 @@ from localrt.hub.files import DEFAULT_LABEL
 from localrt.hub.known_models import KnownModel, repo_thinks
 from localrt.hub.names import HubRef
 from localrt.hub.resolving import Offer
+from localrt.offload.account import UNKNOWN_MODEL_NBYTES
 from localrt.offload.memory import ram_budget
 from localrt.offload.planner import Budgets, MachineProfile, ModelShape, PlanRequest
-from localrt.offload.planner.estimate import estimate, outline, whole_nbytes
+from localrt.offload.planner.advice import LEAST_GAIN
+from localrt.offload.planner.pc import budgets_of, machine_on_device
 from localrt.offload.planner.plan import Change
+from localrt.offload.planner.predict import estimate, outline, whole_nbytes
 from localrt.offload.planner.verdict import READING_TOK_S, Expected, speed
 from localrt.offload.shapes import aligned
-from localrt.planning.inputs import budgets_of
-from localrt.planning.preview import machine_on_device, preview_size
+
+FILE = "file"
+"""The option of a change that takes another of a repository's files."""
 
 _CTX = 4096
 # What weights of so many bits lose: a share of perplexity, as measured on models of 0.1 to 1.5 B
@@ -36,7 +40,6 @@ _CTX = 4096
 _LOSSES = ((3.0, 0.4), (3.9, 0.12), (4.9, 0.05), (5.7, 0.025), (6.6, 0.012), (8.5, 0.004))
 _WORTH = 4.0  # a loss of 1 % is worth as much as 4 % of what speed is good for
 _GOOD_BITS = 4  # files of fewer are for what is too slow in these
-_LEAST_GAIN = 1.05  # times as fast: less is not worth a line
 _MOST_BITS, _LEAST_BITS = 8, 3  # more are not seen in the answers, fewer are
 _BITS = re.compile(r"(?:I?Q|TQ|FP|BF|F)(\d+)")
 _NAMED_BITS = {"MXFP4": 4, "NVFP4": 4}
@@ -75,49 +78,92 @@ def recommend(
     """
     machine, vram = machine_on_device(settings.hub_cache, settings, device, gpu_memory)
     budget = ram_budget(None if ram is None else parse_size(ram))
-    return recommend_on(offer, machine, budgets_of(machine, budget, vram), ram=ram)
+    return recommend_on(offer, machine, budgets_of(machine, budget, vram))
 
 
 def recommend_on(
-    offer: Offer,
-    machine: MachineProfile,
-    budgets: Budgets,
-    *,
-    ram: str | int | None = None,
-    ctx: int | None = None,
+    offer: Offer, machine: MachineProfile, budgets: Budgets, *, ctx: int | None = None
 ) -> Recommendation:
-    """The same on a machine within budgets, for ``ctx`` tokens (None: 4,096); ``ram`` is for models
-    of which only sizes are known.
-    """
-    rate = _Rate(offer, machine, budgets, ram, ctx or _CTX)
+    """The same on a machine within budgets, for ``ctx`` tokens (None: 4,096)."""
     names = _candidates(offer.sizes)
+    shape = _outline_of(offer)
     where = " on a typical machine" if machine.sources.get("kernels") == "typical" else ""
-    name = _best(names, rate)
-    if name is not None:
-        return Recommendation(name, rate(name), _why(name, names, rate, where), rate.of(name))
+    expected: dict[str, Expected] = {}
+    if shape is None:
+        rates = {name: _rate_of_size(offer.sizes[name], machine, budgets) for name in names}
+        quick = (name for name in names if rates[name] >= READING_TOK_S)
+        best = next(quick, None)
+        if best is not None and rates[best] == math.inf:
+            why = f"the largest of up to {_MOST_BITS} bits that fits the memory here"
+            return Recommendation(best, None, why)
+    else:
+        for name in names:
+            request = PlanRequest(
+                shape=shape if _as_published(offer) else sized(shape, name, offer.sizes[name]),
+                machine=machine,
+                budgets=budgets,
+                ctx=min(ctx or _CTX, shape.context_length),
+                thinks=repo_thinks(offer.repo),
+            )
+            if (found := estimate(request)) is not None:
+                expected[name] = found
+        rates = {name: found.tok_s for name, found in expected.items()}
+        nbytes = whole_nbytes(shape)
+        bits = {name: _PLANNED_BITS * offer.sizes[name] / nbytes for name in names}
+        best = _best(expected, bits)
+    if best is not None:
+        why = f"the largest of up to {_MOST_BITS} bits, about {speed(rates[best])}{where}"
+        if expected:
+            why = _why(best, names, expected, where)
+        return Recommendation(best, rates[best], why, expected.get(best))
     name = next((each for each in reversed(names) if (_bits(each) or 0) >= 4), names[-1])
     name = DEFAULT_LABEL if DEFAULT_LABEL in names and _bits(name) == 4 else name
-    tok_s = rate(name)
-    if not tok_s:
+    if not rates.get(name):
         return Recommendation(name, None, "none of its files fits the memory here")
     slow = f"none of its files reaches reading speed ({READING_TOK_S:.0f} tok/s)"
-    why = f"{slow}; this one does about {speed(tok_s)}{where}"
-    return Recommendation(name, tok_s, why, rate.of(name))
+    why = f"{slow}; this one does about {speed(rates[name])}{where}"
+    return Recommendation(name, rates[name], why, expected.get(name))
 
 
-def _best(names: list[str], rate: _Rate) -> str | None:
-    """Of ``names``, the largest first; None where none reaches reading speed."""
-    known = {name: found for name in names if (found := rate.of(name)) is not None}
-    if not known:  # sizes alone
-        return next((name for name in names if rate(name) is None or rate.is_quick(name)), None)
-    good = [name for name in known if (_bits(name) or _GOOD_BITS) >= _GOOD_BITS]
-    whole = (name for name in good if known[name].whole_on_gpu and known[name].is_quick)
+def _best(expected: Mapping[str, Expected], bits: Mapping[str, float]) -> str | None:
+    """Of files, the largest first; None where none reaches reading speed."""
+    good = [name for name in expected if (_bits(name) or _GOOD_BITS) >= _GOOD_BITS]
+    whole = (name for name in good if expected[name].whole_on_gpu and expected[name].is_quick)
     if (name := next(whole, None)) is not None:
         return name
-    quick = [name for name in known if known[name].tok_s >= READING_TOK_S]
+    quick = [name for name in expected if expected[name].tok_s >= READING_TOK_S]
     # Fewer bits than four are worth it only where they make a model quick.
-    worth = [name for name in known if name in good or (name in quick and known[name].is_quick)]
-    return max(worth, key=rate.worth) if quick and worth else None
+    worth = [
+        name for name in expected if name in good or (name in quick and expected[name].is_quick)
+    ]
+
+    def value(name: str) -> float:
+        """What its speed is good for, less what its bits lose. Speed that is enough for reading
+        counts half of what is without end.
+        """
+        found, width = expected[name], bits[name]
+        if (named := _bits(name)) is not None:  # tables of words are often larger than the rest
+            width = min(width, named + _BESIDE)
+        return found.tok_s / (found.tok_s + found.enough_tok_s) * math.exp(-_WORTH * _loss(width))
+
+    return max(worth, key=value) if quick and worth else None
+
+
+def _outline_of(offer: Offer) -> ModelShape | None:
+    """The model in one format; None where its config is not known."""
+    if offer.config is not None:
+        format = None if _as_published(offer) else _PLANNED
+        with suppress(UnsupportedModelError, CheckpointError):
+            return outline(offer.config, name="model", format=format)
+    return None
+
+
+def _rate_of_size(nbytes: int, machine: MachineProfile, budgets: Budgets) -> float:
+    """Tokens per second of a dense model of which nothing else is known, without end where it fits:
+    what does not fit is read for each token.
+    """
+    missing = nbytes + UNKNOWN_MODEL_NBYTES - budgets.ram
+    return math.inf if missing <= 0 else machine.ssd_bytes_s / missing
 
 
 def usual_offer(model: KnownModel) -> Offer:
@@ -147,10 +193,10 @@ def other_files(
         shape = sized(request.shape, name, offer.sizes[name])
         expected = estimate(replace(request, shape=shape))
         gain = 0.0 if expected is None else expected.tok_s / now.tok_s
-        if gain > _LEAST_GAIN:
+        if gain > LEAST_GAIN:
             what = f"{name} instead of {chosen}, {format_bytes(offer.sizes[name])}"
             file = str(HubRef(offer.repo, variant=name))
-            found.append(Change(what, gain * tok_s, gain, ("file", file)))
+            found.append(Change(what, gain * tok_s, gain, (FILE, file)))
     return tuple(found[:2])
 
 
@@ -172,10 +218,8 @@ def sized(shape: ModelShape, name: str, nbytes: int) -> ModelShape:
     return replace(shape, units=tuple(units))
 
 
-def _why(name: str, names: list[str], rate: _Rate, where: str) -> str:
-    found = rate.of(name)
-    if found is None:
-        return f"the largest of up to {_MOST_BITS} bits that fits the memory here"
+def _why(name: str, names: list[str], expected: Mapping[str, Expected], where: str) -> str:
+    found = expected[name]
     what = f"about {speed(found.tok_s)}{where}"
     larger = names[names.index(name) - 1] if names.index(name) else None
     if found.whole_on_gpu and found.is_quick:
@@ -184,7 +228,7 @@ def _why(name: str, names: list[str], rate: _Rate, where: str) -> str:
         return f"the largest of up to {_MOST_BITS} bits, {what}"
     else:
         why = "the best of quality and speed"
-    slower = rate.of(larger) if larger else None
+    slower = expected.get(larger) if larger else None
     return f"{why}, {what}" + (f"; {larger} would do {speed(slower.tok_s)}" if slower else "")
 
 
@@ -204,66 +248,6 @@ def _bits(name: str) -> int | None:
             return bits
     found = _BITS.findall(upper)
     return int(found[-1]) if found else None
-
-
-@dataclass(slots=True)
-class _Rate:
-    """Tokens per second of a file; None: it fits, and nothing more is known; 0: it does not."""
-
-    offer: Offer
-    machine: MachineProfile
-    budgets: Budgets
-    ram: str | int | None
-    ctx: int
-    shape: ModelShape | None = None
-    known: dict[str, float | None] = field(default_factory=dict)
-    expected: dict[str, Expected] = field(default_factory=dict)
-
-    def is_quick(self, name: str) -> bool:
-        """Whether it runs at reading speed."""
-        return (self(name) or 0.0) >= READING_TOK_S
-
-    def of(self, name: str) -> Expected | None:
-        """What to expect of a file; None where it does not fit, or only its size is known."""
-        self(name)
-        return self.expected.get(name)
-
-    def worth(self, name: str) -> float:
-        """What its speed is good for, less what its bits lose. Speed that is enough for reading
-        counts half of what is without end.
-        """
-        found = self.expected[name]
-        bits = _PLANNED_BITS * self.offer.sizes[name] / whole_nbytes(self.outlined())
-        if (named := _bits(name)) is not None:  # tables of words are often larger than the rest
-            bits = min(bits, named + _BESIDE)
-        return found.tok_s / (found.tok_s + found.enough_tok_s) * math.exp(-_WORTH * _loss(bits))
-
-    def __call__(self, name: str) -> float | None:
-        if name not in self.known:
-            self.known[name] = self._estimated(name, self.offer.sizes[name])
-        return self.known[name]
-
-    def outlined(self) -> ModelShape:
-        """The model in one format."""
-        assert self.shape is not None, "its config was read"
-        return self.shape
-
-    def _estimated(self, name: str, nbytes: int) -> float | None:
-        if self.shape is None and self.offer.config is not None:
-            format = None if _as_published(self.offer) else _PLANNED
-            with suppress(UnsupportedModelError, CheckpointError):
-                self.shape = outline(self.offer.config, name="model", format=format)
-        if self.shape is None:
-            found = preview_size(nbytes, ram=self.ram)
-            return None if found.fits else found.tok_s or 0.0
-        shape = self.shape if _as_published(self.offer) else sized(self.shape, name, nbytes)
-        ctx = min(self.ctx, shape.context_length)
-        request = PlanRequest(shape=shape, machine=self.machine, budgets=self.budgets, ctx=ctx)
-        expected = estimate(request)
-        if expected is None:
-            return 0.0
-        self.expected[name] = replace(expected, thinks=repo_thinks(self.offer.repo))
-        return expected.tok_s
 
 
 def _as_published(offer: Offer) -> bool:

@@ -14,9 +14,9 @@ from localrt.common.formatting import format_bytes, format_seconds, table
 from localrt.common.settings import Settings
 from localrt.hub.known_models import KNOWN_MODELS, KnownModel, repo_thinks
 from localrt.offload.planner import Budgets, MachineProfile
-from localrt.offload.planner.explain import figures
+from localrt.offload.planner.pc import Hardware, planned_hardware
+from localrt.offload.planner.report import figures
 from localrt.offload.planner.verdict import UNITS, Expected, Level, speed
-from localrt.planning.inputs import Hardware, hypothetical, known_hardware, left_out
 from localrt.planning.recommending import Recommendation, recommend_on, usual_offer
 
 _ORDER: dict[Level, int] = {"good": 0, "usable": 1, "slow": 2}
@@ -123,10 +123,8 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
     Raises:
         OptionError: a description of hardware that means nothing.
     """
-    machine, budgets = known_hardware(settings, wanted)
-    found: dict[
-        tuple[str, float, bool], Recommendation
-    ] = {}  # some models differ in their weights alone
+    machine, budgets, note = planned_hardware(wanted, settings)
+    found: dict[tuple[object, ...], Recommendation] = {}  # some differ in their weights alone
     models = []
     for model in KNOWN_MODELS:
         key = model.shape, model.parameters, repo_thinks(model.repo)
@@ -134,9 +132,8 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
             found[key] = recommend_on(usual_offer(model), machine, budgets)
         best = found[key]
         models.append(Runnable(model, best.name if best.expected else None, best.expected))
-    return WhatRuns(
-        machine, budgets, tuple(sorted(models, key=_rank)), hypothetical(wanted), left_out(wanted)
-    )
+    ranked = tuple(sorted(models, key=_rank))
+    return WhatRuns(machine, budgets, ranked, wanted.hypothetical, note)
 
 
 def _rank(each: Runnable) -> tuple[int, bool, float]:

@@ -38,7 +38,7 @@ from localrt.loading.draft_loading import load_with_draft
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 from localrt.models.checkpoints import open_checkpoint
-from localrt.planning.chooser import chooser
+from localrt.planning import chooser
 from localrt.service.adapters import Adapters
 from localrt.service.requests import RequestBuilder
 from localrt.service.status import ModelInfo, Watch

@@ -5,11 +5,10 @@ weight is read, no file but the cached measurements is written, and torch is nev
 """
 
 from localrt.offload.account import Budgets
-from localrt.offload.planner.config_shapes import shape_from_config
+from localrt.offload.planner.advice import make_plan
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
-from localrt.offload.planner.measure import measure_machine
 from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
-from localrt.offload.planner.search import make_plan
+from localrt.offload.planner.shapes import shape_from_config
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "PlanRequest",
     "Prediction",
     "make_plan",
-    "measure_machine",
     "shape_from_checkpoint",
     "shape_from_config",
 ]

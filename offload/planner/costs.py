@@ -154,7 +154,7 @@ def expert_costs(costs: Costs) -> ExpertCosts | None:
 
 
 def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float, float]:
-    """Seconds of an equal part of a layer's experts: with none of them on the card, and with all.
+    """Seconds of an equal part of a layer's experts: with none of them on the GPU, and with all.
 
     The activations' ways to the CPU and back are in the former.
     """
@@ -172,11 +172,11 @@ def layer_seconds(costs: Costs, hybrid: ExpertCosts, use: float) -> tuple[float,
 def kernel_seconds(
     nbytes: float, macs: float, rows: int, *, bytes_s: float, flops: float, unpacks: bool = True
 ) -> float:
-    """Seconds of a unit's kernels on a card: ``rows`` rows with ``macs`` packed weights in
+    """Seconds of a unit's kernels on a GPU: ``rows`` rows with ``macs`` packed weights in
     ``nbytes``, without starting them.
 
     The larger of bytes over bandwidth and operations over arithmetic; ``bytes_s`` and ``flops`` are
-    what kernels reach of the card. Kernels on packed weights take up to ``PACKED_ROWS`` rows at
+    what kernels reach of the GPU. Kernels on packed weights take up to ``PACKED_ROWS`` rows at
     once; for more a matrix is unpacked to bf16 first (where it ``unpacks``), which is another pass
     over it, and multiplied by the vendor's library. An expert's long passes unpack on the way.
     """

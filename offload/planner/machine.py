@@ -1,6 +1,6 @@
-"""A machine in the numbers that time depends on: disk, memory, link, kernels, graphics card.
+"""A machine in the numbers that time depends on: disk, memory, link, kernels, GPU.
 
-Where the numbers come from is another's business: ``measure.py`` for this machine, ``cards.py`` for
+Where the numbers come from is another's business: ``measure.py`` for this machine, ``gpus.py`` for
 one that is not here. A profile says of each whether it was measured. It knows no model.
 """
 
@@ -61,7 +61,7 @@ class KernelRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProfile:
-    """A graphics card: memory, and what copies and kernels reach of it, in bytes and operations.
+    """A GPU: memory, and what copies and kernels reach of it, in bytes and operations.
 
     ``call_s`` is what a unit's kernels take beside their work. ``kernels`` are rates by format, as
     they were measured; without any, products follow from ``bytes_s`` and ``flops``. While the CPU
@@ -96,7 +96,7 @@ class MachineProfile:
     their bits. ``ssd_cpu_s`` is processor time per byte read, of one thread. ``call_s`` is what a
     unit costs beside its arithmetic, ``token_s`` what a pass costs beside its units, for each entry
     of the vocabulary. ``sources`` says of each figure whether it was measured, was given, or is
-    typical, as a card's published figures are.
+    typical, as a GPU's published figures are.
     """
 
     name: str

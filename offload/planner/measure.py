@@ -1,15 +1,19 @@
 """This machine's rates, measured once: CPU kernels on random tiles, memory, and the disk.
 
-The result is kept as JSON beside a fingerprint of all that it depends on; another processor, kernel
-library or version measures again. How a disk is read best is the caller's to say.
+They are kept as JSON beside a fingerprint of all that they depend on; another processor, kernel
+library or version measures again. Measuring takes some seconds and a hundred megabytes, so a
+short-lived process does it: neither stays in the one that runs the model.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,11 @@ from typing import Any
 import numpy as np
 
 from localrt.common.files import write_text
-from localrt.offload.planner.machine import KernelRate, MachineProfile
-from localrt.offload.reading.disk_speed import DiskProfile
+from localrt.common.settings import Settings
+from localrt.offload import hardware
+from localrt.offload.account import MEASURING_NBYTES
+from localrt.offload.planner.machine import KernelRate, MachineProfile, typical_machine
+from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.quant.cpu.abi import find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS
@@ -34,10 +41,45 @@ _ROWS = (1, 2, 4, 8, 16, 64, 512)
 _SHAPE = (2048, 2048)
 _BUDGET_S = 0.12  # of one rate
 _VERSION = 1
-_FILE = "machine.json"
-_UNKNOWN_DISK = (1e9, 0.0)
+_FILE, _DISKS = "machine.json", "disks.json"
 _BUSY_PERCENT = 30.0
 _WATCHED_S = 0.1
+_TIMEOUT_S = 120.0
+_LEAST_WORKING_SET = 8 << 20
+_SAMPLE_BYTES = 128 << 20
+
+
+def machine_profile(
+    folder: Path,
+    settings: Settings,
+    *,
+    formats: Iterable[str] = (),
+    remeasure: bool = False,
+    room: int | None = None,
+    sample: bool = False,
+) -> tuple[DiskProfile, MachineProfile]:
+    """The disk that ``folder`` lies on, and the machine; ``formats`` are those to know kernels for.
+
+    What the cache folder knows is not measured again. Measuring takes ``room`` bytes of RAM at
+    most; with too little, what was not measured before is assumed. A disk is measured by the files
+    in ``folder``, or by a ``sample`` that is written there; a model's own files tell better.
+    Rates of a busy machine are marked, and measured again once it is not.
+
+    Raises:
+        MissingExtraError: the kernels are not compiled.
+        OSError: the disk cannot be measured.
+    """
+    cache, wanted = settings.cache_dir, sorted(set(formats))
+    memory = WORKING_SET if room is None else min(room - MEASURING_NBYTES, WORKING_SET)
+    disk = None if remeasure else _known_disk(folder, cache, sample=sample)
+    known = {} if remeasure else _known(cache, memory)
+    if disk is None or "call_s" not in known or _missing(known, wanted):
+        if memory < _LEAST_WORKING_SET:
+            disk = disk or _known_disk(folder, cache, sample=True) or DiskProfile.assumed()
+            return disk, known_machine(cache, folder) or typical_machine()
+        if _measure_aside([str(folder), str(cache), wanted, remeasure, memory, sample]):
+            remeasure = False
+    return measure(folder, cache, wanted, remeasure, memory, sample)
 
 
 def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | None:
@@ -49,14 +91,145 @@ def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | N
     import psutil  # most uses measure, and need it not
 
     try:
-        known: dict[str, Any] = json.loads((cache / _FILE).read_text(encoding="utf-8"))
-        disks = dict(known["disks"])
+        known, disks = _read(cache / _FILE), _read(cache / _DISKS)
         device = "" if folder is None else str(folder.stat().st_dev)
+        disk = DiskProfile.from_dict(disks.get(device) or next(iter(disks.values())))
         name = str((known.get("fingerprint") or ["", "this machine"])[1])
-        threads = psutil.cpu_count(logical=False) or 1
-        return _profile(known, name, disks.get(device) or next(iter(disks.values())), threads)
+        return _profile(known, name, disk, psutil.cpu_count(logical=False) or 1)
     except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return None
+
+
+def measure(
+    folder: Path, cache: Path, formats: list[str], remeasure: bool, working_set: int, sample: bool
+) -> tuple[DiskProfile, MachineProfile]:
+    """``machine_profile`` in this process; ``working_set`` is the memory to measure with.
+
+    Rates of a smaller one are measured again where there is more.
+    """
+    ops, path = NativeOps(), cache / _FILE
+    known = {} if remeasure else _known(cache, working_set)
+    kernels: dict[str, Any] = known.setdefault("kernels", {})
+    missing = _missing(known, formats)
+    if missing or "call_s" not in known:
+        if is_busy():
+            known["busy"] = True
+        for name in missing:
+            kernels[name] = measure_kernel(ops, name, working_set)
+        if "call_s" not in known:
+            known["ram_bytes_s"] = _measure_memory(ops, working_set)
+            known["attention"] = _measure_attention(ops)
+            known["call_s"] = _measure_call(ops)
+        known["working_set"] = min(known.get("working_set", working_set), working_set)
+        _write(path, {**known, "fingerprint": _fingerprint(ops)})
+    disk = None if remeasure else _known_disk(folder, cache, sample=sample)
+    if disk is None:
+        disk = _measure_sample(folder) if sample else measure_disk(_large_files(folder))
+        entry = {**disk.to_dict(), "sample": sample}
+        _write(cache / _DISKS, {**_read(cache / _DISKS), str(folder.stat().st_dev): entry})
+    return disk, _profile(known, hardware.identity()[0], disk, _cores())
+
+
+def main(arguments: list[str]) -> None:
+    """The process that measures, with the arguments of ``measure``."""
+    folder, cache, *others = json.loads(arguments[0])
+    measure(Path(folder), Path(cache), *others)
+
+
+def _measure_aside(job: list[Any]) -> bool:
+    """Whether it was done."""
+    if getattr(sys, "frozen", False):
+        return False  # a packaged app has no interpreter: it would start itself again
+    start = (
+        "import sys; sys.path.insert(0, sys.argv[1]); "
+        "from localrt.offload.planner.measure import main; main(sys.argv[2:])"
+    )
+    package = Path(sys.modules["localrt"].__file__ or "")
+    root = str(package.resolve().parents[1])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", start, root, json.dumps(job)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False  # it is measured here then
+    return done.returncode == 0
+
+
+# -- what is known ---------------------------------------------------------------------------------
+
+
+def _known(cache: Path, working_set: int) -> dict[str, Any]:
+    """The rates of this very machine; a damaged or foreign file is as good as none."""
+    values = _read(cache / _FILE)
+    if values.pop("fingerprint", None) != _fingerprint(NativeOps()):
+        return {}
+    if values.get("working_set", WORKING_SET) < working_set or not isinstance(
+        values.get("kernels"), dict
+    ):
+        return {}
+    return {} if values.get("busy") and not is_busy() else values
+
+
+def _fingerprint(ops: NativeOps) -> list[str]:
+    path = find_library()
+    status = path.stat() if path else None
+    library = f"{status.st_size}-{status.st_mtime_ns}" if status else "none"
+    return [str(_VERSION), *hardware.identity(), ops.isa, str(_cores()), library]
+
+
+def _missing(known: dict[str, Any], formats: list[str]) -> list[str]:
+    """Of the usual formats and ``formats``, those without a rate."""
+    wanted = {name for name in (*DEFAULT_FORMATS, *formats) if _measurable(name)}
+    return sorted(wanted - known.get("kernels", {}).keys())
+
+
+def _known_disk(folder: Path, cache: Path, *, sample: bool) -> DiskProfile | None:
+    """As it was measured before; by a ``sample`` only where that will do."""
+    with suppress(KeyError, TypeError, ValueError, AttributeError):
+        found = _read(cache / _DISKS)[str(folder.stat().st_dev)]
+        if sample or not found.get("sample"):
+            return DiskProfile.from_dict(found)
+    return None
+
+
+def _profile(known: dict[str, Any], name: str, disk: DiskProfile, threads: int) -> MachineProfile:
+    source = "measured while busy" if known.get("busy") else "measured"
+    return MachineProfile(
+        name=name,
+        ssd_bytes_s=disk.read_bytes_s,
+        ssd_cpu_s=disk.cpu_s_per_byte,
+        ram_bytes_s=known["ram_bytes_s"],
+        kernels={n: KernelRate(_ROWS, tuple(seconds)) for n, seconds in known["kernels"].items()},
+        attention=KernelRate((1, 64), tuple(known["attention"])),
+        call_s=known["call_s"],
+        threads=threads,
+        sources={
+            **dict.fromkeys(("ssd_bytes_s", "ram_bytes_s", "kernels"), source),
+            "cores": "measured",
+        },
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    """A cache that cannot be written is measured again next time."""
+    with suppress(OSError):
+        write_text(path, json.dumps(values, indent=1), private=True, sync=False, folder=True)
+
+
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def is_busy(root: Path = Path("/")) -> bool:
@@ -79,84 +252,6 @@ def _cpu_times(root: Path) -> tuple[int, int]:
     # user, nice, system, idle, iowait, irq, softirq, steal; guests' are in those of users
     user, nice, system, idle, iowait, *others = (int(each) for each in fields[:8])
     return user + nice + system + sum(others), idle + iowait
-
-
-def measure_machine(
-    folder: Path,
-    *,
-    cache: Path,
-    disk_speed: Callable[[Path], DiskProfile] | None,
-    identity: Sequence[str],
-    formats: Iterable[str] = (),
-    remeasure: bool = False,
-    working_set: int = WORKING_SET,
-    sample: bool = False,
-) -> MachineProfile:
-    """The machine that reads weights from ``folder``; what ``cache`` knows is not measured again.
-
-    ``identity`` names the processor, its features, its cores and localrt's version: with the kernel
-    library it makes the fingerprint. ``disk_speed`` is asked once for each disk; with None the disk
-    is not measured, and the profile's figure means nothing until it is replaced. ``working_set`` is
-    the memory to measure with: rates of a smaller one are measured again where there is more.
-    ``sample``: the disk's speed is that of a file for the purpose; a model's own files tell better.
-    Rates of a busy machine are marked, and measured again once it is not.
-
-    Raises:
-        MissingExtraError: the kernels are not compiled.
-        OSError: the disk cannot be measured.
-    """
-    ops = NativeOps()
-    count = _cores()
-    fingerprint = [str(_VERSION), *identity, ops.isa, str(count), _library()]
-    path = cache / _FILE
-    known = {} if remeasure else _load(path, fingerprint)
-    if known.get("busy") and not is_busy():
-        known = {}
-    if known.get("working_set", WORKING_SET) < working_set:
-        known = {"disks": known["disks"]}
-    kernels: dict[str, Any] = known.setdefault("kernels", {})
-    wanted = {name for name in (*DEFAULT_FORMATS, *formats) if _measurable(name)}
-    before = json.dumps(known)
-    if (wanted - kernels.keys() or "ram_bytes_s" not in known) and is_busy():
-        known["busy"] = True
-    for name in sorted(wanted - kernels.keys()):
-        kernels[name] = measure_kernel(ops, name, working_set)
-    if "ram_bytes_s" not in known:
-        known["ram_bytes_s"] = _measure_memory(ops, working_set)
-        known["call_s"] = _measure_call(ops)
-        known["attention"] = _measure_attention(ops)
-    disks: dict[str, Any] = known.setdefault("disks", {})
-    device = str(folder.stat().st_dev)
-    is_sample = device in disks and len(disks[device]) > 2
-    if disk_speed is not None and (device not in disks or (is_sample and not sample)):
-        rate = disk_speed(folder)
-        disks[device] = [rate.read_bytes_s, rate.cpu_s_per_byte, *(["sample"] if sample else [])]
-    if json.dumps(known) != before:
-        known["working_set"] = min(known.get("working_set", working_set), working_set)
-        _save(path, {**known, "fingerprint": fingerprint})
-    name = identity[0] if identity else "this machine"
-    return _profile(known, name, disks.get(device, _UNKNOWN_DISK), count)
-
-
-def _profile(
-    known: dict[str, Any], name: str, disk: Sequence[float], threads: int
-) -> MachineProfile:
-    """The machine by what was measured of it; ``disk`` is bytes per second, CPU seconds a byte."""
-    source = "measured while busy" if known.get("busy") else "measured"
-    return MachineProfile(
-        name=name,
-        ssd_bytes_s=disk[0],
-        ssd_cpu_s=disk[1],
-        ram_bytes_s=known["ram_bytes_s"],
-        kernels={n: KernelRate(_ROWS, tuple(seconds)) for n, seconds in known["kernels"].items()},
-        attention=KernelRate((1, 64), tuple(known["attention"])),
-        call_s=known["call_s"],
-        threads=threads,
-        sources={
-            **dict.fromkeys(("ssd_bytes_s", "ram_bytes_s", "kernels"), source),
-            "cores": "measured",
-        },
-    )
 
 
 def measure_kernel(ops: NativeOps, format: str, working_set: int = WORKING_SET) -> list[float]:
@@ -268,25 +363,22 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _library() -> str:
-    path = find_library()
-    status = path.stat() if path else None
-    return f"{status.st_size}-{status.st_mtime_ns}" if status else "none"
+def _measure_sample(folder: Path) -> DiskProfile:
+    """By a fresh file, which is deleted."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".localrt-speed-") as file:
+        block = os.urandom(4 << 20)  # not compressible: some disks would cheat
+        for _ in range(_SAMPLE_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return measure_disk([Path(file.name)], rounds=0)
 
 
-def _load(path: Path, fingerprint: Sequence[str]) -> dict[str, Any]:
-    """What is known of this very machine; a damaged or foreign file is as good as none."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if values.pop("fingerprint") != list(fingerprint):
-            return {}
-        _ = values["kernels"], values["disks"], values["attention"], values["call_s"]
-        return dict(values)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _save(path: Path, values: dict[str, Any]) -> None:
-    """A cache that cannot be written is measured again next time."""
-    with suppress(OSError):
-        write_text(path, json.dumps(values, indent=1), private=True, sync=False, folder=True)
+def _large_files(folder: Path) -> list[Path]:
+    """The store's files, or the model's own."""
+    if folder.is_file():
+        return [folder]
+    return sorted(
+        (path for path in folder.iterdir() if path.is_file() and path.stat().st_size >= 1 << 20),
+        key=lambda path: path.name,
+    )

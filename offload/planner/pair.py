@@ -17,7 +17,7 @@ from localrt.common.formatting import format_bytes, format_rate, table
 from localrt.offload.account import draft_nbytes
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.plan import Plan, PlanRequest
-from localrt.offload.planner.search import find_plan
+from localrt.offload.planner.predict import find_plan
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.shapes import ModelShape
 

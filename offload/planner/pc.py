@@ -1,21 +1,40 @@
-"""A whole PC from a line of words: ``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"``.
+"""The PC to plan for: this one, or one from a line of words.
 
-Parts come in any order, and what is left out is typical. A preset is such a line with a name. It
-knows figures of kinds of memory and disks; cards are ``cards.py``'s. Memory that is not named is
-of the kind that processors and cards of that year came with.
+``"RTX 4060, 32GB DDR5-5600, 8 cores, NVMe"``: parts come in any order, and what is left out is
+typical. A preset is such a line with a name. It knows figures of kinds of memory and disks; GPUs
+are ``gpus.py``'s. Memory that is not named is of the kind that processors and GPUs of that year
+came with. This PC is measured once; whoever must not load it takes what is known of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 
 from localrt.common.errors import OptionError
+from localrt.common.files import private_folder
 from localrt.common.formatting import parse_size
-from localrt.offload.planner.cards import Card, other_gpu, parse_bandwidth, parse_card
+from localrt.common.option_names import option
+from localrt.common.settings import Settings
+from localrt.offload import hardware
+from localrt.offload.account import Budgets
+from localrt.offload.memory import memory_state, ram_budget
+from localrt.offload.planner.gpus import (
+    DEFAULT_GPU,
+    GpuModel,
+    find_gpu,
+    measured_profile,
+    other_gpu,
+    parse_bandwidth,
+    parse_gpu,
+)
 from localrt.offload.planner.machine import MachineProfile, typical_machine
+from localrt.offload.planner.measure import known_machine, machine_profile
+from localrt.quant.cpu.abi import best_isa
+from localrt.quant.cuda.gpu_file import known_rates
 
 PRESETS: Mapping[str, str] = MappingProxyType(
     {
@@ -55,10 +74,10 @@ _TIER_CORES = {"3": 4, "5": 6, "7": 8, "9": 12}
 _APPLE = re.compile(r"\bM(?P<generation>[1-9])\b(?:\s*(?P<more>pro|max|ultra))?", re.IGNORECASE)
 # GB/s that the cores of Apple's chips reach, by generation; of the larger ones twice that.
 _APPLE_GB_S = {"1": 60, "2": 90, "3": 90, "4": 108, "5": 135}
-_NEW_MEMORY = "DDR5-5600"  # with cards from the RTX 40 on, and with processors of their years
-_NEW_CARD = re.compile(r"\b(?:RTX )?[45]0[5-9]0\b")
+_NEW_MEMORY = "DDR5-5600"  # with GPUs from the RTX 40 on, and with processors of their years
+_NEW_GPU = re.compile(r"\b(?:RTX )?[45]0[5-9]0\b")
 _NEW_OTHER = re.compile(r"\bRX ?[79]\d{3}|\barc B", re.IGNORECASE)
-_NO_CARD = re.compile(r"(no|without)( an?)? (card|gpu|graphics card)", re.IGNORECASE)
+_NO_GPU = re.compile(r"(no|without)( an?)? (card|gpu|graphics card)", re.IGNORECASE)
 # Bytes per second that large reads reach, by the words of a kind; the first that fits counts.
 _DISKS = (
     (r"gen\s*5|pcie\s*5", 10e9),
@@ -67,16 +86,16 @@ _DISKS = (
     (r"sata|ssd", 0.5e9),
     (r"hdd|hard", 0.15e9),
 )
-# Left to the desktop and other programs, of RAM and of the card's memory.
+# Left to the desktop and other programs, of RAM and of the GPU's memory.
 _DESKTOP_BYTES, _DESKTOP_SHARE = 4_000_000_000, 0.25
-_CARD_SHARE = 0.92
+_GPU_SHARE = 0.92
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pc:
     """Bytes and bytes per second; ``sources`` says of a figure if it was given or is typical."""
 
-    card: Card | None = None
+    gpu: GpuModel | None = None
     ram_bytes: int = 16_000_000_000
     ram_bytes_s: float = field(default_factory=lambda: typical_machine().ram_bytes_s)
     cores: int = 8
@@ -92,11 +111,11 @@ class Pc:
 
     @property
     def vram_budget(self) -> int:
-        """Bytes of the card's memory that the desktop leaves."""
-        return 0 if self.card is None else int(_CARD_SHARE * self.card.vram_bytes)
+        """Bytes of the GPU's memory that the desktop leaves."""
+        return 0 if self.gpu is None else int(_GPU_SHARE * self.gpu.vram_bytes)
 
     def machine(self) -> MachineProfile:
-        """Its processor, memory and disk; the card is put in by who plans."""
+        """Its processor, memory and disk; the planner adds the GPU."""
         typical = typical_machine(
             ram_bytes_s=self.ram_bytes_s, cores=self.cores, ssd_bytes_s=self.ssd_bytes_s
         )
@@ -115,7 +134,7 @@ def parse_pc(text: str) -> Pc:
     for part in [*preset.split(","), *rest.split(",")] if preset else text.split(","):
         if part.strip():
             pc = _with_part(pc, part.strip())
-    new = pc.card is not None and _NEW_CARD.search(pc.card.name)
+    new = pc.gpu is not None and _NEW_GPU.search(pc.gpu.name)
     if "ram_bytes_s" not in pc.sources and (pc.new_memory or (pc.new_memory is None and new)):
         pc = replace(pc, ram_bytes_s=parse_memory_speed(_NEW_MEMORY))
     return pc
@@ -143,25 +162,25 @@ def _with_part(pc: Pc, part: str) -> Pc:
     if cores := _CORES.search(part):
         count = int(cores["count"] or _CORE_WORDS[cores["word"].lower()])
         return _given(replace(pc, cores=max(1, count)), cores="given")
-    if _NO_CARD.fullmatch(part):
-        return replace(pc, card=None)
+    if _NO_GPU.fullmatch(part):
+        return replace(pc, gpu=None)
     if (known := _with_processor(pc, part)) is not None:
         return known
     if any(re.search(rf"\b(?:{words})", part, re.IGNORECASE) for words, _ in _DISKS):
         return _with_disk(pc, part)
     if apple := _APPLE.search(part):
         rate = 1e9 * _APPLE_GB_S.get(apple["generation"], 135) * (2 if apple["more"] else 1)
-        pc = _given(replace(pc, card=None, ram_bytes_s=rate), ram_bytes_s="typical")
+        pc = _given(replace(pc, gpu=None, ram_bytes_s=rate), ram_bytes_s="typical")
         return _with_memory(pc, part, _SIZE.search(part), None)
     if other_gpu(part):  # who plans says so
-        return replace(pc, card=None, new_memory=pc.new_memory or bool(_NEW_OTHER.search(part)))
+        return replace(pc, gpu=None, new_memory=pc.new_memory or bool(_NEW_OTHER.search(part)))
     size, memory = _SIZE.search(part), _MEMORY.search(part)
     if memory or (
         size and not re.sub(r"\b(of|ram|memory)\b", "", _rest(part, size), flags=re.I).strip()
     ):
         return _with_memory(pc, part, size, memory)
     try:
-        return replace(pc, card=parse_card(part))
+        return replace(pc, gpu=parse_gpu(part))
     except OptionError as error:
         raise OptionError(
             f"{part!r} is no part of a PC that is known: {_how(part, error)}"
@@ -224,3 +243,210 @@ def _how(part: str, error: OptionError) -> str:
     return (
         f'write it like "RTX 4060, 32GB DDR5-5600, 8 cores, NVMe", or begin with one of {presets}'
     )
+
+
+# -- this PC, or the one that was described --------------------------------------------------------
+
+_LEAST_SAMPLE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """The hardware to plan for, as a person writes it; None is this machine's."""
+
+    ram: str | int | None = None
+    gpu_memory: str | int | None = None
+    gpu: str | None = None
+    link: str | None = None
+    ssd: str | None = None
+    pc: str | None = None
+    ram_speed: str | None = None
+    cores: int | None = None
+
+    @property
+    def hypothetical(self) -> tuple[str, ...]:
+        """The options that describe another machine than this one."""
+        imagined = {
+            "--pc": self.pc is not None,
+            "--ram-speed": self.ram_speed is not None,
+            "--cores": self.cores is not None,
+            "--ssd": self.ssd is not None,
+            "--gpu": self.gpu is not None,
+            "--gpu-memory": self.gpu is None and self.gpu_memory is not None and not gpu_here(),
+            "--link": self.link is not None,
+            "--ram": self.ram is not None
+            and not self.pc
+            and parse_size(self.ram) > memory_state().total,
+        }
+        return tuple(name for name, is_so in imagined.items() if is_so)
+
+    @property
+    def left_out(self) -> str:
+        """A line about a GPU that was named and cannot be used; empty without one."""
+        parts = [self.gpu or "", *(self.pc or "").split(",")]
+        return next(filter(None, map(other_gpu, parts)), "")
+
+
+def planned_hardware(
+    wanted: Hardware,
+    settings: Settings,
+    *,
+    path: Path | None = None,
+    formats: Iterable[str] = (),
+    remeasure: bool = False,
+) -> tuple[MachineProfile, Budgets, str]:
+    """What to plan for: this machine or ``wanted.pc``, with all else of ``wanted``; and a note.
+
+    ``path`` is the model, whose disk is meant, and ``formats`` are those of its weights.
+
+    Raises:
+        OptionError: a description that means nothing.
+    """
+    ram = None if wanted.ram is None else parse_size(wanted.ram)
+    if wanted.pc is not None:
+        pc, vram, note = parse_pc(wanted.pc), 0, ""
+        machine = _as_wanted(pc.machine(), wanted)
+        if wanted.gpu is None and pc.gpu is not None:
+            memory = wanted.gpu_memory or pc.vram_budget
+            wanted = replace(wanted, gpu=pc.gpu.name, gpu_memory=memory)
+        if wanted.gpu is not None or wanted.gpu_memory is not None:
+            machine, vram = with_gpu(machine, replace(wanted, gpu=wanted.gpu or DEFAULT_GPU))
+        source = "given" if ram else pc.sources.get("ram_bytes", "typical")
+        ram = ram or pc.ram_budget
+    else:
+        own = path if wanted.ssd is None else None
+        machine, note = machine_here(settings, own, formats, remeasure=remeasure)
+        machine, vram = with_gpu(_as_wanted(machine, wanted), wanted, settings.cache_dir)
+        source, ram = ("given", ram) if ram else ("measured", ram_budget(None))
+    machine = _with_source(machine, ram_bytes=source)
+    return machine, budgets_of(machine, ram, vram), note or wanted.left_out
+
+
+def machine_here(
+    settings: Settings,
+    path: Path | None = None,
+    formats: Iterable[str] = (),
+    *,
+    remeasure: bool = False,
+) -> tuple[MachineProfile, str]:
+    """This machine, measured if it never was, and a note on what is assumed (or ``""``).
+
+    Its disk is the one that the model at ``path`` lies on, else that of localrt's cache.
+    """
+    cores = hardware.probe().cpu.usable_cores
+    typical = _with_source(typical_machine().with_cores(cores), cores="measured")
+    if best_isa() is None:
+        return typical, "the CPU kernels are not compiled: a typical desktop's rates are assumed"
+    own = path is not None and _large_enough(path)
+    folder = path if path is not None and own else settings.cache_dir
+    try:
+        private_folder(settings.cache_dir)
+        _, machine = machine_profile(
+            folder, settings, formats=formats, remeasure=remeasure, sample=not own
+        )
+    except OSError as error:  # nothing can be written there, or the disk is full
+        problem = error.strerror or error
+        return typical, f"this machine cannot be measured ({problem}): typical rates are used"
+    return machine, ""
+
+
+def unmeasured_machine(path: Path, settings: Settings) -> MachineProfile:
+    """This machine as far as it was measured before, else a typical desktop."""
+    return known_machine(settings.cache_dir, path) or typical_machine()
+
+
+def machine_on_device(
+    path: Path, settings: Settings, device: str, gpu_memory: str | int | None
+) -> tuple[MachineProfile, int]:
+    """The same with the GPU that ``device`` means, and bytes of its memory."""
+    machine = unmeasured_machine(path, settings)
+    if device == "cpu" or gpu_here() is None:
+        return machine, 0
+    return with_gpu(machine, Hardware(gpu_memory=gpu_memory), settings.cache_dir)
+
+
+def _large_enough(path: Path) -> bool:
+    """Whether the model's own files can tell the speed of their disk."""
+    files = [path] if path.is_file() else list(path.iterdir())
+    return sum(each.stat().st_size for each in files if each.is_file()) >= _LEAST_SAMPLE
+
+
+def _as_wanted(machine: MachineProfile, wanted: Hardware) -> MachineProfile:
+    """With the disk, the memory and the cores that were given."""
+    if wanted.ssd is not None:
+        machine = replace(machine, ssd_bytes_s=parse_bandwidth(wanted.ssd))
+        machine = _with_source(machine, ssd_bytes_s="given")
+    if wanted.ram_speed is not None:
+        machine = machine.with_ram_speed(parse_memory_speed(wanted.ram_speed))
+        machine = _with_source(machine, ram_bytes_s="given")
+    if wanted.cores is not None:
+        if wanted.cores < 1:
+            raise OptionError(f"{option('cores')} must be at least 1, is {wanted.cores}")
+        machine = _with_source(machine.with_cores(wanted.cores), cores="given")
+    return machine
+
+
+def _with_source(machine: MachineProfile, **sources: str) -> MachineProfile:
+    return replace(machine, sources={**machine.sources, **sources})
+
+
+def gpu_here() -> tuple[GpuModel, int] | None:
+    """This machine's first GPU with its table's rates, and bytes of its memory that are free.
+
+    None where there is none.
+    """
+    here = hardware.gpus()
+    if not here:
+        return None
+    gpu = find_gpu(here[0].name, here[0].memory_bytes) or parse_gpu(DEFAULT_GPU)
+    free = here[0].free_bytes or here[0].memory_bytes or gpu.vram_bytes
+    return replace(gpu, name=here[0].name, vram_bytes=here[0].memory_bytes or free), free
+
+
+def with_gpu(
+    machine: MachineProfile, wanted: Hardware, cache: Path | None = None
+) -> tuple[MachineProfile, int]:
+    """The machine with the GPU that was named, else its own, and bytes of the GPU's memory.
+
+    Its own GPU has the rates that ``cache`` knows from loading, else those of its table. Without a
+    GPU, memory or a link that was named belongs to a usual one of 8 GB.
+
+    Raises:
+        OptionError: no such GPU, or more memory than it has.
+    """
+    asked = None if wanted.gpu_memory is None else parse_size(wanted.gpu_memory)
+    link = None if wanted.link is None else parse_bandwidth(wanted.link)
+    here = gpu_here() if wanted.gpu is None else None
+    source, rates = "typical", None
+    if wanted.gpu is not None and other_gpu(wanted.gpu):
+        return machine, 0
+    if here is not None:
+        gpu, free = here
+        vram = min(int(_GPU_SHARE * free), asked or free)
+        rates = None if cache is None else known_rates(cache, gpu.name)
+    elif wanted.gpu is not None or asked is not None or link is not None:
+        gpu = parse_gpu(wanted.gpu or DEFAULT_GPU)
+        source = "given" if gpu.reached == 1.0 else source
+        vram = asked or gpu.vram_bytes
+        if wanted.gpu is None:
+            gpu = replace(gpu, vram_bytes=max(vram, gpu.vram_bytes))
+    else:
+        return machine, 0
+    if vram > gpu.vram_bytes:
+        raise OptionError(
+            f"{option('gpu_memory', wanted.gpu_memory)} is more than {gpu.name} has: "
+            f"{gpu.vram_bytes / 1e9:.3g} GB"
+        )
+    profile, rate, latency = gpu.profile, gpu.link_bytes_s, machine.link_latency_s
+    if rates is not None:
+        profile = measured_profile(gpu.name, gpu.vram_bytes, rates)
+        rate, latency, source = rates.to_gpu_bytes_s, rates.crossing_s, "measured"
+    machine = replace(machine, gpu=profile, link_bytes_s=link or rate, link_latency_s=latency)
+    return _with_source(machine, gpu=source, link_bytes_s="given" if link else source), vram
+
+
+def budgets_of(machine: MachineProfile, ram: int, vram: int) -> Budgets:
+    """``ram`` bytes for the whole process, ``vram`` of the GPU's memory."""
+    # A virtual GPU needs no driver: it calls no kernels.
+    context = 0 if machine.gpu is not None and machine.gpu.call_s == 0 else None
+    return Budgets(ram=ram, vram=vram, cuda_context=context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from localrt.common.errors import OptionError
@@ -12,12 +12,12 @@ from localrt.offload.account import LONG_PREFILL_ROWS, PREFILL_ROWS, Account, Bu
 from localrt.offload.placement import Placement, Where
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import MachineProfile
-from localrt.offload.planner.simulate import Resource, Simulation
+from localrt.offload.planner.simulate import Resource
 from localrt.offload.planner.verdict import PROMPT_TOKENS, Expected, Verdict, judge
 from localrt.offload.shapes import ModelShape
 from localrt.quant.ops.kv import KvFormat
 
-PlannedPlace = Literal["streamed", "memory", "card"]
+PlannedPlace = Literal["streamed", "memory", "gpu"]
 
 # A conversation in its first minutes: what most tokens see.
 _USUAL_HELD = 512
@@ -67,10 +67,10 @@ class Change:
 class PlannedSize:
     """The weights in so many ``bits`` each, in the layers: bytes of all, tokens per second, and the
     ``place`` of what a token needs: ``"streamed"`` (some of it is read or copied for each token),
-    ``"memory"`` (it stays there), ``"card"`` (all of it in the card's).
+    ``"memory"`` (it stays there), ``"gpu"`` (all of it in the GPU's).
 
     ``loss`` is how far next tokens diverge from those of the weights as they are, in nats; None if
-    that was not measured.
+    that was not measured. ``command`` is what to type.
     """
 
     bits: float
@@ -78,6 +78,7 @@ class PlannedSize:
     tok_s: float
     place: PlannedPlace
     loss: float | None
+    command: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +99,14 @@ class PlanRequest:
 
     ``rows`` is those of one pass (more than one: a drafted tree); ``sequences`` a batch, each with
     its own cache. ``prefill_rows`` is the most rows of a prompt's pass: a tight budget takes fewer
-    (None: 512, beside a card 2,048).
+    (None: 512, beside a GPU 2,048).
     ``held`` is how many tokens the prediction assumes in the cache. ``kv_on_ssd`` lets the keys and
     values of as few layers as needed live on the SSD where they do not fit.
+
+    What is only told: ``called`` is what the user calls the model, ``thinks`` that it thinks before
+    it answers, and has to be faster to be good for chat; ``quantization`` the file that is planned
+    for, where the model is not here and its repository has several; ``hypothetical`` names what was
+    given and is not this machine's; ``note`` is a line for the user.
 
     Raises:
         OptionError: a number below one.
@@ -116,6 +122,11 @@ class PlanRequest:
     kv_format: KvFormat = "bf16"
     held: int | None = None
     kv_on_ssd: bool = False
+    called: str = ""
+    thinks: bool = False
+    quantization: str = ""
+    hypothetical: tuple[str, ...] = ()
+    note: str = ""
 
     def __post_init__(self) -> None:
         for name in ("ctx", "rows", "sequences", "prefill_rows"):
@@ -137,7 +148,7 @@ class PlanRequest:
 
     @property
     def uses_gpu(self) -> bool:
-        """Whether there is a card, and memory of it to use."""
+        """Whether there is a GPU, and memory of it to use."""
         return self.machine.gpu is not None and self.budgets.vram > 0
 
     def without_gpu(self) -> PlanRequest:
@@ -176,7 +187,7 @@ def in_words(*, fits: bool, read: int, copied: int, tok_s: float | None, where: 
         return f"fits {where}{rate}"
     if read:
         return f"streams {format_bytes(read)} per token{rate}"
-    return f"copies {format_bytes(copied)} per token to the card{rate}"
+    return f"copies {format_bytes(copied)} per token to the GPU{rate}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,32 +196,19 @@ class Plan:
 
     Sizes are in bytes, rates in tokens per second. ``changes`` would help, best first; ``sizes``
     are the weights as they are, then smaller ones; ``contexts`` are the largest that fits and,
-    where that is slow, the largest that is not. They are there where they were asked for.
-    ``hypothetical`` names what was given and is not this machine's.
-
-    ``thinks``: the model thinks before it answers, and has to be faster to be good for chat.
-    ``quantization`` names the file that was planned for, where a repository has several.
-
-    Plans that ``localrt.plan`` made have texts too: ``command`` runs the model (empty where there
-    are no weights to run), ``report`` and ``details`` are what ``localrt plan`` prints without and
-    with ``--details``.
+    where that is slow, the largest that is not. They are there where they were asked for, and so is
+    ``command``, which runs the model (empty where there are no weights to run).
     """
 
     request: PlanRequest
     placement: Placement
     prediction: Prediction
     memory: Account
-    simulation: Simulation = field(repr=False)
+    notes: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
     sizes: tuple[PlannedSize, ...] = ()
-    notes: tuple[str, ...] = ()
     contexts: tuple[PlannedContext, ...] = ()
-    hypothetical: tuple[str, ...] = ()
-    thinks: bool = False
-    quantization: str = ""
     command: str = ""
-    report: str = field(default="", repr=False)
-    details: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         """``"streams 4.1 GB per token, about 6 tok/s"``."""
@@ -221,6 +219,20 @@ class Plan:
             tok_s=self.tok_s,
             where="in memory",
         )
+
+    @property
+    def report(self) -> str:
+        """What ``localrt plan`` prints."""
+        from localrt.offload.planner.report import page  # which is about plans
+
+        return page(self)
+
+    @property
+    def details(self) -> str:
+        """The same with ``--details``: all tables."""
+        from localrt.offload.planner.report import explain
+
+        return explain(self)
 
     @property
     def model(self) -> str:
@@ -244,7 +256,7 @@ class Plan:
 
     @property
     def copied_bytes(self) -> int:
-        """What goes over the link to the card for each token."""
+        """What goes over the link to the GPU for each token."""
         return round(self.prediction.nbytes.get("link", 0))
 
     @property
@@ -268,9 +280,41 @@ class Plan:
         return self.prediction.bottleneck
 
     @property
+    def thinks(self) -> bool:
+        """Whether the model thinks before it answers."""
+        return self.request.thinks
+
+    @property
+    def quantization(self) -> str:
+        """The file that was planned for, where a repository has several."""
+        return self.request.quantization
+
+    @property
+    def hypothetical(self) -> tuple[str, ...]:
+        """What was given and is not this machine's."""
+        return self.request.hypothetical
+
+    @property
     def verdict(self) -> Verdict:
         """Whether it is fast enough to chat with, and why: ``str`` is one line."""
-        return judge(expected_of(self))
+        return judge(self.expected)
+
+    @property
+    def expected(self) -> Expected:
+        """What it comes to, in the few numbers that it is judged by."""
+        shape, where = self.request.shape, self.placement.where
+        in_ram = [unit for unit in shape.units if where[unit.name] is Where.RAM]
+        return Expected(
+            tok_s=self.tok_s,
+            prefill_tok_s=PROMPT_TOKENS / self.prediction.page_s,
+            nbytes=self.weight_bytes,
+            needed=round(shape.pass_nbytes),
+            read=self.read_bytes,
+            copied=self.copied_bytes,
+            on_gpu=sum(unit.nbytes for unit in shape.units if where[unit.name] is Where.VRAM),
+            by_cpu=round(sum(unit.nbytes * unit.use for unit in in_ram)),
+            thinks=self.thinks,
+        )
 
     def busy_share(self, resource: Resource) -> float:
         """The share of a pass that a resource works, from 0 to 1."""
@@ -289,7 +333,7 @@ class Plan:
 
     @property
     def vram_bytes(self) -> int:
-        """The card's memory in use."""
+        """The GPU's memory in use."""
         return self.memory.total("vram")
 
     def for_weights_and_caches(self) -> int:
@@ -347,21 +391,3 @@ class Plan:
             "notes": list(self.notes),
             "hypothetical": list(self.hypothetical),
         }
-
-
-def expected_of(plan: Plan) -> Expected:
-    """What a plan comes to, in the few numbers that it is judged by."""
-    shape, where = plan.request.shape, plan.placement.where
-    return Expected(
-        tok_s=plan.tok_s,
-        prefill_tok_s=PROMPT_TOKENS / plan.prediction.page_s,
-        nbytes=plan.weight_bytes,
-        needed=round(shape.pass_nbytes),
-        read=plan.read_bytes,
-        copied=plan.copied_bytes,
-        on_card=sum(unit.nbytes for unit in shape.units if where[unit.name] is Where.VRAM),
-        by_cpu=round(
-            sum(unit.nbytes * unit.use for unit in shape.units if where[unit.name] is Where.RAM)
-        ),
-        thinks=plan.thinks,
-    )

@@ -1,42 +1,360 @@
-"""A plan for one model, one machine and its budgets: ``make_plan``.
+"""Placements for one model, one machine and its budgets: prepared, tried, and the best of them.
 
-The fixed parts are accounted, the rest is placed and replayed. What cannot fit is refused with ways
-out, each of which was planned and found to work: it is slow only where the answer is no. What would
-help (more RAM, a faster disk, a smaller format) is planned and replayed too, and named if it pays.
+The fixed parts are accounted; the rest is placed. Ring sizes and slots are searched, counts are
+solved, schedules are replayed. A small ring leaves more room for weights that stay; a large one
+hides more of the gaps between reads. Which is better only the replay tells. Small units first: they
+may let a small ring do. For passes of many rows, units of the CPU cross the link from so many rows
+on that it pays: a processor that is quick enough for a token is slow for a prompt, and the link the
+other way round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import islice
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from localrt.common.errors import MemoryBudgetError, OptionError
-from localrt.common.formatting import format_bytes
-from localrt.common.option_names import option
 from localrt.offload.account import (
     PREFILL_ROWS,
-    SMALLEST_CONTEXT,
     activation_nbytes,
     card_rows_choices,
     card_scratch_nbytes,
     fitting_rows,
     kv_buffer_nbytes,
     kv_tail_nbytes,
-    placed_account,
-    shorter_contexts,
 )
-from localrt.offload.placement import Placement
-from localrt.offload.planner.candidates import Candidate, Rooms, best_candidate, can_place
-from localrt.offload.planner.plan import Change, Plan, PlanRequest, Prediction
-from localrt.offload.planner.simulate import RESOURCES, simulate
-from localrt.offload.planner.verdict import PROMPT_TOKENS
-from localrt.offload.shapes import ModelShape, aligned
-from localrt.quant.formats import FORMATS
+from localrt.offload.placement import LEAST_CARD_ROWS, KvPlace, PlacedUnit, Placement, Where
+from localrt.offload.planner.costs import Costs
+from localrt.offload.planner.plan import PlanRequest
+from localrt.offload.planner.simulate import simulate
+from localrt.offload.planner.solve import (
+    AttentionPlace,
+    Counts,
+    Pattern,
+    Problem,
+    UnitClass,
+    arrange,
+    bound,
+    classes_of,
+    solve_greedily,
+)
 
-EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the text reads less"
-"""Said of every mixture."""
 _NEARLY = 1.1  # times the least
+_ROWS = (LEAST_CARD_ROWS, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
+
+
+def with_long_passes(costs: Costs, placement: Placement) -> Placement:
+    """``placement`` with a second one for the passes that are worth it, if any.
+
+    MLPs of the CPU that the GPU's ring can hold cross, and a mixture's experts. Attention stays
+    where its keys and values are; of a prompt's rows one passes the head.
+    """
+    shape, where = costs.shape, placement.where
+    if costs.machine.gpu is None or not placement.uses_gpu:
+        return placement
+    if shape.experts is not None:
+        routers = (where[unit.name] for unit in shape.units if unit.kind == "mlp")
+        if not all(place.on_gpu for place in routers):  # the CPU's layers are the CPU's
+            return placement
+        crossing = frozenset[str]()
+    else:
+        crossing = frozenset(
+            unit.name
+            for unit in shape.units
+            if unit.kind == "mlp"
+            and not where[unit.name].on_gpu
+            and unit.nbytes <= placement.vram_ring
+        )
+        if not crossing:
+            return placement
+    rows = _card_rows(costs, where, crossing)
+    if not LEAST_CARD_ROWS <= rows <= placement.prefill_rows:
+        return placement
+    return replace(placement, card_rows=rows, crossing=crossing)
+
+
+def costs_of_rows(costs: Costs, rows: int) -> Costs:
+    """Those of a pass of ``rows`` rows of one sequence, at a prompt's beginning."""
+    return Costs(shape=costs.shape, machine=costs.machine, rows=rows, kv_format=costs.kv_format)
+
+
+def _card_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]) -> int:
+    """The fewest rows with which copying hides behind computing, or ends sooner than the CPU.
+
+    0 where none do. Copies and the GPU's work go on at the same time; the CPU's and the GPU's
+    follow each other. A faster link never gives more rows.
+    """
+    alike: Counter[tuple[PlacedUnit, Where, bool]] = Counter()
+    first: dict[tuple[object, ...], PlacedUnit] = {}
+    for unit in costs.shape.units:
+        place = where[unit.name]
+        if not unit.macs:
+            continue
+        layer = unit.layer if unit.kind == "attention" else None
+        key = (unit.kind, unit.nbytes, unit.macs, unit.format, unit.use, layer)
+        crosses = unit.name in crossing or (unit.kind == "expert" and not place.on_gpu)
+        alike[first.setdefault(key, unit), place, crosses] += 1
+    for rows in _ROWS:
+        seconds = costs_of_rows(costs, rows)
+        copying = stays = by_cpu = by_gpu = 0.0
+        for (unit, place, crosses), count in alike.items():
+            share, each = 1.0, rows
+            if unit.kind == "expert":
+                share, each = seconds.touched(unit.use)
+            used = count * share
+            if crosses:
+                by_cpu += used * seconds.cpu(unit, each)
+                by_gpu += used * seconds.gpu(unit, each)
+            else:
+                stays += used * seconds.compute(unit, on_gpu=place.on_gpu, rows=each)
+            if crosses or place.copied:
+                copying += used * seconds.copy(unit.nbytes)
+        if max(copying, stays + by_gpu) <= stays + by_cpu:
+            return rows
+    return 0
+
+
+_PAGE = 4096
+_MOST_SLOTS = 6
+# Tokens of prompts that come with each token of an answer: 2,048 before 256.
+_PROMPT_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """Bytes for weights, keys, values and rings: what the fixed parts leave of each budget.
+
+    ``kv`` are each layer's bytes at the full context, ``kv_ssd`` the layers whose cache is on SSD.
+    """
+
+    ram: int
+    vram: int
+    kv: tuple[int, ...]
+    kv_ssd: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A placement, and seconds of a pass and of a prompt's token (0 without a GPU)."""
+
+    placement: Placement
+    pass_s: float
+    prompt_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a pass, and of the part of a prompt that comes with it."""
+        return self.pass_s + _PROMPT_TOKENS * self.prompt_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """Bytes of a ring, and the largest unit that may pass through it."""
+
+    nbytes: int
+    slot: int
+
+
+def quick_solutions(
+    costs: Costs, rooms: Rooms, expert_times: int = 1
+) -> Iterator[tuple[Problem, Counts]]:
+    """Counts by rules for usual rings; ``expert_times`` as many experts are there as are listed."""
+    if rooms.ram <= 0 or rooms.vram < 0:
+        return
+    search = _Search(costs, rooms, prefill_rows=1, expert_times=expert_times)
+    # None at all, for what fits; else the smallest that any unit may pass.
+    none, *others = search.ram_rings
+    for ram in (none, *sorted(others, key=lambda ring: (-ring.slot, ring.nbytes))):
+        found = [each for vram in search.vram_rings for each in search.solutions(ram, vram)]
+        yield from found
+        if found:
+            return
+
+
+class _Search:
+    """Rings of RAM first, with a middling one of VRAM; then rings of VRAM with the best of RAM."""
+
+    def __init__(
+        self, costs: Costs, rooms: Rooms, prefill_rows: int, expert_times: int = 0
+    ) -> None:
+        self._costs, self._rooms, self._prefill_rows = costs, rooms, prefill_rows
+        kv = tuple(0 if layer in rooms.kv_ssd else size for layer, size in enumerate(rooms.kv))
+        self._classes = classes_of(costs, kv)
+        self._gpu = costs.machine.gpu is not None and rooms.vram > 0
+        slots = _slots(self._classes)
+        few = bool(costs.shape.experts or expert_times)
+        if expert_times > 1:
+            self._classes = tuple(
+                replace(group, names=group.names * (expert_times if group.kind == "expert" else 1))
+                for group in self._classes
+            )
+        self.ram_rings = list(_ram_rings(slots, rooms, few=few))
+        self.vram_rings = list(_vram_rings(slots, rooms, few=few)) if self._gpu else [_Ring(0, 0)]
+        self._patterns: tuple[Pattern, ...] = ("spread", "block")
+        self.tried: dict[tuple[_Ring, _Ring], Candidate] = {}
+
+    def best(self) -> Candidate | None:
+        """The fastest placement found, or None where nothing fits."""
+        middle = self.vram_rings[len(self.vram_rings) // 2]
+        for ram in self.ram_rings:
+            found = self._try(ram, middle)
+            if found is None and not self.tried:
+                found = self._try(ram, self.vram_rings[0])
+            if found is not None and not found.placement.ram_ring:
+                break  # nothing is read: no larger ring can help
+        if self.tried:
+            ram, _ = min(self.tried, key=lambda rings: self.tried[rings].seconds)
+            for vram in self.vram_rings:
+                self._try(ram, vram)
+        return min(self.tried.values(), key=lambda found: found.seconds, default=None)
+
+    def solutions(self, ram: _Ring, vram: _Ring) -> Iterator[tuple[Problem, Counts]]:
+        """The programmes that these rings leave, with counts that fit.
+
+        Attention, keys and values of all layers go to the GPU where there is room for them;
+        else as many as there is room for, or whatever is best for a token.
+        """
+        problem = self._problem(ram, vram)
+        ways: list[AttentionPlace] = ["anywhere"]
+        if self._gpu:
+            on_gpu = (group for group in self._classes if problem.attends(group))
+            whole = sum(g.count * (g.nbytes + g.kv) for g in on_gpu) <= problem.vram
+            ways = ["gpu", "anywhere"] if whole else ["gpu first", "anywhere"]
+            if self._costs.shape.shares_caches:
+                ways = ["gpu", "host"] if whole else ["host"]
+        for way in ways:
+            counts = solve_greedily(tried := replace(problem, attention=way))
+            if counts is not None:
+                yield tried, counts
+                if way == "gpu":
+                    return
+
+    def _problem(self, ram: _Ring, vram: _Ring) -> Problem:
+        machine, gpu = self._costs.machine, self._gpu
+        return Problem(
+            classes=self._classes,
+            ram=self._rooms.ram - ram.nbytes,
+            vram=self._rooms.vram - vram.nbytes if gpu else 0,
+            ram_slot=ram.slot,
+            vram_slot=vram.slot,
+            ssd_bytes_s=machine.ssd_bytes_s,
+            link_bytes_s=(machine.link_bytes_s or 0.0) if gpu else 0.0,
+            crossing_s=self._costs.crossing() if gpu else 0.0,
+            fixed_s=self._costs.per_pass(),
+        )
+
+    def _try(self, ram: _Ring, vram: _Ring) -> Candidate | None:
+        if (ram, vram) in self.tried:
+            return self.tried[ram, vram]
+        for problem, counts in self.solutions(ram, vram):
+            fastest = min((each.seconds for each in self.tried.values()), default=float("inf"))
+            shared = any(group.shared for group in problem.classes)
+            if not shared and bound(problem, counts) >= fastest:
+                continue  # no replay beats its bound
+            found = self._replay(problem, counts, ram, vram)
+            if (ram, vram) not in self.tried or found.seconds < fastest:
+                self.tried[ram, vram] = found
+        return self.tried.get((ram, vram))
+
+    def _replay(self, problem: Problem, counts: Counts, ram: _Ring, vram: _Ring) -> Candidate:
+        """The better of the arrangements of ``counts``, with these rings."""
+        costs, rooms = self._costs, self._rooms
+        mixed = {where.on_gpu for places in counts for where, n in places.items() if n}
+        found: dict[Pattern, Candidate] = {}
+        for pattern in self._patterns if len(mixed) > 1 else self._patterns[:1]:
+            where = arrange(costs.shape.units, problem.classes, counts, pattern)
+            moved = any(where[unit.name].read for unit in costs.shape.units if unit.macs)
+            copied = any(place.copied for place in where.values())
+            placement = with_long_passes(
+                costs,
+                Placement(
+                    where=_with_small_units(costs, where),
+                    kv=_kv_places(costs, where, rooms),
+                    ram_ring=ram.nbytes if moved else 0,
+                    vram_ring=vram.nbytes,
+                    prefill_rows=self._prefill_rows,
+                ),
+            )
+            if not (copied or placement.crossing):  # a ring that nothing passes is not made
+                placement = replace(placement, vram_ring=0)
+            passes = 2 if costs.shape.experts else 3
+            found[pattern] = Candidate(
+                placement=placement,
+                pass_s=simulate(costs, placement, passes=passes, warm_up=2).seconds,
+                prompt_s=self._prompt_s(placement),
+            )
+        pattern = min(found, key=lambda each: found[each].seconds)
+        if len(found) > 1 and len(self.tried) > 1:
+            self._patterns = (pattern,)  # what was better twice stays better
+        return found[pattern]
+
+    def _prompt_s(self, placement: Placement) -> float:
+        """Seconds of a prompt's token, where the placement decides about them."""
+        if not self._gpu:
+            return 0.0
+        rows = placement.prefill_rows
+        return (
+            simulate(costs_of_rows(self._costs, rows), placement, passes=2, warm_up=1).seconds
+            / rows
+        )
+
+
+def _vram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ring]:
+    """None at all first, then ascending."""
+    yield _Ring(0, 0)
+    if not slots:
+        return
+    sizes = {(2 * slots[0], slots[0])} if slots[0] < slots[-1] / 4 and not few else set()
+    times = (2.0,) if few else (1.05, 1.25, 1.5, 2, 3, 4)
+    sizes |= {(int(slots[-1] * each), slots[-1]) for each in times}
+    for size, slot in sorted(sizes):
+        ring = -(-size // _PAGE) * _PAGE
+        if ring <= rooms.vram / 2:
+            yield _Ring(ring, slot)
+
+
+def _slots(classes: Sequence[UnitClass]) -> list[int]:
+    """Sizes of units that may be read in a pass, ascending; not all where there are many."""
+    sizes = sorted({group.nbytes for group in classes if group.use > 0})
+    while len(sizes) > _MOST_SLOTS:
+        # Two sizes that are nearly the same need nearly the same ring: keep the larger.
+        ratios = [high / low for low, high in itertools.pairwise(sizes)]
+        del sizes[ratios.index(min(ratios))]
+    return sizes
+
+
+def _ram_rings(slots: Sequence[int], rooms: Rooms, *, few: bool) -> Iterator[_Ring]:
+    """First none at all, for models that fit."""
+    yield _Ring(0, 0)
+    for slot in slots[-2:] if few else slots:
+        # The reader fills what is free chunk by chunk: a little more than a unit is a ring.
+        extra = () if few else (2 << 20, 4 << 20, 6 << 20, 10 << 20)
+        times = (2, 6, 16) if few else (1.5, 2, 3, 4, 6)
+        sizes = {slot, *(slot + more for more in extra), *(int(slot * each) for each in times)}
+        for size in sorted(sizes):
+            ring = -(-size // _PAGE) * _PAGE
+            if ring == slot or ring <= rooms.ram / 2:
+                yield _Ring(ring, slot)
+
+
+def _with_small_units(costs: Costs, where: Mapping[str, Where]) -> dict[str, Where]:
+    """Every unit in order: norms go with the head that follows them."""
+    head = next((unit for unit in costs.shape.units if unit.kind == "head"), None)
+    on_gpu = head is not None and where[head.name].on_gpu
+    small = Where.VRAM if on_gpu else Where.RAM
+    return {unit.name: where.get(unit.name, small) for unit in costs.shape.units}
+
+
+def _kv_places(costs: Costs, where: Mapping[str, Where], rooms: Rooms) -> tuple[KvPlace, ...]:
+    places: list[KvPlace] = ["ram"] * costs.shape.layers
+    for unit in costs.shape.units:
+        if unit.kind == "attention" and unit.layer is not None:
+            if unit.layer in rooms.kv_ssd:
+                places[unit.layer] = "ssd"
+            elif where[unit.name].on_gpu:
+                places[unit.layer] = "vram"
+    return tuple(places)
 
 
 def fits(request: PlanRequest) -> bool:
@@ -44,49 +362,28 @@ def fits(request: PlanRequest) -> bool:
     if request.uses_gpu and fits(request.without_gpu()):
         return True
     request, rooms, _ = prepare(request)
-    if can_place(request.costs(), rooms):
+    if _can_place(request, rooms):
         return True
     if not request.kv_on_ssd or request.uses_gpu:
         return False
-    return can_place(request.costs(), _with_kv_on_ssd(request, rooms, request.shape.layers))
+    return _can_place(request, _with_kv_on_ssd(request, rooms, request.shape.layers))
 
 
-def predicted_rate(request: PlanRequest, *, like: Placement | None = None) -> float:
-    """Tokens per second of the best plan by rules, 0 where nothing fits; nothing more is told.
-
-    Passes are as long as those of ``like``; a mixture takes over its rings too: there are too many
-    experts to try many.
-    """
-    longest = PREFILL_ROWS if like is None else max(PREFILL_ROWS, like.prefill_rows)
-    request, rooms, prefill_rows = prepare(request, longest)
-    if like is not None and request.shape.experts is not None:
-        costs = request.costs()
-        best = best_candidate(costs, rooms, prefill_rows=prefill_rows, rings=like)
-    else:
-        best = _search(request, rooms, prefill_rows, [])
-    if best is None:
-        return 0.0
-    return request.sequences / simulate(request.costs(), best.placement).seconds
+def _can_place(request: PlanRequest, rooms: Rooms) -> bool:
+    """Whether any placement fits, without looking for a good one."""
+    return next(quick_solutions(request.costs(), rooms), None) is not None
 
 
-def find_plan(request: PlanRequest) -> Plan | None:
-    """The best plan, or None where nothing fits."""
-    notes: list[str] = list(request.shape.notes)
+def best_placement(request: PlanRequest) -> tuple[PlanRequest, Candidate | None, tuple[str, ...]]:
+    """The fastest placement found, the request without a GPU that it may not use, and notes."""
     request, rooms, prefill_rows = prepare(request, _best_rows(request))
+    notes = list[str]()
     best = _search(request, rooms, prefill_rows, notes)
-    if best is not None:
-        return _finish(request, best, notes)
-    if not request.uses_gpu:
-        return None
-    plan = find_plan(request.without_gpu())
-    if plan is None:
-        return None
-    note = f"{format_bytes(request.budgets.vram)} of GPU memory are too little to be of use"
-    return replace(plan, notes=(*plan.notes, note))
+    return request, best, tuple(notes)
 
 
 def _best_rows(request: PlanRequest) -> int:
-    """The most rows of a prompt's pass beside a card.
+    """The most rows of a prompt's pass beside a GPU.
 
     More make prompts faster, and take memory from weights: the fewest with which prompts are nearly
     as fast as they can be without making all of it much slower.
@@ -109,21 +406,17 @@ def _search(
     """With as few layers' keys and values on the SSD as it takes."""
     if rooms.ram <= 0 or rooms.vram < 0:
         return None
-    best = best_candidate(request.costs(), rooms, prefill_rows=prefill_rows)
+    best = _Search(request.costs(), rooms, prefill_rows).best()
     attending = request.shape.on_ssd
     if best is not None or not request.kv_on_ssd or request.uses_gpu or not attending:
         return best
     low, high = 0, len(attending)
     while high - low > 1:
         middle = (low + high) // 2
-        enough = can_place(request.costs(), _with_kv_on_ssd(request, rooms, middle))
+        enough = _can_place(request, _with_kv_on_ssd(request, rooms, middle))
         low, high = (low, middle) if enough else (middle, high)
     notes.append(f"keys and values of {high} layers live on the SSD: they do not fit in RAM")
-    return best_candidate(
-        request.costs(),
-        _with_kv_on_ssd(request, rooms, high),
-        prefill_rows=prefill_rows,
-    )
+    return _Search(request.costs(), _with_kv_on_ssd(request, rooms, high), prefill_rows).best()
 
 
 def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
@@ -141,7 +434,7 @@ def _with_kv_on_ssd(request: PlanRequest, rooms: Rooms, layers: int) -> Rooms:
 
 
 def prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequest, Rooms, int]:
-    """The request without a card that it may not use, what the fixed parts leave, and the rows of a
+    """The request without a GPU that it may not use, what the fixed parts leave, and the rows of a
     pass, at most ``longest`` of a prompt.
     """
     if not request.uses_gpu:
@@ -163,261 +456,3 @@ def prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequ
     sizes = shape.kv_nbytes(request.kv_format, request.ctx)
     kv = tuple(request.sequences * size for size in sizes)
     return request, Rooms(ram=ram, vram=vram, kv=kv), prefill_rows
-
-
-def _finish(request: PlanRequest, best: Candidate, notes: list[str]) -> Plan:
-    """The final replay, and those for prompts and the full context."""
-    placement = best.placement
-    steady = simulate(request.costs(), placement, keep_tasks=2)
-    full = simulate(request.costs(held=request.ctx), placement)
-
-    def prompt_seconds(rows: int) -> float:
-        """Of a pass of a prompt."""
-        held = max(0, min(request.ctx, 512) - rows) // 2
-        costs = request.costs(rows=rows, held=held)
-        return simulate(costs, placement, passes=2, warm_up=1).seconds
-
-    prompt = prompt_seconds(placement.prefill_rows)
-    page_rows = min(PROMPT_TOKENS, placement.prefill_rows)
-    page = prompt if page_rows == placement.prefill_rows else prompt_seconds(page_rows)
-    tokens = request.sequences
-    busy = steady.busy
-    prediction = Prediction(
-        tok_s=tokens / steady.seconds,
-        ceiling_tok_s=tokens / steady.bound,
-        bottleneck=max(RESOURCES, key=lambda name: busy[name]),
-        efficiency=steady.efficiency,
-        prefill_tok_s=placement.prefill_rows / prompt,
-        page_s=page * PROMPT_TOKENS / page_rows,
-        held=request.held_tokens,
-        full_context_tok_s=tokens / full.seconds,
-        nbytes=dict(steady.nbytes),
-        busy=dict(busy),
-        waits=dict(steady.waits),
-    )
-    if request.shape.experts is not None:
-        notes.append(EVEN_EXPERTS)
-    if placement.prefill_rows < min(PREFILL_ROWS, request.most_prefill_rows):
-        notes.append(f"prompts go {placement.prefill_rows} tokens at a time, to fit the budget")
-    return Plan(
-        request=request,
-        placement=placement,
-        prediction=prediction,
-        memory=placed_account(
-            request.shape,
-            request.budgets,
-            placement,
-            ctx=request.ctx,
-            kv_format=request.kv_format,
-            sequences=request.sequences,
-            rows=max(placement.prefill_rows, request.rows, request.sequences),
-        ),
-        simulation=steady,
-        notes=tuple(notes),
-    )
-
-
-# Below this a change is not worth a line.
-_LEAST_GAIN = 1.05
-_MOST_LINES = 5
-_LAYERS = ("attention", "mlp", "expert")
-_TABLE = FORMATS["int8-g32"]
-_SMALLEST_FORMAT = "int4-g128"
-
-
-def helpful_changes(plan: Plan) -> tuple[Change, ...]:
-    """The changes that make the plan faster, best first."""
-    now = plan.prediction.tok_s
-    found = [
-        Change(what, tok_s, tok_s / now, option)
-        for what, tok_s, option in _changes(plan)
-        if tok_s > _LEAST_GAIN * now
-    ]
-    return tuple(sorted(found, key=lambda each: each.gain, reverse=True)[:_MOST_LINES])
-
-
-def in_format(shape: ModelShape, format: str, *, always: bool = False) -> ModelShape:
-    """The model with every matrix that takes more bits packed in ``format``: an estimate.
-
-    With ``always`` those that take fewer bits too.
-    """
-    target = FORMATS[format]
-    units = []
-    for unit in shape.units:
-        elements = shape.vocab * shape.hidden if unit.kind == "embedding" else unit.macs
-        size = aligned(round(elements * target.bits_per_weight / 8))
-        changes = elements and (always or size < unit.nbytes)
-        units.append(replace(unit, nbytes=size, format=format) if changes else unit)
-    return replace(shape, units=tuple(units))
-
-
-def in_bits(shape: ModelShape, bits: float, format: str) -> ModelShape:
-    """The model with ``bits`` for each weight of its layers, mostly in ``format``: an estimate.
-
-    Embedding and head take eight bits if they have more, as quantizing leaves them.
-    """
-    units = []
-    for unit in shape.units:
-        elements, width, name = unit.macs, bits, format
-        if unit.kind not in _LAYERS:
-            width, name = _TABLE.bits_per_weight, _TABLE.name
-        if unit.name == "embedding":
-            elements = shape.vocab * shape.hidden
-        size = aligned(round(elements * width / 8))
-        changed = elements and size < unit.nbytes
-        units.append(replace(unit, nbytes=size, format=name) if changed else unit)
-    return replace(shape, units=tuple(units))
-
-
-def layer_bits(shape: ModelShape) -> float:
-    """Bits per weight of the layers."""
-    units = [unit for unit in shape.units if unit.kind in _LAYERS]
-    return 8 * sum(unit.nbytes for unit in units) / sum(unit.macs for unit in units)
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, float, tuple[str, str] | None]]:
-    """(what is changed, tokens per second, the option that does it)."""
-
-    def rate(changed: PlanRequest) -> float:
-        return predicted_rate(changed, like=plan.placement)
-
-    request, budgets = plan.request, plan.request.budgets
-    machine = request.machine
-    moved = plan.prediction.nbytes["ssd"]
-    if moved:
-        on_ssd = sum(
-            unit.nbytes
-            for unit in request.shape.units
-            if unit.use and plan.placement.where[unit.name].read
-        )
-        for more in dict.fromkeys((_round(on_ssd / 4), _round(1.05 * on_ssd + 64e6))):
-            bigger = replace(budgets, ram=budgets.ram + more)
-            yield f"{format_bytes(more)} more RAM", rate(replace(request, budgets=bigger)), None
-        faster = replace(machine, ssd_bytes_s=2 * machine.ssd_bytes_s)
-        yield "a disk twice as fast", rate(replace(request, machine=faster)), None
-    if request.uses_gpu:
-        assert machine.link_bytes_s is not None, "a GPU has a link"
-        bigger = replace(budgets, vram=budgets.vram + (4 << 30))
-        yield "4 GB more GPU memory", rate(replace(request, budgets=bigger)), None
-        faster = replace(machine, link_bytes_s=2 * machine.link_bytes_s)
-        yield "a link twice as fast", rate(replace(request, machine=faster)), None
-    small = in_format(request.shape, _SMALLEST_FORMAT)
-    if small.pass_nbytes < 0.95 * request.shape.pass_nbytes:
-        option = ("format", _SMALLEST_FORMAT)
-        yield f"weights in {_SMALLEST_FORMAT}", rate(replace(request, shape=small)), option
-    if request.kv_format == "bf16":
-        faster_kv = rate(replace(request, kv_format="int8"))
-        yield "keys and values in int8", faster_kv, ("kv_format", "int8")
-
-
-def _round(nbytes: float) -> int:
-    """To two digits, upwards: people buy round numbers."""
-    step = 10 ** max(6, len(str(int(nbytes))) - 2)
-    return int(-(-nbytes // step) * step)
-
-
-_MEGABYTE = 1_000_000
-_MOST_OPTIONS = 3
-
-
-def make_plan(request: PlanRequest, *, advise: bool = False) -> Plan:
-    """The best plan for ``request``.
-
-    ``advise`` plans several variations to say what would help.
-
-    Raises:
-        MemoryBudgetError: it cannot fit; says what does.
-        OptionError: a ``kv_format`` that latents are not kept in.
-    """
-    if request.kv_format == "int4" and any(layer.latent for layer in request.shape.kv):
-        raise OptionError(
-            f"{option('kv_format', 'int4')} is not for latent attention "
-            f"({request.shape.architecture}), whose "
-            "cache is small as it is: use bf16 or int8"
-        )
-    if request.uses_gpu and (missing := request.shape.off_card):
-        note = f"the GPU is not used: this model needs localrt's own kernels, and {missing}"
-        shape = replace(request.shape, notes=(*request.shape.notes, note))
-        request = replace(request.without_gpu(), shape=shape)
-    plan = find_plan(request)
-    if plan is None:
-        raise _refusal(request)
-    return replace(plan, changes=helpful_changes(plan)) if advise else plan
-
-
-def _refusal(request: PlanRequest) -> MemoryBudgetError:
-    """The error for a request that has no plan."""
-    shape, budgets = request.shape, request.budgets
-    kv = request.sequences * sum(shape.kv_nbytes(request.kv_format, request.ctx))
-    largest = max(unit.nbytes for unit in shape.units if unit.use)
-    parts = (
-        f"process {format_bytes(budgets.process_bytes(shape.vocab))}",
-        f"keys and values of {request.ctx} tokens {format_bytes(kv)}",
-        f"activations {format_bytes(activation_nbytes(shape.pass_sizes, 32))}",
-        f"a ring for the largest unit {format_bytes(largest)}",
-    )
-    ways = "; or ".join(islice(_options(request), _MOST_OPTIONS)) or "use a smaller model"
-    if request.ctx > shape.context_length:
-        ways = f"its own context is {shape.context_length} tokens; {ways}"
-    memory = f"{format_bytes(budgets.ram)} of RAM"
-    if request.uses_gpu:
-        memory += f" and {format_bytes(budgets.vram)} of GPU memory"
-    return MemoryBudgetError(
-        f"{shape.name} does not fit {memory}, even with its weights on the SSD "
-        f"({', '.join(parts)}): {ways}"
-    )
-
-
-def least_ram(request: PlanRequest) -> int | None:
-    """The smallest RAM budget that works, in whole megabytes; None if no RAM is enough."""
-    high = 2 * (
-        request.shape.nbytes
-        + request.sequences * sum(request.shape.kv_nbytes(request.kv_format, request.ctx))
-        + request.budgets.process_bytes(request.shape.vocab)
-        + (1 << 30)
-    )
-    if not fits(_with_ram(request, high)):
-        return None
-    low = 0
-    while high - low > _MEGABYTE // 2:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(_with_ram(request, middle)) else (middle, high)
-    return -(-high // _MEGABYTE) * _MEGABYTE
-
-
-def _options(request: PlanRequest) -> Iterator[str]:
-    trained = request.shape.context_length
-    if request.ctx > trained:  # no more than the model has is of use
-        own = replace(request, ctx=trained)
-        if fits(own):
-            yield f"all of it fits ({option('ctx', trained)})"
-        else:
-            yield from _options(own)
-        return
-    for ctx in shorter_contexts(request.ctx):
-        if fits(replace(request, ctx=ctx)):
-            yield f"a context of {ctx} tokens fits ({option('ctx', ctx)})"
-            break
-    for kv_format in ("int8", "int4"):
-        smaller = replace(request, kv_format=kv_format)
-        if request.kv_format == "bf16" and fits(smaller):
-            yield f"keys and values in {kv_format} fit ({option('kv_format', kv_format)})"
-            break
-    if (least := least_ram(request)) is not None:
-        megabytes = least // _MEGABYTE
-        yield f"give it at least {megabytes} MB of RAM ({option('ram', f'{megabytes}MB')})"
-    if request.sequences > 1 and fits(replace(request, sequences=1)):
-        yield "one sequence at a time fits"
-    if not request.kv_on_ssd and not request.uses_gpu and fits(replace(request, kv_on_ssd=True)):
-        yield f"keys and values on the SSD fit ({option('kv_on_ssd')})"
-    shorter = replace(request, ctx=min(request.ctx, SMALLEST_CONTEXT), kv_format="int8")
-    if (least := least_ram(shorter)) is not None:
-        yield (
-            f"a context of {shorter.ctx} tokens with int8 keys and values fits "
-            f"{least // _MEGABYTE} MB of RAM ({option('ctx', shorter.ctx)}, "
-            f"{option('kv_format', 'int8')}, {option('ram', f'{least // _MEGABYTE}MB')})"
-        )
-
-
-def _with_ram(request: PlanRequest, ram: int) -> PlanRequest:
-    return replace(request, budgets=replace(request.budgets, ram=ram))

@@ -3,7 +3,7 @@
 Four resources, each doing one thing at a time: disk, link, CPU, GPU. A pass goes through its units
 in order; reads and copies go in the same order, as far ahead as their ring has room (units lie in
 it where ``offload/ring.py`` would put them), and wrap round the model's end into the next token. An
-expert is fetched once its router has chosen; with the router on a card, card and CPU share a
+expert is fetched once its router has chosen; with the router on a GPU, GPU and CPU share a
 layer's experts as the runtime's scheduler has it. Since every queue is first in, first out, one
 walk over the units settles every time exactly. It knows a placement and costs, not how either was
 found.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from localrt.offload.experts.scheduler import Assignment, Ready, schedule, split_misses
-from localrt.offload.placement import PlacedUnit, Placement, UnitKind, Where
+from localrt.offload.placement import PlacedUnit, Placement, Where
 from localrt.offload.planner.costs import Costs, expert_costs
 from localrt.offload.ring import Chunk, chunks, place
 
@@ -46,8 +46,8 @@ class RingModel:
         self._cut: dict[tuple[int, int], list[Chunk]] = {}  # by bytes, and which come first
         self._next = 0
 
-    def load(self, nbytes: int, free: float, bytes_s: float) -> tuple[Slot, float, float]:
-        """Load a unit through a resource that is free from ``free`` on: slot, start, end."""
+    def load(self, nbytes: int, free: float, bytes_s: float) -> tuple[Slot, float]:
+        """Load a unit through a resource that is free from ``free`` on: its slot, and the end."""
         while self._live and self._live[0].release <= free:
             self._live.popleft()
         slot, pieces = self._place(nbytes)
@@ -58,7 +58,6 @@ class RingModel:
                 self._live.clear()
                 slot, pieces = self._place(nbytes)
             clock = ready
-        start = clock
         if self._live:
             for chunk in pieces:
                 clock = max(clock, self._ready(slot, chunk)) + chunk.nbytes / bytes_s
@@ -67,7 +66,7 @@ class RingModel:
         stop = slot.offset + nbytes
         self._next = stop if stop < self.nbytes else 0
         self._live.append(slot)
-        return slot, start, clock
+        return slot, clock
 
     def release(self, slot: Slot, time: float) -> None:
         """Give back a slot at ``time``; slots come back in the order in which they were taken."""
@@ -110,23 +109,9 @@ class RingModel:
 
 Resource = Literal["ssd", "link", "cpu", "gpu"]
 RESOURCES: tuple[Resource, ...] = ("ssd", "link", "cpu", "gpu")
-TaskKind = UnitKind | Literal["pass", "crossing", "kv"]
 READ_CHUNK = 2 << 20
 COPY_CHUNK = 8 << 20
 _WAKE_S = 1.5e-4  # until a pass that waits goes on
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedTask:
-    """One stretch of work in seconds from the first token's beginning; ``token`` counts from 0."""
-
-    name: str
-    kind: TaskKind
-    resource: Resource
-    start: float
-    end: float
-    token: int
-    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +120,7 @@ class Simulation:
 
     ``busy`` is each resource's work per pass, ``chain`` the computing and crossing that can only
     follow one another. ``waits`` is the time per pass that computing stood still, by what it waited
-    for. ``tasks`` are of the last passes.
+    for.
     """
 
     seconds: float
@@ -143,7 +128,6 @@ class Simulation:
     chain: float
     nbytes: Mapping[str, float]
     waits: Mapping[str, float]
-    tasks: tuple[SimulatedTask, ...] = ()
     total_seconds: float = 0.0
 
     @property
@@ -175,21 +159,17 @@ def simulate(
     *,
     passes: int | None = None,
     warm_up: int = 3,
-    keep_tasks: int = 0,
 ) -> Simulation:
     """Replay ``warm_up`` + ``passes`` passes; figures are means over the latter.
 
-    ``keep_tasks`` is how many of the last passes to keep the tasks of. Experts are chosen at
-    random, the same in each replay, all equally often.
+    Experts are chosen at random, the same in each replay, all equally often.
     """
     if passes is None:
         passes = 8 if costs.shape.experts else 4
     replay, before = _Replay(costs, placement), 0.0
-    total = warm_up + passes
-    for token in range(total):
+    for token in range(warm_up + passes):
         if token == warm_up:
             replay.sums, before = _Sums(), replay.clock
-        replay.token, replay.keeps = token, token >= total - keep_tasks
         replay.one_pass()
     sums = replay.sums
     busy = {name: value / passes for name, value in sums.busy.items()}
@@ -202,7 +182,6 @@ def simulate(
         chain=chain,
         nbytes={name: value / passes for name, value in sums.nbytes.items()},
         waits={name: value / passes for name, value in sums.waits.items()},
-        tasks=tuple(replay.tasks),
         total_seconds=replay.clock,
     )
 
@@ -247,19 +226,15 @@ class _Replay:
         self.router = 0.0  # the end of the latest unit that is no expert
         self.asked = 0.0  # when copies for the next layer of experts could begin
         self.sums = _Sums()
-        self.token = 0
-        self.keeps = False
-        self.tasks: list[SimulatedTask] = []
 
     def one_pass(self) -> None:
         """Go through all units."""
         if self.on_gpu:
             self._cross(to_gpu=False)
-        begin, extra = self.clock, self.costs.per_pass()
+        extra = self.costs.per_pass()
         self.clock += extra
         self.sums.busy["cpu"] += extra
         self.sums.chain += extra
-        self._keep("sampling", "pass", "cpu", begin, self.clock)
         for step in self.costs.shape.steps:
             if step[0].kind == "expert" and self.on_gpu:
                 self._shared(step)
@@ -269,18 +244,6 @@ class _Replay:
             else:
                 self._unit(step[0], self.where[step[0].name])
                 self.router = self.clock
-
-    def _keep(
-        self,
-        name: str,
-        kind: TaskKind,
-        resource: Resource,
-        start: float,
-        end: float,
-        nbytes: int = 0,
-    ) -> None:
-        if self.keeps:
-            self.tasks.append(SimulatedTask(name, kind, resource, start, end, self.token, nbytes))
 
     def _chosen(self, experts: Sequence[PlacedUnit]) -> list[tuple[PlacedUnit, int, Where]]:
         """The experts that a pass touches, with the rows that each sees and where each is.
@@ -307,14 +270,14 @@ class _Replay:
         return self.random.sample(experts, wanted), each
 
     def _shared(self, experts: Sequence[PlacedUnit]) -> None:
-        """A layer's experts on the card and the CPU at once, as the scheduler divides them.
+        """A layer's experts on the GPU and the CPU at once, as the scheduler divides them.
 
-        What is on the card and in RAM is the caches' business: any expert, as often as there is
+        What is on the GPU and in RAM is the caches' business: any expert, as often as there is
         room for it. What is in neither is read before the CPU computes it. All see as many rows:
         only how many there are of each kind matters.
         """
         cost, sums, draw = self.expert_costs, self.sums, self.random.random
-        assert cost is not None, "there is a card, and there are experts"
+        assert cost is not None, "there is a GPU, and there are experts"
         chosen, rows = self._touched(experts)
         hits = self.costs.expert_hits
         kept = self.in_vram if hits is None else hits
@@ -351,20 +314,13 @@ class _Replay:
             sums.chain += plan.end
             self.clock = begin + plan.end
         by_cpu = len(plan.cpu) + absent
-        cpu_s = by_cpu * cpu_each
-        gpu_s = len(plan.gpu) * cost.gpu(rows)
         self.link_free = begin + plan.link_end if plan.fetch else self.link_free
-        sums.busy["cpu"] += cpu_s
-        sums.busy["gpu"] += gpu_s
+        sums.busy["cpu"] += by_cpu * cpu_each
+        sums.busy["gpu"] += len(plan.gpu) * cost.gpu(rows)
         sums.busy["link"] += len(plan.fetch) * cost.fetch
         sums.nbytes["ram"] += by_cpu * nbytes
         sums.nbytes["vram"] += len(plan.gpu) * nbytes
         sums.nbytes["link"] += len(plan.fetch) * nbytes
-        name = f"layers.{experts[0].layer}.experts"
-        if cpu_s:
-            self._keep(name, "expert", "cpu", begin, begin + cpu_s, nbytes)
-        if gpu_s:
-            self._keep(name, "expert", "gpu", begin, begin + gpu_s, nbytes)
 
     def _batch(self, held: int, missing: int, rows: int) -> Assignment:
         """All others are copied, as early as the layer before, and then computed at once."""
@@ -381,7 +337,7 @@ class _Replay:
     def _assign(
         self, held: int, missing: int, rows: int, ready: Ready, fetched: int | None = None
     ) -> Assignment:
-        """What the scheduler makes of ``held`` experts on the card and ``missing`` others, each of
+        """What the scheduler makes of ``held`` experts on the GPU and ``missing`` others, each of
         ``rows``; with ``fetched``, that many are copied.
         """
         key = (held, missing, rows, ready.link, fetched)
@@ -402,7 +358,7 @@ class _Replay:
         if where.read:
             slot, ready = self._read(unit, where, asked)
         if unit.kind == "attention" and unit.layer is not None and self.kv[unit.layer] == "ssd":
-            ready = self._read_kv(unit, self.costs.kv_held(unit.layer), ready)
+            ready = self._read_kv(self.costs.kv_held(unit.layer), ready)
         if where.copied:
             slot, ready = self._copy(unit, max(ready, asked), slot)
         if unit.macs and where.on_gpu != self.on_gpu:
@@ -421,7 +377,6 @@ class _Replay:
         sums.chain += compute
         if unit.macs:
             sums.nbytes["vram" if where.on_gpu else "ram"] += unit.nbytes
-            self._keep(unit.name, unit.kind, resource, start, self.clock, unit.nbytes)
         if slot is not None:
             slot[0].release(slot[1], self.clock)
 
@@ -429,54 +384,46 @@ class _Replay:
         self, unit: PlacedUnit, where: Where, asked: float
     ) -> tuple[tuple[RingModel, Slot] | None, float]:
         """Read a unit: its place in the ring, and when it is there."""
-        slot = None
-        start, seconds = max(self.disk_free, asked), unit.nbytes / self.read_bytes_s
-        end = start + seconds
+        slot, start = None, max(self.disk_free, asked)
+        end = start + unit.nbytes / self.read_bytes_s
         if unit.kind != "expert" or where.copied:  # experts have slots of their own
-            placed, start, end = self.ram.load(unit.nbytes, start, self.read_bytes_s)
+            placed, end = self.ram.load(unit.nbytes, start, self.read_bytes_s)
             slot = self.ram, placed
-            # Where it waits for room in its middle, the wait is shown before it.
-            start = max(start, end - seconds)
-        self._read_done(unit.name, unit.kind, start, end, unit.nbytes)
+        self._read_done(end, unit.nbytes)
         return slot, end
 
-    def _read_kv(self, unit: PlacedUnit, nbytes: int, ready: float) -> float:
+    def _read_kv(self, nbytes: int, ready: float) -> float:
         """Read a layer's keys and values, through two small buffers of their own: their reading
         begins with their turn.
         """
         if not nbytes:
             return ready
-        start = max(self.disk_free, self.clock)
-        end = start + nbytes / self.bytes_s
-        self._read_done(f"{unit.name} kv", "kv", start, end, nbytes)
+        end = max(self.disk_free, self.clock) + nbytes / self.bytes_s
+        self._read_done(end, nbytes)
         return end
 
-    def _read_done(self, name: str, kind: TaskKind, start: float, end: float, nbytes: int) -> None:
+    def _read_done(self, end: float, nbytes: int) -> None:
         self.disk_free = end
         self.sums.busy["ssd"] += nbytes / self.bytes_s
         self.sums.nbytes["ssd"] += nbytes
-        self._keep(name, kind, "ssd", start, end, nbytes)
 
     def _copy(
         self, unit: PlacedUnit, ready: float, read: tuple[RingModel, Slot] | None
     ) -> tuple[tuple[RingModel, Slot], float]:
         """Copy a unit to the GPU: as ``_read``. Its slot in RAM is free afterwards."""
         free = max(self.link_free, ready)
-        slot, start, end = self.vram.load(unit.nbytes, free, self.link_bytes_s)
+        slot, end = self.vram.load(unit.nbytes, free, self.link_bytes_s)
         self.link_free = end
         if read is not None:
             read[0].release(read[1], end)
-        seconds = unit.nbytes / self.link_bytes_s
-        self.sums.busy["link"] += seconds
+        self.sums.busy["link"] += unit.nbytes / self.link_bytes_s
         self.sums.nbytes["link"] += unit.nbytes
-        self._keep(unit.name, unit.kind, "link", max(start, end - seconds), end, unit.nbytes)
         return (self.vram, slot), end
 
     def _cross(self, *, to_gpu: bool) -> None:
         """Activations go to the other device."""
-        start, seconds = self.clock, self.costs.crossing()
+        seconds = self.costs.crossing()
         self.clock += seconds
         self.on_gpu = to_gpu
         self.sums.waits["crossing"] += seconds
         self.sums.chain += seconds
-        self._keep("activations", "crossing", "gpu" if to_gpu else "cpu", start, self.clock)

@@ -45,8 +45,8 @@ _WORDS: dict[Level, str] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
     """Tokens per second of answers and prompts, and bytes: of all weights, of those that a token
-    needs, of what is read from the disk, copied to the card and computed by the CPU for it, and of
-    what the card keeps. ``thinks``: the model thinks before it answers. ``gpu_unused``: there is a
+    needs, of what is read from the disk, copied to the GPU and computed by the CPU for it, and of
+    what the GPU keeps. ``thinks``: the model thinks before it answers. ``gpu_unused``: there is a
     GPU that this model cannot use.
     """
 
@@ -56,7 +56,7 @@ class Expected:
     needed: int
     read: int = 0
     copied: int = 0
-    on_card: int = 0
+    on_gpu: int = 0
     by_cpu: int = 0
     thinks: bool = False
     gpu_unused: bool = False
@@ -85,11 +85,11 @@ class Expected:
 
     @property
     def whole_on_gpu(self) -> bool:
-        """Whether the card keeps and computes all that a token needs: the table of words, of which
+        """Whether the GPU keeps and computes all that a token needs: the table of words, of which
         it needs a row, may be in RAM.
         """
         elsewhere = self.read + self.copied + self.by_cpu
-        kept = self.on_card >= _WHOLE_SHARE * self.needed
+        kept = self.on_gpu >= _WHOLE_SHARE * self.needed
         return kept and elsewhere <= (1 - _WHOLE_SHARE) * self.needed
 
     @property
@@ -99,7 +99,7 @@ class Expected:
             return "partly on the SSD"
         if self.whole_on_gpu:
             return "GPU memory"
-        if self.on_card:
+        if self.on_gpu:
             return "GPU memory and RAM"
         return "RAM (not the GPU)" if self.gpu_unused else "RAM"
 
@@ -139,8 +139,8 @@ def _where(expected: Expected) -> str:
         return _moved(expected)
     if expected.whole_on_gpu:
         return "all of it in GPU memory"
-    if expected.on_card:
-        return f"{_of(expected.on_card, expected.nbytes)} in GPU memory, the rest in RAM"
+    if expected.on_gpu:
+        return f"{_of(expected.on_gpu, expected.nbytes)} in GPU memory, the rest in RAM"
     return "all of it in memory"
 
 
@@ -148,10 +148,10 @@ def _burden(expected: Expected) -> str:
     """What makes it slow."""
     if expected.read or expected.copied > _MERE_SHARE * expected.needed:
         return _moved(expected)
-    left = expected.needed - expected.on_card
-    if expected.on_card and left > 0:
+    left = expected.needed - expected.on_gpu
+    if expected.on_gpu and left > 0:
         return f"the CPU computes {_of(left, expected.needed)} for every token"
-    who = "GPU" if expected.on_card else "CPU"
+    who = "GPU" if expected.on_gpu else "CPU"
     return f"the {who} has to go through {format_bytes(expected.needed)} for every token"
 
 

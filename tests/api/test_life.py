@@ -130,14 +130,14 @@ def test_an_unloaded_model_says_so_and_its_chats_let_go(
 
 CHILD = """
     import json, sys, psutil
-    import localrt, localrt.machine.measuring
+    import localrt, localrt.offload.planner.measure
     from localrt.offload.reading.disk_speed import DiskProfile
     from localrt.offload.reading.files import ReadMode
     from localrt.offload.planner.machine import typical_machine
 
     # Measuring takes seconds.
     known = DiskProfile(ReadMode(direct=False, threads=2, block=1 << 20), 1e9, 0.0)
-    localrt.machine.measuring.machine_profile = lambda *_, **__: (known, typical_machine())
+    localrt.offload.planner.measure.machine_profile = lambda *_, **__: (known, typical_machine())
     rss = lambda: psutil.Process().memory_info().rss / 1e6
     path = sys.argv[1]
     GREEDY = dict(temperature=0, max_tokens=16, ignore_eos=True, draft="off")

@@ -15,8 +15,8 @@ from localrt.bench.workload import BenchOptions, Workload
 from localrt.cli import main
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
-from localrt.machine import hardware
-from localrt.machine.hardware import Gpu
+from localrt.offload import hardware
+from localrt.offload.hardware import Gpu
 from localrt.offload.planner.machine import typical_machine
 from localrt.offload.planner.plan import Change
 from tests.benchmarks.test_hf_folder import tiny_gguf
@@ -25,7 +25,7 @@ from tests.benchmarks.test_hf_folder import tiny_gguf
 @pytest.fixture
 def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
     monkeypatch.setattr(hardware, "gpus", lambda: ())
-    monkeypatch.setattr(gpu, "machine_of", lambda *_: (typical_machine(), ""))
+    monkeypatch.setattr(gpu, "machine_here", lambda *_: (typical_machine(), ""))
     return BenchOptions(
         path=tiny_gguf(tmp_path, "qwen2"),
         engines=("native",),

@@ -16,7 +16,7 @@ from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Outcome, Workload
 from localrt.common.errors import OptionError
 from localrt.engine.types import Metrics
-from localrt.machine.hardware import probe
+from localrt.offload.hardware import probe
 
 ROOT = Path(__file__).parents[2]
 FAKE = [

@@ -10,7 +10,7 @@ import pytest
 
 import localrt
 from localrt.cli import doctor
-from localrt.machine import hardware
+from localrt.offload import hardware
 from localrt.quant.cuda.gpu_file import GpuFile
 from tests.planner.models import RATE
 

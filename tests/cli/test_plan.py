@@ -11,7 +11,7 @@ import pytest
 from localrt.cli import main
 from localrt.common.errors import OfflineError
 from localrt.hub.resolving import Offer
-from localrt.planning import inputs as plan_models
+from localrt.planning import models as plan_models
 from localrt.planning import plan as planning
 from tests.planner.models import CONFIGS
 
@@ -153,7 +153,7 @@ def test_weights_on_disk(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (2, ("--ssd", "fast"), "bandwidth"),
         (2, ("--ram", "much"), "size"),
-        (2, ("--gpu", "Voodoo 2"), "no card"),
+        (2, ("--gpu", "Voodoo 2"), "no GPU"),
         (2, ("--format", "int3"), "int3"),
         (2, ("--ctx", "0"), "--ctx"),
         (2, ("--batch", "0"), "--batch"),

@@ -18,7 +18,7 @@ from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES
 from localrt.offload.device.gpu import Clock
-from localrt.offload.planner.cards import parse_card
+from localrt.offload.planner.gpus import parse_gpu
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from tests.conftest import write_tiny_model
@@ -41,7 +41,7 @@ def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
     """Plans the two models for a GPU of a size; nothing runs on it."""
 
     def planned(size: str, **options: Any) -> DraftPlace:
-        gpu = parse_card(f"virtual:{size}@12GB/s,256GB/s,20TFLOPS")
+        gpu = parse_gpu(f"virtual:{size}@12GB/s,256GB/s,20TFLOPS")
         ops, clock = NativeOps(threads=1), Clock()
         opened = OpenGpu(
             host_ops=ops,

@@ -28,7 +28,7 @@ pytestmark = [
 ROOT = Path(__file__).parent.parent.parent
 CHILD = """
     import json, psutil, sys, time
-    import localrt, localrt.machine.measuring
+    import localrt, localrt.offload.planner.measure
     from localrt.offload.memory import peak_rss
 
     job = json.loads(sys.argv[1])
@@ -37,7 +37,8 @@ CHILD = """
         from localrt.offload.reading.files import ReadMode
         from localrt.offload.planner.machine import typical_machine
         known = DiskProfile(ReadMode(direct=True, threads=2, block=1 << 20), 1e9, 0.0)
-        localrt.machine.measuring.machine_profile = lambda *_, **__: (known, typical_machine())
+        localrt.offload.planner.measure.machine_profile = lambda *_, **__: (known,
+        typical_machine())
 
     def threads(here):  # one that was joined is counted until the system has let go of it
         counts = []

@@ -457,10 +457,8 @@ def planned(
     shape: ModelShape,
     machine: MachineProfile,
     budgets: Budgets,
-    *,
-    advise: bool = False,
     **options: Any,
 ) -> Plan:
     """``make_plan``, with a request of these parts."""
     request = PlanRequest(shape=shape, machine=machine, budgets=budgets, **options)
-    return make_plan(request, advise=advise)
+    return make_plan(request)

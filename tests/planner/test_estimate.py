@@ -7,17 +7,16 @@ from dataclasses import replace
 import pytest
 
 from localrt.offload.planner import Budgets, PlanRequest, make_plan
-from localrt.offload.planner.cards import CARDS
-from localrt.offload.planner.estimate import estimate, outline, whole_nbytes
+from localrt.offload.planner.gpus import GPUS
 from localrt.offload.planner.machine import MachineProfile, typical_machine
-from localrt.offload.planner.plan import expected_of
+from localrt.offload.planner.predict import estimate, outline, whole_nbytes
 from tests.planner.models import CONFIGS, published
 
 GB = 10**9
 
 
-def with_card() -> MachineProfile:
-    card = CARDS["RTX 4060 8GB"]
+def with_gpu() -> MachineProfile:
+    card = GPUS["RTX 4060 8GB"]
     return replace(typical_machine(), gpu=card.profile, link_bytes_s=card.link_bytes_s)
 
 
@@ -33,7 +32,7 @@ def with_card() -> MachineProfile:
     ],
 )
 def test_near_the_plan(name: str, ram: int, card: bool, nearly: float) -> None:
-    machine = with_card() if card else typical_machine()
+    machine = with_gpu() if card else typical_machine()
     budgets = Budgets(ram=ram, vram=8 * GB if card else 0)
     request = PlanRequest(shape=published(name), machine=machine, budgets=budgets, ctx=2048)
     expected, plan = estimate(request), make_plan(request)
@@ -41,7 +40,7 @@ def test_near_the_plan(name: str, ram: int, card: bool, nearly: float) -> None:
     assert expected.tok_s == pytest.approx(plan.tok_s, rel=nearly)
     assert expected.needed == pytest.approx(request.shape.pass_nbytes, rel=0.001)
     assert (expected.read > 0) == (plan.read_bytes > 0)
-    assert expected.place == expected_of(plan).place
+    assert expected.place == plan.expected.place
     # Of an outline too, which lists few of a mixture's experts.
     short = outline(CONFIGS[name], name=name)
     assert len(short.units) <= len(request.shape.units)

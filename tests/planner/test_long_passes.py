@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from localrt.common.errors import MemoryBudgetError
 from localrt.offload.placement import LEAST_CARD_ROWS, Placement, Where
 from localrt.offload.planner import Budgets, Plan
-from localrt.offload.planner.candidates import with_long_passes
 from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.explain import explain
 from localrt.offload.planner.machine import KernelRate, MachineProfile
-from localrt.offload.planner.search import predicted_rate
+from localrt.offload.planner.report import explain
+from localrt.offload.planner.search import with_long_passes
 from localrt.offload.planner.simulate import simulate
 from tests.planner.models import MB, machine, planned, published, shape
 
@@ -125,10 +124,3 @@ def test_what_crosses_is_of_the_processor_and_passes_the_ring(
         assert sizes[name] <= placement.vram_ring
     assert placement.card_rows == 0 or placement.card_rows <= placement.prefill_rows
     assert plan.memory.total("vram") <= budgets.vram
-
-
-def test_what_is_compared_with_a_plan_has_passes_as_long() -> None:
-    plan = llama(link=3e9)
-    assert plan.placement.prefill_rows > 512
-    again = predicted_rate(plan.request, like=plan.placement)
-    assert again == pytest.approx(plan.tok_s, rel=1e-6)

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.offload.planner import Budgets, PlanRequest, make_plan
-from localrt.offload.planner.estimate import estimate
+from localrt.offload.planner import Budgets, PlanRequest, make_plan, pc
 from localrt.offload.planner.machine import KernelRate, MachineProfile
-from localrt.offload.planner.plan import expected_of
+from localrt.offload.planner.pc import Hardware
+from localrt.offload.planner.predict import estimate
 from localrt.offload.planner.verdict import speed
 from localrt.planning import preview as preview_module
-from localrt.planning.inputs import Hardware
 from localrt.planning.what_runs import what_runs
 from tests.planner.models import machine, planned, shape
 
@@ -37,7 +36,7 @@ def test_table_page_note_and_details(name: str, pc: str) -> None:
     plan = localrt.plan(name, pc=pc)
     assert row.expected is not None
     assert plan.tok_s == pytest.approx(row.expected.tok_s)
-    assert expected_of(plan).wait_s == pytest.approx(row.expected.wait_s)
+    assert plan.expected.wait_s == pytest.approx(row.expected.wait_s)
     assert plan.quantization == row.quantization
     assert plan.verdict.level == row.level
     figure = speed(plan.tok_s)
@@ -91,13 +90,13 @@ def test_a_forecast_never_exceeds_bytes_over_its_own_rate(
         assert found is None
         return
     assert found is not None
-    for expected in (found, expected_of(plan)):
+    for expected in (found, plan.expected):
         least = max(expected.read / here.ssd_bytes_s, expected.by_cpu / here.ram_bytes_s)
         if here.gpu is not None and here.link_bytes_s is not None:
             by_gpu = expected.needed - expected.by_cpu - expected.read
             least = max(least, by_gpu / here.gpu.bytes_s, expected.copied / here.link_bytes_s)
-        # A plan's passes of a mixture are drawn: only what they read is known of them.
-        if experts and expected is not found:
+        # CPU and GPU share a mixture's experts, which are drawn: only what is read is known.
+        if experts:
             least = expected.read / here.ssd_bytes_s
         assert expected.tok_s * least <= 1.001
     assert plan.tok_s <= 1.001 * plan.ceiling_tok_s
@@ -136,7 +135,7 @@ def test_a_models_window_says_what_its_page_says(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = localrt.plan(tiny_folder, advise=False)
-    monkeypatch.setattr(preview_module, "unmeasured_machine", lambda *_: plan.request.machine)
+    monkeypatch.setattr(pc, "known_machine", lambda *_: plan.request.machine)
     found = localrt.preview(tiny_folder)
     assert found.tok_s == pytest.approx(plan.tok_s, rel=0.001)
     assert found.verdict == str(plan.verdict) == plan.report.splitlines()[0]
@@ -146,15 +145,15 @@ def test_a_models_window_says_what_its_page_says(
         plan.copied_bytes,
         plan.weight_bytes,
     )
-    assert (found.place == "card") == plan.placement.uses_gpu
+    assert (found.place == "GPU") == plan.placement.uses_gpu
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_loaded_models_ceiling_is_not_below_its_forecast(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
-    for name in ("known_machine", "unmeasured_machine"):
-        monkeypatch.setattr(preview_module, name, lambda *_: machine())
+    for module in (pc, preview_module):
+        monkeypatch.setattr(module, "known_machine", lambda *_: machine())
     forecast = localrt.preview(tiny_folder, device="cpu", ctx=256).tok_s
     plan = planned(shape(layers=4), machine(), Budgets(ram=200 * MB, process=20 * MB), ctx=256)
     engine = SimpleNamespace(

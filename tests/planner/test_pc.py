@@ -6,15 +6,14 @@ import pytest
 
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
-from localrt.offload.planner.cards import CARDS, parse_card
-from localrt.offload.planner.pc import PRESETS, Pc, parse_memory_speed, parse_pc
-from localrt.planning.inputs import Hardware
+from localrt.offload.planner.gpus import GPUS, parse_gpu
+from localrt.offload.planner.pc import PRESETS, Hardware, Pc, parse_memory_speed, parse_pc
 from localrt.planning.what_runs import what_runs
 
 
 def test_parts_in_any_order() -> None:
     pc = parse_pc("RTX 4060 Ti 16GB, 32GB DDR5-5600, 8 cores, NVMe")
-    assert pc.card == CARDS["RTX 4060 Ti 16GB"]
+    assert pc.gpu == GPUS["RTX 4060 Ti 16GB"]
     assert (pc.ram_bytes, pc.cores) == (32_000_000_000, 8)
     assert pc.ram_bytes_s == pytest.approx(0.8 * 89.6e9)
     assert pc == parse_pc("NVMe, 8-core CPU, DDR5-5600 32 GB, rtx 4060 ti 16gb")
@@ -32,7 +31,7 @@ def test_parts_in_any_order() -> None:
 
 def test_what_is_left_out_is_typical() -> None:
     assert parse_pc("") == Pc()
-    assert parse_pc("32GB").card is None
+    assert parse_pc("32GB").gpu is None
     assert parse_pc("16GB").ram_bytes_s == Pc().ram_bytes_s
 
 
@@ -56,7 +55,7 @@ def test_presets_and_parts_that_replace_theirs() -> None:
     for name, parts in PRESETS.items():
         assert parse_pc(name) == parse_pc(parts)
     pc = parse_pc("gaming-pc, 64GB, no card")
-    assert (pc.ram_bytes, pc.card) == (64_000_000_000, None)
+    assert (pc.ram_bytes, pc.gpu) == (64_000_000_000, None)
     assert pc.ram_bytes_s == parse_pc("gaming-pc").ram_bytes_s
 
 
@@ -113,7 +112,7 @@ DDR4, DDR5 = "DDR4-3200", "DDR5-5600"
 )
 def test_typical_pcs(text: str, card: str | None, cores: int, memory: str) -> None:
     pc = parse_pc(text)
-    assert (pc.card and pc.card.name) == card
+    assert (pc.gpu and pc.gpu.name) == card
     assert pc.cores == cores
     assert pc.ram_bytes_s == pytest.approx(parse_memory_speed(memory), rel=0.01)
 
@@ -155,11 +154,11 @@ def test_gpus_that_cannot_be_used_are_answered_with_the_cpu(gpu: str) -> None:
     ],
 )
 def test_every_consumer_card_since_turing_by_name(name: str) -> None:
-    card = parse_card(f"NVIDIA GeForce {name} GPU")
+    card = parse_gpu(f"NVIDIA GeForce {name} GPU")
     assert card.name.rpartition(" ")[0] == name
     assert 2 << 30 <= card.vram_bytes <= 32 << 30
     assert 60e9 < card.bytes_s < 2e12
-    assert parse_card(name.replace(" Laptop", " Mobile")) == card
+    assert parse_gpu(name.replace(" Laptop", " Mobile")) == card
 
 
 def test_speeds_of_memory() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.machine import hardware
+from localrt.offload import hardware
+from localrt.offload.planner.pc import Hardware, with_gpu
 from localrt.offload.store.pack import fingerprint
 from localrt.planning import plan
-from localrt.planning.inputs import Hardware, with_card
 from localrt.quant.cuda.gpu_file import GpuFile
 from localrt.quantize.mix import GroupLoss, LossTable
 from tests.cli.test_plan import config_folder
@@ -53,11 +53,11 @@ def test_this_machines_card_has_the_rates_that_were_measured(
     card = hardware.Gpu("NVIDIA GeForce RTX 4060", 8 << 30, 7 << 30)
     monkeypatch.setattr(hardware, "gpus", lambda: (card,))
     cache = tmp_path / "LOCALRT_CACHE"
-    by_rule, _ = with_card(machine(), Hardware(), cache)
+    by_rule, _ = with_gpu(machine(), Hardware(), cache)
     assert by_rule.sources["gpu"] == "typical"
     GpuFile(cache, card.name, ["key"]).write("rates", RATE.to_dict())
     # Another card than this machine's is not what was measured.
-    other, _ = with_card(machine(), Hardware(gpu="RTX 4060 8GB"), cache)
+    other, _ = with_gpu(machine(), Hardware(gpu="RTX 4060 8GB"), cache)
     for each in (by_rule, other):
         assert each.gpu is not None
         assert not each.gpu.kernels
@@ -143,7 +143,7 @@ def test_smaller_weights_say_what_they_lose_where_that_was_measured(
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")  # as if in four and a half bits
     for place, options in (
         ("memory", {"ram": "900MB"}),
-        ("card", {"ram": "3GB", "gpu": "virtual:1GB@12GB/s,256GB/s,20TFLOPS"}),
+        ("gpu", {"ram": "3GB", "gpu": "virtual:1GB@12GB/s,256GB/s,20TFLOPS"}),
     ):
         found = localrt.plan(folder, **options)  # type: ignore[arg-type]
         as_they_are, *_, smaller = found.sizes

@@ -11,7 +11,6 @@ import localrt
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
 from localrt.hub.cache import forget_use, last_used, note_use
-from localrt.offload.planner import measure
 from localrt.planning.preview import Preview, preview, preview_size
 
 
@@ -19,8 +18,7 @@ def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatc
     def never(*args: object, **kwargs: object) -> None:
         raise AssertionError("nothing is measured for a preview")
 
-    monkeypatch.setattr("localrt.offload.planner.measure.measure_machine", never)
-    monkeypatch.setattr("localrt.planning.inputs.machine_profile", never)
+    monkeypatch.setattr("localrt.offload.planner.pc.machine_profile", never)
     found = preview(tiny_folder, device="cpu")
     assert found.fits
     assert found.read_bytes == 0
@@ -75,19 +73,12 @@ def test_a_size_is_a_number_of_bytes(nbytes: object) -> None:
 
 
 def test_words() -> None:
-    card = Preview(fits=True, place="card", weight_bytes=1, tok_s=83.4)
-    assert str(card) == "fits on the card, about 83 tok/s"
+    gpu = Preview(fits=True, place="GPU", weight_bytes=1, tok_s=83.4)
+    assert str(gpu) == "fits on the GPU, about 83 tok/s"
     copied = Preview(fits=False, weight_bytes=1, copied_bytes=4_100_000_000, tok_s=6.04)
-    assert str(copied) == "copies 4.1 GB per token to the card, about 6 tok/s"
+    assert str(copied) == "copies 4.1 GB per token to the GPU, about 6 tok/s"
     assumed = Preview(fits=True, weight_bytes=1, tok_s=6.0, assumed=True)
     assert str(assumed).endswith("on a typical machine")
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"disks": {}}', "[1]", '{"disks": {"1": [1]}}'])
-def test_a_damaged_record_of_the_machine_is_none(tmp_path: Path, text: str) -> None:
-    assert measure.known_machine(tmp_path) is None
-    (tmp_path / "machine.json").write_text(text)
-    assert measure.known_machine(tmp_path) is None
 
 
 def test_uses_are_remembered(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 from localrt.common.settings import Settings
 from localrt.hub.known_models import find_known, repo_thinks
 from localrt.hub.resolving import Offer
+from localrt.offload.planner.pc import Hardware, planned_hardware
 from localrt.offload.planner.verdict import READING_TOK_S, THINKING_TOK_S, judge, speed
 from localrt.planning import recommending
-from localrt.planning.inputs import Hardware, known_hardware
 from localrt.planning.recommending import recommend, recommend_on
 
 BITS = {
@@ -75,7 +75,7 @@ def offer(name: str, *, config: bool = True) -> Offer:
     ],
 )
 def test_best_file(model: str, pc: str, best: str) -> None:
-    machine, budgets = known_hardware(Settings.from_environment({}), Hardware(pc=pc))
+    machine, budgets, _ = planned_hardware(Hardware(pc=pc), Settings.from_environment({}))
     found = recommend_on(offer(model), machine, budgets)
     assert found.name == best, found.reason
     assert found.expected is not None
@@ -87,7 +87,7 @@ def test_best_file(model: str, pc: str, best: str) -> None:
 def test_nothing_larger_is_nearly_as_fast_and_nothing_smaller_much_faster(
     model: str, pc: str
 ) -> None:
-    machine, budgets = known_hardware(Settings.from_environment({}), Hardware(pc=pc))
+    machine, budgets, _ = planned_hardware(Hardware(pc=pc), Settings.from_environment({}))
     files = offer(model)
     found = recommend_on(files, machine, budgets)
     alone = {
@@ -103,7 +103,9 @@ def test_nothing_larger_is_nearly_as_fast_and_nothing_smaller_much_faster(
 
 
 def test_thinking_models_need_more_than_reading_speed() -> None:
-    machine, budgets = known_hardware(Settings.from_environment({}), Hardware(pc="RTX 4060, 32GB"))
+    machine, budgets, _ = planned_hardware(
+        Hardware(pc="RTX 4060, 32GB"), Settings.from_environment({})
+    )
     plain, thinks = (
         recommend_on(offer(name), machine, budgets).expected
         for name in ("qwen2.5:14b", "deepseek-r1:14b")
@@ -133,7 +135,7 @@ def test_models_that_think(repo: str, thinks: bool) -> None:
 def test_gpu_makes_room_for_more(settings: Settings) -> None:
     model = offer("qwen3.5:9b")
     alone = recommend(model, settings, ram="16GB", device="cpu")
-    with_gpu = recommend_on(model, *known_hardware(settings, Hardware(gpu=GPU, ram="16GB")))
+    with_gpu = recommend_on(model, *planned_hardware(Hardware(gpu=GPU, ram="16GB"), settings)[:2])
     assert BITS[with_gpu.name] > BITS[alone.name]
 
 

@@ -14,7 +14,7 @@ from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
 from localrt.offload.planner import Budgets, shape_from_checkpoint, shape_from_config
-from localrt.offload.planner.explain import explain
+from localrt.offload.planner.report import explain
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv import parse_kv_format
 from tests.models.tiny import save_tiny

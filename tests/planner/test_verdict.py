@@ -14,8 +14,8 @@ FITS = Expected(tok_s=23.4, prefill_tok_s=200, nbytes=5 * GB, needed=5 * GB)
     ("changed", "text"),
     [
         ({}, "Good for chat: 23 tok/s, all of it in memory"),
-        ({"on_card": 5 * GB}, "Good for chat: 23 tok/s, all of it in GPU memory"),
-        ({"on_card": 2 * GB}, "Good for chat: 23 tok/s, 2 of 5 GB in GPU memory, the rest in RAM"),
+        ({"on_gpu": 5 * GB}, "Good for chat: 23 tok/s, all of it in GPU memory"),
+        ({"on_gpu": 2 * GB}, "Good for chat: 23 tok/s, 2 of 5 GB in GPU memory, the rest in RAM"),
         (
             {"read": 700_000_000},
             "Good for chat: 23 tok/s, 700 MB of 5 GB are read from the SSD for every token",
@@ -25,7 +25,7 @@ FITS = Expected(tok_s=23.4, prefill_tok_s=200, nbytes=5 * GB, needed=5 * GB)
             "Usable for chat: 3.2 tok/s, because the CPU has to go through 5 GB for every token",
         ),
         (
-            {"tok_s": 5.0, "on_card": 2 * GB},
+            {"tok_s": 5.0, "on_gpu": 2 * GB},
             "Usable for chat: 5.0 tok/s, because the CPU computes 3 of 5 GB for every token",
         ),
         (

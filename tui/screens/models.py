@@ -459,7 +459,7 @@ def _where(known: Preview | str) -> str:
     if known.problem:
         return "does not fit"
     if known.fits:
-        return "on the GPU" if known.place == "card" else "in RAM"
+        return "on the GPU" if known.place == "GPU" else "in RAM"
     return "streamed"
 
 

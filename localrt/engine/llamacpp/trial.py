@@ -20,7 +20,7 @@ from pathlib import Path
 
 from localrt.common.errors import MissingExtraError
 from localrt.common.files import write_text
-from localrt.machine.measuring import fingerprint
+from localrt.offload.hardware import identity
 
 _FILE = "llamacpp.json"
 _TIMEOUT_S = 60.0
@@ -42,14 +42,14 @@ def check_build(cache: Path) -> None:
     """
     if getattr(sys, "frozen", False) or (build := _build()) is None:
         return  # a packaged app has no interpreter; what is not installed is told elsewhere
-    identity = [*fingerprint(), *build]
-    verdict = _known(cache / _FILE, identity)
+    known_by = [*identity(), *build]
+    verdict = _known(cache / _FILE, known_by)
     if verdict is None:
         verdict = _try()
         if verdict is None:
             return
         with suppress(OSError):  # a cache that cannot be written is tried again
-            text = json.dumps({"identity": identity, "dies_of": verdict})
+            text = json.dumps({"identity": known_by, "dies_of": verdict})
             write_text(cache / _FILE, text, private=True, sync=False, folder=True)
     if verdict:
         raise MissingExtraError(
@@ -113,11 +113,11 @@ def _try() -> str | None:
     return None
 
 
-def _known(path: Path, identity: list[str]) -> str | None:
+def _known(path: Path, known_by: list[str]) -> str | None:
     """The verdict of before, if it is of this build and machine."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        verdict = values["dies_of"] if values["identity"] == identity else None
+        verdict = values["dies_of"] if values["identity"] == known_by else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return verdict if isinstance(verdict, str) else None

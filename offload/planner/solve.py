@@ -18,7 +18,7 @@ from typing import Literal
 from localrt.offload.placement import PlacedUnit, UnitKind, Where
 from localrt.offload.planner.costs import Costs, expert_costs, layer_seconds
 
-AttentionPlace = Literal["card", "card first", "anywhere", "host"]
+AttentionPlace = Literal["gpu", "gpu first", "anywhere", "host"]
 Counts = Sequence[Mapping[Where, int]]
 """Per class, how many of its units go to each place."""
 
@@ -29,7 +29,7 @@ class UnitClass:
 
     ``kv`` are the bytes of a layer's keys and values, which lie where its attention is computed.
     Those of ``shared`` units are computed by both at once: seconds are an equal part of what a
-    layer takes with none of them on the card, or all.
+    layer takes with none of them on the GPU, or all.
     """
 
     names: tuple[str, ...]
@@ -54,7 +54,7 @@ class Problem:
 
     ``ram_slot`` and ``vram_slot`` bound the units that may be read and copied: rings must hold
     them. Without a GPU ``link_bytes_s`` is 0. ``attention``, and a mixture's routers, may have to
-    be on the card, or are put there first: prompts need them there, and keys and values cannot
+    be on the GPU, or are put there first: prompts need them there, and keys and values cannot
     change sides. It may have to be the CPU's, all of it: layers that share keys and values.
     """
 
@@ -88,7 +88,7 @@ class Problem:
                 places.append(Where.SSD_LINK)
         if readable:
             places.append(Where.SSD)
-        if self.attention == "card" and self.attends(group):
+        if self.attention == "gpu" and self.attends(group):
             return tuple(place for place in places if place.on_gpu)
         if self.attention == "host" and group.kind == "attention":
             return tuple(place for place in places if not place.on_gpu)
@@ -226,7 +226,7 @@ def _fill_vram(problem: Problem) -> list[int]:
 
     candidates = [n for n, g in enumerate(problem.classes) if Where.VRAM in problem.places(g)]
     candidates.sort(key=gain, reverse=True)
-    if problem.attention in ("card", "card first"):
+    if problem.attention in ("gpu", "gpu first"):
         candidates.sort(key=lambda n: not problem.attends(problem.classes[n]))
     for number in candidates:
         group = problem.classes[number]

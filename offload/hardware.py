@@ -7,12 +7,10 @@ knows no model, and imports neither torch nor, outside the memory measurement, n
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from localrt.common.version import __version__
 from localrt.offload.memory import MemoryState, memory_state
 
 # The kernels' name for each feature, and how Linux and macOS spell it.
@@ -37,8 +36,6 @@ _FEATURES = {
     "i8mm": ("i8mm", "hw.optional.arm.FEAT_I8MM"),
     "sve": ("sve",),
 }
-_BLOCK = 4 << 20
-_SAMPLE_BYTES = 128 << 20
 _MEMORY_SAMPLE_BYTES = 256 << 20
 
 
@@ -115,28 +112,10 @@ def gpus() -> tuple[Gpu, ...]:
     return _parse_nvidia_smi(output.stdout)
 
 
-def measure_disk_read(folder: Path, size: int = _SAMPLE_BYTES) -> DiskSpeed:
-    """Read a fresh file of ``size`` bytes in ``folder`` past the page cache; the file is deleted.
-
-    Raises:
-        OSError: ``folder`` cannot be written, or its disk is full.
-    """
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".localrt-speed-") as file:
-        block = os.urandom(_BLOCK)  # not compressible: some disks would cheat
-        for _ in range(max(1, size // _BLOCK)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        descriptor, method = _open_uncached(Path(file.name), file.fileno())
-        try:
-            with mmap.mmap(-1, _BLOCK) as buffer:  # page-aligned, as direct reads need
-                done, started = 0, time.perf_counter()
-                while count := _read_into(descriptor, buffer):
-                    done += count
-                seconds = time.perf_counter() - started
-        finally:
-            os.close(descriptor)
-    return DiskSpeed(done / seconds, method)
+def identity() -> list[str]:
+    """What rates depend on, beside the kernels: another processor or version measures again."""
+    cpu = probe().cpu
+    return [cpu.name, *cpu.features, str(cpu.usable_cores), __version__]
 
 
 def measure_memory_read(threads: int, size: int = _MEMORY_SAMPLE_BYTES) -> float:
@@ -251,30 +230,3 @@ def _parse_nvidia_smi(output: str) -> tuple[Gpu, ...]:
 
 def _mebibytes(cell: str) -> int | None:
     return int(cell) << 20 if cell.isdigit() else None  # "[N/A]" on cards that share RAM
-
-
-def _open_uncached(path: Path, written: int) -> tuple[int, str]:
-    """A descriptor whose reads come from the disk, as far as the system allows."""
-    if hasattr(os, "O_DIRECT"):
-        try:
-            return os.open(path, os.O_RDONLY | os.O_DIRECT), "direct"
-        except OSError:  # file systems in memory refuse it
-            pass
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(written, 0, 0, os.POSIX_FADV_DONTNEED)
-        return descriptor, "dropped from cache"
-    if sys.platform == "darwin":
-        import fcntl  # Windows has none
-
-        fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
-        return descriptor, "uncached"
-    return descriptor, "cached"
-
-
-def _read_into(descriptor: int, buffer: Any) -> int:
-    if hasattr(os, "readv"):
-        return os.readv(descriptor, [buffer])
-    data = os.read(descriptor, len(buffer))
-    buffer[: len(data)] = data
-    return len(data)

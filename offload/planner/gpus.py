@@ -1,10 +1,10 @@
-"""Graphics cards: one that was measured, and those that may not be here, for what-if plans.
+"""GPUs: one that was measured, and those that may not be here, for what-if plans.
 
-A table of cards that people have, with their maker's figures: the memory's size and rate, and the
+A table of GPUs that people have, with their maker's figures: the memory's size and rate, and the
 cores and boost clocks that arithmetic follows from, as NVIDIA's architecture papers (Turing, GA102,
-Ada, Blackwell) and its comparison of cards and of laptops (nvidia.com/geforce) have them. A laptop
-may hold its card to a lower clock. A link is PCIe by generation and lanes, of which pinned copies
-reach four fifths. A made-up card is written ``virtual:8GB@12GB/s,256GB/s,20TFLOPS``.
+Ada, Blackwell) and its comparison of GPUs and of laptops (nvidia.com/geforce) have them. A laptop
+may hold its GPU to a lower clock. A link is PCIe by generation and lanes, of which pinned copies
+reach four fifths. A made-up GPU is written ``virtual:8GB@12GB/s,256GB/s,20TFLOPS``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from localrt.quant.cuda.gpu_file import ROWS, GpuRates
 _VIRTUAL = re.compile(r"virtual:(?P<size>[^@]+)@(?P<link>[^,]+),(?P<memory>[^,]+),(?P<flops>[^,]+)")
 _FLOPS = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([GTP])(?:FLOPS?|OPS?)", re.IGNORECASE)
 _SCALE = {"G": 1e9, "T": 1e12, "P": 1e15}
-# Kernels reach about this much of a card's memory bandwidth.
+# Kernels reach about this much of a GPU's memory bandwidth.
 _REACHED = 0.85
 # A dense layer's step is ten, and the layer two units.
 _UNIT_LAUNCHES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """A card by its maker's figures: bytes, bytes per second, and dense operations per second on
-    16-bit numbers with float32 sums, which GeForce cards do at half the rate of float16 sums.
+class GpuModel:
+    """A GPU by its maker's figures: bytes, bytes per second, and dense operations per second on
+    16-bit numbers with float32 sums, which GeForce GPUs do at half the rate of float16 sums.
     """
 
     name: str
@@ -66,7 +66,7 @@ _LINKS = {
     "5x16": 50.0,
 }
 
-# GiB of memory, PCIe, GB/s of the memory, TFLOPS: of cards of one name the usual one comes first.
+# GiB of memory, PCIe, GB/s of the memory, TFLOPS: of GPUs of one name the usual one comes first.
 _ROWS: tuple[tuple[str, int, str, float, float], ...] = (
     ("MX450 Laptop 2GB", 2, "4x4", 80, 1.6),
     ("MX550 Laptop 2GB", 2, "4x8", 96, 2.6),
@@ -151,19 +151,19 @@ _ROWS: tuple[tuple[str, int, str, float, float], ...] = (
     ("T4 16GB", 16, "3x16", 320, 65),
 )
 
-CARDS: Mapping[str, Card] = MappingProxyType(
+GPUS: Mapping[str, GpuModel] = MappingProxyType(
     {
-        name: Card(name, gib << 30, _LINKS[pcie] * 1e9, gb_s * 1e9, tflops * 1e12)
+        name: GpuModel(name, gib << 30, _LINKS[pcie] * 1e9, gb_s * 1e9, tflops * 1e12)
         for name, gib, pcie, gb_s, tflops in _ROWS
     }
 )
-"""Cards by name."""
+"""GPUs by name."""
 
-DEFAULT_CARD = "RTX 4060 8GB"
+DEFAULT_GPU = "RTX 4060 8GB"
 
 
 def measured_profile(name: str, vram_bytes: int, rates: GpuRates) -> GpuProfile:
-    """A card of this machine by what was measured on it."""
+    """A GPU of this machine by what was measured on it."""
     return GpuProfile(
         name=name,
         vram_bytes=vram_bytes,
@@ -188,38 +188,38 @@ _OTHERS = re.compile(
 
 def other_gpu(text: str) -> str:
     """A line about a GPU that localrt's kernels are not for; empty where ``text`` names none."""
-    if _OTHERS.search(text) is None or find_card(text) is not None:
+    if _OTHERS.search(text) is None or find_gpu(text) is not None:
         return ""
     return f"localrt uses NVIDIA GPUs from GTX 16 and RTX 20 on: {text.strip()} is left out"
 
 
-def find_card(name: str, vram_bytes: int | None = None) -> Card | None:
-    """The card that a name means, however a driver or a person writes it: None if none is close.
+def find_gpu(name: str, vram_bytes: int | None = None) -> GpuModel | None:
+    """The GPU that a name means, however a driver or a person writes it: None if none is close.
 
-    Of cards of one name the one that comes closest to ``vram_bytes``, else the usual one. A card
+    Of GPUs of one name the one that comes closest to ``vram_bytes``, else the usual one. A GPU
     that only laptops have needs no word for it.
     """
     return _find(_words(name), vram_bytes) or _find([*_words(name), "laptop"], vram_bytes)
 
 
-def _find(wanted: list[str], vram_bytes: int | None) -> Card | None:
+def _find(wanted: list[str], vram_bytes: int | None) -> GpuModel | None:
     sizes = [word for word in wanted if re.fullmatch(r"\d+gb", word)]
-    found: list[tuple[int, Card]] = []
-    for card in CARDS.values():
-        *model, size = _words(card.name)
+    found: list[tuple[int, GpuModel]] = []
+    for gpu in GPUS.values():
+        *model, size = _words(gpu.name)
         if all(word in wanted for word in model) and (not sizes or sizes[0] == size):
-            found.append((len(model), card))
+            found.append((len(model), gpu))
     most = max((words for words, _ in found), default=0)
-    cards = [card for words, card in found if words == most]
+    gpus = [gpu for words, gpu in found if words == most]
     if vram_bytes is not None:
-        cards.sort(key=lambda card: abs(card.vram_bytes - vram_bytes))
-    return cards[0] if cards else None
+        gpus.sort(key=lambda gpu: abs(gpu.vram_bytes - vram_bytes))
+    return gpus[0] if gpus else None
 
 
-def parse_card(text: str) -> Card:
-    """A card of the table by its name, or ``virtual:SIZE@LINK,MEMORY,ARITHMETIC``.
+def parse_gpu(text: str) -> GpuModel:
+    """A GPU of the table by its name, or ``virtual:SIZE@LINK,MEMORY,ARITHMETIC``.
 
-    ``virtual:NAME`` is the card of the table too.
+    ``virtual:NAME`` is the GPU of the table too.
 
     Raises:
         OptionError: neither.
@@ -228,9 +228,9 @@ def parse_card(text: str) -> Card:
         match = _VIRTUAL.fullmatch(text)
         if match is None:
             raise OptionError(
-                f"{text!r} is not a card: write it like virtual:8GB@12GB/s,256GB/s,20TFLOPS"
+                f"{text!r} is not a GPU: write it like virtual:8GB@12GB/s,256GB/s,20TFLOPS"
             )
-        return Card(
+        return GpuModel(
             text,
             parse_size(match["size"]),
             parse_bandwidth(match["link"]),
@@ -238,16 +238,16 @@ def parse_card(text: str) -> Card:
             _parse_flops(match["flops"]),
             reached=1.0,
         )
-    card = find_card(text.removeprefix("virtual:"))
-    if card is None:
-        close = difflib.get_close_matches(text.upper(), CARDS, n=3, cutoff=0.7)
+    gpu = find_gpu(text.removeprefix("virtual:"))
+    if gpu is None:
+        close = difflib.get_close_matches(text.upper(), GPUS, n=3, cutoff=0.7)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         raise OptionError(
-            f'no card {text!r} in the table: {meant}Write it like "RTX 4060", "RTX 4060 Ti 16GB" '
+            f'no GPU {text!r} in the table: {meant}Write it like "RTX 4060", "RTX 4060 Ti 16GB" '
             'or "RTX 4060 Laptop" (from GTX 1630 to RTX 5090), '
             "or make one up: virtual:8GB@12GB/s,256GB/s,20TFLOPS"
         )
-    return card
+    return gpu
 
 
 def parse_bandwidth(text: str) -> float:
@@ -275,7 +275,7 @@ def _parse_flops(text: str) -> float:
 
 
 def _words(name: str) -> list[str]:
-    """Lower-case words, joined to what makes them another card: "RTX 4060 Ti" is no "RTX 4060"."""
+    """Lower-case words, joined to what makes them another GPU: "RTX 4060 Ti" is no "RTX 4060"."""
     text = re.sub(r"(\d)\s+gb\b", r"\1gb", name.lower())
     text = re.sub(r"\b(mobile|max-q|notebook)\b", "laptop", text)
     text = re.sub(r"\b(\d{4}(?:\s*ti)?)m\b", r"\1 laptop", text)

@@ -1,7 +1,10 @@
-"""About how fast a model would be, in milliseconds: counts by rules for usual rings, no replay.
+"""What to expect of a model: in milliseconds by ``estimate``, at length by ``find_plan``.
 
-For tables of many models, and to choose among many files. A pass is taken to last as long as its
-busiest resource works: rates are within a quarter of those of ``make_plan``, mostly within a tenth.
+An estimate takes counts by rules for usual rings, and a pass to last as long as its busiest
+resource works: rates are within a quarter of those that a replay gives, mostly within a tenth. It
+is for tables of many models, for choosing among files, and for what a change would bring, in
+proportion to the plan. The plan of a model that is not on this machine tells the figures that
+tables have.
 """
 
 from __future__ import annotations
@@ -10,16 +13,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from localrt.offload.account import PREFILL_ROWS
+from localrt.common.formatting import format_bytes
+from localrt.offload.account import PREFILL_ROWS, placed_account
 from localrt.offload.placement import Where
-from localrt.offload.planner.candidates import costs_of_rows, quick_solutions
-from localrt.offload.planner.config_shapes import shape_from_config
 from localrt.offload.planner.costs import Costs
-from localrt.offload.planner.plan import PlanRequest
-from localrt.offload.planner.rules import Counts, Problem, bound
-from localrt.offload.planner.search import prepare
-from localrt.offload.planner.verdict import Expected
+from localrt.offload.planner.plan import Plan, PlanRequest, Prediction
+from localrt.offload.planner.search import (
+    Candidate,
+    best_placement,
+    costs_of_rows,
+    prepare,
+    quick_solutions,
+)
+from localrt.offload.planner.shapes import shape_from_config
+from localrt.offload.planner.simulate import RESOURCES, simulate
+from localrt.offload.planner.solve import Counts, Problem, bound
+from localrt.offload.planner.verdict import PROMPT_TOKENS, Expected
 from localrt.offload.shapes import Experts, ModelShape
+
+EVEN_EXPERTS = "experts are taken to be chosen evenly: a cache that follows the text reads less"
+"""Said of every mixture."""
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _USED = ("num_experts_per_tok", "top_k_experts")
@@ -49,7 +62,7 @@ def outline(config: Mapping[str, Any], *, name: str, format: str | None = None) 
 
 def estimate(request: PlanRequest) -> Expected | None:
     """Of the best plan for ``request``; None where nothing fits."""
-    if request.uses_gpu and request.shape.off_card:
+    if request.uses_gpu and request.shape.off_gpu:
         found = estimate(request.without_gpu())
         return found and replace(found, gpu_unused=True)
     request, rooms, _ = prepare(request)
@@ -73,8 +86,9 @@ def estimate(request: PlanRequest) -> Expected | None:
         needed=round(sum(nbytes * use for _, nbytes, use in placed)),
         read=round(sum(nbytes * use for where, nbytes, use in placed if where.read)),
         copied=round(sum(nbytes * use for where, nbytes, use in placed if where.copied)),
-        on_card=sum(nbytes for where, nbytes, _ in placed if where is Where.VRAM),
+        on_gpu=sum(nbytes for where, nbytes, _ in placed if where is Where.VRAM),
         by_cpu=round(sum(nbytes * use for where, nbytes, use in placed if where is Where.RAM)),
+        thinks=request.thinks,
     )
 
 
@@ -114,10 +128,10 @@ def _expert_times(shape: ModelShape) -> int:
 
 
 def _prompt_seconds(costs: Costs, problem: Problem, counts: Counts) -> float:
-    """Of a prompt's pass, with what the CPU has computed by it, or copied to the card for it."""
+    """Of a prompt's pass, with what the CPU has computed by it, or copied to the GPU for it."""
     many = costs_of_rows(costs, PREFILL_ROWS)
     units = {unit.name: unit for unit in costs.shape.units}
-    read = copied = by_cpu = crossing = by_card = stays = 0.0
+    read = copied = by_cpu = crossing = by_gpu = stays = 0.0
     for group, places in zip(problem.classes, counts, strict=True):
         unit, share, rows = units[group.names[0]], group.use, PREFILL_ROWS
         if group.kind == "expert":
@@ -130,12 +144,90 @@ def _prompt_seconds(costs: Costs, problem: Problem, counts: Counts) -> float:
                 stays += used * many.gpu(unit, rows)
             elif problem.link_bytes_s and group.kind in ("mlp", "expert"):
                 by_cpu += used * many.cpu(unit, rows)
-                by_card += used * many.gpu(unit, rows)
+                by_gpu += used * many.gpu(unit, rows)
                 crossing += used * group.nbytes
             else:
                 stays += used * many.cpu(unit, rows)
     disk, link = read / problem.ssd_bytes_s, problem.link_bytes_s
     ways = [max(disk, copied / link if link else 0.0, stays + by_cpu)]
     if crossing:
-        ways.append(max(disk, (copied + crossing) / link, stays + by_card))
+        ways.append(max(disk, (copied + crossing) / link, stays + by_gpu))
     return min(ways) + costs.per_pass()
+
+
+# -- at length -------------------------------------------------------------------------------------
+
+
+def find_plan(request: PlanRequest) -> Plan | None:
+    """The best plan, or None where nothing fits."""
+    notes = tuple(filter(None, (request.note, *request.shape.notes)))
+    placed, best, more = best_placement(request)
+    if best is not None:
+        return _planned(placed, best, (*notes, *more))
+    if not request.uses_gpu:
+        return None
+    plan = find_plan(request.without_gpu())
+    if plan is None:
+        return None
+    note = f"{format_bytes(request.budgets.vram)} of GPU memory are too little to be of use"
+    return replace(plan, notes=(*plan.notes, note))
+
+
+def _planned(request: PlanRequest, best: Candidate, notes: tuple[str, ...]) -> Plan:
+    shape, placement = request.shape, best.placement
+    if shape.experts is not None:
+        notes = (*notes, EVEN_EXPERTS)
+    if placement.prefill_rows < min(PREFILL_ROWS, request.most_prefill_rows):
+        note = f"prompts go {placement.prefill_rows} tokens at a time, to fit the budget"
+        notes = (*notes, note)
+    return Plan(
+        request=request,
+        placement=placement,
+        prediction=_predicted(request, best),
+        memory=placed_account(
+            shape,
+            request.budgets,
+            placement,
+            ctx=request.ctx,
+            kv_format=request.kv_format,
+            sequences=request.sequences,
+            rows=max(placement.prefill_rows, request.rows, request.sequences),
+        ),
+        notes=notes,
+    )
+
+
+def _predicted(request: PlanRequest, best: Candidate) -> Prediction:
+    """The final replay, and those for prompts and the full context."""
+    placement = best.placement
+    steady = simulate(request.costs(), placement)
+    full = simulate(request.costs(held=request.ctx), placement)
+
+    def prompt_seconds(rows: int) -> float:
+        """Of a pass of a prompt."""
+        held = max(0, min(request.ctx, 512) - rows) // 2
+        costs = request.costs(rows=rows, held=held)
+        return simulate(costs, placement, passes=2, warm_up=1).seconds
+
+    prompt = prompt_seconds(placement.prefill_rows)
+    page_rows = min(PROMPT_TOKENS, placement.prefill_rows)
+    page = prompt if page_rows == placement.prefill_rows else prompt_seconds(page_rows)
+    tokens, busy = request.sequences, steady.busy
+    tok_s, page_s = tokens / steady.seconds, page * PROMPT_TOKENS / page_rows
+    full_tok_s, ceiling = tokens / full.seconds, tokens / steady.bound
+    if request.quantization and (expected := estimate(request)) is not None:
+        full_tok_s *= expected.tok_s / tok_s
+        tok_s, page_s, ceiling = expected.tok_s, expected.wait_s, max(ceiling, expected.tok_s)
+    return Prediction(
+        tok_s=tok_s,
+        ceiling_tok_s=ceiling,
+        bottleneck=max(RESOURCES, key=lambda name: busy[name]),
+        efficiency=steady.efficiency,
+        prefill_tok_s=placement.prefill_rows / prompt,
+        page_s=page_s,
+        held=request.held_tokens,
+        full_context_tok_s=full_tok_s,
+        nbytes=dict(steady.nbytes),
+        busy=dict(busy),
+        waits=dict(steady.waits),
+    )

@@ -1,21 +1,30 @@
-"""A plan in words: what lives where, what a token costs, where the time goes, what would help.
+"""A plan in words: what a person reads first (``page``), and all tables (``explain``).
 
-Text for people, in lines; the same facts for programs are ``Plan.to_dict``.
+The page has the verdict, what to type, and what would change it. Text for people, in lines; the
+same facts for programs are ``Plan.to_dict``.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import expm1
 
-from localrt.common.formatting import format_bytes, format_rate, format_seconds
+from localrt.common.formatting import (
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    table,
+)
 from localrt.offload.account import Tier
 from localrt.offload.placement import PlacedUnit, Where
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.plan import Plan, PlannedSize, PlanRequest
+from localrt.offload.planner.predict import EVEN_EXPERTS
 from localrt.offload.planner.simulate import Resource
-from localrt.offload.planner.verdict import PROMPT_TOKENS, UNITS, speed
+from localrt.offload.planner.verdict import PROMPT_TOKENS, READING_TOK_S, UNITS, speed
 from localrt.offload.shapes import ModelShape
 
 _PLACES = {
@@ -25,7 +34,7 @@ _PLACES = {
     Where.RAM: "in RAM, computed by the CPU",
     Where.SSD: "on the SSD, read for each token, computed by the CPU",
 }
-_SIZE_PLACES = {"streamed": "streamed", "memory": "all in memory", "card": "all in GPU memory"}
+_SIZE_PLACES = {"streamed": "streamed", "memory": "all in memory", "gpu": "all in GPU memory"}
 _RESOURCES: dict[Resource, str] = {"ssd": "disk", "link": "link", "cpu": "CPU", "gpu": "GPU"}
 _TABLES = {"inputs": "inputs of each layer", "ngrams": "table of hashed n-grams"}
 _KINDS = {
@@ -259,3 +268,112 @@ def _long_passes(plan: Plan) -> Iterator[str]:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+_WIDTH = 100
+_MOST_GAINS = 5
+_MOST_NOTES = 2
+
+
+def page(plan: Plan) -> str:
+    """The plan in about twenty lines."""
+    return "\n".join(_page_lines(plan))
+
+
+def _page_lines(plan: Plan) -> Iterator[str]:
+    shape, called = plan.request.shape, plan.request.called
+    yield str(plan.verdict)
+    yield ""
+    if plan.hypothetical:
+        yield from _wrapped(hypothetical_line(plan.hypothetical))
+    size = f"{format_bytes(shape.nbytes)} of weights"
+    kind = f" in {plan.quantization}" if plan.quantization else ""
+    yield f"{called or shape.name}: {format_count(shape.parameters)} parameters, {size}{kind}"
+    yield from _wrapped(f"Forecast from {', '.join(figures(plan.request.machine))}, {_room(plan)}")
+    yield f"{_prompt(plan)}."
+    yield UNITS
+    if plan.command:
+        yield ""
+        yield "To run it there, type" if plan.hypothetical else "To run it, type"
+        yield f"  {plan.command}"
+    if plan.contexts:
+        yield ""
+        yield "Longest conversation"
+        yield from _indented(_contexts(plan))
+    if gains := _gains(plan):
+        yield ""
+        yield "What would make it faster"
+        yield from _indented(gains, "rr")
+    notes = [note for note in plan.notes if note != EVEN_EXPERTS][:_MOST_NOTES]
+    if notes:
+        yield ""
+        for note in notes:
+            yield from _wrapped(f"Note: {note}")
+    yield ""
+    yield "Where the weights go, and where the time: add --details"
+
+
+def _room(plan: Plan) -> str:
+    budgets = plan.request.budgets
+    source = plan.request.machine.sources.get("ram_bytes", "typical")
+    text = f"{format_bytes(budgets.ram)} of RAM to use ({source})"
+    if plan.request.uses_gpu:
+        text += f", {format_bytes(budgets.vram)} of GPU memory"
+    return text
+
+
+def _prompt(plan: Plan) -> str:
+    wait = format_seconds(plan.expected.wait_s)
+    return f"A page of text ({PROMPT_TOKENS} tokens) is read in {wait}"
+
+
+def _contexts(plan: Plan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for number, each in enumerate(plan.contexts):
+        why = "all that the model has" if each.whole else "the most that fits"
+        if number:
+            why = "the most at reading speed"
+            if plan.tok_s < READING_TOK_S:
+                why = "the most that does not slow it down"
+        rows.append(
+            (
+                f"{each.tokens:,} tokens",
+                why,
+                f"{speed(each.tok_s)} when full",
+                _shown(each.command, plan),
+            )
+        )
+    return rows
+
+
+def _gains(plan: Plan) -> list[tuple[str, ...]]:
+    """Changes, and smaller weights: the best first."""
+    gains = [(each.gain, each.tok_s, each.what, each.command) for each in plan.changes]
+    for size in plan.sizes[1:]:
+        what = f"weights of {size.bits:.1f} bits, {format_bytes(size.nbytes)}"
+        gains.append((size.tok_s / plan.tok_s, size.tok_s, what, size.command))
+    gains.sort(key=lambda each: each[0], reverse=True)
+    return [
+        (speed(tok_s), f"{gain:.1f}x", what, _shown(command, plan))
+        for gain, tok_s, what, command in gains[:_MOST_GAINS]
+    ]
+
+
+def _shown(command: str, plan: Plan) -> str:
+    """Of the plan's own command with another option, the option."""
+    if plan.command and command.startswith(f"{plan.command} --"):
+        return f"add {command.removeprefix(plan.command).strip()}"
+    return command
+
+
+def _indented(rows: list[tuple[str, ...]], align: str = "r") -> Iterator[str]:
+    """Columns, without headers."""
+    blank = ("",) * len(rows[0])
+    for line in table(rows, blank, align).split("\n")[1:]:
+        yield f"  {line}"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, subsequent_indent="  ", break_long_words=False)

@@ -1,1 +1,0 @@
-"""What this computer is, and how fast it reads, multiplies and copies."""

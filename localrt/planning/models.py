@@ -1,0 +1,170 @@
+"""The model that is planned for: found on this machine, or by its published config.
+
+No weight is read, and of a hub model that is not here nothing but its config is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from localrt.common.errors import (
+    CheckpointError,
+    ModelNotFoundError,
+    OptionError,
+    UnsupportedModelError,
+)
+from localrt.common.files import write_text
+from localrt.common.option_names import option
+from localrt.common.settings import Settings
+from localrt.hub import resolve
+from localrt.hub.cache import CachedRepo
+from localrt.hub.known_models import KNOWN_MODELS, KnownModel
+from localrt.hub.listing import expand_name
+from localrt.hub.names import looks_like_path, parse_hub_ref
+from localrt.models.checkpoints import open_checkpoint
+from localrt.offload.planner import ModelShape
+from localrt.offload.planner.advice import in_format
+from localrt.offload.planner.shapes import shape_from_config
+from localrt.offload.shapes import shape_from_checkpoint
+from localrt.quant.formats import FORMATS
+
+_CONFIG = "config.json"
+_CONFIGS = "configs"  # below the cache folder
+_WEIGHTS = (".safetensors", ".gguf")
+
+
+def find_model(
+    model: str,
+    settings: Settings,
+    *,
+    revision: str | None = None,
+    offline: bool | None = None,
+) -> Path:
+    """The model on this machine; of a hub model that is not here, its config alone.
+
+    Short names need no network: their configs are known.
+
+    Raises:
+        ModelNotFoundError: neither is to be had.
+    """
+    offline = settings.offline if offline is None else offline
+    try:
+        return resolve(
+            model, settings=settings, revision=revision, offline=offline, download=False
+        ).path
+    except ModelNotFoundError:
+        name = expand_name(model, settings)
+        known = next((each for each in KNOWN_MODELS if each.repo == name), None)
+        if known is not None:
+            return _known_config(settings, known)
+        ref = None if looks_like_path(name) else parse_hub_ref(name)
+        if ref is None or ref.variant is not None:
+            raise
+        found = _cached_config(settings, ref.repo)
+        if found is None and not offline:
+            found = _download_config(settings, ref.repo, revision or ref.revision)
+        if found is None:
+            raise
+        return found
+
+
+def known_model_of(path: Path, settings: Settings) -> KnownModel | None:
+    """The model of the table of names whose config ``find_model`` made, for it is not here."""
+    if path.name != _CONFIG or path.parent.parent != settings.cache_dir / _CONFIGS:
+        return None
+    return next((each for each in KNOWN_MODELS if _folder_of(each) == path.parent.name), None)
+
+
+def shape_of(path: Path, format: str | None = None) -> ModelShape:
+    """The shape of the model at ``path``, or of its config without weights, packed in ``format``.
+
+    Raises:
+        OptionError: no such format.
+        UnsupportedModelError: the planner does not know the architecture.
+        CheckpointError: a damaged file.
+    """
+    if format is not None and format not in FORMATS:
+        raise OptionError(f"{option('format')} must be one of {', '.join(FORMATS)}, is {format!r}")
+    config = path if path.name == _CONFIG else path / _CONFIG
+    if config.is_file() and not has_weights(config.parent):
+        return _shape_of_config(config, format)
+    try:
+        checkpoint = open_checkpoint(path)
+    except UnsupportedModelError:
+        # Its config may be known where its weights are not.
+        if not config.is_file():
+            raise
+        return _shape_of_config(config, format)
+    try:
+        shape = shape_from_checkpoint(checkpoint)
+        shape = replace(shape, notes=(*shape.notes, *checkpoint.notes))
+    finally:
+        checkpoint.close()
+    return shape if format is None else in_format(shape, format, always=True)
+
+
+def _known_config(settings: Settings, known: KnownModel) -> Path:
+    """A file with the config that comes with localrt."""
+    path = settings.cache_dir / _CONFIGS / _folder_of(known) / _CONFIG
+    write_text(path, json.dumps(dict(known.config())), sync=False, folder=True)
+    return path
+
+
+def _folder_of(known: KnownModel) -> str:
+    return known.name.replace(":", "-")
+
+
+def _cached_config(settings: Settings, repo: str) -> Path | None:
+    cached = CachedRepo(settings.hub_cache, repo)
+    for commit in reversed(cached.commits()):
+        path = cached.snapshot(commit) / _CONFIG
+        if path.is_file():
+            return path
+    return None
+
+
+def _download_config(settings: Settings, repo: str, revision: str | None) -> Path | None:
+    """The config of a repository that has one: a few kilobytes, no weights."""
+    from localrt.hub.download import (
+        download,
+        list_repo,  # these two import huggingface_hub
+    )
+
+    remote = list_repo(repo, revision, settings)
+    if _CONFIG not in remote.files:
+        return None
+    cached = download(remote, [_CONFIG], revision=revision, settings=settings)
+    return cached.snapshot(remote.commit) / _CONFIG
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a model that was found is more than its config."""
+    if path.is_file():
+        return path.name != _CONFIG
+    return any(entry.suffix in _WEIGHTS for entry in path.iterdir())
+
+
+def _shape_of_config(config: Path, format: str | None) -> ModelShape:
+    return shape_from_config(_read_config(config), name=_name_of(config), format=format)
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    return values
+
+
+def _name_of(config: Path) -> str:
+    """The folder's name, or the repository's for one in the hub's cache."""
+    parents = config.absolute().parents
+    if len(parents) > 2 and parents[1].name == "snapshots":
+        return parents[2].name.removeprefix("models--").replace("--", "/")
+    return parents[0].name

@@ -1,0 +1,254 @@
+"""The best plan, or ways out where nothing fits; and what would make a plan better.
+
+What cannot fit is refused with ways out, each of which was found to work: it is slow only where the
+answer is no. What would help (more RAM, a faster disk, a smaller format, fewer bits) and how long
+contexts may be is estimated with and without, and told in proportion to the plan, if it pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
+from localrt.offload.account import SMALLEST_CONTEXT, activation_nbytes, shorter_contexts
+from localrt.offload.planner.plan import Change, Plan, PlannedContext, PlanRequest
+from localrt.offload.planner.predict import estimate, find_plan
+from localrt.offload.planner.search import fits
+from localrt.offload.planner.verdict import READING_TOK_S
+from localrt.offload.shapes import ModelShape, aligned
+from localrt.quant.formats import FORMATS
+
+LEAST_GAIN = 1.05
+"""Times as fast: less is not worth a line."""
+
+_MOST_LINES = 5
+_LAYERS = ("attention", "mlp", "expert")
+_TABLE = FORMATS["int8-g32"]
+_SMALLEST_FORMAT = "int4-g128"
+_AS_FAST = 0.9  # of the plan's speed, where that is below reading speed
+_MEGABYTE = 1_000_000
+_MOST_OPTIONS = 3
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """The best plan for ``request``.
+
+    Raises:
+        MemoryBudgetError: it cannot fit; says what does.
+        OptionError: a ``kv_format`` that latents are not kept in.
+    """
+    if request.kv_format == "int4" and any(layer.latent for layer in request.shape.kv):
+        raise OptionError(
+            f"{option('kv_format', 'int4')} is not for latent attention "
+            f"({request.shape.architecture}), whose "
+            "cache is small as it is: use bf16 or int8"
+        )
+    if request.uses_gpu and (missing := request.shape.off_gpu):
+        note = f"the GPU is not used: this model needs localrt's own kernels, and {missing}"
+        shape = replace(request.shape, notes=(*request.shape.notes, note))
+        request = replace(request.without_gpu(), shape=shape)
+    plan = find_plan(request)
+    if plan is None:
+        raise _refusal(request)
+    return plan
+
+
+def _refusal(request: PlanRequest) -> MemoryBudgetError:
+    """The error for a request that has no plan."""
+    shape, budgets = request.shape, request.budgets
+    kv = request.sequences * sum(shape.kv_nbytes(request.kv_format, request.ctx))
+    largest = max(unit.nbytes for unit in shape.units if unit.use)
+    parts = (
+        f"process {format_bytes(budgets.process_bytes(shape.vocab))}",
+        f"keys and values of {request.ctx} tokens {format_bytes(kv)}",
+        f"activations {format_bytes(activation_nbytes(shape.pass_sizes, 32))}",
+        f"a ring for the largest unit {format_bytes(largest)}",
+    )
+    ways = "; or ".join(islice(_options(request), _MOST_OPTIONS)) or "use a smaller model"
+    if request.ctx > shape.context_length:
+        ways = f"its own context is {shape.context_length} tokens; {ways}"
+    memory = f"{format_bytes(budgets.ram)} of RAM"
+    if request.uses_gpu:
+        memory += f" and {format_bytes(budgets.vram)} of GPU memory"
+    return MemoryBudgetError(
+        f"{shape.name} does not fit {memory}, even with its weights on the SSD "
+        f"({', '.join(parts)}): {ways}"
+    )
+
+
+def least_ram(request: PlanRequest) -> int | None:
+    """The smallest RAM budget that works, in whole megabytes; None if no RAM is enough."""
+    high = 2 * (
+        request.shape.nbytes
+        + request.sequences * sum(request.shape.kv_nbytes(request.kv_format, request.ctx))
+        + request.budgets.process_bytes(request.shape.vocab)
+        + (1 << 30)
+    )
+    if not fits(_with_ram(request, high)):
+        return None
+    low = 0
+    while high - low > _MEGABYTE // 2:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(_with_ram(request, middle)) else (middle, high)
+    return -(-high // _MEGABYTE) * _MEGABYTE
+
+
+def _options(request: PlanRequest) -> Iterator[str]:
+    trained = request.shape.context_length
+    if request.ctx > trained:  # no more than the model has is of use
+        own = replace(request, ctx=trained)
+        if fits(own):
+            yield f"all of it fits ({option('ctx', trained)})"
+        else:
+            yield from _options(own)
+        return
+    for ctx in shorter_contexts(request.ctx):
+        if fits(replace(request, ctx=ctx)):
+            yield f"a context of {ctx} tokens fits ({option('ctx', ctx)})"
+            break
+    for kv_format in ("int8", "int4"):
+        smaller = replace(request, kv_format=kv_format)
+        if request.kv_format == "bf16" and fits(smaller):
+            yield f"keys and values in {kv_format} fit ({option('kv_format', kv_format)})"
+            break
+    if (least := least_ram(request)) is not None:
+        megabytes = least // _MEGABYTE
+        yield f"give it at least {megabytes} MB of RAM ({option('ram', f'{megabytes}MB')})"
+    if request.sequences > 1 and fits(replace(request, sequences=1)):
+        yield "one sequence at a time fits"
+    if not request.kv_on_ssd and not request.uses_gpu and fits(replace(request, kv_on_ssd=True)):
+        yield f"keys and values on the SSD fit ({option('kv_on_ssd')})"
+    shorter = replace(request, ctx=min(request.ctx, SMALLEST_CONTEXT), kv_format="int8")
+    if (least := least_ram(shorter)) is not None:
+        yield (
+            f"a context of {shorter.ctx} tokens with int8 keys and values fits "
+            f"{least // _MEGABYTE} MB of RAM ({option('ctx', shorter.ctx)}, "
+            f"{option('kv_format', 'int8')}, {option('ram', f'{least // _MEGABYTE}MB')})"
+        )
+
+
+def _with_ram(request: PlanRequest, ram: int) -> PlanRequest:
+    return replace(request, budgets=replace(request.budgets, ram=ram))
+
+
+# -- what would help -------------------------------------------------------------------------------
+
+
+def helpful_changes(plan: Plan) -> tuple[Change, ...]:
+    """The changes that make the plan faster, best first."""
+    now = estimate(plan.request)
+    if now is None:
+        return ()
+    found = []
+    for what, changed, named in _changes(plan):
+        expected = estimate(changed)
+        gain = 0.0 if expected is None else expected.tok_s / now.tok_s
+        if gain > LEAST_GAIN:
+            found.append(Change(what, gain * plan.tok_s, gain, named))
+    return tuple(sorted(found, key=lambda each: each.gain, reverse=True)[:_MOST_LINES])
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, PlanRequest, tuple[str, str] | None]]:
+    """(what is changed, the changed request, the option that does it)."""
+    request, budgets = plan.request, plan.request.budgets
+    machine = request.machine
+    moved = plan.prediction.nbytes["ssd"]
+    if moved:
+        on_ssd = sum(
+            unit.nbytes
+            for unit in request.shape.units
+            if unit.use and plan.placement.where[unit.name].read
+        )
+        for more in dict.fromkeys((_round(on_ssd / 4), _round(1.05 * on_ssd + 64e6))):
+            bigger = replace(budgets, ram=budgets.ram + more)
+            yield f"{format_bytes(more)} more RAM", replace(request, budgets=bigger), None
+        faster = replace(machine, ssd_bytes_s=2 * machine.ssd_bytes_s)
+        yield "a disk twice as fast", replace(request, machine=faster), None
+    if request.uses_gpu:
+        assert machine.link_bytes_s is not None, "a GPU has a link"
+        bigger = replace(budgets, vram=budgets.vram + (4 << 30))
+        yield "4 GB more GPU memory", replace(request, budgets=bigger), None
+        faster = replace(machine, link_bytes_s=2 * machine.link_bytes_s)
+        yield "a link twice as fast", replace(request, machine=faster), None
+    small = in_format(request.shape, _SMALLEST_FORMAT)
+    if small.pass_nbytes < 0.95 * request.shape.pass_nbytes:
+        named = ("format", _SMALLEST_FORMAT)
+        yield f"weights in {_SMALLEST_FORMAT}", replace(request, shape=small), named
+    if request.kv_format == "bf16":
+        smaller = replace(request, kv_format="int8")
+        yield "keys and values in int8", smaller, ("kv_format", "int8")
+
+
+def _round(nbytes: float) -> int:
+    """To two digits, upwards: people buy round numbers."""
+    step = 10 ** max(6, len(str(int(nbytes))) - 2)
+    return int(-(-nbytes // step) * step)
+
+
+def largest_contexts(plan: Plan) -> tuple[PlannedContext, ...]:
+    """Halves of the model's context are tried.
+
+    First the largest that fits; then, where answers come below reading speed with all of it held,
+    the largest with which they do not. A plan below reading speed is compared with itself.
+    """
+    request = plan.request
+    whole = request.shape.context_length
+    now = estimate(request)
+    scale = 1.0 if now is None else plan.tok_s / now.tok_s
+    enough = min(READING_TOK_S, _AS_FAST * plan.tok_s)
+    largest: PlannedContext | None = None
+    for tokens in (whole, *shorter_contexts(whole)):
+        expected = estimate(replace(request, ctx=tokens, held=tokens))
+        if expected is None:
+            continue
+        tried = PlannedContext(tokens, scale * expected.tok_s, whole=tokens == whole)
+        largest = largest or tried
+        if tried.tok_s >= enough:
+            return (largest,) if tried is largest else (largest, tried)
+    return () if largest is None else (largest,)
+
+
+# -- other weights ---------------------------------------------------------------------------------
+
+
+def in_format(shape: ModelShape, format: str, *, always: bool = False) -> ModelShape:
+    """The model with every matrix that takes more bits packed in ``format``: an estimate.
+
+    With ``always`` those that take fewer bits too.
+    """
+    target = FORMATS[format]
+    units = []
+    for unit in shape.units:
+        elements = shape.vocab * shape.hidden if unit.kind == "embedding" else unit.macs
+        size = aligned(round(elements * target.bits_per_weight / 8))
+        changes = elements and (always or size < unit.nbytes)
+        units.append(replace(unit, nbytes=size, format=format) if changes else unit)
+    return replace(shape, units=tuple(units))
+
+
+def in_bits(shape: ModelShape, bits: float, format: str) -> ModelShape:
+    """The model with ``bits`` for each weight of its layers, mostly in ``format``: an estimate.
+
+    Embedding and head take eight bits if they have more, as quantizing leaves them.
+    """
+    units = []
+    for unit in shape.units:
+        elements, width, name = unit.macs, bits, format
+        if unit.kind not in _LAYERS:
+            width, name = _TABLE.bits_per_weight, _TABLE.name
+        if unit.name == "embedding":
+            elements = shape.vocab * shape.hidden
+        size = aligned(round(elements * width / 8))
+        changed = elements and size < unit.nbytes
+        units.append(replace(unit, nbytes=size, format=name) if changed else unit)
+    return replace(shape, units=tuple(units))
+
+
+def layer_bits(shape: ModelShape) -> float:
+    """Bits per weight of the layers."""
+    units = [unit for unit in shape.units if unit.kind in _LAYERS]
+    return 8 * sum(unit.nbytes for unit in units) / sum(unit.macs for unit in units)
