@@ -32,12 +32,7 @@ from localrt.service.arguments import (
     in_thread,
     joined,
 )
-from localrt.service.batching import (
-    Errors,
-    Prompts,
-    gathered,
-    stream_batch,
-)
+from localrt.service.batching import Errors, Prompts, gathered, stream_batch
 from localrt.service.core import Core, open_core
 from localrt.service.embedding import embed
 from localrt.service.live import LiveModel

@@ -16,13 +16,7 @@ from typing import Any
 
 from localrt.chat import ChatSession
 from localrt.chat_format.thinking import split_thinking
-from localrt.client.answer import (
-    ListedModel,
-    Reader,
-    events,
-    listed_models,
-    refusal,
-)
+from localrt.client.answer import ListedModel, Reader, events, listed_models, refusal
 from localrt.client.http import Exchange
 from localrt.client.servers import Address, LocalServer, read_address
 from localrt.common.closing import Closing
@@ -243,11 +237,7 @@ class _Conversation:
     """
 
     def __init__(
-        self,
-        address: Address,
-        model: str,
-        closed: threading.Event,
-        refused_tools: threading.Event,
+        self, address: Address, model: str, closed: threading.Event, refused_tools: threading.Event
     ) -> None:
         self._address = address
         self._model = model

@@ -53,12 +53,7 @@ _TYPES = {
     501: "not_implemented_error",
     503: "unavailable_error",
 }
-_ANTHROPIC_TYPES = {
-    **_TYPES,
-    413: "request_too_large",
-    501: "api_error",
-    503: "overloaded_error",
-}
+_ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 501: "api_error", 503: "overloaded_error"}
 
 ANTHROPIC_HEADER = "anthropic-version"  # of Anthropic's clients, which ask for models as well
 

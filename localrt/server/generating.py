@@ -52,9 +52,7 @@ _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 async def answer(
-    asked: ModelRequest,
-    call: Generation,
-    make: Callable[[Generation, str, TokenBytes], Reply],
+    asked: ModelRequest, call: Generation, make: Callable[[Generation, str, TokenBytes], Reply]
 ) -> Response:
     """The response to ``call``, of the model ``asked`` for; ``make`` puts it into words.
 

@@ -81,12 +81,7 @@ class InfillReply(Reply):
     """The response to a request with ``fields``."""
 
     def __init__(
-        self,
-        call: Generation,
-        model: str,
-        tokenizer: TokenBytes,
-        *,
-        fields: Mapping[str, Any],
+        self, call: Generation, model: str, tokenizer: TokenBytes, *, fields: Mapping[str, Any]
     ) -> None:
         super().__init__(call, model, tokenizer)
         self._chosen = fields.get("response_fields")

@@ -25,13 +25,7 @@ from localrt.common.option_names import on_command_line
 from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
 from localrt.offload.memory import current_rss, ram_budget
 from localrt.server.errors import ApiError, without_folders
-from localrt.server.models import (
-    Models,
-    Offered,
-    ServedModel,
-    meant,
-    not_here,
-)
+from localrt.server.models import Models, Offered, ServedModel, meant, not_here
 from localrt.server.options import ServeOptions
 
 _ANY = "*"  # an alias of the model that answers to names of none

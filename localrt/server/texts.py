@@ -191,10 +191,7 @@ async def tokenizer_info(request: Request) -> Response:
 
     def work(model: Model, _: threading.Event) -> dict[str, Any]:
         tokenizer = model.tokenizer
-        ends = {
-            "bos_token": tokenizer.bos_id,
-            "eos_token": min(tokenizer.eos_ids, default=None),
-        }
+        ends = {"bos_token": tokenizer.bos_id, "eos_token": min(tokenizer.eos_ids, default=None)}
         return {
             "tokenizer_class": type(tokenizer).__name__,
             "model_max_length": model.info.ctx,

@@ -52,11 +52,7 @@ def embed(
 
 
 def pooled_states(
-    engine: Engine,
-    texts: Sequence[Sequence[int]],
-    pooling: Pooling,
-    *,
-    check: Check | None = None,
+    engine: Engine, texts: Sequence[Sequence[int]], pooling: Pooling, *, check: Check | None = None
 ) -> Rows:
     """The vectors (texts, D) of ``texts``, each its tokens, at least one.
 

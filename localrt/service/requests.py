@@ -22,12 +22,7 @@ from localrt.chat_format.structured import Grammars
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import encode_chat
 from localrt.chat_format.thinking import CLOSE
-from localrt.common.errors import (
-    CancelledError,
-    ContextOverflowError,
-    OptionError,
-    TokenizerError,
-)
+from localrt.common.errors import CancelledError, ContextOverflowError, OptionError, TokenizerError
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
 from localrt.engine.options import Options, read_options

@@ -50,7 +50,7 @@ def test_a_formatted_size_reads_back_within_its_digits(count: int) -> None:
 def test_format_bytes() -> None:
     sizes = [0, 999, 98_123_456, 1_117_000_000, 8_000_000_000, 999_600]
     assert [format_bytes(size) for size in sizes] == [
-        *("0 B", "999 B", "98 MB", "1.1 GB", "8 GB", "1 MB"),
+        *("0 B", "999 B", "98 MB", "1.1 GB", "8 GB", "1 MB")
     ]
 
 

@@ -70,9 +70,7 @@ def test_what_cannot_be_is_refused(
 
 @pytest.mark.usefixtures("nothing_on_stdin")
 def test_a_model_that_cannot_says_so(
-    tiny: localrt.Model,
-    tiny_folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    tiny: localrt.Model, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(OptionError, match="no tokens to fill in the middle"):
         tiny.generate("a", suffix="b")

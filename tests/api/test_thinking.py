@@ -185,9 +185,7 @@ def test_a_conversation_goes_on_after_a_limit(thinker: localrt.Model) -> None:
 
 @pytest.mark.usefixtures("nothing_on_stdin")
 def test_on_the_command_line(
-    thinker: localrt.Model,
-    tiny_folder: Path,
-    capsys: pytest.CaptureFixture[str],
+    thinker: localrt.Model, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(thinker.info.path)
     few = ["--max-tokens", "40", "--temperature", "0"]

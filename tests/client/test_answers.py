@@ -19,12 +19,7 @@ from localrt.client.answer import events
 from localrt.client.http import _LOOK_S
 from localrt.client.model import connect
 from localrt.client.servers import read_address
-from localrt.common.errors import (
-    CancelledError,
-    ContextOverflowError,
-    LocalrtError,
-    OptionError,
-)
+from localrt.common.errors import CancelledError, ContextOverflowError, LocalrtError, OptionError
 from localrt.service.arguments import joined
 from tests.client.conftest import KEY, answer
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, saying, whole

@@ -345,11 +345,7 @@ OVERFLOWS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": LONG, "echo": True}, OPENAI),
     ("/v1/embeddings", {"input": LONG}, OPENAI),
     ("/v1/responses", {"input": LONG}, OPENAI),
-    (
-        "/v1/messages",
-        {"max_tokens": 4, "messages": [{"role": "user", "content": LONG}]},
-        ANTHROPIC,
-    ),
+    ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": LONG}]}, ANTHROPIC),
     ("/api/chat", {"messages": [{"role": "user", "content": LONG}], "truncate": False}, OPENAI),
     ("/api/chat", {"messages": [{"role": "user", "content": LONG}]}, OPENAI),
     ("/api/generate", {"prompt": LONG}, OPENAI),

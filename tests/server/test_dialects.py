@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running, needs_kernels
-from tests.server.dialects import (
-    DIALECTS,
-    LACKS,
-    Answer,
-    Question,
-)
+from tests.server.dialects import DIALECTS, LACKS, Answer, Question
 
 COLOUR = {
     "type": "object",

@@ -300,11 +300,7 @@ def test_the_command_serves_until_a_signal(tiny_folder: Path, number: int) -> No
     assert process.returncode == 0, error
     assert error == ""
     (line,) = map(json.loads, out.splitlines())
-    assert (line["event"], line["status"], line["path"]) == (
-        "request",
-        200,
-        "/v1/chat/completions",
-    )
+    assert (line["event"], line["status"], line["path"]) == ("request", 200, "/v1/chat/completions")
 
 
 def test_a_second_signal_does_not_wait(tiny_folder: Path) -> None:

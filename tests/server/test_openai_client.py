@@ -45,11 +45,7 @@ def test_form_of_a_chat(client: Any, silence: bool) -> None:
     assert again.usage.prompt_tokens_details.cached_tokens == whole.usage.prompt_tokens - 1
     events = list(
         client.chat.completions.create(
-            model="tiny",
-            messages=HI,
-            stream=True,
-            stream_options={"include_usage": True},
-            **GREEDY,
+            model="tiny", messages=HI, stream=True, stream_options={"include_usage": True}, **GREEDY
         )
     )
     assert events[0].choices[0].delta.role == "assistant"

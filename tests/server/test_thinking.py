@@ -101,10 +101,7 @@ def test_what_cannot_be_is_refused(server: Running) -> None:
     ("options", "fields"),
     [
         ({"thinking": "low"}, {"reasoning_effort": "low"}),
-        (
-            {"thinking": True},
-            {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
-        ),
+        ({"thinking": True}, {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
         (
             {"thinking": "off"},
             {

@@ -26,13 +26,7 @@ from localrt.hub.names import looks_like_path
 from localrt.server.about import known_facts
 from localrt.server.bodies import read_fields
 from localrt.server.dialect import Endpoint
-from localrt.server.errors import (
-    ApiError,
-    JsonResponse,
-    failure,
-    invalid,
-    ollama_error,
-)
+from localrt.server.errors import ApiError, JsonResponse, failure, invalid, ollama_error
 from localrt.server.generating import until_gone
 from localrt.server.models import Offered
 from localrt.server.ollama.reply import LINES, line

@@ -120,13 +120,7 @@ RESPONSES: dict[str, Schema] = {
     ),
     "OLLAMA_PS": whole(
         models=list_of(
-            whole(
-                name=STRING,
-                size=COUNT,
-                size_vram=COUNT,
-                expires_at=STRING,
-                context_length=COUNT,
-            )
+            whole(name=STRING, size=COUNT, size_vram=COUNT, expires_at=STRING, context_length=COUNT)
         )
     ),
     "OLLAMA_SHOWN": whole(

@@ -17,14 +17,7 @@ from localrt.chat_format.messages import as_message_calls
 from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.common.version import __version__
 from localrt.engine.types import Chunk, Metrics
-from localrt.server.dialect import (
-    LEAST_LOGPROB,
-    Generation,
-    Payload,
-    Reply,
-    TokenBytes,
-    event,
-)
+from localrt.server.dialect import LEAST_LOGPROB, Generation, Payload, Reply, TokenBytes, event
 from localrt.server.messages import text_argument
 
 _DONE = b"data: [DONE]\n\n"

@@ -226,8 +226,7 @@ RESPONSES: dict[str, Schema] = {
     "COMPLETION_RESPONSE": _completion("text_completion", text=STRING),
     "EMBEDDINGS_RESPONSE": _list(_VECTOR, model=STRING, usage=_USAGE),
     "RERANKED": object_of(
-        "results",
-        results=list_of(object_of(index=COUNT, relevance_score={"type": "number"})),
+        "results", results=list_of(object_of(index=COUNT, relevance_score={"type": "number"}))
     ),
     "TOKENIZED": object_of("tokens", "count", tokens={"type": "array"}, count=COUNT),
     "DETOKENIZED": whole(content=STRING, prompt=STRING),

@@ -24,10 +24,7 @@ from localrt.server.schema_parts import (
 _FORMAT: Schema = {
     **nullable(
         object_of(
-            "type",
-            type={"enum": ["text", "json_object", "json_schema"]},
-            name=TEXT,
-            schema=OBJECT,
+            "type", type={"enum": ["text", "json_object", "json_schema"]}, name=TEXT, schema=OBJECT
         )
     ),
     **where("type", "json_schema", {"required": ["schema"]}),
