@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from localrt.server.anthropic.calls import messages_call
-from localrt.server.bodies import check_fields
 from localrt.server.openai.calls import chat_call
 from localrt.server.options import ServeOptions
 from localrt.server.pool import ModelPool
@@ -62,37 +61,6 @@ def test_events_of_a_message(client: Any, silence: bool) -> None:
     assert kinds[0] == "message_start"
     assert kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
-
-
-def test_conversations_with_tools_and_their_results(client: Any) -> None:
-    messages: list[Any] = [
-        *HI,
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": "s"},
-                {"type": "text", "text": "Painting."},
-                {"type": "tool_use", "id": "t1", "name": "paint", "input": {"colour": "red"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {"type": "tool_result", "tool_use_id": "t1", "content": "done", "is_error": False},
-                {"type": "text", "text": "And now?", "cache_control": {"type": "ephemeral"}},
-            ],
-        },
-    ]
-    got = client.messages.create(system="Be brief.", messages=messages, tools=TOOLS, **GREEDY)
-    assert got.usage.output_tokens <= 12
-    (prompt,) = messages_call(
-        check_fields("MESSAGES", {"system": "s", "messages": messages, **GREEDY})
-    ).prompts
-    assert [message["role"] for message in prompt["prompt"]] == [
-        *("system", "user", "assistant", "tool", "user")
-    ]
-    call = prompt["prompt"][2]["tool_calls"][0]
-    assert call["function"] == {"name": "paint", "arguments": '{"colour": "red"}'}
 
 
 def test_thinking_is_a_block_of_its_own(thinker: Running) -> None:

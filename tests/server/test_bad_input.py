@@ -38,59 +38,68 @@ def refused(answer: tuple[int, Any, dict[str, str]], status: int, *words: str) -
     return error
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({}, "messages"),
-        ({"messages": "hi"}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"content": "hi"}]}, "messages[0]"),
-        ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-        ({"messages": HI, "temperature": "hot"}, "temperature"),
-        ({"messages": HI, "temperature": True}, "temperature"),
-        ({"messages": HI, "temperature": -1}, "temperature"),
-        ({"messages": HI, "top_p": 1.5}, "top_p"),
-        ({"messages": HI, "max_tokens": 0}, "max_tokens"),
-        ({"messages": HI, "max_tokens": 2.5}, "max_tokens"),
-        ({"messages": HI, "n": 0}, "n"),
-        ({"messages": HI, "n": 500}, "n"),
-        ({"messages": HI, "seed": "x"}, "seed"),
-        ({"messages": HI, "seed": 1 << 70}, "seed"),
-        ({"messages": HI, "stop": [1]}, "stop[0]"),
-        ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias"),
-        ({"messages": HI, "logit_bias": {"1": 1000}}, "logit_bias.1"),
-        ({"messages": HI, "top_logprobs": 21}, "top_logprobs"),
-        ({"messages": HI, "stream": "yes"}, "stream"),
-        ({"messages": HI, "tools": [{"type": "function"}]}, "tools[0]"),
-        ({"messages": HI, "tool_choice": "sometimes"}, "tool_choice"),
-        ({"messages": HI, "response_format": {"type": "xml"}}, "response_format.type"),
-        ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format"),
-        ({"messages": HI, "presence_penalty": 3}, "presence_penalty"),
-        ({"messages": HI, "function_call": "sometimes"}, "function_call"),
-    ],
-)
-def test_wrong_fields_are_named(server: Running, fields: Any, param: str) -> None:
-    error = refused(server.request("POST", "/v1/chat/completions", fields), 400)
-    assert error["param"] == param
-    assert error["type"] == "invalid_request_error"
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+GAP = {"input_prefix": "a", "input_suffix": "b"}
+# path, fields, the one that is named (chats have messages beside them), and words of the message
+WRONG: list[tuple[str, Any, str | None, str]] = [
+    (CHAT, {"messages": None}, "messages", "must be a list"),
+    (CHAT, {"messages": "hi"}, "messages", "messages must be a list"),
+    (CHAT, {"messages": []}, "messages", "messages must not be empty"),
+    (CHAT, {"messages": [{"content": "hi"}]}, "messages[0]", "must have role"),
+    (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role", "must be"),
+    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "must be"),
+    (CHAT, {"temperature": "hot"}, "temperature", "must be a number"),
+    (CHAT, {"temperature": True}, "temperature", "must be a number"),
+    (CHAT, {"temperature": -1}, "temperature", "must be at least 0"),
+    (CHAT, {"top_p": 1.5}, "top_p", "top_p must be at most 1"),
+    (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens"),
+    (CHAT, {"max_tokens": 2.5}, "max_tokens", "must be a whole number"),
+    (CHAT, {"max_tokens": "9"}, "max_tokens", "max_tokens must be a whole number"),
+    (CHAT, {"n": 0}, "n", "must be at least 1"),
+    (CHAT, {"n": 500}, "n", "must be at most 16"),
+    (CHAT, {"seed": "x"}, "seed", "must be a whole number"),
+    (CHAT, {"seed": 1 << 70}, "seed", "must be at most"),
+    (CHAT, {"stop": [1]}, "stop[0]", "must be a text"),
+    (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
+    (CHAT, {"logit_bias": {"1": 1000}}, "logit_bias.1", "must be at most 100"),
+    (CHAT, {"top_logprobs": 21}, "top_logprobs", "must be at most 20"),
+    (CHAT, {"stream": "yes"}, "stream", "stream must be true or false"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0]", "tools[0] must have a name"),
+    (CHAT, {"tool_choice": "sometimes"}, "tool_choice", "must be"),
+    (CHAT, {"response_format": {"type": "x"}}, "response_format.type", '"text" or "json_object"'),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    (CHAT, {"presence_penalty": 3}, "presence_penalty", "must be at most 2"),
+    (CHAT, {"function_call": "sometimes"}, "function_call", "function_call"),
+    (CHAT, [], None, "the body must be an object"),
+    (COMPLETION, {"prompt": 7}, "prompt", "must be a text"),
+    (COMPLETION, {"prompt": []}, "prompt", "must be a text"),
+    (COMPLETION, {"prompt": ["a", 1]}, "prompt", "must be a text"),
+    (COMPLETION, {"prompt": [-1]}, "prompt", "must be a text"),
+    (COMPLETION, {"prompt": [1 << 30], "max_tokens": 0, "echo": True}, None, "token ids"),
+    (COMPLETION, {"prompt": "", "max_tokens": 0}, None, "empty"),
+    (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix", "no tokens to fill in the middle"),
+    (COMPLETION, {"prompt": "a", "suffix": "b", "max_tokens": 0}, "suffix", "needs max_tokens"),
+    (COMPLETION, {"prompt": "a", "suffix": "b", "echo": True, "logprobs": 1}, "suffix", "echo"),
+    (COMPLETION, {"prompt": "a", "n": 1, "best_of": 4}, "best_of", "ask for n answers"),
+    ("/infill", {**GAP, "input_prefix": None}, "input_prefix", "must be a text"),
+    ("/infill", {**GAP, "input_extra": [{"filename": "x"}]}, "input_extra[0]", "must have text"),
+    ("/infill", {**GAP, "n_predict": "x"}, "n_predict", "must be a whole number"),
+    ("/infill", {**GAP, "temperature": -1}, "temperature", "must be at least 0"),
+    ("/v1/rerank", {"query": "a", "documents": ["b"]}, None, "no reranker"),
+    ("/v1/rerank", {"query": "a", "documents": []}, "documents", "must not be empty"),
+    ("/v1/rerank", {"query": "a"}, "documents", "must have documents"),
+    ("/v1/rerank", {"documents": ["b"]}, "query", "must have query"),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt": 7}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": "a", "suffix": "b"}, "suffix"),
-        ({"prompt": "a", "n": 1, "best_of": 4}, "best_of"),
-        ({"prompt": "a", "suffix": "b", "echo": True, "logprobs": 1}, "suffix"),
-    ],
-)
-def test_wrong_fields_of_a_completion(server: Running, fields: Any, param: str) -> None:
-    error = refused(server.request("POST", "/v1/completions", fields), 400)
-    assert error["param"] == param
+@pytest.mark.parametrize(("path", "fields", "param", "words"), WRONG)
+def test_wrong_fields(
+    server: Running, path: str, fields: Any, param: str | None, words: str
+) -> None:
+    if path == CHAT and isinstance(fields, dict):
+        fields = {"messages": HI, **fields}
+    error = refused(server.request("POST", path, fields), 400, words)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
 
 
 def test_what_the_model_cannot_take(server: Running) -> None:
@@ -104,23 +113,6 @@ def test_what_the_model_cannot_take(server: Running) -> None:
         assert api_error(kind("no")).status == {"MemoryBudgetError": 503, "OptionError": 400}.get(
             kind.__name__, 500
         )
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"messages": "hi"}, "messages must be a list"),
-        ({"messages": []}, "messages must not be empty"),
-        ({"messages": HI, "max_tokens": "9"}, "max_tokens must be a whole number"),
-        ({"messages": HI, "stream": "yes"}, "stream must be true or false"),
-        ({"messages": HI, "top_p": 1.5}, "top_p must be at most 1"),
-        ({"messages": HI, "tools": [{"type": "function"}]}, "tools[0] must have a name"),
-        ({"messages": HI, "response_format": {"type": "x"}}, 'must be "text" or "json_object" or'),
-        ([], "the body must be an object"),
-    ],
-)
-def test_messages_say_what_a_field_must_be(server: Running, fields: Any, message: str) -> None:
-    refused(server.request("POST", "/v1/chat/completions", fields), 400, message)
 
 
 def test_errors_are_spelled_for_clients() -> None:
@@ -201,17 +193,6 @@ def test_many_biases_are_refused_by_their_number(server: Running) -> None:
     bias = {str(token): 1000 for token in range(5000)}
     answer = server.request("POST", "/v1/completions", {"prompt": "a", "logit_bias": bias})
     refused(answer, 400, "logit_bias must have at most 4096 fields")
-
-
-def test_what_users_of_llama_cpp_send_means_the_same_here() -> None:
-    given = {"max_tokens": -1, "seed": -1, "repeat_penalty": 1.1, "messages": HI}
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    given["response_format"] = {"type": "json_object", "schema": schema}
-    call = chat_call(check_fields("CHAT", given))
-    assert call.options == {"repetition_penalty": 1.1, "json_schema": schema}
-    assert "seed" not in call.submissions()[0]
-    call = completion_call(check_fields("COMPLETION", {"prompt": "a", "seed": 3, "max_tokens": 5}))
-    assert call.options == {"seed": 3, "max_tokens": 5}
 
 
 def test_half_a_character_pair_becomes_a_mark(server: Running) -> None:

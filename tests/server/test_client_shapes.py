@@ -476,6 +476,48 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
             says('[mcp_call: {"name": "f", "arguments": "{}", "output": "4"}]'),
         ],
     ),
+    (
+        "RESPONSES",
+        [
+            block("reasoning", summary=[], content=[block("reasoning_text", text="Hm")]),
+            said(block("output_text", text="So")),
+            block("function_call", call_id="1", name="f", arguments="{}"),
+            block("function_call", call_id="2", name="g", arguments="{}"),
+            block("function_call_output", call_id="1", output="one"),
+            {"role": "developer", "content": [block("input_text", text="Brief.")]},
+        ],
+        [
+            says("So", called("f", "{}", "1"), called("g", "{}", "2"), reasoning_content="Hm"),
+            result("one", "1"),
+            {"role": "developer", "content": "Brief."},
+        ],
+    ),
+    # Ollama: calls without ids, whose results have the tools' names.
+    (
+        "OLLAMA_CHAT",
+        [
+            HI,
+            says(
+                None,
+                {"function": {"name": "look", "arguments": {}}},
+                {"function": {"name": "paint", "arguments": {"colour": "red"}}},
+                thinking="Hm.",
+            ),
+            {"role": "tool", "content": "done", "tool_name": "paint"},
+            {"role": "tool", "content": "seen", "tool_name": "look"},
+        ],
+        [
+            HI,
+            says(
+                "",
+                called("look", "{}", "call_2_0"),
+                called("paint", '{"colour": "red"}', "call_2_1"),
+                reasoning_content="Hm.",
+            ),
+            result("done", "call_2_1", name="paint"),
+            result("seen", "call_2_0", name="look"),
+        ],
+    ),
     # Ollama: roles, parts, pictures, ids of calls.
     (
         "OLLAMA_CHAT",
@@ -678,6 +720,10 @@ def test_tool_with_a_grammar_takes_a_text(kind: str, tool: Any) -> None:
 # -- options ---------------------------------------------------------------------------------------
 
 
+def told(**variables: Any) -> dict[str, Any]:
+    return {"chat_template_kwargs": variables}
+
+
 @pytest.mark.parametrize(
     ("kind", "fields", "options"),
     [
@@ -685,7 +731,24 @@ def test_tool_with_a_grammar_takes_a_text(kind: str, tool: Any) -> None:
         ("CHAT", {"stop": []}, {}),
         ("CHAT", {"stop": ["", "x"]}, {"stop": ["x"]}),
         ("CHAT", {"stop": "x"}, {"stop": ["x"]}),
+        ("CHAT", {}, {}),
+        ("CHAT", {"reasoning_effort": None, "chat_template_kwargs": None}, {}),
+        ("CHAT", {"reasoning_effort": "none"}, {"thinking": False}),
+        ("CHAT", {"reasoning_effort": "minimal"}, {"thinking": "low"}),
+        ("CHAT", {"reasoning_effort": "xhigh"}, {"thinking": "high"}),
         ("CHAT", {"reasoning_effort": "ultra"}, {"thinking": "high"}),
+        ("CHAT", told(enable_thinking=False), {"thinking": False}),
+        ("CHAT", told(thinking=True, other=1), {"thinking": True}),
+        ("CHAT", told(reasoning_effort="high"), {"thinking": "high"}),
+        ("CHAT", {"reasoning_effort": "low", **told(enable_thinking=True)}, {"thinking": "low"}),
+        ("CHAT", {"reasoning_effort": "low", **told(enable_thinking=False)}, {"thinking": False}),
+        ("CHAT", {"thinking_tokens": 8}, {"thinking_tokens": 8}),
+        ("CHAT", {"thinking_token_budget": 0}, {"thinking_tokens": 0}),
+        ("CHAT", {"thinking_budget_tokens": -1}, {}),
+        ("CHAT", {"max_tokens": -1, "seed": -1, "top_k": -1}, {"top_k": 0}),  # as in llama.cpp
+        ("CHAT", {"max_tokens": 5, "seed": 3}, {"max_tokens": 5, "seed": 3}),
+        ("CHAT", {"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ("CHAT", {"response_format": {"type": "json_object", "schema": AT}}, {"json_schema": AT}),
         ("MESSAGES", {"stop_sequences": [""]}, {"max_tokens": 9, "thinking": False}),
         (
             "MESSAGES",
@@ -697,6 +760,8 @@ def test_tool_with_a_grammar_takes_a_text(kind: str, tool: Any) -> None:
         ("OLLAMA_CHAT", {"think": "deep", "truncate": False}, {"thinking": "high"}),
         ("OLLAMA_CHAT", {"think": "", "truncate": False}, {}),
         ("OLLAMA_CHAT", {"options": {"stop": [""]}, "truncate": False}, {}),
+        ("OLLAMA_CHAT", {"options": {"seed": -1}, "truncate": False}, {}),
+        ("OLLAMA_CHAT", {"options": {"seed": 3}, "truncate": False}, {"seed": 3}),
     ],
 )
 def test_fields_become_options(kind: str, fields: Any, options: Any) -> None:
@@ -764,7 +829,7 @@ def test_former_functions_are_called(server: Running) -> None:
     status, got, _ = server.chat(**body)
     assert status == 200, got
     (choice,) = got["choices"]
-    assert choice["finish_reason"] == "function_call"
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("function_call", None)
     assert choice["message"]["function_call"]["name"] == "paint"
     assert json.loads(choice["message"]["function_call"]["arguments"])["colour"] == "red"
 

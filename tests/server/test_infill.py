@@ -118,20 +118,6 @@ def test_what_does_not_fit_is_cut_at_its_far_ends(server: Running) -> None:
     assert answer["tokens_evaluated"] == ctx - 12
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"input_prefix": None}, "input_prefix"),
-        ({"input_extra": [{"filename": "x"}]}, "input_extra[0]"),
-        ({"n_predict": "x"}, "n_predict"),
-        ({"temperature": -1}, "temperature"),
-    ],
-)
-def test_a_wrong_field_is_named(server: Running, change: dict[str, Any], param: str) -> None:
-    status, error, _ = server.request("POST", "/infill", {**VIM, **change})
-    assert (status, error["error"]["param"]) == (400, param)
-
-
 def test_a_model_that_cannot_says_so(
     server: Running, model: localrt.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,10 +13,9 @@ import pytest
 
 from localrt.common.progress import Progress
 from localrt.hub import ResolvedModel
-from localrt.server.bodies import check_fields
 from localrt.server.errors import ApiError
 from localrt.server.ollama import models
-from localrt.server.ollama.calls import chat_call, keep_alive_s
+from localrt.server.ollama.calls import keep_alive_s
 from tests.server.conftest import Running, serving
 from tests.waits import wait_for
 
@@ -24,13 +23,6 @@ ollama = pytest.importorskip("ollama")
 
 HI = [{"role": "user", "content": "hi"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "options": {"temperature": 0, "num_predict": 12}}
-COLOUR = {
-    "type": "object",
-    "properties": {"colour": {"type": "string", "enum": ["red", "blue"]}},
-    "required": ["colour"],
-    "additionalProperties": False,
-}
-TOOLS = [{"type": "function", "function": {"name": "paint", "parameters": COLOUR}}]
 
 
 @pytest.fixture
@@ -63,14 +55,6 @@ def test_answers_that_are_json(client: Any) -> None:
     assert some.response.lstrip()[0] == "{"
 
 
-def test_minus_one_is_no_seed() -> None:
-    for seed, options in ((-1, {}), (3, {"seed": 3})):
-        fields = {"model": "m", "messages": HI, "truncate": False, "options": {"seed": seed}}
-        call = chat_call(check_fields("OLLAMA_CHAT", fields))
-        assert call is not None
-        assert call.options == options
-
-
 def test_num_ctx_bounds_conversation_and_answer(client: Any, server: Running) -> None:
     messages = [*HI, {"role": "assistant", "content": "a" * 60}, *HI]
     options = {"temperature": 0, "num_predict": 200}
@@ -87,32 +71,6 @@ def test_num_ctx_bounds_conversation_and_answer(client: Any, server: Running) ->
     for _ in range(2):
         client.chat(model="tiny", messages=HI, options={**options, "num_ctx": 1 << 20})
     assert sum("--ctx 1048576" in note for note in server.notes) == 1
-
-
-def test_tools_and_their_results() -> None:
-    messages: list[Any] = [
-        *HI,
-        {
-            "role": "assistant",
-            "thinking": "Hm.",
-            "tool_calls": [
-                {"function": {"name": "look", "arguments": {}}},
-                {"function": {"name": "paint", "arguments": {"colour": "red"}}},
-            ],
-        },
-        {"role": "tool", "content": "done", "tool_name": "paint"},
-        {"role": "tool", "content": "seen", "tool_name": "look"},
-    ]
-    fields = {"messages": messages, "tools": TOOLS, **GREEDY}
-    call = chat_call(check_fields("OLLAMA_CHAT", fields))
-    assert call is not None
-    (prompt,) = call.prompts
-    assert prompt["tools"] == TOOLS
-    _, said, painted, seen = prompt["prompt"]
-    look, paint = said["tool_calls"]
-    assert paint["function"] == {"name": "paint", "arguments": '{"colour": "red"}'}
-    assert (painted["tool_call_id"], seen["tool_call_id"]) == (paint["id"], look["id"])
-    assert said["reasoning_content"] == "Hm."
 
 
 def test_embeddings(client: Any, server: Running) -> None:

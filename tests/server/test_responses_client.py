@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from localrt.server.responses.calls import conversation
 from localrt.server.service import ResponseStore
 from tests.server.conftest import Running
 
@@ -141,22 +140,6 @@ def test_reasoning_is_an_item_of_its_own(thinker: Running) -> None:
         with client.responses.stream(reasoning={"effort": "low"}, **fields) as stream:
             kinds = {event.type for event in stream}
         assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= kinds
-
-
-def test_items_become_messages() -> None:
-    items = [
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "So"}]},
-        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-        {"type": "function_call", "call_id": "2", "name": "g", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": "one"},
-        {"role": "developer", "content": [{"type": "input_text", "text": "Brief."}]},
-    ]
-    said, result, told = conversation(items)
-    assert (said["content"], said["reasoning_content"]) == ("So", "Hm")
-    assert [call["id"] for call in said["tool_calls"]] == ["1", "2"]
-    assert result == {"role": "tool", "tool_call_id": "1", "content": "one"}
-    assert told == {"role": "developer", "content": "Brief."}
 
 
 @pytest.mark.parametrize(

@@ -129,20 +129,6 @@ def test_nothing_need_be_written(server: Running, fields: dict[str, Any], text: 
     assert len(got["choices"]) == fields.get("n", 1)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt": "", "max_tokens": 0}, None),
-        ({"prompt": [1 << 30], "max_tokens": 0, "echo": True}, None),
-        ({"prompt": "a", "suffix": "b", "max_tokens": 0}, "suffix"),
-        ({"prompt": "a", "suffix": "b", "echo": True, "logprobs": 1}, "suffix"),
-    ],
-)
-def test_what_cannot_be_scored(server: Running, fields: dict[str, Any], param: str | None) -> None:
-    status, got, _ = server.request("POST", "/v1/completions", fields)
-    assert (status, got["error"]["param"]) == (400, param)
-
-
 def test_the_token_that_ends_an_answer_is_counted(server: Running) -> None:
     """lm-eval takes one token away from each answer: one must be there, whatever it is."""
     end = min(server.model.tokenizer.eos_ids)

@@ -128,19 +128,3 @@ def test_documents_by_how_well_they_answer(
     for one in got["results"]:
         assert one["relevance_score"] == pytest.approx(expected[one["index"]], abs=1e-4)
         assert one["document"]["text"] == DOCUMENTS[one["index"]]
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "words"),
-    [
-        ({"query": "a", "documents": ["b"]}, 400, "no reranker"),
-        ({"query": "a", "documents": []}, 400, "documents"),
-        ({"query": "a"}, 400, "documents"),
-        ({"documents": ["b"]}, 400, "query"),
-    ],
-)
-def test_what_cannot_be_ranked(
-    server: Running, fields: dict[str, Any], status: int, words: str
-) -> None:
-    found, got, _ = server.request("POST", "/v1/rerank", fields)
-    assert (found, words in got["error"]["message"]) == (status, True)

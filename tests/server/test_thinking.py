@@ -8,41 +8,10 @@ from typing import Any
 import pytest
 
 from localrt.client.model import connect
-from localrt.server.bodies import check_fields
-from localrt.server.openai.calls import chat_call
 from tests.fake_endpoint import DONE, HEAD, delta, event, saying
 from tests.server.conftest import Running
 
 HI = [{"role": "user", "content": "hi"}]
-
-
-@pytest.mark.parametrize(
-    ("fields", "options"),
-    [
-        ({}, {}),
-        ({"reasoning_effort": None, "chat_template_kwargs": None}, {}),
-        ({"reasoning_effort": "none"}, {"thinking": False}),
-        ({"reasoning_effort": "minimal"}, {"thinking": "low"}),
-        ({"reasoning_effort": "xhigh"}, {"thinking": "high"}),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, {"thinking": False}),
-        ({"chat_template_kwargs": {"thinking": True, "other": 1}}, {"thinking": True}),
-        ({"chat_template_kwargs": {"reasoning_effort": "high"}}, {"thinking": "high"}),
-        (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
-            {"thinking": "low"},
-        ),
-        (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
-            {"thinking": False},
-        ),
-        ({"thinking_tokens": 8}, {"thinking_tokens": 8}),
-        ({"thinking_token_budget": 0}, {"thinking_tokens": 0}),
-        ({"thinking_budget_tokens": -1}, {}),
-    ],
-)
-def test_fields_become_options(fields: dict[str, Any], options: dict[str, Any]) -> None:
-    call = chat_call(check_fields("CHAT", {"messages": HI, **fields}))
-    assert call.options == options
 
 
 def test_answers_think_as_long_as_they_are_told(thinker: Running) -> None:
