@@ -14,6 +14,29 @@ from typing import Any
 import pytest
 
 HI = [{"role": "user", "content": "hi"}]
+# The least that a request of each path has.
+BODIES: Mapping[str, Mapping[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"model": "tiny", "messages": HI, "max_tokens": 4},
+    "/api/chat": {"model": "tiny", "messages": HI, "stream": False, "options": {"num_predict": 4}},
+    "/api/generate": {
+        "model": "tiny",
+        "prompt": "hi",
+        "stream": False,
+        "options": {"num_predict": 4},
+    },
+}
+# What a stream of it says while there is nothing new.
+SIGNS: Mapping[str, str] = {
+    "/v1/chat/completions": '"delta":{}',
+    "/v1/completions": '"text":"","logprobs":null,"finish_reason":null',
+    "/v1/responses": "event: response.in_progress",
+    "/v1/messages": "event: ping",
+    "/api/chat": '"content":""},"done":false',
+    "/api/generate": '"response":"","done":false',
+}
 
 
 @dataclass(frozen=True)

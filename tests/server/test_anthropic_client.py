@@ -11,10 +11,10 @@ from localrt.server.openai.calls import chat_call
 from localrt.server.options import ServeOptions
 from localrt.server.pool import ModelPool
 from tests.server.conftest import Running, serving
+from tests.server.dialects import HI
 
 anthropic = pytest.importorskip("anthropic")
 
-HI = [{"role": "user", "content": "hi"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "extra_body": {"temperature": 0}}
 TOOLS = [
     {

@@ -22,9 +22,8 @@ from localrt.server.openai.calls import chat_call, completion_call
 from localrt.server.options import ServeOptions, is_loopback
 from localrt.server.running import open_socket
 from tests.server.conftest import Running, serving
+from tests.server.dialects import HI
 from tests.waits import wait_for
-
-HI = [{"role": "user", "content": "hi"}]
 
 
 def refused(answer: tuple[int, Any, dict[str, str]], status: int, *words: str) -> Any:

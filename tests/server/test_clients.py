@@ -29,32 +29,23 @@ from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
 from tests.checkpoints.make_gguf import write_gguf
 from tests.server.conftest import Running, serving
+from tests.server.dialects import BODIES, HI, SIGNS
 from tests.waits import wait_for
 
-HI = [{"role": "user", "content": "hi"}]
 LONG = "x" * 600  # tokens, where 512 fit
 ROUTES = (
     *("/", "/health", "/infill", "/v1/infill", "/api/tags", "/v1/models", "/v1/models/{name:path}"),
     *("/v1/chat/completions", "/v1/messages/count_tokens"),
 )
-# path, and a body whose prompt is put in its last place
-ANSWERS: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": HI},
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/responses": {"input": "hi"},
-    "/v1/messages": {"messages": HI, "max_tokens": 4},
-    "/api/chat": {"messages": HI, "stream": False, "options": {"num_predict": 4}},
-    "/api/generate": {"prompt": "hi", "stream": False, "options": {"num_predict": 4}},
-}
 
 
 # -- names of models -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["claude-haiku-4-5", "gpt-5-mini", "openai/tiny", "TINY:latest"])
-@pytest.mark.parametrize("path", ANSWERS)
+@pytest.mark.parametrize("path", BODIES)
 def test_any_name_of_a_model_is_answered_and_echoed(server: Running, path: str, name: str) -> None:
-    fields = {"model": name, "max_tokens": 4, **ANSWERS[path]}
+    fields = {"max_tokens": 4, **BODIES[path], "model": name}
     status, body, _ = server.request("POST", path, fields)
     assert (status, body["model"]) == (200, name)
     status, text, _ = server.request("POST", path, {**fields, "stream": True})
@@ -62,14 +53,14 @@ def test_any_name_of_a_model_is_answered_and_echoed(server: Running, path: str, 
     assert set(re.findall(r'"model":"([^"]*)"', text)) == {name}
 
 
-@pytest.mark.parametrize("path", [*ANSWERS, "/v1/embeddings"])
+@pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
 def test_strict_models_refuse_unknown_names(model: localrt.Model, path: str) -> None:
-    fields = {"max_tokens": 4, "input": "hi", **ANSWERS.get(path, {})}
+    fields = {"max_tokens": 4, "input": "hi", **BODIES.get(path, {})}
     with serving(model, name="tiny", strict_models=True) as running:
-        status, body, _ = running.request("POST", path, {"model": "gpt-5", **fields})
+        status, body, _ = running.request("POST", path, {**fields, "model": "gpt-5"})
         assert status == 404
         assert "'gpt-5' is not here: this server runs 'tiny'" in json.dumps(body)
-        assert running.request("POST", path, {"model": "org/Tiny", **fields})[0] == 200
+        assert running.request("POST", path, {**fields, "model": "org/Tiny"})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -399,19 +390,9 @@ def loading(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runn
         yield running
 
 
-SIGNS = {
-    "/v1/chat/completions": '"delta":{}',
-    "/v1/completions": '"text":""',
-    "/v1/responses": "response.in_progress",
-    "/v1/messages": "event: ping",
-    "/api/chat": '"content":""},"done":false',
-    "/api/generate": '"response":"","done":false',
-}
-
-
 @pytest.mark.parametrize("path", SIGNS)
 def test_a_stream_begins_while_the_model_loads(loading: Running, path: str) -> None:
-    fields = {**ANSWERS[path], "stream": True, "max_tokens": 4}
+    fields = {**BODIES[path], "stream": True, "max_tokens": 4}
     status, text, _ = loading.request("POST", path, {**fields, "model": "tiny"})
     assert status == 200
     assert text.count(SIGNS[path]) > 2

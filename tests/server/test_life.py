@@ -26,11 +26,11 @@ from localrt.server.service import Service
 from localrt.service.live import LiveModel
 from tests.inside import engine_of
 from tests.server.conftest import Running, serving
+from tests.server.dialects import BODIES, HI, SIGNS
 from tests.waits import wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
-HI = [{"role": "user", "content": "hi"}]
 LONG: dict[str, Any] = {"messages": HI, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
@@ -96,21 +96,13 @@ def test_what_takes_long_to_read_keeps_no_short_request_waiting(
         assert {one.result()[0] for one in long} == {status}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        ("/v1/chat/completions", LONG),
-        ("/v1/responses", {"input": "hi", "max_output_tokens": 400, "temperature": 0}),
-        ("/v1/messages", {**LONG, "model": "tiny"}),
-        ("/api/chat", {"model": "tiny", "messages": HI, "options": {"num_predict": 400}}),
-    ],
-)
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_disconnects(
-    slow: None, server: Running, path: str, fields: dict[str, Any], stream: bool
-) -> None:
+def test_client_disconnects(slow: None, server: Running, path: str, stream: bool) -> None:
     lines = len(server.log)
-    raw = send(server, {**fields, "stream": stream}, path=path)
+    most = {"max_tokens": 400, "max_output_tokens": 400, "options": {"num_predict": 400}}
+    fields = {**BODIES[path], **most, "ignore_eos": True, "temperature": 0, "stream": stream}
+    raw = send(server, fields, path=path)
     wait_for(lambda: server.live.stats().running == 1)
     before = server.live.stats().completion_tokens
     if stream:
@@ -148,23 +140,13 @@ def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
         raw.close()
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "sign"),
-    [
-        ("/v1/chat/completions", {"messages": HI}, '"delta":{}'),
-        ("/v1/completions", {"prompt": "hi"}, '"text":"","logprobs":null,"finish_reason":null'),
-        ("/v1/responses", {"input": "hi"}, "event: response.in_progress"),
-        ("/v1/messages", {"messages": HI, "model": "tiny", "max_tokens": 4}, "event: ping"),
-        ("/api/chat", {"messages": HI, "model": "tiny"}, '"content":""},"done":false'),
-        ("/api/generate", {"prompt": "hi", "model": "tiny"}, '"response":"","done":false'),
-    ],
-)
+@pytest.mark.parametrize("path", SIGNS)
 def test_a_stream_shows_signs_of_life(
-    slow: None, server: Running, silence: bool, path: str, fields: dict[str, Any], sign: str
+    slow: None, server: Running, silence: bool, path: str
 ) -> None:
-    status, text, _ = server.request("POST", path, {**fields, "stream": True})
+    status, text, _ = server.request("POST", path, {**BODIES[path], "stream": True})
     assert status == 200
-    assert (text.count(sign) > 1) is silence
+    assert (text.count(SIGNS[path]) > 1) is silence
 
 
 def test_a_stream_shows_signs_of_life_while_a_call_is_written(

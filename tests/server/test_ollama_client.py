@@ -17,11 +17,11 @@ from localrt.server.errors import ApiError
 from localrt.server.ollama import models
 from localrt.server.ollama.calls import keep_alive_s
 from tests.server.conftest import Running, serving
+from tests.server.dialects import HI
 from tests.waits import wait_for
 
 ollama = pytest.importorskip("ollama")
 
-HI = [{"role": "user", "content": "hi"}]
 GREEDY: dict[str, Any] = {"model": "tiny", "options": {"temperature": 0, "num_predict": 12}}
 
 

@@ -12,10 +12,10 @@ import pytest
 import localrt
 from tests.loading.test_engine_choice import write_model
 from tests.server.conftest import Running, serving
+from tests.server.dialects import HI
 
 openai = pytest.importorskip("openai")
 
-HI = [{"role": "user", "content": "hi"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
 
 

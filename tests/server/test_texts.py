@@ -11,8 +11,8 @@ import pytest
 
 import localrt
 from tests.server.conftest import Running, serving
+from tests.server.dialects import HI
 
-HI = [{"role": "user", "content": "hi"}]
 QUERY, DOCUMENTS = "What is the capital of France?", ["Paris.", "A cat sleeps.", "Berlin."]
 
 

@@ -11,8 +11,6 @@ from localrt.client.model import connect
 from tests.fake_endpoint import DONE, HEAD, delta, event, saying
 from tests.server.conftest import Running
 
-HI = [{"role": "user", "content": "hi"}]
-
 
 def test_answers_think_as_long_as_they_are_told(thinker: Running) -> None:
     for fields, thought in (
