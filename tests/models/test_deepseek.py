@@ -24,7 +24,7 @@ from localrt.quant.ops.protocol import Batch, Rope, Span
 from localrt.quant.reference.ops import TorchOps
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import CONFIGS, edited, load_ours, oracle, relative_error, save_tiny, tokens
-from tests.models.tiny_deepseek import DEEPSEEK_SPARSE
+from tests.models.tiny_configs import DEEPSEEK_SPARSE
 
 IDS = tokens(40)
 

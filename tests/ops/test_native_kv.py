@@ -23,7 +23,7 @@ from localrt.quant.ops.protocol import (
     Span,
 )
 from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
-from tests.models.tiny_deepseek import DEEPSEEK_CONFIGS
+from tests.models.tiny_configs import DEEPSEEK_DENSE, DEEPSEEK_SPARSE
 from tests.ops.test_native_matmul import ISAS
 from tests.ops.test_native_steps import load
 
@@ -33,7 +33,7 @@ Doubles = npt.NDArray[np.float64]
 
 HIDDEN = 64
 # With latent attention, which keeps nothing in 4 bits
-LATENT = {*DEEPSEEK_CONFIGS, "glm4-moe-lite", "kimi-linear"}
+LATENT = {*DEEPSEEK_DENSE, *DEEPSEEK_SPARSE, "glm4-moe-lite", "kimi-linear"}
 # Largest error over the largest output, against exact keys and values. The reference that knows
 # the format is met much closer, but for numbers at a rounding's edge, one in a hundred at most.
 BOUNDS: dict[CacheFormat, float] = {"bf16": 0.01, "int8": 0.02, "int4": 0.15}

@@ -18,7 +18,7 @@ from localrt.offload.planner.report import explain
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv import parse_kv_format
 from tests.models.tiny import save_tiny
-from tests.models.tiny_families import FAMILIES, FAMILY_MIXTURES
+from tests.models.tiny_configs import FAMILIES, FAMILY_MIXTURES
 from tests.planner.models import CONFIGS, machine, planned, published
 from tests.real_models import real_model
 

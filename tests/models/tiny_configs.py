@@ -1,0 +1,767 @@
+"""Configs of tiny random models, of every architecture, with sizes that fit nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers as hf
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOW = 16
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [1.5 + 0.3 * i for i in range(6)],
+    "partial_rotary_factor": 0.75,
+}
+
+
+_DEEPSEEK: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 48,  # like no other size here
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
+_DENSE = {**_DEEPSEEK, "first_k_dense_replace": 3}
+_DEEPSEEK_YARN: dict[str, Any] = {
+    **_YARN,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+_OTHER_MSCALE = {**_DEEPSEEK_YARN, "mscale": 1.0}
+_GROUPS = {"n_group": 4, "topk_group": 2}
+
+DEEPSEEK_DENSE: dict[str, Callable[[], Any]] = {
+    "deepseek-v2-dense": lambda: hf.DeepseekV2Config(
+        **_DENSE, rope_parameters=dict(_DEEPSEEK_YARN)
+    ),
+    "deepseek-v2-lite-dense": lambda: hf.DeepseekV2Config(**{**_DENSE, "q_lora_rank": None}),
+    "deepseek-v3-dense": lambda: hf.DeepseekV3Config(**_DENSE, rope_parameters=dict(_OTHER_MSCALE)),
+    "deepseek-v3-halves": lambda: hf.DeepseekV3Config(**_DENSE, rope_interleave=False),
+}
+"""Without experts: what attention does alone."""
+
+DEEPSEEK_SPARSE: dict[str, Callable[[], Any]] = {
+    "deepseek-v2": lambda: hf.DeepseekV2Config(
+        **_DEEPSEEK,
+        **_GROUPS,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=16.0,
+        rope_parameters=dict(_DEEPSEEK_YARN),
+    ),
+    "deepseek-v2-lite": lambda: hf.DeepseekV2Config(
+        **{**_DEEPSEEK, "q_lora_rank": None}, topk_method="greedy", tie_word_embeddings=True
+    ),
+    "deepseek-v3": lambda: hf.DeepseekV3Config(
+        **_DEEPSEEK, **_GROUPS, rope_parameters=dict(_DEEPSEEK_YARN)
+    ),
+    "deepseek-v3-plain": lambda: hf.DeepseekV3Config(
+        **_DEEPSEEK, n_group=1, topk_group=1, norm_topk_prob=False
+    ),
+}
+
+_WIDE: dict[str, Any] = {
+    **SIZES,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 6,
+}
+_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+_MINISTRAL: dict[str, Any] = {
+    **_YARN,
+    "original_max_position_embeddings": 8,  # so that queries grow within a short text
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+_FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 1.7,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
+_VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+_PIXTRAL = {**_VISION, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8}
+_QWEN_VISION = {
+    **{k: v for k, v in _VISION.items() if k != "num_attention_heads"},
+    "num_heads": 2,
+    "depth": 1,
+    "out_hidden_size": 96,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+_MROPE = {"rope_type": "default", "rope_theta": 50000.0, "mrope_section": [4, 2, 2]}
+_GLM: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.8,
+}
+_ERNIE: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "moe_k": 3,
+    "moe_num_experts": 8,
+    "moe_num_shared_experts": 2,
+}
+_LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 48,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
+
+
+def with_text(config: Any, text: Any, **vision: Any) -> Any:
+    """A multimodal config around a text model's; both say the same of the head."""
+    found = config(text_config=text, vision_config=vision)
+    found.tie_word_embeddings = text.get("tie_word_embeddings", False)
+    return found
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "ministral3": lambda: hf.Ministral3Config(**_WIDE, head_dim=32, rope_parameters=_MINISTRAL),
+    "mistral3": lambda: with_text(
+        hf.Mistral3Config,
+        {
+            "model_type": "ministral3",
+            **_WIDE,
+            "head_dim": 32,
+            "rope_parameters": _MINISTRAL,
+            "tie_word_embeddings": False,
+        },
+        model_type="pixtral",
+        **_PIXTRAL,
+    ),
+    "mistral3-small": lambda: with_text(
+        hf.Mistral3Config,
+        {"model_type": "mistral", **_WIDE, "sliding_window": None, "tie_word_embeddings": True},
+        model_type="pixtral",
+        **_PIXTRAL,
+    ),
+    "llava": lambda: with_text(
+        hf.LlavaConfig,
+        {
+            "model_type": "mistral",
+            **_WIDE,
+            "head_dim": 32,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+        },
+        model_type="pixtral",
+        **_PIXTRAL,
+    ),
+    "olmo2": lambda: hf.Olmo2Config(**_WIDE),
+    "olmo3": lambda: hf.Olmo3Config(**_WIDE, sliding_window=WINDOW, layer_types=_KINDS),
+    "olmo3-yarn": lambda: hf.Olmo3Config(
+        **{**_WIDE, "num_hidden_layers": 5},
+        sliding_window=WINDOW,
+        rope_parameters={
+            "full_attention": _YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "exaone4": lambda: hf.Exaone4Config(
+        **_WIDE, sliding_window=None, layer_types=["full_attention"] * 3
+    ),
+    "exaone4-window": lambda: hf.Exaone4Config(
+        **_WIDE, sliding_window=WINDOW, sliding_window_pattern=2, tie_word_embeddings=True
+    ),
+    "seed-oss": lambda: hf.SeedOssConfig(**_WIDE, head_dim=32),
+    "seed-oss-out-bias": lambda: hf.SeedOssConfig(**_WIDE, head_dim=32, attention_out_bias=True),
+    "granite": lambda: hf.GraniteConfig(**_WIDE, **_FACTORS),
+    "granite-swa": lambda: hf.GraniteSWAConfig(
+        **_WIDE, **_FACTORS, sliding_window=WINDOW, layer_rope_theta=[0, 10000.0, 10000.0]
+    ),
+    "granite-swa-bases": lambda: hf.GraniteSWAConfig(
+        **_WIDE, **_FACTORS, sliding_window=WINDOW, layer_rope_theta=[500.0, 10000.0, 0]
+    ),
+    "hunyuan": lambda: hf.HunYuanDenseV1Config(
+        **_WIDE,
+        head_dim=32,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+    ),
+    "hunyuan-yarn": lambda: hf.HunYuanDenseV1Config(
+        **_WIDE, head_dim=16, rope_parameters=_YARN, tie_word_embeddings=True, attention_bias=True
+    ),
+    "ernie": lambda: hf.Ernie4_5Config(**_WIDE, head_dim=32),
+    "qwen3-vl": lambda: with_text(
+        hf.Qwen3VLConfig, {**_WIDE, "head_dim": 16, "rope_parameters": _MROPE}, **_QWEN_VISION
+    ),
+    "qwen2.5-vl": lambda: with_text(
+        hf.Qwen2_5_VLConfig,
+        {**_WIDE, "rope_parameters": _MROPE},
+        **_VISION,
+        num_heads=2,
+        depth=1,
+        out_hidden_size=96,
+    ),
+    "gemma3-images": lambda: with_text(
+        hf.Gemma3Config,
+        {
+            **_WIDE,
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+        },
+        **_PIXTRAL,
+    ),
+    "glm4-moe": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, head_dim=32, attention_bias=True),
+    "glm4-moe-groups": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, n_group=2, topk_group=1),
+    "glm4-moe-norms": lambda: hf.Glm4MoeConfig(
+        **_WIDE, **_GLM, use_qk_norm=True, norm_topk_prob=False, first_k_dense_replace=2
+    ),
+    "glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(
+        **{**_WIDE, "num_key_value_heads": 6}, **_GLM, **_LATENT
+    ),
+    "ernie-moe": lambda: hf.Ernie4_5_MoeConfig(**_WIDE, **_ERNIE),
+    "ernie-moe-some": lambda: hf.Ernie4_5_MoeConfig(
+        **{**_WIDE, "num_hidden_layers": 5},
+        **_ERNIE,
+        moe_layer_end_index=3,
+        moe_layer_interval=2,
+    ),
+}
+
+# Whose routers choose by their scores alone
+FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
+    "granite-moe-swa": lambda: hf.GraniteMoeSWAConfig(
+        **_WIDE,
+        **_FACTORS,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        shared_intermediate_size=64,
+        sliding_window=WINDOW,
+    ),
+    "qwen3-vl-moe": lambda: with_text(
+        hf.Qwen3VLMoeConfig,
+        {
+            **_WIDE,
+            "head_dim": 16,
+            "rope_parameters": _MROPE,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "tie_word_embeddings": False,
+        },
+        **_QWEN_VISION,
+    ),
+}
+
+_SPARSE = {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+_DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+    },
+}
+
+
+_EXP: dict[str, Any] = {
+    **_DELTA,
+    "linear_num_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "hc_count": 3,
+    "hc_lowrank": 20,
+    "output_gate_type": "sigmoid",
+    "indexer_n_heads": 8,  # no block is left without a score
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
+_NGRAMS: dict[str, Any] = {
+    "ple_layer_ids": [3],
+    "ple_embed_dim": 64,
+    "ple_conv_kernel_size": 4,
+    "ngram_size": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 90,
+    "make_ngram_vocab_size_divisible_by": 4,
+    "split_ngram_parts": 4,
+}
+
+_TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "patch_size": 4,
+}
+_SHORT = ["conv", "full_attention", "conv"]
+_MAMBA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "embedding_multiplier": 1.7,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
+
+_FALCON: dict[str, Any] = {
+    "head_dim": 32,
+    "mamba_n_heads": 8,
+    "mamba_d_ssm": 96,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_d_conv": 3,
+    "key_multiplier": 0.4,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.35, 0.25, 1.4, 0.5, 0.8],
+    "mlp_multipliers": [0.9, 0.6],
+    "embedding_multiplier": 1.7,
+    "lm_head_multiplier": 0.3,
+}
+_NEMOTRON: dict[str, Any] = {
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 20,
+    "conv_kernel": 3,
+}
+
+
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "qwen3.5": lambda: hf.Qwen3_5TextConfig(**SIZES, **_DELTA),
+    "lfm2": lambda: hf.Lfm2Config(
+        **SIZES, layer_types=_SHORT, block_multiple_of=32, tie_word_embeddings=True
+    ),
+    "lfm2-bias": lambda: hf.Lfm2Config(
+        **SIZES, layer_types=_SHORT, block_auto_adjust_ff_dim=False, conv_bias=True
+    ),
+    "granite-hybrid": lambda: hf.GraniteMoeHybridConfig(
+        **SIZES,
+        **_MAMBA,
+        num_local_experts=0,
+        shared_intermediate_size=80,
+    ),
+    "falcon-h1": lambda: hf.FalconH1Config(**SIZES, **_FALCON),
+    "falcon-h1-normed": lambda: hf.FalconH1Config(
+        **SIZES,
+        **{**_FALCON, "mamba_d_ssm": None},
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        tie_word_embeddings=True,
+    ),
+    "nemotron-h": lambda: hf.NemotronHConfig(
+        **SIZES,
+        **_NEMOTRON,
+        layers_block_type=["mlp", "linear_attention", "full_attention", "mlp", "mlp"],
+    ),
+    "lfm3": lambda: hf.Lfm3Config(
+        **{**SIZES, "num_hidden_layers": 4},
+        layer_types=["conv", "sliding_attention", "conv", "full_attention"],
+        head_dim=48,
+        sliding_window=8,
+        conv_L_cache=7,
+    ),
+    "lfm3-plain": lambda: hf.Lfm3Config(
+        **SIZES,
+        layer_types=["conv", "full_attention", "sliding_attention"],
+        head_dim=48,
+        sliding_window=8,
+        conv_bias=True,
+        use_sandwich_norm=False,
+        use_attention_gate=False,
+    ),
+    "lfm2-vl": lambda: with_text(
+        hf.Lfm2VlConfig,
+        {
+            **SIZES,
+            "model_type": "lfm2",
+            "layer_types": _SHORT,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+        **_TOWER,
+        model_type="siglip2_vision_model",
+        num_patches=16,
+    ),
+    "lfm3-vl": lambda: with_text(
+        hf.Lfm3VlConfig,
+        {
+            **SIZES,
+            "model_type": "lfm3",
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+            "head_dim": 48,
+            "sliding_window": 8,
+            "tie_word_embeddings": False,
+        },
+        **_TOWER,
+        num_key_value_heads=1,
+    ),
+    "olmo-hybrid": lambda: hf.OlmoHybridConfig(
+        **SIZES,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_key_head_dim=20,
+        rope_parameters=None,
+    ),
+    "olmo-hybrid-rope": lambda: hf.OlmoHybridConfig(
+        **SIZES,
+        linear_allow_neg_eigval=False,
+        linear_key_head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+    ),
+    # Its router does not choose by its scores alone
+    "kimi-linear": lambda: hf.KimiLinearConfig(
+        **{**SIZES, "num_key_value_heads": 4},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_head_dim=24,
+        linear_num_heads=4,
+        linear_conv_kernel_dim=3,
+        kv_lora_rank=32,
+        qk_nope_head_dim=48,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+    ),
+}
+
+
+HYBRID_MIXTURES: dict[str, Callable[[], Any]] = {
+    "lfm2-moe": lambda: hf.Lfm2MoeConfig(
+        **SIZES,
+        layer_types=_SHORT,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        num_dense_layers=1,
+    ),
+    "granite-hybrid-moe": lambda: hf.GraniteMoeHybridConfig(
+        **SIZES,
+        **_MAMBA,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        shared_intermediate_size=80,
+        position_embedding_type="rope",
+    ),
+    "nemotron-h-moe": lambda: hf.NemotronHConfig(
+        **SIZES,
+        **_NEMOTRON,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=96,
+        routed_scaling_factor=1.5,
+    ),
+    "nemotron-h-omni": lambda: hf.NemotronH_Omni_Reasoning_V3_Config(
+        text_config=hf.NemotronHConfig(
+            **SIZES,
+            **_NEMOTRON,
+            layers_block_type=["moe", "full_attention", "linear_attention"],
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=32,
+        ).to_dict(),
+        vision_config={
+            **{"model_type": "radio", "hidden_size": 32, "num_hidden_layers": 1},
+            **{"num_attention_heads": 2, "video_temporal_patch_size": 2},
+        },
+        vision_hidden_size=32,
+        projector_hidden_size=32,
+    ),
+    "nemotron-h-latent": lambda: hf.NemotronHConfig(
+        **SIZES,
+        **_NEMOTRON,
+        layers_block_type=["linear_attention", "moe", "full_attention"],
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=64,
+        moe_shared_expert_intermediate_size=96,
+        moe_latent_size=32,
+    ),
+    "nemotron-h-groups": lambda: hf.NemotronHConfig(
+        **SIZES,
+        **_NEMOTRON,
+        layers_block_type=["moe", "mlp", "full_attention", "linear_attention", "moe"],
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+        norm_topk_prob=False,
+        use_bias=True,
+        use_conv_bias=False,
+    ),
+    "qwen3-next": lambda: hf.Qwen3NextConfig(
+        **SIZES,
+        **_DELTA,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    ),
+    "qwen3-next-dense-first": lambda: hf.Qwen3NextConfig(
+        **SIZES,
+        **_DELTA,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[0],
+    ),
+    "qwen4-exp": lambda: hf.Qwen4ExpTextConfig(**_SPARSE, **_EXP, **_NGRAMS),
+    # All is seen: beyond the budget llama.cpp sees parts of more blocks.
+    "qwen4-exp-wide": lambda: hf.Qwen4ExpTextConfig(
+        **_SPARSE, **{**_EXP, "indexer_budget": 64}, **_NGRAMS
+    ),
+    "qwen4-exp-plain": lambda: hf.Qwen4ExpTextConfig(
+        **_SPARSE, **{**_EXP, "output_gate_type": None, "indexer_compress_ratio": 2}
+    ),
+    "qwen3.5-moe": lambda: hf.Qwen3_5MoeTextConfig(
+        **SIZES,
+        **_DELTA,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    ),
+}
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA4: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "global_head_dim": 48,
+    "sliding_window": WINDOW,
+    "final_logit_softcapping": 30.0,  # what llama.cpp takes a file to have that says none
+    # Layers that share come behind a sliding and a full one, as in llama.cpp's code
+    "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL, _FULL],
+}
+_INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 211}
+
+_GEMMA3N: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 5,
+    "intermediate_size": [96, 128, 96, 96, 160],
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 24,
+    "vocab_size_per_layer_input": 200,
+    "laurel_rank": 12,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.0],
+    "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING],
+}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama-tied-bias": lambda: hf.LlamaConfig(
+        **SIZES, tie_word_embeddings=True, attention_bias=True, head_dim=32
+    ),
+    "llama-3.1": lambda: hf.LlamaConfig(**SIZES, rope_parameters=_LLAMA3),
+    "llama-linear": lambda: hf.LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    ),
+    "llama-yarn": lambda: hf.LlamaConfig(**SIZES, rope_parameters=_YARN),
+    "mistral": lambda: hf.MistralConfig(**SIZES, sliding_window=None),
+    "mistral-window": lambda: hf.MistralConfig(**SIZES, sliding_window=WINDOW),
+    "qwen2": lambda: hf.Qwen2Config(**SIZES),
+    "qwen2-window": lambda: hf.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "qwen3": lambda: hf.Qwen3Config(**SIZES, head_dim=32),
+    "gemma3": lambda: hf.Gemma3TextConfig(
+        **SIZES, head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=24
+    ),
+    "gemma3-softcap": lambda: hf.Gemma3TextConfig(
+        **SIZES,
+        head_dim=32,
+        sliding_window=WINDOW,
+        final_logit_softcapping=3.0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gemma2": lambda: hf.Gemma2Config(
+        **SIZES,
+        head_dim=32,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3n": lambda: hf.Gemma3nTextConfig(**_GEMMA3N),
+    # As llama.cpp knows it: sizes of its code, gates of the first ten layers cut alike
+    "gemma3n-gguf": lambda: hf.Gemma3nTextConfig(
+        **{
+            **_GEMMA3N,
+            "intermediate_size": 1536,
+            "activation_sparsity_pattern": [0.95] * 5,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 211,
+            "laurel_rank": 64,
+        }
+    ),
+    "gemma3n-other-stream": lambda: hf.Gemma3nTextConfig(
+        **{**_GEMMA3N, "num_kv_shared_layers": 0, "hidden_size": 96},
+        altup_num_inputs=3,
+        altup_active_idx=2,
+        altup_correct_scale=False,
+    ),
+    "gemma4": lambda: hf.Gemma4TextConfig(**_GEMMA4, **_INPUTS, num_kv_shared_layers=3),
+    "gemma4-double-wide": lambda: hf.Gemma4TextConfig(
+        **{**_GEMMA4, "final_logit_softcapping": 3.0},
+        **_INPUTS,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+    ),
+    "gemma4-keys-as-values": lambda: hf.Gemma4TextConfig(
+        **_GEMMA4,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    ),
+    "phi3": lambda: hf.Phi3Config(**SIZES, sliding_window=None),
+    "phi3-window": lambda: hf.Phi3Config(**SIZES, sliding_window=WINDOW),
+    "phi3-longrope": lambda: hf.Phi3Config(
+        **SIZES, rope_parameters=dict(_LONGROPE), original_max_position_embeddings=48
+    ),
+    "smollm3": lambda: hf.SmolLM3Config(**SIZES, tie_word_embeddings=True),
+    "smollm3-nope": lambda: hf.SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1]),
+    **DEEPSEEK_DENSE,
+    **DEEPSEEK_SPARSE,
+    **FAMILIES,
+    **HYBRIDS,
+}
+
+
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+_GRANITE: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 1.7,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
+_GPT_OSS: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "head_dim": 32,
+    "sliding_window": WINDOW,
+}
+
+# Mixtures of experts, which not every implementation of ``Ops`` computes.
+MIXTURES: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2),
+    "mixtral-window": lambda: hf.MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
+    ),
+    "qwen2-moe": lambda: hf.Qwen2MoeConfig(**SIZES, **_EXPERTS, shared_expert_intermediate_size=64),
+    "qwen2-moe-window": lambda: hf.Qwen2MoeConfig(
+        **SIZES,
+        **_EXPERTS,
+        shared_expert_intermediate_size=32,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+    ),
+    "qwen3-moe": lambda: hf.Qwen3MoeConfig(
+        **SIZES, **_EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[]
+    ),
+    "qwen3-moe-steps": lambda: hf.Qwen3MoeConfig(
+        **SIZES,
+        **_EXPERTS,
+        head_dim=32,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        tie_word_embeddings=True,
+    ),
+    "olmoe": lambda: hf.OlmoeConfig(
+        **{**SIZES, "num_key_value_heads": 4}, num_experts=8, num_experts_per_tok=3
+    ),
+    "olmoe-groups": lambda: hf.OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3),
+    "granite-moe": lambda: hf.GraniteMoeConfig(**SIZES, **_GRANITE, tie_word_embeddings=True),
+    "granite-moe-shared": lambda: hf.GraniteMoeSharedConfig(
+        **SIZES, **_GRANITE, shared_intermediate_size=32
+    ),
+    "gemma4-moe": lambda: hf.Gemma4TextConfig(
+        **_GEMMA4,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=32,
+    ),
+    "gpt-oss": lambda: hf.GptOssConfig(**SIZES, **_GPT_OSS),
+    "gpt-oss-full-first": lambda: hf.GptOssConfig(
+        **SIZES,
+        **_GPT_OSS,
+        swiglu_limit=0.7,  # so that it is met
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    **FAMILY_MIXTURES,
+    **HYBRID_MIXTURES,
+}
