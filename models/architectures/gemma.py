@@ -28,8 +28,7 @@ _LAYERS_27B = 46
 def read_gemma2(raw: RawConfig) -> DecoderConfig:
     """Gemma 2: sandwich norms, soft-capped scores and logits, every other layer behind a window.
 
-    Published norm weights are ``w - 1``. Gemma 3 shares all but the scores' cap
-    (``gemma3.py``).
+    Gemma 3 shares all but the scores' cap.
 
     Gemma 2's ``config.json`` keys.
     """

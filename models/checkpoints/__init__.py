@@ -1,4 +1,22 @@
-"""Models on disk: GGUF files, Hugging Face folders and stores, behind one protocol."""
+"""Models on disk: GGUF files, Hugging Face folders and stores, behind one protocol.
+
+A ``Checkpoint`` maps Hugging Face tensor names to shapes and formats, has a config with Hugging
+Face's keys, and reads ranges of rows. It shows the decoder alone:
+``models/checkpoints/text_model.py`` strips prefixes of multimodal models and leaves out towers and
+blocks that predict further tokens, which are then neither read nor packed nor planned for. One
+table translates GGUF's tensor names, another its keys. GGUF stores llama's rotary rows in another
+order, and so do ERNIE's folders; Qwen3-Next keeps together what belongs to a key head. This is
+undone while reading, by moving whole packed rows, so no value changes. Data is read with ``pread``,
+not mapped: pages that were read once then do not count as this process's memory, and a model is
+never in memory twice. Every count and length in a header is checked against the file's size before
+use. Types that localrt cannot unpack are still listed, so that llama.cpp can run the file.
+
+``unpack`` returns float32 for every format, in numpy, bit for bit what the ``gguf`` package
+returns.
+
+It knows neither architectures nor devices. Start reading at ``base.py``, then
+``gguf/checkpoint.py``.
+"""
 
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.gguf.checkpoint import GgufCheckpoint

@@ -3,6 +3,10 @@
 A table holds a few numbers of each token for every layer; a pass takes a token's rows of it, and
 adds what the embeddings are projected to. Behind its MLP a layer gates its part of them by the
 residual stream. It knows names and shapes; ``quant/ops/streams.py`` says what is computed.
+
+Checkpoints present the table with one row per layer of each token, which are the same bytes. A
+token's rows therefore lie together, in three or four tiles. A streamed model reads them from the
+SSD for each pass and never holds the table.
 """
 
 from __future__ import annotations

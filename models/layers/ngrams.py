@@ -6,6 +6,10 @@ rows of its own, whose size is a prime (Engram, Cheng et al. 2026; Qwen3.8-Flash
 a token follow from its last tokens alone, so they can be asked for before the pass begins. The
 tokens before a pass are in the layer's memory, beside the rows that its convolution looks back on.
 What is computed of the rows is ``quant/ops/streams.py``'s.
+
+A pass asks for all its rows before the first layer, and the layer that takes them waits for what is
+not there yet; ``offload/pipeline/tables.py`` reads each from where it lies and keeps nothing. With
+the layer's memory they go back, branch and are saved with the rest.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ Formulas: RoPE (Su et al. 2021), position interpolation (Chen et al. 2023), NTK-
 YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024), Llama 3.1's and Gemma 4's proportional one;
 parameters as Hugging Face configs name them. It does not know how the rotation is computed
 (``quant/ops``).
+
+Scalings that depend on length use the session's context, not the current length, so that keys in
+the cache stay valid.
 """
 
 from __future__ import annotations
