@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.kv import CacheFormat
-from localrt.quant.ops.protocol import Batch, KVCache
+from localrt.quant.ops.protocol import Batch, KVCache, Span
 from tests.store.synthetic import SyntheticCheckpoint
 
 needs_kernels = pytest.mark.skipif(find_library() is None, reason="the kernels are not compiled")
@@ -115,6 +116,11 @@ class Model:
         self.ops = NativeOps(threads=threads, kv_format=kv_format)
         self.resident: Decoder = load_decoder(store, self.ops, self.config)
 
+    @cached_property
+    def expected(self) -> list[np.ndarray]:
+        """What the resident decoder gives."""
+        return conversation(self.resident)
+
     @contextmanager
     def placed(self, streamed: Iterable[str], **options: Any) -> Iterator[Decoder]:
         """The decoder that streams these units."""
@@ -151,3 +157,31 @@ def cancel_after(calls: int) -> Callable[[], None]:
             raise CancelledError("stop")
 
     return check
+
+
+def conversation(decoder: Decoder) -> list[np.ndarray]:
+    """Prefill with and without logits, decoding, a tree, batches, after a trim."""
+    text = tokens(100, seed=5)
+    one, two = decoder.cache(150), decoder.cache(50)
+    seen = [
+        extend(decoder, one, text[:25], rows=[]),
+        extend(decoder, one, text[25:36], rows=[3, 10]),
+        *(extend(decoder, one, [token]) for token in text[36:38]),
+    ]
+    # A root with two branches of two: who sees whom, and at which position.
+    mask = np.eye(5, dtype=bool)
+    mask[1:, 0] = mask[2, 1] = mask[4, 3] = True
+    places = one.length + np.array([0, 1, 2, 1, 2])
+    seen.append(decoder.forward(Batch(np.array(text[80:85]), places, (Span(one, 5, mask),))))
+    one.trim(30)
+    batch = Batch.extend([(one, text[90:93]), (two, text[83:90])])
+    seen.append(decoder.forward(batch, rows=[2, 9]))
+    seen.append(decoder.forward(Batch.extend([(two, [7]), (one, [9])])))
+    return seen
+
+
+def assert_same(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    """Bit for bit."""
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.shape == other.shape
+        assert np.array_equal(mine, other)

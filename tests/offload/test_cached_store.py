@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from localrt.common.errors import CancelledError, StorageError
-from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
+from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.store.cached import cached_store, store_folder
 from localrt.quant.formats.tiled import tile_tensor
 from tests.offload.placed import needs_kernels
@@ -128,20 +128,6 @@ def test_a_full_disk_leaves_nothing_half_written_and_room_lets_it_go_on(
     fresh, _ = make(source, tmp_path / "fresh")
     assert contents(path) == contents(fresh)
     assert sorted(each.name for each in stores.iterdir()) == [path.name, path.name + ".lock"]
-
-
-def test_cancelling_is_made_good_by_the_next_call(tmp_path: Path) -> None:
-    source, cancel = SyntheticCheckpoint(tmp_path / "m"), threading.Event()
-
-    def progress(done: int, _all: int, _name: str) -> None:
-        if done > 40_000:
-            cancel.set()
-
-    with pytest.raises(CancelledError):
-        cached_store(source, tmp_path, tiler=tile_tensor, progress=progress, cancel=cancel)
-    path, _ = make(source, tmp_path)
-    with closing(StoreCheckpoint(path)) as store:
-        assert set(store.tensors) == set(source.tensors)
 
 
 def test_waiting_for_another_process_can_be_cancelled(tmp_path: Path) -> None:

@@ -43,22 +43,6 @@ def model(
         yield opened
 
 
-@pytest.mark.parametrize("kinds", [("attention",), ("attention", "mlp")])
-def test_units_that_stream_change_nothing(model: Model, kinds: tuple[str, ...]) -> None:
-    names = [unit.name for unit in model.store.manifest.units]
-    streamed = [name for name in names if name.endswith(kinds)]
-    here = model.resident.cache(64)
-    with model.placed(streamed) as placed:
-        there = placed.cache(64)
-        for part in (tokens(20), *([token] for token in tokens(6, seed=3))):
-            want = extend(model.resident, here, part)
-            np.testing.assert_array_equal(extend(placed, there, part), want)
-        for cache in (here, there):
-            assert cache.trim(18) == 18
-        want = extend(model.resident, here, tokens(9))
-        np.testing.assert_array_equal(extend(placed, there, tokens(9)), want)
-
-
 def test_a_cancelled_pass_leaves_states_as_they_were(model: Model) -> None:
     cache, twin = model.resident.cache(64), model.resident.cache(64)
     for part in (tokens(10), tokens(1)):

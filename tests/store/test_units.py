@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from localrt.models.checkpoints import TensorInfo
 from localrt.models.registry import read_config
 from localrt.models.units import Unit, list_units, packed_nbytes
 from localrt.quant.formats import F32, FORMATS
+from tests.offload.placed import Model, needs_kernels, pack_tiny
 from tests.store.synthetic import SyntheticCheckpoint
 
 
@@ -85,3 +87,24 @@ def test_rotary_factors_are_kept_and_towers_are_not() -> None:
     listed = {name for unit in units_of(checkpoint) for name in unit.tensors}
     assert "rope_freqs.weight" in listed
     assert "vision_tower.a.weight" not in listed
+
+
+@needs_kernels
+def test_tensors_of_latent_attention(tmp_path: Path) -> None:
+    with closing(Model(pack_tiny("deepseek-v3", tmp_path))) as model:
+        units = {u.name: {t.name for t in u.tensors} for u in model.store.manifest.units}
+    prefix = "model.layers.1."
+    assert {name.removeprefix(f"{prefix}self_attn.") for name in units["layers.1.attention"]} == {
+        f"{prefix}input_layernorm.weight",
+        "q_a_proj.weight",
+        "q_a_layernorm.weight",
+        "q_b_proj.weight",
+        "kv_a_proj_with_mqa.weight",
+        "kv_a_layernorm.weight",
+        "k_b_proj.weight",
+        "v_b_proj.weight",
+        "o_proj.weight",
+    }
+    assert f"{prefix}mlp.gate.e_score_correction_bias" in units["layers.1.mlp"]
+    assert f"{prefix}mlp.shared_experts.down_proj.weight" in units["layers.1.mlp"]
+    assert len([name for name in units if name.startswith("layers.1.expert.")]) == 8

@@ -9,9 +9,9 @@ import pytest
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.experts import memory as expert_memory
 from localrt.offload.experts.memory import size_classes
-from tests.offload.gpu.placed_on_gpu import assert_same, conversation, on_gpu
+from tests.offload.gpu.placed_on_gpu import on_gpu
 from tests.offload.gpu.test_hybrid_experts import COSTS, places
-from tests.offload.placed import Model, needs_kernels, pack_tiny
+from tests.offload.placed import Model, assert_same, conversation, needs_kernels, pack_tiny
 from tests.offload.test_placed_experts import answers, experts
 
 
@@ -69,15 +69,6 @@ def test_logits_and_memory_are_those_of_one_pool(model: Model, share: float) -> 
         assert placed.weights.memory.evict(6 * memory.slot_nbytes) >= 6 * memory.slot_nbytes
         assert_same(answers(placed), want)
         assert placed.weights.memory.reclaimable == before  # there was room for it again
-
-
-@needs_kernels
-def test_everything_in_memory_is_read_once(model: Model) -> None:
-    with model.placed([]) as placed:
-        answers(placed)
-        read = placed.weights.counts().ssd_read_bytes
-        answers(placed)
-        assert placed.weights.counts().ssd_read_bytes == read
 
 
 @needs_kernels

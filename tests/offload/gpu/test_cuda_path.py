@@ -126,20 +126,6 @@ def test_lanes_of_two_devices_compute_one_model(model: Model) -> None:
         assert {"ssd", "link", "cpu", "gpu"} <= set(counts.busy_s)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", [Where.VRAM, Where.SSD_LINK])
-def test_all_on_the_gpu_is_the_same_wherever_it_lives(model: Model, where: Where) -> None:
-    everything = passing(model.store)
-    with (
-        on_cuda(model, dict.fromkeys(everything, Where.LINK)) as one,
-        on_cuda(model, dict.fromkeys(everything, where)) as other,
-    ):
-        caches = [one.cache(10), other.cache(10)]
-        for token in (3, 4):
-            a, b = (extend(d, c, [token]) for d, c in zip((one, other), caches, strict=True))
-            assert np.array_equal(a, b)
-
-
 def test_a_batch_and_a_cancelled_pass(model: Model) -> None:
     with on_cuda(model, all_in_turn(model)) as decoder:
         caches = [decoder.cache(10), decoder.cache(10)]
@@ -153,20 +139,6 @@ def test_a_batch_and_a_cancelled_pass(model: Model) -> None:
     assert not pipeline_threads()
 
 
-def test_memory_given_back_is_streamed(model: Model) -> None:
-    names = passing(model.store)
-    where = dict.fromkeys(names, Where.SSD) | {names[0]: Where.VRAM, names[1]: Where.LINK}
-    with on_cuda(model, where) as decoder:
-        cache = decoder.cache(10)
-        first = extend(decoder, cache, [3])
-        used = decoder.weights.gpu.gpu.used
-        assert decoder.weights.memory.evict(1) > 0
-        assert decoder.weights.memory.evict_gpu(1) > 0
-        assert decoder.weights.gpu.gpu.used < used
-        cache.trim(0)
-        assert np.array_equal(extend(decoder, cache, [3]), first)
-
-
 def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
     gpu, clock = gpu_of()
     lane = Lane(model.store, gpu.ops, clock, gpu=gpu)
@@ -177,16 +149,6 @@ def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
     (part,) = weight.parts
     assert isinstance(part, TiledMatrix)
     assert part.data.data_ptr() == memory.data_ptr() + 4096 + unit.tensors[0].offset
-
-
-def test_memory_beyond_what_may_be_used_is_refused() -> None:
-    gpu, _ = gpu_of(1_000_000)
-    memory = gpu.alloc(900_000)
-    with pytest.raises(MemoryBudgetError, match=r"may be used, of which 900 kB are taken"):
-        gpu.alloc(200_000)
-    gpu.free(memory)
-    assert gpu.used == 0
-    assert gpu.alloc(1_000_000).numel() == 1_000_000
 
 
 def test_a_full_gpu_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:

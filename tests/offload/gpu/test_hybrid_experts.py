@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from localrt.common.errors import CancelledError
 from localrt.models.decoder import Decoder
 from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.experts.pool import GpuSlots
 from localrt.offload.experts.scheduler import ExpertCosts, split_misses
 from localrt.offload.placement import Where
-from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.experts.rates import Rate
-from tests.offload.gpu.fakes import FakeGpu
-from tests.offload.gpu.placed_on_gpu import all_in_ram, assert_same, conversation, on_gpu
-from tests.offload.placed import Model, cancel_after, extend, needs_kernels, pack_tiny
-from tests.waits import wait_for
+from tests.offload.gpu.placed_on_gpu import on_gpu
+from tests.offload.placed import (
+    Model,
+    assert_same,
+    conversation,
+    extend,
+    needs_kernels,
+    pack_tiny,
+)
 
 pytestmark = needs_kernels
 
@@ -72,23 +70,6 @@ def test_logits_are_those_of_the_model_in_memory(model: Model, share: float, ssd
         assert_same(conversation(placed), want)
 
 
-@settings(max_examples=6)
-@given(cpu=st.floats(1e-7, 1e-2), gpu=st.floats(1e-7, 1e-2), fetch=st.floats(1e-7, 1e-2))
-def test_whatever_an_expert_costs(model: Model, cpu: float, gpu: float, fetch: float) -> None:
-    costs = ExpertCosts(cpu=Rate(0.0, cpu, cpu / 9), gpu=Rate(gpu, 0.0, 0.0), fetch=fetch)
-    want = conversation(model.resident)
-    with on_gpu(model, places(model, 0.4), expert_costs=costs) as placed:
-        assert_same(conversation(placed), want)
-
-
-def test_layers_may_be_on_either_side(model: Model) -> None:
-    where = places(model, 0.5)
-    where["layers.1.mlp"] = where["layers.0.attention"] = Where.RAM
-    want = conversation(model.resident)
-    with on_gpu(model, where, expert_costs=COSTS) as placed:
-        assert_same(conversation(placed), want)
-
-
 @one_mixture
 def test_slots_and_cpu_share_the_work(model: Model) -> None:
     with on_gpu(model, places(model, 0.5), expert_costs=COSTS) as placed:
@@ -101,38 +82,6 @@ def test_slots_and_cpu_share_the_work(model: Model) -> None:
     assert busy["cpu"] > 0
     assert busy["gpu"] > 0
     assert counts.link_bytes > 0
-
-
-@one_mixture
-def test_all_that_the_gpu_does_in_a_layer_is_started_before_the_cpu_computes(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a real GPU kernels wait for copies by themselves, and rows behind them for kernels."""
-    order: list[str] = []
-
-    def noted(kind: type, name: str, event: str) -> None:
-        called = getattr(kind, name)
-
-        def note(*args: Any) -> Any:
-            order.append(event)
-            return called(*args)
-
-        monkeypatch.setattr(kind, name, note)
-
-    noted(HybridExperts, "begin", "; ")
-    noted(HybridExperts, "_on_cpu", "cpu ")
-    noted(GpuSlots, "used", "GPU ")
-    noted(FakeGpu, "send", "rows ")
-    # About as long for each of the absent: some are fetched, some are not.
-    costs = ExpertCosts(cpu=Rate(0.0, 1e-6, 1e-8), gpu=Rate(0.0, 1e-7, 1e-8), fetch=1e-6)
-    with on_gpu(model, places(model, 0.5), expert_costs=costs) as placed:
-        wait_for(lambda: all_in_ram(placed))
-        cache = placed.cache(64)
-        for pair in np.array(tokens(60)).reshape(-1, 2):
-            extend(placed, cache, pair.tolist())
-    both = [turn for turn in "".join(order).split("; ") if "cpu" in turn and "GPU" in turn]
-    assert any(turn.count("GPU") > 1 for turn in both)
-    assert all(re.match("rows (GPU )+cpu ", turn) for turn in both), set(both)
 
 
 @one_mixture
@@ -150,18 +99,6 @@ def test_a_slow_cpu_makes_the_gpu_fetch_and_a_slow_link_the_cpu_compute(model: M
     slow_cpu = fetched(ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=quick, fetch=1e-6))
     slow_link = fetched(ExpertCosts(cpu=quick, gpu=quick, fetch=1.0))
     assert slow_link < slow_cpu
-
-
-def test_a_cancelled_pass_leaves_nothing_behind(model: Model) -> None:
-    want = conversation(model.resident)
-    with on_gpu(model, places(model, 0.3, ssd=0.5), expert_costs=COSTS) as placed:
-        for layer in range(3):
-            cache = placed.cache(64)
-            with pytest.raises(CancelledError):
-                placed.forward(
-                    Batch.extend([(cache, tokens(20))]), check=cancel_after(2 * layer + 1)
-                )
-        assert_same(conversation(placed), want)
 
 
 @one_mixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
@@ -29,19 +29,15 @@ from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.experts.rates import Rate
 from tests.offload.gpu.fakes import POISON, LateGpu
-from tests.offload.gpu.placed_on_gpu import (
-    assert_same,
-    conversation,
-    on_gpu,
-    place_on_gpu,
-    placements,
-)
+from tests.offload.gpu.placed_on_gpu import PAGES, on_gpu, place_on_gpu, placements, some
 from tests.offload.gpu.test_hybrid_experts import places
-from tests.offload.gpu.test_long_passes import LONG, crossing, passes
+from tests.offload.gpu.test_long_passes import LONG, passes
 from tests.offload.placed import (
     PLENTY,
     Model,
+    assert_same,
     cancel_after,
+    conversation,
     extend,
     needs_kernels,
     pack_synthetic,
@@ -52,34 +48,20 @@ from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
-# A race shows in some runs only: there is nothing to be shrunk.
-some = settings(phases=(Phase.explicit, Phase.generate))
-PAGES = st.tuples(st.integers(0, 90), st.integers(0, 90))
-
-
-class Expected(Model):
-    """With what the resident decoder gives."""
-
-    @property
-    def expected(self) -> list[np.ndarray]:
-        if not hasattr(self, "_expected"):
-            self._expected = conversation(self.resident)
-        return self._expected
-
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Expected]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """Three layers and a head of slices."""
     folder = pack_synthetic(tmp_path_factory.mktemp("llama"), vocab=1500, layers=3, hidden=128)
-    with closing(Expected(folder)) as model:
+    with closing(Model(folder)) as model:
         yield model
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "gpt-oss"])
 def mixture(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Expected]:
-    with closing(Expected(pack_tiny(request.param, tmp_path_factory.mktemp("moe")))) as model:
+) -> Iterator[Model]:
+    with closing(Model(pack_tiny(request.param, tmp_path_factory.mktemp("moe")))) as model:
         yield model
 
 
@@ -132,53 +114,6 @@ def test_a_copy_that_waits_for_too_little_is_found() -> None:
 # -- dense models ----------------------------------------------------------------------------------
 
 
-@settings(some, max_examples=25)
-@given(data=st.data(), slack=PAGES)
-def test_any_placement_computes_the_same(
-    model: Expected, data: st.DataObject, slack: tuple[int, int]
-) -> None:
-    where = data.draw(placements([*passing(model.store), "embedding"]))
-    where["embedding"] = Where.SSD if where["embedding"].read else Where.RAM
-    with on_gpu(model, where, slack=slack, late=True) as decoder:
-        assert_same(conversation(decoder), model.expected)
-
-
-@settings(some, max_examples=15)
-@given(data=st.data(), slack=PAGES)
-def test_cancelled_passes_and_memory_given_back(
-    model: Expected, data: st.DataObject, slack: tuple[int, int]
-) -> None:
-    where = data.draw(placements(passing(model.store)))
-    stops = data.draw(st.lists(st.integers(0, 12), min_size=2, max_size=6))
-    taken = st.tuples(st.integers(0, 300_000), st.integers(0, 300_000))
-    shortages = data.draw(st.lists(taken, max_size=4))
-    pending = iter([(0, 0), *shortages, *[(0, 0)] * 100])
-    with on_gpu(model, where, slack=slack, late=True, shortage=lambda: next(pending)) as decoder:
-        cache, twin = decoder.cache(100), model.resident.cache(100)
-        for seed, stop in enumerate(stops):
-            if 0 < stop <= len(passing(model.store)):
-                with pytest.raises(CancelledError):
-                    decoder.forward(Batch.extend([(cache, [5, 6])]), check=cancel_after(stop - 1))
-            assert_same(
-                [extend(decoder, cache, tokens(2, seed=seed))],
-                [extend(model.resident, twin, tokens(2, seed=seed))],
-            )
-
-
-@settings(some, max_examples=15)
-@given(data=st.data(), slack=PAGES)
-def test_long_passes_for_which_weights_cross(
-    model: Expected, data: st.DataObject, slack: tuple[int, int]
-) -> None:
-    where = data.draw(placements(passing(model.store)))
-    sizes = data.draw(st.lists(st.sampled_from([1, 7, LONG]), min_size=2, max_size=6))
-    taken = st.tuples(st.integers(0, 300_000), st.integers(0, 300_000))
-    shortages = data.draw(st.lists(taken, max_size=4))
-    pending = iter([(0, 0), *shortages, *[(0, 0)] * 100])
-    with crossing(model, where, slack=slack, late=True, shortage=lambda: next(pending)) as decoder:
-        assert_same(passes(decoder, sizes), passes(model.resident, sizes))
-
-
 def hold_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """``go`` and ``held``: with ``held`` cleared, ``go`` is when copying begins anew."""
     resume, go, held = LinkSource.resume, threading.Event(), threading.Event()
@@ -194,9 +129,7 @@ def hold_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threa
     return go, held
 
 
-def test_ram_is_freed_when_no_copy_reads_it(
-    model: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ram_is_freed_when_no_copy_reads_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_in, free_host, forget = Gpu.copy_in, LateGpu.free_host, LinkSource.forget
     reading, faults = dict[int, Any](), list[str]()
     go, copying = hold_copies(monkeypatch)
@@ -234,7 +167,7 @@ def test_ram_is_freed_when_no_copy_reads_it(
 
 
 def test_a_copy_that_ends_while_copying_is_given_up_again_loses_no_unit(
-    model: Expected, monkeypatch: pytest.MonkeyPatch
+    model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would be missing in the order that begins again: pass and copies wait for each other."""
     fetch, acquire = LinkSource.fetch, UnitReader.acquire
@@ -281,7 +214,7 @@ def test_a_copy_that_ends_while_copying_is_given_up_again_loses_no_unit(
 
 
 def test_what_a_pass_that_failed_has_begun_to_copy_is_waited_for(
-    mixture: Expected, monkeypatch: pytest.MonkeyPatch
+    mixture: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = ExpertCosts(cpu=Rate(0.0, 1e-2, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
     compute, failed = HybridExperts._at_once, list[int]()
@@ -308,7 +241,7 @@ def test_what_a_pass_that_failed_has_begun_to_copy_is_waited_for(
 @settings(some, max_examples=8)
 @given(data=st.data(), slack=PAGES)
 def test_any_placement_of_a_mixture_computes_the_same(
-    mixture: Expected, data: st.DataObject, slack: tuple[int, int]
+    mixture: Model, data: st.DataObject, slack: tuple[int, int]
 ) -> None:
     cpu, gpu, fetch = (data.draw(st.sampled_from([1e-6, 1e-4, 1e-2])) for _ in range(3))
     costs = ExpertCosts(cpu=Rate(0.0, cpu, cpu / 9), gpu=Rate(gpu, 0.0, 0.0), fetch=fetch)
