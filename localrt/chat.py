@@ -12,7 +12,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from localrt.chat_format.messages import as_message_calls
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.files import write_text
@@ -288,7 +287,7 @@ class ChatSession:
                 for chunk in chunks:
                     said["content"] += chunk.text
                     if chunk.tool_calls:
-                        said["tool_calls"] = as_message_calls(chunk.tool_calls)
+                        said["tool_calls"] = [call.to_dict() for call in chunk.tool_calls]
                     yield chunk
             keep = True
         except GeneratorExit:

@@ -16,6 +16,8 @@ from typing import Any
 
 from localrt.chat_format.argument_types import DECODER
 from localrt.chat_format.notations import (
+    ID,
+    NUMBERED,
     Arguments,
     Framed,
     JsonArguments,
@@ -27,9 +29,7 @@ from localrt.chat_format.notations import (
     TaggedArguments,
 )
 from localrt.chat_format.parser import (
-    ID,
     MARK,
-    NUMBERED,
     CallSyntax,
     TextParser,
     common_end,

@@ -51,11 +51,6 @@ def arguments_of(call: ToolCall) -> dict[str, Any]:
     return _as_object(call.arguments)
 
 
-def as_message_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """``calls`` as an assistant's message has them."""
-    return [call.to_dict() for call in calls]
-
-
 def for_template(messages: Sequence[Any], *, arguments_as_text: bool = False) -> list[Any]:
     """``messages`` in the shape that chat templates take.
 
@@ -85,7 +80,7 @@ def for_template(messages: Sequence[Any], *, arguments_as_text: bool = False) ->
 
 def _shaped_call(call: Any, as_text: bool, names: dict[str, str]) -> Any:
     if isinstance(call, ToolCall):
-        call = as_message_calls([call])[0]
+        call = call.to_dict()
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from localrt.chat_format.argument_types import accepted, parameters_of
@@ -91,22 +91,14 @@ class Offers:
 
     def __init__(self, template: MessageTemplate) -> None:
         self._template = template
-        self._known: OrderedDict[str, Offer] = OrderedDict()
+        self._made = lru_cache(_KEPT)(self._offer)
 
     def of(self, tools: Sequence[_Tool] | None) -> Offer:
         """What is offered with ``tools``, which have names."""
-        if not tools:
-            return NO_TOOLS
-        key = json.dumps(tools, default=str)
-        offer = self._known.get(key)
-        if offer is None:
-            offer = self._known[key] = self._made(tools)
-            while len(self._known) > _KEPT:
-                self._known.pop(next(iter(self._known)))
-        return offer
+        return self._made(json.dumps(tools, default=str)) if tools else NO_TOOLS
 
-    def _made(self, tools: Sequence[_Tool]) -> Offer:
-        last = {tool.get("function", tool)["name"]: tool for tool in tools}
+    def _offer(self, tools: str) -> Offer:
+        last = {tool.get("function", tool)["name"]: tool for tool in json.loads(tools)}
         own = dict(_shown_names(list(last)))
         usual = [_usual(tool, shown) for shown, tool in zip(own, last.values(), strict=True)]
         functions = [tool["function"] for tool in usual]

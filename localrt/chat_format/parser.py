@@ -27,23 +27,6 @@ from localrt.chat_format.notations import (
 from localrt.chat_format.thinking import CLOSE, OPEN, overlap
 from localrt.engine.types import ToolCall
 
-__all__ = [
-    "ID",
-    "MARK",
-    "NUMBERED",
-    "PLAIN_CALLS",
-    "USUAL_FRAME",
-    "AnswerFrame",
-    "CallSyntax",
-    "TextParser",
-    "common_end",
-    "common_start",
-    "expression",
-    "inside_mark",
-    "marks_in",
-    "snapped",
-]
-
 MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
 """What the tokens look like that models mark the parts of an answer with."""
 

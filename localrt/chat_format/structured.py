@@ -10,10 +10,10 @@ import json
 import re
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -131,8 +131,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._take_ram = take_ram or (lambda nbytes: None)
         self._prepared: LLTokenizer | None = None
-        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._followed: OrderedDict[str, tuple[str, tuple[str, ...]]] = OrderedDict()
+        self._matcher = lru_cache(_KEPT)(self._compiled)
+        self.followed = lru_cache(_KEPT)(self._followed)
         self._lock = threading.Lock()
 
     def constraint(self, options: Options) -> MakeConstraint | None:
@@ -144,47 +144,24 @@ class Grammars:
             MissingExtraError: llguidance is not installed.
             MemoryBudgetError: there is no room for it within the budget.
         """
-        bound = options.bound_by
-        if bound is None:
-            return None
-        name, text = bound
+        return None if options.bound_by is None else self._made(*options.bound_by)
 
-        def grammar() -> str:
-            from llguidance import LLMatcher
-
-            if name == "regex":
-                return LLMatcher.grammar_from_regex(text)
-            if name == "grammar":
-                lark = gbnf_to_lark(text, self._tokenizer.token_id)
-                return LLMatcher.grammar_from_lark(lark)
-            return _of_schema(text)
-
-        return self._made(name, text, grammar)
-
-    def followed(self, schema: str) -> tuple[str, tuple[str, ...]]:
+    def _followed(self, schema: str) -> tuple[str, tuple[str, ...]]:
         """A schema as far as answers can follow it, and the keywords that they cannot.
 
         Raises:
             OptionError, MissingExtraError, MemoryBudgetError: as ``constraint``.
         """
-        known = self._followed.get(schema)
-        if known is None:
-            left_out: tuple[str, ...] = ()
-            try:
-                self._made("json_schema", schema, lambda: _of_schema(schema))
-                found = schema
-            except OptionError:
-                if len(schema) > _LONGEST:
-                    raise
-                loose, left_out = loosened(json.loads(schema), self._fits)
-                found = json.dumps(loose, ensure_ascii=False)
-                self._made("json_schema", found, lambda: _of_schema(found))
-            with self._lock:
-                self._followed[schema] = found, left_out
-                while len(self._followed) > _KEPT:
-                    self._followed.popitem(last=False)
+        try:
+            self._made("json_schema", schema)
+        except OptionError:
+            if len(schema) > _LONGEST:
+                raise
+            loose, left_out = loosened(json.loads(schema), self._fits)
+            found = json.dumps(loose, ensure_ascii=False)
+            self._made("json_schema", found)
             return found, left_out
-        return known
+        return schema, ()
 
     def call(
         self,
@@ -214,13 +191,7 @@ class Grammars:
             lark = call_grammar(
                 spelling, given, self._terminal, spaces=SPACES, several=several, answer=other
             )
-
-            def grammar() -> str:
-                from llguidance import LLMatcher
-
-                return LLMatcher.grammar_from_lark(lark)
-
-            return self._made("tool_choice", lark, grammar)
+            return self._made("tool_choice", lark)
 
         for parameters in (lambda schema: schema, self._parameters, outline):
             with suppress(OptionError):
@@ -237,7 +208,7 @@ class Grammars:
     def _fits(self, schema: Any) -> bool:
         try:
             with self._lock:
-                self._compiled("json_schema", lambda: _of_schema(json.dumps(schema)))
+                self._compiled("json_schema", json.dumps(schema))
         except OptionError:
             return False
         return True
@@ -256,24 +227,30 @@ class Grammars:
         pairs = zip(strings, tokens, strict=True)
         return " ".join(part for pair in pairs for part in pair if part not in ("", '""'))
 
-    def _made(self, name: str, text: str, grammar: Callable[[], str]) -> MakeConstraint:
+    def _made(self, name: str, text: str) -> MakeConstraint:
         if len(text) > _LONGEST:
             raise OptionError(
                 f"{option(name)} is too large: {len(text)} characters, and {_LONGEST} are the most"
             )
-        key = f"{name} {text}"
         with self._lock:
-            matcher = self._matchers.get(key)
-            if matcher is None:
-                matcher = self._compiled(name, grammar)
-            self._matchers[key] = matcher
-            self._matchers.move_to_end(key)
-            while len(self._matchers) > _KEPT:
-                self._matchers.popitem(last=False)
+            matcher = self._matcher(name, text)
         vocab = self._tokenizer.vocab_size
         return lambda: _GrammarConstraint(name, matcher.deep_copy(), vocab)
 
-    def _compiled(self, name: str, make: Callable[[], str]) -> LLMatcher:
+    def _grammar(self, name: str, text: str) -> str:
+        """What the option ``name`` says, as llguidance takes it; ``tool_choice`` is Lark."""
+        from llguidance import LLMatcher
+
+        if name == "regex":
+            return LLMatcher.grammar_from_regex(text)
+        if name == "json_schema":
+            return LLMatcher.grammar_from_json_schema(
+                _readable(text), overrides={"whitespace_pattern": SPACES}
+            )
+        lark = gbnf_to_lark(text, self._tokenizer.token_id) if name == "grammar" else text
+        return LLMatcher.grammar_from_lark(lark)
+
+    def _compiled(self, name: str, text: str) -> LLMatcher:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError as error:
@@ -281,7 +258,7 @@ class Grammars:
                 f"{option(name)} needs llguidance, which cannot be imported: pip install llguidance"
             ) from error
         try:
-            grammar = make()
+            grammar = self._grammar(name, text)
         except OptionError:
             raise
         except ValueError as error:
@@ -396,14 +373,6 @@ def _on_a_large_stack(work: Callable[[], _T]) -> _T:
             finally:
                 threading.stack_size(before)
         return result.result()
-
-
-def _of_schema(schema: str) -> str:
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_json_schema(
-        _readable(schema), overrides={"whitespace_pattern": SPACES}
-    )
 
 
 def _names_alone(schema: Any) -> Any:

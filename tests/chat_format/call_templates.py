@@ -2,7 +2,38 @@
 
 from __future__ import annotations
 
-__all__ = ["ALONE", "TEMPLATES", "UNWRITABLE", "WORDLESS", "chat"]
+import json
+from typing import Any
+
+
+def calling(
+    *calls: tuple[str, Any], text: str | None = "", ids: str = "abcdefgh{1}", **fields: Any
+) -> dict[str, Any]:
+    """An assistant's message with ``calls``: names, and arguments as values or as text."""
+    made = [
+        {
+            "id": ids.format(name, at),
+            "type": "function",
+            "function": {"name": name, "arguments": _as_text(given)},
+        }
+        for at, (name, given) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": text, "tool_calls": made, **fields}
+
+
+def _as_text(given: Any) -> str:
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def ids_of(name: str) -> str:
+    """What the calls' ids look like in the template of this name."""
+    return "functions.{}:{}" if "Kimi" in name else "abcdefgh{1}"
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    """A tool as callers give it."""
+    return {"type": "function", "function": {"name": name, **more}}
+
 
 _THINK = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
 

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-__all__ = ["HISTORIES", "TOOLS", "texts_of"]
+from tests.chat_format.call_templates import calling, tool
 
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": f"It does {name}.",
-            "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string", "description": "Where."}},
-                "required": ["city"],
-            },
-        },
-    }
+_WHERE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "Where."}},
+    "required": ["city"],
+}
+TOOLS = [
+    tool(name, description=f"It does {name}.", parameters=_WHERE)
     for name in ("weather_now", "clock_time")
 ]
 
@@ -38,19 +31,13 @@ def assistant(number: int) -> dict[str, Any]:
 
 def calls(*numbers: int, text: str | None = "", arguments: Any = None) -> dict[str, Any]:
     made = [
-        {
-            "id": f"call_{number}zq",
-            "type": "function",
-            "function": {
-                "name": ("weather_now", "clock_time")[at],
-                "arguments": json.dumps({"city": f"Oslo{number}"})
-                if arguments is None
-                else arguments,
-            },
-        }
-        for at, number in enumerate(numbers)
+        (name, {"city": f"Oslo{number}"} if arguments is None else arguments)
+        for name, number in zip(("weather_now", "clock_time"), numbers, strict=False)
     ]
-    return {"role": "assistant", "content": text, "tool_calls": made}
+    message = calling(*made, text=text)
+    for call, number in zip(message["tool_calls"], numbers, strict=True):
+        call["id"] = f"call_{number}zq"
+    return message
 
 
 def result(number: int) -> dict[str, Any]:

@@ -14,17 +14,12 @@ from localrt.chat_format.harmony import HARMONY_CALL
 from localrt.chat_format.notations import ID, NUMBERED
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.service.requests import RequestBuilder
-from tests.chat_format.call_templates import TEMPLATES, chat, each
+from tests.chat_format.call_templates import TEMPLATES, calling, chat, each, ids_of, tool
 from tests.chat_format.test_call_syntax import answer_of
 from tests.scripted import answer_to, with_template
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = tool("weather", parameters=CITY)
 OSLO = ("weather", '{"city": "Oslo"}')
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 _CALLS = each(
@@ -48,43 +43,22 @@ HM = "<think>\nHm.\n"
 @pytest.mark.parametrize(
     ("template", "said", "shown", "calls"),
     [
-        pytest.param(HERMES, f"<think>\nHm.\n{CALL}", "<think>\nHm.\n", [OSLO], id="at the end"),
-        pytest.param(
-            HERMES, f"<think>\nHm.\n{CALL}\n{CALL}", "<think>\nHm.\n", [OSLO] * 2, id="two"
-        ),
-        pytest.param(OPENED, f"Hm.\n{CALL}", "<think>\nHm.\n", [OSLO], id="opened by the template"),
-        pytest.param(OPENED, CALL, "<think>\n", [OSLO], id="no thought at all"),
-        pytest.param(
-            HERMES,
-            f"<think>\nHm.\n{CALL}\n</think>\nNo.",
-            f"<think>\nHm.\n{CALL}\n</think>\nNo.",
-            [],
-            id="an example, and closed",
-        ),
-        pytest.param(
-            HERMES,
-            f"<think>I use <tool_call>.</think>{CALL}",
-            "<think>I use <tool_call>.</think>",
-            [OSLO],
-            id="a mention, and a call",
-        ),
-        pytest.param(
-            HERMES, f"<think>{CALL} is it.", f"<think>{CALL} is it.", [], id="thought on behind it"
-        ),
-        pytest.param(
-            HERMES,
-            "<think><tool_call>\n" + '{"name": "sing", "arguments": {}}\n</tool_call>',
-            "<think><tool_call>\n" + '{"name": "sing", "arguments": {}}\n</tool_call>',
-            [],
-            id="of no tool",
-        ),
+        (HERMES, f"{HM}{CALL}", HM, [OSLO]),
+        (HERMES, f"{HM}{CALL}\n{CALL}", HM, [OSLO] * 2),
+        (OPENED, f"Hm.\n{CALL}", HM, [OSLO]),
+        (OPENED, CALL, "<think>\n", [OSLO]),  # no thought at all
+        (HERMES, f"<think>I use <tool_call>.</think>{CALL}", "<think>I use <tool_call>.</think>",
+         [OSLO]),
+        (HERMES, f"{HM}{CALL}\n</think>\nNo.", None, []),  # an example, and closed
+        (HERMES, f"<think>{CALL} is it.", None, []),
+        (HERMES, '<think><tool_call>\n{"name": "sing", "arguments": {}}\n</tool_call>', None, []),
     ],
-)
+)  # fmt: skip
 def test_thoughts_that_end_with_calls(
-    builder: Any, template: str, said: str, shown: str, calls: list[Any]
+    builder: Any, template: str, said: str, shown: str | None, calls: list[Any]
 ) -> None:
     text, found, reason = answer_to(builder(template), said, tools=[WEATHER])
-    assert (text, found) == (shown, calls)
+    assert (text, found) == (said if shown is None else shown, calls)
     assert reason == ("tool_calls" if calls else "stop")
 
 
@@ -128,15 +102,7 @@ def test_half_a_call_is_nothing(builder: Any, name: str, choice: str, until: str
     syntax = requests._syntax
     if choice != "auto" and (syntax.forced is not syntax.calls or "[CALL_ID]" in TEMPLATES[name]):
         pytest.skip("it is forced in other words than the template's")
-    call_id = "functions.weather:0" if name == "Kimi K2" else "abcdefgh0"
-    function = {"name": "weather", "arguments": OSLO[1]}
-    calls = [{"id": call_id, "type": "function", "function": function}]
-    message = {"role": "assistant", "content": "", "tool_calls": calls}
-    wish, _ = answer_of(ChatTemplate(TEMPLATES[name]), syntax, message, [WEATHER])
-    wish = wish.strip()
-    if name == "gpt-oss" and choice != "auto":  # as it is forced, not as the template has it
-        spelling = HARMONY_CALL
-        wish = f"{spelling.before}weather{spelling.middle}{OSLO[1]}"
+    wish = call_in(requests, name, forced=choice != "auto")
     whole = answer_to(requests, wish, tools=[WEATHER], tool_choice=choice)
     assert whole == ("", [OSLO], "tool_calls")
     cut = wish[: len(wish) - 1 if until == "end" else wish.index(until)]
@@ -223,19 +189,12 @@ def test_more_calls_are_made_only_if_the_model_wants_them(builder: Any) -> None:
     assert answer_to(requests, f"{CALL} And more.", **options) == ("", [OSLO], "tool_calls")
 
 
-def call_in(requests: RequestBuilder, name: str) -> str:
-    """A call of ``weather``, letter by letter as it is forced."""
-    spelling = requests._syntax.forced.spelling
-    assert spelling is not None
-    template = ChatTemplate(TEMPLATES[name])
-    function = {"name": "weather", "arguments": OSLO[1]}
-    call_id = "functions.weather:0" if name == "Kimi K2" else "abcdefgh0"
-    calls = [{"id": call_id, "type": "function", "function": function}]
-    message = {"role": "assistant", "content": "", "tool_calls": calls}
-    wish, _ = answer_of(template, requests._syntax, message, [WEATHER])
-    if name == "gpt-oss":
-        return f"{spelling.before}weather{spelling.middle}{OSLO[1]}{spelling.after}"
-    return wish.strip()
+def call_in(requests: RequestBuilder, name: str, *, forced: bool = True) -> str:
+    """A call of ``weather``, letter by letter as it is ``forced``, or as the template has it."""
+    if name == "gpt-oss" and forced:
+        return f"{HARMONY_CALL.before}weather{HARMONY_CALL.middle}{OSLO[1]}"
+    message = calling(OSLO, ids=ids_of(name))
+    return answer_of(ChatTemplate(TEMPLATES[name]), requests._syntax, message, [WEATHER])[0].strip()
 
 
 SWITCHED = (
@@ -245,7 +204,7 @@ SWITCHED = (
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
     "{% endif %}"
 )
-LOOK = {"type": "function", "function": {"name": "look", "parameters": None}}
+LOOK = tool("look", parameters=None)
 THINKERS = {
     "switched off by a closed thought": SWITCHED,
     "opened by the template": OPENED,
@@ -347,14 +306,9 @@ def test_words_thoughts_and_calls_in_a_history_of_channels(
     builder: Any, content: Any, thought: str
 ) -> None:
     requests: RequestBuilder = builder(EITHER)
-    function = {"name": "weather", "arguments": OSLO[1]}
-    calls = [{"id": "c1", "type": "function", "function": function}]
-    said = {"role": "assistant", "content": content, "tool_calls": calls}
-    messages: Any = [
-        {"role": "user", "content": "?"},
-        {**said, "reasoning_content": thought, "thinking": thought},
-        {"role": "tool", "tool_call_id": "c1", "content": "Dry."},
-    ]
+    said = calling(OSLO, text=content, ids="c1", reasoning_content=thought, thinking=thought)
+    dry = {"role": "tool", "tool_call_id": "c1", "content": "Dry."}
+    messages: Any = [{"role": "user", "content": "?"}, said, dry]
     ids = requests.render(messages, [WEATHER])
     written = requests.tokenizer.decode(ids, skip_special=False)
     assert ("Hm." in written) == bool(thought)

@@ -18,7 +18,7 @@ from localrt.chat_format.harmony import HARMONY_CALL, is_harmony
 from localrt.chat_format.structured import SPACES
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import ChatTemplate
-from tests.chat_format.call_templates import TEMPLATES, chat, each
+from tests.chat_format.call_templates import TEMPLATES, calling, chat, each, ids_of, tool
 from tests.chat_format.test_call_syntax import answer_of, fed, parser_of
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
@@ -41,10 +41,7 @@ PAINT: dict[str, Any] = {
     "additionalProperties": False,
     "$defs": {"tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2}},
 }
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "paint", "parameters": PAINT}},
-    {"type": "function", "function": {"name": "stop-it"}},
-]
+TOOLS = [tool("paint", parameters=PAINT), tool("stop-it")]
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("paint", {"colour": "dark blue", "where": {"x": -1.5}}),
     ("paint", {"colour": "red", "note": 'a\n"b" é', "coats": 2, "dry": True, "where": {"x": 1}}),
@@ -90,14 +87,10 @@ def known(name: str) -> tuple[ChatTemplate, TemplateSyntax, Any]:
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gpt-oss"])
 @pytest.mark.parametrize("call", CALLS, ids=["least", "most", "some", "none"])
 def test_what_a_template_writes_is_allowed(name: str, call: tuple[str, dict[str, Any]]) -> None:
-    tool, given = call
-    if name in _PYTHON and not all(isinstance(each, str) for each in given.values()):
+    if name in _PYTHON and not all(isinstance(each, str) for each in call[1].values()):
         pytest.skip("such values are written as Python's, and asked for as JSON")
     template, syntax, matcher = known(name)
-    call_id = f"functions.{tool}:0" if name == "Kimi K2" else "abcdefgh1"
-    function = {"name": tool, "arguments": json.dumps(given, ensure_ascii=False)}
-    calls = [{"id": call_id, "type": "function", "function": function}]
-    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    message = calling(call, ids=ids_of(name))
     answer, _ = answer_of(template, syntax, message, TOOLS)
     matcher = matcher.deep_copy()
     for number, byte in enumerate(answer.strip().encode()):
@@ -136,18 +129,15 @@ def test_whatever_is_allowed_is_read(name: str, seed: int) -> None:
 
 # -- with a model ----------------------------------------------------------------------------------
 
-_SHORT: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "paint",
-        "parameters": {
-            "type": "object",
-            "properties": {"colour": {"enum": ["red", "blue"]}, "coats": {"enum": [1, 2]}},
-            "required": ["colour", "coats"],
-            "additionalProperties": False,
-        },
+_SHORT = tool(
+    "paint",
+    parameters={
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "coats": {"enum": [1, 2]}},
+        "required": ["colour", "coats"],
+        "additionalProperties": False,
     },
-}
+)
 _PREFILLED = chat(
     each("<call>{{ f.name }}<args>{{ f.arguments | tojson }}</call>"),
     prompt="<think>\n",

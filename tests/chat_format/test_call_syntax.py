@@ -25,7 +25,10 @@ from tests.chat_format.call_templates import (
     TEMPLATES,
     UNWRITABLE,
     WORDLESS,
+    calling,
     chat,
+    ids_of,
+    tool,
 )
 
 _USER = {"role": "user", "content": "Hello?"}
@@ -34,22 +37,7 @@ _ENDS = ("<|im_end|>\n", "<|message_sep|>\n\n", "[e~[\n", "<turn|>\n", "<|return
 _strings = st.text(
     st.sampled_from("\"'\\\n\t<>{}[]()|,:=&%é日🎈ab1 /"), max_size=12
 ) | st.sampled_from(
-    [
-        "",
-        "2",
-        "true",
-        "True",
-        "null",
-        "None",
-        "-1.5",
-        "[]",
-        "{}",
-        '{"a": 1}',
-        "</",
-        "a, b",
-        "\n",
-        " x ",
-    ]
+    ["", "2", "true", "True", "null", "None", "-1.5", "[]", "{}", "</", '{"a": 1}', "a, b", "\n"]
 )
 _numbers = st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False)
 _keys = st.from_regex(r"[a-z_][a-z0-9_]{0,6}", fullmatch=True)
@@ -79,7 +67,7 @@ def tools_of(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, A
     for name, arguments in calls:
         properties = {key: {"type": kind(value)} for key, value in arguments.items()}
         schema = {"type": "object", "properties": properties}
-        found.append({"type": "function", "function": {"name": name, "parameters": schema}})
+        found.append(tool(name, parameters=schema))
     return found
 
 
@@ -144,20 +132,7 @@ def test_what_a_template_writes_is_read_back(
         assume(not any(re.search(unwritable, each) for each in strings([a for _, a in calls])))
     text = "" if name in WORDLESS else text
     thought = "" if "reasoning_content" not in TEMPLATES[name] else thought
-    ids = ["functions.{}:{}" if name == "Kimi K2" else "abcdefgh{1}"] * len(calls)
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": text,
-        "reasoning_content": thought,
-        "tool_calls": [
-            {
-                "id": ids[index].format(tool, index),
-                "type": "function",
-                "function": {"name": tool, "arguments": json.dumps(given)},
-            }
-            for index, (tool, given) in enumerate(calls)
-        ],
-    }
+    message = calling(*calls, text=text, ids=ids_of(name), reasoning_content=thought)
     tools = tools_of(calls)
     answer, prompt = answer_of(template, syntax, message, tools)
     parser = parser_of(template, syntax, tools, prompt)
@@ -187,12 +162,7 @@ def test_a_closing_mark_within_a_string_does_not_end_a_call() -> None:
     for name in ("Hermes, Qwen", "GLM", "DeepSeek V3.2", "Gemma 4", "Apertus", "Kimi K2"):
         template, syntax = known(name)
         given = {"code": f"a {syntax.calls.closing} b {syntax.calls.opening} c"}
-        call = {"name": "weather", "arguments": json.dumps(given)}
-        message = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "functions.weather:0", "type": "function", "function": call}],
-        }
+        message = calling(("weather", given), ids="functions.{}:{}")
         tools = tools_of([("weather", given)])
         answer, prompt = answer_of(template, syntax, message, tools)
         parser = parser_of(template, syntax, tools, prompt)
@@ -230,9 +200,7 @@ def test_calls_in_other_words_are_read_too(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_half_a_call_is_text(name: str) -> None:
     template, syntax = known(name)
-    call = {"name": "weather", "arguments": json.dumps({"city": "Oslo"})}
-    calls = [{"id": "functions.weather:0", "type": "function", "function": call}]
-    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    message = calling(("weather", {"city": "Oslo"}), ids="functions.{}:{}")
     tools = tools_of([("weather", {"city": "Oslo"})])
     answer, prompt = answer_of(template, syntax, message, tools)
     parser = parser_of(template, syntax, tools, prompt)

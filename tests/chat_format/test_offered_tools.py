@@ -11,7 +11,7 @@ import localrt
 from localrt.chat_format.offered_tools import Offers
 from localrt.chat_format.templates.chat_template import ChatTemplate, PlainTemplate
 from localrt.service.requests import RequestBuilder
-from tests.chat_format.call_templates import TEMPLATES
+from tests.chat_format.call_templates import TEMPLATES, calling, tool
 from tests.conftest import CHATML
 from tests.scripted import answer_to, with_template
 
@@ -27,10 +27,6 @@ STRICT = (  # As some published templates: a description, and one type for each 
 @pytest.fixture(scope="module")
 def builder(tiny: localrt.Model) -> Any:
     return cache(lambda template: with_template(tiny, template))
-
-
-def tool(name: str, **more: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name, **more}}
 
 
 def prompt_of(requests: RequestBuilder, messages: Any, tools: Any) -> str:
@@ -52,17 +48,16 @@ def test_a_tool_of_any_name_is_called_by_it(builder: Any, template: str, name: s
 
 def test_names_in_the_history_are_those_that_the_model_knows(builder: Any) -> None:
     requests: RequestBuilder = builder("{{ tools | tojson if tools }}" + TEMPLATES["Hermes, Qwen"])
-    function = {"name": "get weather", "arguments": "{}"}
-    call = {"id": "c1", "type": "function", "function": function}
+    called = calling(("get weather", {}), ids="c1")
     messages = [
         {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        called,
         {"role": "tool", "tool_call_id": "c1", "name": "get weather", "content": "fine"},
     ]
     written = prompt_of(requests, messages, [tool("get weather"), tool("get_weather")])
     assert written.count('{"name": "get_weather_2", "arguments": {}}') == 1
     assert "get weather" not in written
-    assert call["function"]["name"] == "get weather"  # not changed
+    assert called == calling(("get weather", {}), ids="c1")  # not changed
 
 
 def offer_of(tools: Any, template: str = STRICT) -> Any:

@@ -21,6 +21,7 @@ from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.chat_format.thinking import thoughts_apart
 from localrt.common.errors import TemplateError
+from tests.chat_format.call_templates import calling, ids_of, tool
 from tests.chat_format.test_call_syntax import (
     as_json,
     fed,
@@ -50,23 +51,11 @@ def test_calls_of_a_published_template_are_read_back(path: Path, case: str) -> N
     template = ChatTemplate(path.read_text(encoding="utf-8"))
     syntax, calls = TemplateSyntax.of(template), _CALLS[case]
     tools = tools_of(calls)
-    for tool in tools:
-        tool["function"]["description"] = "A tool."
-        for schema in tool["function"]["parameters"]["properties"].values():
+    for each in tools:
+        each["function"]["description"] = "A tool."
+        for schema in each["function"]["parameters"]["properties"].values():
             schema["description"] = "A value."
-    ids = "functions.{}:{}" if "Kimi" in path.stem else "abcdefgh{1}"
-    made = [
-        {
-            "id": ids.format(name, number),
-            "type": "function",
-            "function": {"name": name, "arguments": json.dumps(given)},
-        }
-        for number, (name, given) in enumerate(calls)
-    ]
-    given: list[dict[str, Any]] = [
-        _USER,
-        {"role": "assistant", "content": "", "tool_calls": made},
-    ]
+    given: list[Any] = [_USER, calling(*calls, ids=ids_of(path.stem))]
     if is_harmony(template.tool_source):
         given = thoughts_apart(given)
     shaped = for_template(given, arguments_as_text=syntax.calls.as_text)
@@ -115,13 +104,13 @@ def test_a_published_template_tells_of_tools_that_are_called_or_an_answer_follow
     pytest.importorskip("llguidance")
     requests = with_template(tiny, path.read_text(encoding="utf-8"))
     for fields in _TOOLS.values():
-        tools = [{"type": "function", "function": {"name": "weather now", **fields}}]
+        tools = [tool("weather now", **fields)]
         ids = requests.render([_USER], tools)
         assert "weather_now" in requests.tokenizer.decode(ids, skip_special=False)
     syntax = requests._syntax
     spelling = syntax.forced.spelling
     assert spelling is not None
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": None}}]
+    tools = [tool("weather", parameters=None)]
     given: dict[str, Any] = {"tools": tools, "json_schema": _COLOUR, "max_tokens": 4000}
     _, calls, reason = answer_to(requests, "", tool_choice="weather", **given)
     assert (calls, reason) == ([("weather", "{}")], "tool_calls")

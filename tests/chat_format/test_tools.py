@@ -21,21 +21,19 @@ from localrt.chat_format.parser import TextParser
 from localrt.chat_format.templates.chat_template import ChatTemplate
 from localrt.chat_format.thinking import thoughts_apart
 from localrt.engine.types import ToolCall
+from tests.chat_format.call_templates import calling, tool
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
 
-WEATHER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-            "required": ["city"],
-        },
+WEATHER = tool(
+    "weather",
+    description="The weather of a city.",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
     },
-}
+)
 PARIS = {"city": "Paris", "days": 2}
 _JSON = json.dumps({"name": "weather", "arguments": PARIS})
 _LLAMA = json.dumps({"name": "weather", "parameters": PARIS})
@@ -211,23 +209,13 @@ def test_thinking_that_the_prompt_has_opened() -> None:
     )
 
 
-@given(text=st.text(st.sampled_from("<think>/a \n"), max_size=40))
-def test_splitting_thinking_never_fails_and_grows(text: str) -> None:
-    parts = localrt.split_thinking(text)
-    assert parts.answer in text
-    for cut in range(len(text)):
-        early = localrt.split_thinking(text[:cut])
-        assert early.open or text.lstrip().startswith(early.answer.lstrip()) or early.thinking
-
-
 # -- messages ------------------------------------------------------------------------------------
 
 
 def test_messages_for_templates() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"a":1}'}}
     messages: list[Any] = [
         {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        calling(("weather", '{"a":1}'), ids="c1"),
         {"role": "tool", "tool_call_id": "c1", "content": {"t": 20}},
     ]
     shaped = for_template(messages)
@@ -290,8 +278,7 @@ def test_arguments_in_a_history(given: Any, right: dict[str, Any]) -> None:
 
 
 def test_arguments_that_are_json_text_stay_as_they_were_written() -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{ "a":1}'}}
-    shaped = for_template([{"role": "assistant", "tool_calls": [call]}], arguments_as_text=True)
+    shaped = for_template([calling(("f", '{ "a":1}'))], arguments_as_text=True)
     assert shaped[0]["tool_calls"][0]["function"]["arguments"] == '{ "a":1}'
 
 
@@ -364,13 +351,8 @@ def test_a_chat_goes_on_with_results(model: localrt.Model) -> None:
     chat.add_tool_result(call, {"t": 20})
     after = chat.send(ignore_eos=True)
     assert after.metrics.cached_tokens > 100  # the conversation went on where it was
-    assert [m["role"] for m in chat.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = [message["role"] for message in chat.messages]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
     ids = core_of(model).requests.render(chat.messages, [WEATHER])
     rendered = model.detokenize(ids, skip_special=False)
     assert "<tool_call>weather city=X</tool_call>" in rendered
@@ -396,11 +378,7 @@ def test_a_template_that_wants_arguments_as_text(tmp_path: Path) -> None:
         "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
     )
     folder = write_tiny_model(tmp_path, template=template)
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    messages: list[Any] = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-    ]
+    messages: list[Any] = [{"role": "user", "content": "x"}, calling(("f", {"a": 1}))]
     with localrt.load(folder) as model:
         assert model.detokenize(core_of(model).requests.render(messages, None)) == 'xf{"a": 1}'
 

@@ -10,7 +10,6 @@ import pytest
 from textual.pilot import Pilot
 
 from localrt import History
-from localrt.chat_format.messages import as_message_calls
 from localrt.common.errors import LocalrtError
 from localrt.mcp.toolbox import ROUNDS
 from localrt.tui import ChatApp
@@ -283,7 +282,7 @@ async def test_killed_during_call(tmp_path: Path) -> None:
     with History(path) as history:
         conversation = history.new(model="tiny-model")
         conversation.add("user", "Go")
-        conversation.add("assistant", "", info={"tool_calls": as_message_calls(wanted)})
+        conversation.add("assistant", "", info={"tool_calls": [call.to_dict() for call in wanted]})
         info = {"tool_call_id": wanted[0].id, "title": "files.list", "arguments": "{}"}
         conversation.answer(role="tool", info=info)
         with history._database.transaction() as connection:

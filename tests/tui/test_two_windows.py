@@ -12,7 +12,6 @@ import pytest
 from textual.pilot import Pilot
 
 from localrt import Conversation, History
-from localrt.chat_format.messages import as_message_calls
 from localrt.common.errors import StorageError
 from localrt.tui import ChatApp
 from tests.tui import screen
@@ -163,7 +162,7 @@ async def test_calls_elsewhere(opening: Opening) -> None:
         theirs = history.new(model="m")
         theirs.add("user", "Go")
         async with running(FakeModel(), history=opening, resume=True) as (app, pilot):
-            theirs.add("assistant", "", info={"tool_calls": as_message_calls(wanted)})
+            theirs.add("assistant", "", info={"tool_calls": [call.to_dict() for call in wanted]})
             info = {"tool_call_id": wanted[0].id, "title": "files.list", "arguments": "{}"}
             writer = theirs.answer(role="tool", info=info)
             await until(pilot, lambda: len(screen.calls(app)) == 1)

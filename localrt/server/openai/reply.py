@@ -13,7 +13,6 @@ from itertools import accumulate
 from math import isnan
 from typing import Any
 
-from localrt.chat_format.messages import as_message_calls
 from localrt.chat_format.thinking import ThoughtStream, parted
 from localrt.common.version import __version__
 from localrt.engine.types import Chunk, Metrics
@@ -152,7 +151,7 @@ class ChatReply(Completion):
 
     def _calls(self, chunk: Chunk) -> Payload:
         """The field of a message with the calls of a chunk."""
-        calls = as_message_calls(chunk.tool_calls)
+        calls = [call.to_dict() for call in chunk.tool_calls]
         if self.call.legacy:
             return {"function_call": calls[0]["function"]}
         for call in calls:
