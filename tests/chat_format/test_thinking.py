@@ -1,4 +1,4 @@
-"""Where thinking ends: one rule, for whole answers and for those that still grow."""
+"""Where thinking ends, for whole answers and for those that grow; what templates show of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt import Thinking, split_thinking
+from localrt.chat_format.parser import TextParser
+from localrt.chat_format.template_syntax import TemplateSyntax, ThinkingSyntax, find_syntax
+from localrt.chat_format.templates.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
+from localrt.chat_format.thinking import Piece, ThoughtStream, parted
+from localrt.common.errors import OptionError
 
 
 @pytest.mark.parametrize(
@@ -43,18 +48,232 @@ def test_where_thinking_ends(text: str, parts: Thinking | None) -> None:
     assert split_thinking(text) == (parts or Thinking("", text))
 
 
-_PIECES = ["<think>", "</think>", "<thinking>", "</thinking>", "a ", "\n"]
+_PIECES = ["<think>", "</think>", "<thinking>", "</thinking>", "<thi", "a ", "b", " ", "\n", "<"]
 
 
-@given(st.sampled_from(["<think>", "<thinking>"]), st.lists(st.sampled_from(_PIECES), max_size=6))
-def test_what_was_thinking_stays_thinking_as_the_text_grows(
-    opening: str, pieces: list[str]
-) -> None:
+@given(st.sampled_from(["<think>", "<thinking>"]), st.lists(st.sampled_from(_PIECES), max_size=8))
+def test_thinking_of_a_text_that_grows(opening: str, pieces: list[str]) -> None:
     text = opening + "".join(pieces)
-    whole = split_thinking(text)
-    for end in range(len(text)):
+    whole, stream, shown = split_thinking(text), ThoughtStream(), ["", ""]
+    for end, character in enumerate(text, 1):
         parts = split_thinking(text[:end])
         assert not (parts.open and parts.answer)
         assert whole.thinking.startswith(parts.thinking)
-        if parts.answer:
-            assert whole.answer.startswith(parts.answer)
+        assert not parts.answer or whole.answer.startswith(parts.answer)
+        shown = [one + more for one, more in zip(shown, stream.push(character), strict=True)]
+    thinking, answer = (a + b for a, b in zip(shown, stream.push("", last=True), strict=True))
+    assert thinking == whole.thinking
+    assert answer == whole.answer or (not whole.answer and "<thinking>".startswith(answer))
+
+
+def test_thoughts_and_text_as_they_come() -> None:
+    stream = ThoughtStream()
+    pieces = ["<thi", "nk>\nHm, ", "two", "\n</th", "ink>\n\n", "Four", ". <think>"]
+    found = [*map(stream.push, pieces), stream.push("", last=True)]
+    assert [piece.thinking for piece in found if piece.thinking] == ["Hm,", " two"]
+    assert [piece.text for piece in found if piece.text] == ["Four", ". <think>"]
+
+
+@pytest.mark.parametrize("text", ["Hello", " spaced", "<b>bold</b>", "<", "a</think>b"])
+def test_an_answer_without_thinking(text: str) -> None:
+    assert parted(text) == Piece("", text)
+
+
+# -- what templates show ---------------------------------------------------------------------------
+
+ASK = [{"role": "user", "content": "hi"}]
+TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+
+
+def turns(opening: str = "", closing: str = "") -> str:
+    """Every turn, with its thoughts between these marks."""
+    thought = f"{opening}{{{{ m.reasoning_content }}}}{closing}" if opening else ""
+    return (
+        "{% for m in messages %}<|{{ m.role }}|>"
+        f"{{% if m.reasoning_content %}}{thought}{{% endif %}}{{{{ m.content }}}}{{% endfor %}}"
+    )
+
+
+def syntax_of(template: MessageTemplate) -> ThinkingSyntax:
+    return find_syntax(template, TemplateSyntax.of(template).frame)
+
+
+def begins(on: str, off: str, condition: str) -> str:
+    """The beginning of an answer, by a condition."""
+    return (
+        f"{{% if add_generation_prompt %}}<|assistant|>{{% if {condition} %}}{on}"
+        f"{{% else %}}{off}{{% endif %}}{{% endif %}}"
+    )
+
+
+# One way a template: its source, and the ends of the prompt as it is, told to think, told not to.
+WAYS = {
+    # Off closes the thinking at once; on leaves it to the model.
+    "qwen3": (
+        turns("<think>\n", "\n</think>\n\n")
+        + begins(
+            "<think>\n\n</think>\n\n", "", "enable_thinking is defined and not enable_thinking"
+        ),
+        ("", "", "<think>\n\n</think>\n\n"),
+    ),
+    # On opens it.
+    "qwen3.5, nemotron": (
+        turns("<think>\n", "\n</think>\n\n")
+        + begins("<think></think>", "<think>\n", "enable_thinking is false"),
+        ("<think>\n", "<think>\n", "<think></think>"),
+    ),
+    "glm": (
+        turns("<think>", "</think>")
+        + begins("<think>", "</think>", "enable_thinking | default(true)"),
+        ("<think>", "<think>", "</think>"),
+    ),
+    # Off unless it is told to think.
+    "deepseek": (
+        TURNS + "{# </think> #}" + begins("<think>", "</think>", "thinking | default(false)"),
+        ("</think>", "<think>", "</think>"),
+    ),
+    "granite": (
+        "{% if thinking %}Think within <think></think>.{% endif %}"
+        + TURNS
+        + begins("", "", "false"),
+        ("", "", ""),
+    ),
+    "gemma": (
+        "{% if enable_thinking %}<|think|>{% endif %}"
+        + TURNS
+        + begins("", "<|channel>thought\n<channel|>", "enable_thinking | default(false)"),
+        ("<|channel>thought\n<channel|>", "", "<|channel>thought\n<channel|>"),
+    ),
+    # By an effort alone.
+    "hunyuan": (
+        "{% set e = reasoning_effort | default('no_think') %}"
+        "{% if e not in ['no_think', 'low', 'high'] %}{{ raise_exception('no such effort') }}"
+        "{% endif %}{{ e }}"
+        + turns("<think:open>", "</think:open>")
+        + begins("<think:open></think:open>", "<think:open>", "e == 'no_think'"),
+        ("<think:open></think:open>", "<think:open>", "<think:open></think:open>"),
+    ),
+    "cohere": (
+        turns("<|START_THINKING|>", "<|END_THINKING|><|START_TEXT|>")
+        + begins(
+            "<|START_THINKING|><|END_THINKING|>",
+            "<|START_THINKING|>",
+            "reasoning_effort is defined and reasoning_effort == 'none'",
+        ),
+        (
+            "<|START_THINKING|>",
+            "<|START_THINKING|>",
+            "<|START_THINKING|><|END_THINKING|>",
+        ),
+    ),
+    # By a number of tokens.
+    "seed": (
+        turns("<seed:think>", "</seed:think>\n")
+        + begins("<seed:think></seed:think>", "", "thinking_budget | default(-1) == 0"),
+        ("", "", "<seed:think></seed:think>"),
+    ),
+    # It cannot be told.
+    "always": (
+        turns("<think>\n", "\n</think>\n") + begins("<think>\n", "", "true"),
+        ("<think>\n", "<think>\n", "<think>\n"),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_template_is_told_by_the_variables_that_it_reads(way: str) -> None:
+    source, ends = WAYS[way]
+    template = ChatTemplate(source)
+    syntax = syntax_of(template)
+    for thinking, end in zip((None, True, False), ends, strict=True):
+        prompt = template.render(ASK, **syntax.variables(thinking, None))
+        assert prompt.rpartition("<|assistant|>")[2] == end
+    assert bool(syntax.off) == (way != "always")
+
+
+@pytest.mark.parametrize(
+    ("way", "empty"),
+    [
+        ("qwen3", "<think>\n\n</think>\n\n"),
+        ("qwen3.5, nemotron", "<think>\n\n</think>\n\n"),
+        ("glm", "<think></think>"),
+        ("deepseek", "<think>\n\n</think>\n\n"),
+        ("gemma", "<|channel>thought\n<channel|>"),
+        ("hunyuan", "<think:open></think:open>"),
+        ("cohere", "<|START_THINKING|><|END_THINKING|><|START_TEXT|>"),
+        ("seed", "<seed:think></seed:think>\n"),
+        ("always", "<think>\n\n</think>\n"),
+    ],
+)
+def test_marks_are_those_that_the_template_writes_around_a_thought(way: str, empty: str) -> None:
+    tags = syntax_of(ChatTemplate(WAYS[way][0])).tags
+    assert tags is not None
+    assert tags.empty(tools=False) == empty
+
+
+def test_channels_end_with_a_message_to_the_user_or_with_the_next_turn() -> None:
+    source = (
+        "Reasoning: {{ reasoning_effort | default('medium') }}"
+        "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "{# <|channel|> #}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    syntax = syntax_of(ChatTemplate(source))
+    assert (syntax.on, syntax.off) == ({}, {})
+    assert syntax.variables("high", None) == {"reasoning_effort": "high"}
+    assert syntax.tags is not None
+    final = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    assert syntax.tags.closes(tools=False) == (final,)
+    assert syntax.tags.closes(tools=True) == ("<|end|><|start|>assistant", final)
+
+
+def test_efforts_are_told_where_they_make_a_difference() -> None:
+    syntax = syntax_of(ChatTemplate(WAYS["hunyuan"][0]))
+    assert syntax.variables("low", None) == {"reasoning_effort": "low"}
+    assert syntax.variables("medium", None) == {"reasoning_effort": "high"}
+    # Elsewhere an effort is no more than "on", where there is such a thing.
+    assert syntax_of(ChatTemplate(WAYS["deepseek"][0])).variables("low", None) == {"thinking": True}
+    assert syntax_of(ChatTemplate(TURNS)).variables("low", None) == {}
+
+
+def test_a_number_of_tokens_is_told_to_templates_that_take_one() -> None:
+    assert syntax_of(ChatTemplate(WAYS["seed"][0])).variables(None, 512) == {"thinking_budget": 512}
+    assert syntax_of(ChatTemplate(WAYS["qwen3"][0])).variables(None, 512) == {}
+
+
+@pytest.mark.parametrize("template", [ChatTemplate(TURNS), PlainTemplate()])
+def test_a_model_that_never_thinks_says_so(template: MessageTemplate) -> None:
+    syntax = syntax_of(template)
+    assert syntax == ThinkingSyntax()
+    assert syntax.variables(False, None) == {}
+    with pytest.raises(OptionError, match="this model does not think"):
+        syntax.variables(True, None)
+
+
+@pytest.mark.parametrize(
+    ("way", "written", "parts", "is_open"),
+    [
+        ("gemma", "<|channel>thought\nHm.<channel|>Yes.", ("Hm.", "Yes."), False),
+        (
+            "gemma",
+            "<|channel>thought\nHm.<channel|>So<|channel>thought\n",
+            ("Hm.", "So<think>"),
+            False,
+        ),
+        ("seed", "<seed:think>Hm.</seed:think>Yes.", ("Hm.", "Yes."), False),
+        ("hunyuan", "\n<think:open>Hm.</think:open>Yes.", ("Hm.", "Yes."), False),
+        ("qwen3", "<think>\nHm.\n</think>\n\nYes.", ("Hm.", "Yes."), False),
+        ("qwen3", "<think>Hm, </thin", ("Hm,", ""), True),
+    ],
+)
+def test_thinking_comes_out_in_one_way_however_it_is_cut(
+    way: str, written: str, parts: tuple[str, str], is_open: bool
+) -> None:
+    template = ChatTemplate(WAYS[way][0])
+    frame = syntax_of(template).framed(TemplateSyntax.of(template).frame)
+    for size in (1, 3, len(written)):
+        parser = TextParser(None, frame=frame)
+        pieces = [written[at : at + size] for at in range(0, len(written), size)]
+        text = "".join([*map(parser.push, pieces), parser.flush()])
+        found = split_thinking(text)
+        assert (found.thinking, found.answer.strip()) == parts
+        assert parser.thinking == is_open

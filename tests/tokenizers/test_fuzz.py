@@ -24,15 +24,11 @@ from tests.conftest import write_byte_tokenizer
 from tests.mutations import FUZZ, changed, changes_of, is_line, paths, refusal
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "▁h"]
-ADDED = [
-    {
-        "id": number,
-        "content": WORDS[number],
-        **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-        "special": True,
-    }
-    for number in range(3)
-]
+_FLAGS = {
+    **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+    "special": True,
+}
+ADDED = [{"id": number, "content": WORDS[number], **_FLAGS} for number in range(3)]
 SPACES: dict[str, Any] = {"replacement": "▁", "prepend_scheme": "always", "split": True}
 AROUND = {
     "type": "TemplateProcessing",
@@ -150,22 +146,19 @@ def _writable(value: Any) -> bool:
     return isinstance(value, str) and value != "\ud800"
 
 
+WORD_PIECE = {
+    **{"type": "WordPiece", "unk_token": "<u>", "vocab": {"x": 0}},
+    **{"continuing_subword_prefix": "##", "max_input_chars_per_word": 9},
+}
+
+
 @pytest.mark.parametrize(
     ("part", "value"),
     [
         # The package panics at both, while it adds what stands around a text.
         (("post_processor", "single", 0, "SpecialToken", "id"), "nowhere"),
         (("model", "continuing_subword_prefix"), "too long for a merge"),
-        (
-            ("model",),
-            {
-                "type": "WordPiece",
-                "unk_token": "<u>",
-                "vocab": {"x": 0},
-                "continuing_subword_prefix": "##",
-                "max_input_chars_per_word": 9,
-            },
-        ),
+        (("model",), WORD_PIECE),
     ],
 )
 def test_what_the_package_fails_at_is_one_line(tmp_path: Path, part: Any, value: Any) -> None:
@@ -177,10 +170,8 @@ def test_what_the_package_fails_at_is_one_line(tmp_path: Path, part: Any, value:
 
 @pytest.mark.parametrize("key", ["bos_token", "eos_token"])
 def test_a_name_that_cannot_be_encoded_is_no_token(tmp_path: Path, key: str) -> None:
-    write(
-        tmp_path,
-        {"tokenizer.json": WITH_SPACES, "tokenizer_config.json": CONFIG | {key: "\ud800"}},
-    )
+    config = CONFIG | {key: "\ud800"}
+    write(tmp_path, {"tokenizer.json": WITH_SPACES, "tokenizer_config.json": config})
     tokenizer = hf_tokenizer(tmp_path)
     assert tokenizer.bos_id == (None if key == "bos_token" else 1)
 

@@ -22,6 +22,7 @@ from localrt.models.tokenizers import bpe, hf, load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer, Vocabulary
 from localrt.models.tokenizers.hf import read_packed
 from localrt.models.tokenizers.tables import PieceTable
+from tests.mutations import changed
 from tests.tokenizers.varied_text import varied_strings
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>"]
@@ -78,22 +79,11 @@ def save(folder: Path, backend: Backend, config: dict[str, Any] | None = None) -
     return folder
 
 
+_SPLIT = {"pattern": {"Regex": r"(?<=a)\w+|\w+"}, "behavior": "Isolated", "invert": False}
+_BYTES = {"add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 LOOKS_BACK = {
     "type": "Sequence",
-    "pretokenizers": [
-        {
-            "type": "Split",
-            "pattern": {"Regex": r"(?<=a)\w+|\w+"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        },
-    ],
+    "pretokenizers": [{"type": "Split", **_SPLIT}, {"type": "ByteLevel", **_BYTES}],
 }
 
 BACKENDS = {
@@ -215,35 +205,25 @@ def undescribed(_: Backend, pieces: PieceTable) -> Vocabulary:
     return Vocabulary(pieces)
 
 
-def change(spec: dict[str, Any], *path: Any, to: Any) -> None:
-    for key in path[:-1]:
-        spec = spec[key]
-    spec[path[-1]] = to
-
-
 @pytest.mark.parametrize(
-    "changed",
+    ("part", "value"),
     [
-        {"path": ("model", "dropout"), "to": 0.5},
-        {"path": ("model", "unk_token"), "to": "<unk>"},
-        {"path": ("added_tokens", 1, "lstrip"), "to": True},
-        {"path": ("added_tokens", 1, "normalized"), "to": True},
-        {"path": ("added_tokens", 1, "id"), "to": 7},
-        {"path": ("model", "vocab", "Ġ"), "to": 5},
-        {"path": ("pre_tokenizer",), "to": {"type": "WhitespaceSplit"}},
-        {"path": ("pre_tokenizer",), "to": None},
-        {"path": ("model", "merges"), "to": [["a", "none such"]]},
+        (("model", "dropout"), 0.5),
+        (("model", "unk_token"), "<unk>"),
+        (("added_tokens", 1, "lstrip"), True),
+        (("added_tokens", 1, "normalized"), True),
+        (("added_tokens", 1, "id"), 7),
+        (("model", "vocab", "Ġ"), 5),
+        (("pre_tokenizer",), {"type": "WhitespaceSplit"}),
+        (("pre_tokenizer",), None),
+        (("model", "merges"), [["a", "none such"]]),
     ],
 )
-def test_what_is_out_of_the_ordinary_is_left_to_the_package(
-    tmp_path: Path, changed: dict[str, Any]
-) -> None:
+def test_what_is_left_to_the_package(tmp_path: Path, part: Any, value: Any) -> None:
     path = save(tmp_path, byte_level()) / "tokenizer.json"
     assert read_packed(path, {1: "<s>"}, undescribed) is not None
     assert read_packed(path, {9999: "<more>"}, undescribed) is None
-    spec = json.loads(path.read_text())
-    change(spec, *changed["path"], to=changed["to"])
-    path.write_text(json.dumps(spec))
+    path.write_text(json.dumps(changed(json.loads(path.read_text()), [(part, value)])))
     assert read_packed(path, {}, undescribed) is None
 
 
@@ -296,19 +276,18 @@ def test_no_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"model": 1}', "[]"])
-def test_a_broken_tokenizer_is_one_clear_line(tmp_path: Path, content: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(TokenizerError, match="cannot be read as a tokenizer") as caught:
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        *(("tokenizer", bad, "read as a tokenizer") for bad in ("", "{", '{"model": 1}', "[]")),
+        ("tokenizer_config", "[", r"tokenizer_config\.json"),
+    ],
+)
+def test_a_broken_file(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (save(tmp_path, byte_level()) / f"{name}.json").write_text(content)
+    with pytest.raises(TokenizerError, match=message) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-def test_a_broken_config_is_one_clear_line(tmp_path: Path) -> None:
-    save(tmp_path, byte_level())
-    (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json"):
-        load(tmp_path)
 
 
 def test_a_decoder_that_cannot_stream_is_refused(tmp_path: Path) -> None:
