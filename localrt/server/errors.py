@@ -24,21 +24,6 @@ from localrt.common.errors import (
 )
 from localrt.common.option_names import on_command_line, python_option
 
-__all__ = [
-    "ANTHROPIC_HEADER",
-    "ApiError",
-    "JsonResponse",
-    "anthropic_error",
-    "api_error",
-    "error_body",
-    "failure",
-    "in_words",
-    "invalid",
-    "ollama_error",
-    "to_json",
-    "without_folders",
-]
-
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

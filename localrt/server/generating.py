@@ -23,7 +23,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import nan
@@ -103,22 +103,38 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def prompt_tokens(asked: ModelRequest, call: Generation) -> int:
-    """Tokens that the one prompt of ``call``, a conversation, has with its tools and options.
+async def computed(
+    asked: ModelRequest, work: Callable[[Model, threading.Event], T], *, passes: bool = True
+) -> T:
+    """What ``work`` makes of the model, in a thread; the event is set where nobody waits for it.
+
+    Work of ``passes`` takes turns, as they share the engine with answers.
 
     Raises:
-        ApiError, LocalrtError: it could not be answered either.
+        ApiError, LocalrtError: it could not be done.
         ClientDisconnect: nobody waits for it.
     """
-    (given,) = call.prompts
+    cancel = threading.Event()
 
-    async def work() -> int:
-        async with asked.using() as served:
-            count = partial(served.model.count, tools=given["tools"], **call.options)
-            return await asyncio.to_thread(count, given["prompt"])
+    async def run() -> T:
+        async with asked.using() as served, served.embedding if passes else nullcontext():
+            return await asyncio.to_thread(work, served.model, cancel)
 
     with asked.service.admitted():
-        return await until_gone(asked.http, work())
+        try:
+            return await until_gone(asked.http, run())
+        finally:
+            cancel.set()
+
+
+async def prompt_tokens(asked: ModelRequest, call: Generation) -> int:
+    """Tokens that the one prompt of ``call``, a conversation, has with its tools and options."""
+    (given,) = call.prompts
+
+    def count(model: Model, _: threading.Event) -> int:
+        return model.count(given["prompt"], tools=given["tools"], **call.options)
+
+    return await computed(asked, count, passes=False)
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:

@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -208,19 +208,6 @@ class Service:
         self._note = note
         self._noted: set[str] = set()
 
-    @asynccontextmanager
-    async def using(self, name: str) -> AsyncIterator[ServedModel]:
-        """The model of this name, as ``Models.find`` gave it, loaded as long as the block runs.
-
-        Raises:
-            ApiError: 503, the server is stopping.
-            LocalrtError: it cannot be loaded.
-        """
-        async with self.models.using(name) as served:
-            if self.stopping:
-                raise ApiError(503, "the server is stopping", code="stopping")
-            yield served
-
     def note_once(self, kind: str, text: str) -> None:
         """Log ``text``, the first time that there is something of this ``kind`` to say."""
         if self._note is None or kind in self._noted or len(self._noted) >= _MOST_NOTES:
@@ -308,8 +295,18 @@ class ModelRequest:
         """What the answer calls the model: as the client does, if it gave a name."""
         return self.fields.get("model") or self.model.name
 
-    def using(self) -> AbstractAsyncContextManager[ServedModel]:
-        return self.service.using(self.model.name)
+    @asynccontextmanager
+    async def using(self) -> AsyncIterator[ServedModel]:
+        """The model, loaded as long as the block runs.
+
+        Raises:
+            ApiError: 503, the server is stopping.
+            LocalrtError: it cannot be loaded.
+        """
+        async with self.service.models.using(self.model.name) as served:
+            if self.service.stopping:
+                raise ApiError(503, "the server is stopping", code="stopping")
+            yield served
 
 
 async def read_request(request: Request, kind: str) -> ModelRequest:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
@@ -19,8 +19,7 @@ from localrt.engine.types import Message
 from localrt.server.about import known_facts
 from localrt.server.dialect import JSON, Endpoint
 from localrt.server.errors import ApiError, JsonResponse, invalid
-from localrt.server.generating import until_gone
-from localrt.server.models import Offered
+from localrt.server.generating import computed
 from localrt.server.openai.calls import chat_call
 from localrt.server.service import ModelRequest, read_request, service_of
 
@@ -50,10 +49,9 @@ async def embedded(
         raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")
     if asked.model.base is not None:
         raise invalid("embeddings are the base model's alone, without an adapter", "model")
-    cancel = threading.Event()
     texts = [text or " " for text in texts]
 
-    def compute(model: Model) -> tuple[Logits, int]:
+    def compute(model: Model, cancel: threading.Event) -> tuple[Logits, int]:
         ids = [model.tokenize(text) if isinstance(text, str) else text for text in texts]
         ctx = model.info.ctx
         given = [
@@ -64,18 +62,10 @@ async def embedded(
         read = sum(min(len(one), ctx) for one in ids)
         return np.ascontiguousarray(vectors, "<f4"), read
 
-    async def work() -> Embedded:
-        async with asked.using() as served, served.embedding:
-            return Embedded(served.name, *await asyncio.to_thread(compute, served.model))
-
-    with asked.service.admitted():
-        try:
-            found = await until_gone(asked.http, work())
-        finally:
-            cancel.set()
-    if not np.isfinite(found.vectors).all():
+    vectors, read = await computed(asked, compute)
+    if not np.isfinite(vectors).all():
         raise ApiError(500, "the model produced NaN values for this input")
-    return found
+    return Embedded(asked.model.name, vectors, read)
 
 
 # -- reranking -------------------------------------------------------------------------------------
@@ -139,26 +129,6 @@ def _judged(
 # -- endpoints -------------------------------------------------------------------------------------
 
 
-T = TypeVar("T")
-
-
-async def _computed(
-    request: Request, model: Offered, work: Callable[[Model, threading.Event], T]
-) -> T:
-    """What ``work`` says of a model, in a thread."""
-    service, cancel = service_of(request), threading.Event()
-
-    async def run() -> T:
-        async with service.using(model.name) as served, served.embedding:
-            return await asyncio.to_thread(work, served.model, cancel)
-
-    with service.admitted():
-        try:
-            return await until_gone(request, run())
-        finally:
-            cancel.set()
-
-
 async def tokenize(request: Request) -> Response:
     """Tokens of a text or a conversation."""
     asked = await read_request(request, "TOKENIZE")
@@ -183,7 +153,7 @@ async def tokenize(request: Request) -> Response:
         more = {"token_strs": pieces} if fields.get("return_token_strs") else {}
         return {"tokens": shown, "count": len(ids), "max_model_len": model.info.ctx, **more}
 
-    return JsonResponse(await _computed(request, asked.model, work))
+    return JsonResponse(await computed(asked, work))
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -201,8 +171,9 @@ async def tokenizer_info(request: Request) -> Response:
             },
         }
 
-    model = service_of(request).models.find(request.query_params.get("model"))
-    found = await _computed(request, model, work)
+    service = service_of(request)
+    model = service.models.find(request.query_params.get("model"))
+    found = await computed(ModelRequest(request, service, {}, model), work)
     facts = await asyncio.to_thread(known_facts, model)
     return JsonResponse({**found, "chat_template": facts.template or None})
 
@@ -214,7 +185,7 @@ async def detokenize(request: Request) -> Response:
     def work(model: Model, _: threading.Event) -> str:
         return model.detokenize([int(one) for one in asked.fields["tokens"]], skip_special=False)
 
-    text = await _computed(request, asked.model, work)
+    text = await computed(asked, work)
     return JsonResponse({"content": text, "prompt": text})
 
 
@@ -228,7 +199,7 @@ async def rerank(request: Request) -> Response:
         instruction = fields.get("instruction")
         return scores_of(model, fields["query"], texts, instruction=instruction, cancel=cancel)
 
-    scores, read = await _computed(request, asked.model, work)
+    scores, read = await computed(asked, work)
     order = sorted(range(len(texts)), key=lambda index: -scores[index])
     order = order[: fields.get("top_n") or len(order)]
     shown = fields.get("return_documents")
