@@ -12,7 +12,7 @@ import pytest
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.loading.draft_choice import family_draft, find_family_draft
+from localrt.loading.draft_family import family_draft, find_family_draft
 from localrt.quant.cpu.abi import find_library
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
 from tests.conftest import write_tiny_model
