@@ -15,8 +15,7 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.engine.speculation import MakeSource, Speculation
 from localrt.loading.draft_family import family_draft
-from localrt.loading.draft_model import ModelDraft
-from localrt.loading.draft_placement import DraftPlace
+from localrt.loading.draft_model import DraftPlace, ModelDraft
 from localrt.loading.parts import LoadedModel
 from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import DEPTH

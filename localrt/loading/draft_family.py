@@ -17,8 +17,8 @@ from localrt.common.errors import LocalrtError
 from localrt.common.settings import Settings
 from localrt.hub.files import gguf_variants
 from localrt.hub.listing import list_models
+from localrt.models.checkpoints.base import RangedFile
 from localrt.models.checkpoints.gguf.metadata import GgufCursor
-from localrt.models.checkpoints.ranged_file import RangedFile
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME
 from localrt.models.registry import ARCHITECTURES
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.loading.draft_choice import PLUS_NGRAM, Drafts
-from localrt.loading.draft_placement import DraftPlace, place_draft
+from localrt.loading.draft_model import DraftPlace
+from localrt.loading.draft_placement import place_draft
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
 

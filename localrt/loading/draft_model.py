@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from localrt.common.errors import OptionError
 from localrt.common.formatting import format_bytes
 from localrt.engine.native.engine import NativeEngine
-from localrt.loading.draft_placement import DraftPlace
+from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel
 from localrt.quant.ops.protocol import Batch, KVCache, Span
 from localrt.speculative.ngram import common_length
@@ -203,6 +204,25 @@ class EngineDrafter(Drafter):
         wanted = range(count - rows.wanted, count)
         logits = self._engine.run(batch, rows=wanted, check=check)
         return logits[:, : self._vocab]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlace:
+    """What was decided. ``target`` and ``draft`` are what each is loaded with, ``alone`` is the
+    target without a draft; ``draft`` is None where it is not used, and ``note`` says why. Without a
+    ``target``, it is loaded with what the draft leaves.
+
+    Of the GPU's memory ``cache_room`` bytes are for the draft's keys and values. ``level_share``
+    is what one of its levels is forecast to cost of a plain step.
+    """
+
+    alone: LoadOptions
+    target: LoadOptions | None = None
+    draft: LoadOptions | None = None
+    line: str = ""
+    note: str = ""
+    cache_room: int | None = None
+    level_share: float | None = None
 
 
 class ModelDraft:

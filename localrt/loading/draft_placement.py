@@ -7,11 +7,12 @@ one that fits nowhere is left out, and a note says so. How the ways are compared
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.common.errors import UnsupportedModelError
+from localrt.loading.draft_model import DraftPlace
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import (
     CUDA_CONTEXT_NBYTES,
@@ -29,26 +30,6 @@ if TYPE_CHECKING:
     from localrt.models.checkpoints import Checkpoint
     from localrt.offload.planner.pair import PairPlan
     from localrt.offload.shapes import ModelShape
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPlace:
-    """What was decided. ``target`` and ``draft`` are what each is loaded with, ``alone`` is the
-    target without a draft; ``draft`` is None where it is not used, and ``note`` says why. Without a
-    ``target``, it is loaded with what the draft leaves.
-
-    Of the card's memory ``cache_room`` bytes are for the draft's keys and values. ``level_share``
-    is what one of its levels is forecast to cost of a plain step. ``remember`` is told how often
-    first choices come true.
-    """
-
-    alone: LoadOptions
-    target: LoadOptions | None = None
-    draft: LoadOptions | None = None
-    line: str = ""
-    note: str = ""
-    cache_room: int | None = None
-    level_share: float | None = None
 
 
 def place_draft(

@@ -13,7 +13,7 @@ import localrt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
 from localrt.loading import draft_placement
-from localrt.loading.draft_placement import DraftPlace
+from localrt.loading.draft_model import DraftPlace
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
 from localrt.offload.account import CUDA_CONTEXT_NBYTES
