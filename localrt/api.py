@@ -94,7 +94,7 @@ def load(
             or a wrong one. How tools are called and thinking is written follows from it.
         pre_tokenizer: how a GGUF file's tokenizer cuts text into words, by llama.cpp's name
             (``"qwen2"``), for a file that names none or a wrong one; loading says so in a note.
-        draft: what guesses ahead: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself)
+        draft: what drafts tokens: ``"auto"``, ``"off"``, ``"ngram"`` (text that repeats itself)
             or a smaller model, best of the same vocabulary, which is loaded first, within the same
             budgets, and left out where it does not fit. ``"MODEL+ngram"`` is both. Every request
             may choose again.
@@ -278,7 +278,7 @@ class Model(Closing):
 
         Each prompt is what ``stream`` takes, and its chunks are those that ``stream`` would yield
         (bit for bit on the CPU kernels), with ``seed + index`` as its seed where one is given. The
-        prompts share passes, with guesses ahead that are worth it: up to ``batch_size`` at a time,
+        prompts share passes, with speculation where it pays: up to ``batch_size`` at a time,
         by default as many of 64 as memory holds KV caches for, which ``max_tokens`` bounds; others
         join as soon as one has finished.
 
@@ -330,7 +330,7 @@ class Model(Closing):
                     print(chunk.text, end="")
 
         All answers that are on their way share each pass over the weights, up to ``most`` of them,
-        fewer where memory is short, and guesses ahead that are worth it. What each says is what
+        fewer where memory is short, and draft tokens that pay. What each says is what
         ``stream`` would yield (bit for bit on the CPU kernels). ``client=`` of a request says whose
         it is: clients take turns. An answer pauses while its reader is ``buffer`` chunks behind,
         and is cancelled when that lasts ``patience_s``. An engine that cannot join sequences runs

@@ -132,11 +132,11 @@ class Growth:
         return count
 
     def token(self, node: int) -> int:
-        """What a node guesses."""
+        """A node's token."""
         return self._tokens[node]
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the first guess to ``node``; none to the last known token."""
+        """The nodes from the first level to ``node``; none to the last known token."""
         nodes: list[int] = []
         while node != ROOT:
             nodes.append(node)

@@ -26,9 +26,9 @@ ORDERS = (8, 5, 3, 2, 1)
 _TRUST = {8: 0.9, 5: 0.8, 3: 0.6, 2: 0.4, 1: 0.2}
 # Old places looked at for one context: the latest say most.
 _PLACES = 16
-# A match lasts: what follows a confirmed guess is likelier than the guess was.
+# A match lasts: what follows an accepted token is likelier than the token was.
 _LASTS = 0.9
-_WEAKEST = 1e-3  # probability of a guess that is not worth a row
+_WEAKEST = 1e-3  # probability of a token that is not worth a row
 _ARCHIVED = 1 << 17  # tokens, of 4 bytes: looking through them takes 0.1 to 0.2 ms
 
 
@@ -105,7 +105,7 @@ def _counted(
             if place + at < len(tokens):
                 followers.setdefault(tokens[place + at], []).append(place)
         total = sum(map(len, followers.values()))
-        lasting = 1 - (1 - trust) * _LASTS**at  # rises towards 1 while guesses are confirmed
+        lasting = 1 - (1 - trust) * _LASTS**at  # rises towards 1 while tokens are accepted
         for token, its in followers.items():
             # One more for what was never seen there.
             value = score + math.log(lasting * len(its) / (total + (len(followers) > 1)))
@@ -149,13 +149,13 @@ class Archive:
             del self._tokens[:]
 
     def tree(self, history: Sequence[int], budget: int, depth: int) -> TokenTree:
-        """Guesses of what follows ``history``."""
+        """What may follow ``history``."""
         with self._lock:
             return continuations(self._tokens, history, budget, depth, "archive")
 
 
 class NgramSource(DraftSource):
-    """Guesses from the sequence's own past, the prompt included, and from an ``archive``."""
+    """Drafts from the sequence's own past, the prompt included, and from an ``archive``."""
 
     name = "ngram"
 

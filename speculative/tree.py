@@ -1,4 +1,4 @@
-"""A tree of guessed tokens: what may follow the last known one, as one immutable value.
+"""A tree of draft tokens: what may follow the last known one, as one immutable value.
 
 Parents come before their children, siblings differ, and scores never rise along a path, so that the
 best K nodes always form a tree again. It knows no model and no source beyond its name.
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 
-# The parent of the first guesses: the last known token, which is no node of the tree.
+# The parent of the first level: the last known token, which is no node of the tree.
 ROOT = -1
 # Scores are sums of float logarithms: what may be lost when they are added in another order.
 _SLACK = 1e-6
@@ -22,7 +22,7 @@ _SLACK = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
-    """``n`` guessed tokens.
+    """``n`` draft tokens.
 
     ``tokens`` (n,), ``parents`` (n,): an earlier node or -1, ``depths`` (n,): 1 for what follows
     the last known token, ``scores`` (n,): cumulative log-probability as the draft sees it, at most
@@ -81,7 +81,7 @@ class TokenTree:
 
     @classmethod
     def empty(cls) -> TokenTree:
-        """No guesses."""
+        """No draft tokens."""
         return cls.of([], [], [], "")
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class TokenTree:
         return np.flatnonzero(self.parents == node)
 
     def follow(self, node: int, token: int) -> int | None:
-        """The child of ``node`` (-1: the last known token) that guessed ``token``, if any."""
+        """The child of ``node`` (-1: the last known token) that is ``token``, if any."""
         for child in self.children(node).tolist():
             if self.tokens[child] == token:
                 return int(child)

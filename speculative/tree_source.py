@@ -3,7 +3,7 @@
 The cache holds the known tokens and, behind them, a row for every node that was expanded, so that a
 round computes its new nodes only. What the target accepts of a tree stays for the next one, and so
 does what lies below it: drafting ahead, while the target is at work, is growing the tree beyond
-what was asked for. Where rows of guesses do not last, each tree begins anew.
+what was asked for. Where rows of draft tokens do not last, each tree begins anew.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _Nodes = Sequence[tuple[int, int, int]]  # (node, its token, its parent)
 class TreeSource(DraftSource):
     """``capacity`` is the longest history with its tree, in tokens, ``nodes`` the largest tree.
 
-    ``temperature`` is the target's: a draft guesses best what is sampled as it would sample itself;
-    a greedy target is guessed with 1. ``round_nodes`` are computed at once.
+    ``temperature`` is the target's: a draft predicts best what is sampled as it would
+    sample itself; for a greedy target it is 1. ``round_nodes`` are computed at once.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare --against FOLDER [--runs 11] [--only WORDS] [--json FILE]
 
-Each run is a process of its own: it loads the model and answers once, greedily, without guesses.
+Each run is a process of its own: it loads the model and answers once, greedily, no drafts.
 The checkouts take turns, in changing order, after a run of each that warms up. A ratio is this
 checkout's value over the other's in the same turn. The other checkout needs its compiled kernels.
 Rows that are not measured stay in the JSON as they were.

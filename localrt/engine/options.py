@@ -40,7 +40,7 @@ class Options:
     ``overflow="drop_oldest"`` keeps the system prompt and drops the oldest turns when a
     conversation outgrows the context, or ``context_tokens`` if these are fewer; they end the answer
     too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"`` or a model to draft with, which
-    ``+ngram`` may follow; ``tree_budget`` is the number of guesses in a pass (1 to 2048),
+    ``+ngram`` may follow; ``tree_budget`` is the number of draft tokens in a pass (1 to 2048),
     ``tree_depth`` how far ahead they may be (1 to 64).
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
     llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a

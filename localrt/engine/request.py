@@ -27,7 +27,7 @@ from localrt.quant.ops.adapters import Mix
 class Constraint(Protocol):
     """Which tokens may come next in an answer, and whether it may end. Not thread-safe.
 
-    Speculation stays exact: a guess counts where it is the token that the sampler chooses under
+    Speculation stays exact: a draft token counts if it is the one that the sampler chooses under
     the constraint.
     """
 

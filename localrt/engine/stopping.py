@@ -127,9 +127,9 @@ class Thinking:
             self._closed += 1
 
     def ahead(self, left: int) -> int:
-        """Of ``left`` tokens to come, those worth a guess and the one after them.
+        """Of ``left`` tokens to come, those worth drafting and the one after them.
 
-        What is forced is not guessed.
+        What is forced is not drafted.
         """
         if self._forced:
             return min(left, 1)

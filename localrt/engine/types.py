@@ -59,7 +59,7 @@ class Metrics:
     ``prompt_tokens`` counts the whole prompt, ``cached_tokens`` the part that a kept KV cache
     already held, ``thinking_tokens`` the thoughts among ``completion_tokens``. ``prefill_tok_s``
     covers the computed part only. ``accepted_per_pass`` is tokens per target pass of decoding,
-    ``accepted_by_source`` the share of them that each draft source guessed, ``speculation`` what
+    ``accepted_by_source`` the share of them that each source drafted, ``speculation`` what
     was done and why, in one sentence. ``memory`` says, in another, which weights are no longer
     where they were at load, and why.
     """

@@ -1,6 +1,8 @@
-"""Loading a draft model beside its target, within what the target's budget leaves.
+"""Loading a draft model beside its target, within the target's budgets.
 
-A draft is resident or it is not used: streaming it would cost what it is to save.
+With a GPU, both are placed by one plan before either is loaded: a draft on the GPU takes its memory
+from the target's share. A draft is resident or it is not used, and a note says why: streaming it
+would cost what it is to save.
 """
 
 from __future__ import annotations
@@ -13,16 +15,170 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from localrt.common.errors import MemoryBudgetError
-from localrt.loading.draft_choice import PLUS_NGRAM, Drafts
-from localrt.loading.draft_model import DraftPlace
-from localrt.loading.draft_placement import place_draft
+from localrt.common.errors import MemoryBudgetError, UnsupportedModelError
+from localrt.loading.draft_model import PLUS_NGRAM, DraftPlace, Drafts
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
+from localrt.offload.account import (
+    CUDA_CONTEXT_NBYTES,
+    FIRST_CONTEXT,
+    GROWTH_NBYTES,
+    MARGIN_NBYTES,
+    draft_nbytes,
+    longest_context,
+    resident_account,
+)
 
 if TYPE_CHECKING:
     from localrt.common.progress import ProgressCallback
     from localrt.common.settings import Settings
+    from localrt.loading.gpu import OpenGpu
+    from localrt.models.checkpoints import Checkpoint
+    from localrt.offload.planner.pair import PairPlan
+    from localrt.offload.shapes import ModelShape
+
+
+def place_draft(
+    target: Path, draft: Path, name: str, options: LoadOptions, settings: Settings
+) -> DraftPlace | None:
+    """The best place of the draft at ``draft``; None where there is no GPU to choose about.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        OptionError: no such GPU.
+    """
+    from localrt.models.checkpoints import open_checkpoint
+
+    if options.engine == "llamacpp" or options.format is not None or options.device == "cpu":
+        return None
+    with closing(open_checkpoint(target)) as ours, closing(open_checkpoint(draft)) as theirs:
+        try:
+            opened = _open_gpu(ours, options)
+            if opened is None or opened.gpu is None:
+                return None
+            try:
+                return _place(ours, theirs, opened, name, options, settings)
+            finally:
+                opened.gpu.close()
+        except UnsupportedModelError:
+            return None  # loading explains it
+
+
+def _open_gpu(target: Checkpoint, options: LoadOptions) -> OpenGpu | None:
+    """The GPU of ``options``, if the target can be placed on it."""
+    from localrt.loading.gpu import open_gpu
+    from localrt.models.registry import read_config
+    from localrt.quant.choose import make_ops
+    from localrt.quant.cpu.abi import find_library
+
+    ops = make_ops(
+        read_config(target).memory,
+        device=options.device,
+        kv_format=options.kv_format,
+        activations=options.activations,
+        threads=options.threads,
+    )
+    if ops.name != "cuda" or not find_library():
+        return None
+    return open_gpu(
+        ops,
+        threads=options.threads,
+        gpu_memory=options.gpu_memory,
+        kv_format=options.kv_format,
+    )
+
+
+def _place(
+    target: Checkpoint,
+    draft: Checkpoint,
+    opened: OpenGpu,
+    name: str,
+    options: LoadOptions,
+    settings: Settings,
+) -> DraftPlace:
+    from localrt.offload.memory import current_rss, ram_budget
+    from localrt.offload.planner import Budgets, shape_from_checkpoint
+    from localrt.offload.planner.measure import machine_profile
+    from localrt.offload.planner.pair import plan_pair
+    from localrt.offload.planner.plan import PlanRequest
+
+    ours, theirs = shape_from_checkpoint(target), shape_from_checkpoint(draft)
+    formats = {unit.format for shape in (ours, theirs) for unit in shape.units}
+    _, machine = machine_profile(target.path, settings, formats=formats)
+    ctx = _draft_context(draft, theirs, opened, options)
+    plan = plan_pair(
+        PlanRequest(
+            shape=ours,
+            machine=opened.on(machine),
+            budgets=Budgets(
+                ram=ram_budget(options.ram),
+                process=current_rss() + GROWTH_NBYTES + MARGIN_NBYTES,
+                vram=opened.capacity,
+                cuda_context=0,
+            ),
+            ctx=min(options.ctx or FIRST_CONTEXT, FIRST_CONTEXT, ours.context_length),
+            kv_format=options.kv_format or "bf16",  # type: ignore[arg-type]
+        ),
+        theirs,
+        draft_ctx=ctx,
+        draft_vram=_draft_vram(draft, theirs, opened, ctx),
+    )
+    if plan is None:  # not even the target alone: loading says what is missing
+        return DraftPlace(alone=options)
+    return _decision(plan, opened, name, options)
+
+
+def _decision(plan: PairPlan, opened: OpenGpu, name: str, options: LoadOptions) -> DraftPlace:
+    """The options of both under the best forecast."""
+    best = plan.best
+    assert best.plan is not None, "the best placement is one that fits"
+    if best.place == "no draft":
+        return DraftPlace(alone=options, note=f"draft {name} is not used: {plan.why()}")
+    own = replace(
+        options, engine="native", kv_format=None, activations=None, gpu_memory=None, pass_rows=1
+    )
+    target = replace(options, pass_rows=best.plan.request.rows)
+    place = DraftPlace(
+        alone=options,
+        target=target,
+        draft=replace(own, device="cpu"),
+        line=plan.why(),
+        level_share=best.draft_s / best.levels * best.plain_tok_s if best.levels else None,
+    )
+    if best.place == "draft on CPU":
+        return place
+    if best.plan.placement.uses_gpu:
+        vram = opened.capacity - best.vram + CUDA_CONTEXT_NBYTES
+        target = replace(target, gpu_memory=vram)
+    else:
+        target = replace(target, device="cpu", gpu_memory=None)
+    return replace(
+        place,
+        target=target,
+        draft=replace(own, gpu_memory=best.vram, ctx=plan.draft_ctx),
+        cache_room=sum(plan.draft.kv_nbytes("bf16", plan.draft_ctx)),
+    )
+
+
+def _draft_context(
+    draft: Checkpoint, shape: ModelShape, opened: OpenGpu, options: LoadOptions
+) -> int:
+    """As much context as the target was asked to have, or less, so that the draft fits."""
+    from localrt.offload.planner.pair import DRAFT_CTX, DRAFT_NODES
+
+    ctx = min((options.ctx or DRAFT_CTX) + DRAFT_NODES, shape.context_length)
+    return longest_context(ctx, lambda n: _draft_vram(draft, shape, opened, n) <= opened.capacity)
+
+
+def _draft_vram(draft: Checkpoint, shape: ModelShape, opened: OpenGpu, ctx: int) -> int:
+    """Bytes of the GPU's memory that the draft takes with a context of ``ctx``."""
+    from localrt.models.registry import read_config
+
+    assert opened.gpu is not None, "there is a GPU"
+    if opened.gpu.ops.name == "native":
+        return draft_nbytes(shape, ctx)
+    return resident_account(draft, read_config(draft), opened.gpu.ops, ctx).total()
+
 
 _HELD_TOKENS = 4096  # of a conversation whose context was not asked for
 
@@ -101,7 +257,7 @@ def load_with_draft(
     """The model at ``target``, which ``load`` loads, and its drafts.
 
     A model that the ``draft`` option names is loaded too, so that the target's plan leaves it its
-    room. Where there is a card, both are planned for before either is loaded.
+    room. Where there is a GPU, both are planned for before either is loaded.
     """
     from localrt.hub import resolve
 

@@ -1,8 +1,10 @@
-"""A draft model beside its target: a loaded model whose passes propose tokens.
+"""Draft models beside their target, and which one a generation uses: options to ``Speculation``.
 
-Its caches never outgrow the GPU memory that was set aside for them. A draft with another vocabulary
-is told the text so far in its own tokens, and the paths of its tree are read again by the target's
-tokenizer. Where the two cut text differently, a draft token may be of no use.
+``Drafts`` are those of one loaded model; each is loaded when it is first used, and what is not done
+for lack of memory is said. ``ModelDraft`` is a loaded one: its caches never outgrow the GPU memory
+that was set aside for them. A draft with another vocabulary is told the text so far in its own
+tokens, and the paths of its tree are read again by the target's tokenizer; where the two cut text
+differently, a draft token may be of no use.
 """
 
 from __future__ import annotations
@@ -11,20 +13,26 @@ import codecs
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
 
-from localrt.common.errors import OptionError
+from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.formatting import format_bytes
+from localrt.common.option_names import option
 from localrt.engine.native.engine import NativeEngine
+from localrt.engine.options import Options
+from localrt.engine.speculation import MakeSource, Speculation
+from localrt.loading.draft_family import family_draft
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel
 from localrt.quant.ops.protocol import Batch, KVCache, Span
-from localrt.speculative.ngram import common_length
+from localrt.speculative.ngram import Archive, NgramSource, common_length
 from localrt.speculative.source import (
+    DEPTH,
     MOST_NODES,
     Check,
     Drafter,
@@ -34,16 +42,16 @@ from localrt.speculative.source import (
 )
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tree_source import TreeSource
+from localrt.speculative.tuner import TreeSize, Tuner
 
 if TYPE_CHECKING:
-    from localrt.engine.options import Options
     from localrt.engine.protocol import EngineSession
     from localrt.models.tokenizers import Tokenizer
 _BEFORE = "\n"  # some tokenizers put a space before what begins a text
 
 
 class TranslatedSource(DraftSource):
-    """``source`` guesses in the tokens of ``theirs``, what it is asked is in ``ours``."""
+    """``source`` drafts in the tokens of ``theirs``; what it is asked is in ``ours``."""
 
     def __init__(self, source: DraftSource, ours: Tokenizer, theirs: Tokenizer) -> None:
         self.name = source.name
@@ -141,7 +149,7 @@ _MORE_TOKENS = 2  # that a text may have in a draft's vocabulary
 
 
 class CacheRoom:
-    """The ``room`` bytes of a card's memory that a draft's caches share."""
+    """The ``room`` bytes of a GPU's memory that a draft's caches share."""
 
     def __init__(self, kv_nbytes: Callable[[int], int], room: int) -> None:
         self._kv_nbytes = kv_nbytes
@@ -256,7 +264,7 @@ class ModelDraft:
         self.level_share = min(1.0, share)
 
     def source(self, session: EngineSession, options: Options) -> DraftSource:
-        """Guesses for a session."""
+        """What drafts for a session."""
         info = self._target.engine.info
         drafter = EngineDrafter(
             self._engine,
@@ -293,7 +301,7 @@ def _problem(draft: LoadedModel, target: LoadedModel) -> str:
     if not isinstance(draft.engine, NativeEngine):
         return "needs the native engine, which does not know it"
     if target.tokenizer is not None and draft.tokenizer is not None:
-        return ""  # if need be, guesses are translated
+        return ""  # if need be, drafts are translated
     problem = vocabulary_problem(target.tokenizer, draft.tokenizer)
     if not problem:
         ours, theirs = (p.engine.info.vocab_size for p in (target, draft))
@@ -322,3 +330,131 @@ def vocabulary_problem(target: Tokenizer | None, draft: Tokenizer | None) -> str
             f"token {common}, {longer(common)!r}"
         )
     return ""
+
+
+# Loads the model of that name; its notes are for the user.
+LoadDraft = Callable[[str], LoadedModel]
+PLUS_NGRAM = "+ngram"
+_LOOKUP = "ngram"
+_Loaded = tuple[ModelDraft | None, str]  # a draft, or why it is not used
+
+
+class Drafts:
+    """The drafts of one loaded model. Thread-safe; they are loaded once, when first used.
+
+    ``load`` makes a draft model's parts. It raises ``MemoryBudgetError`` where the draft does not
+    fit what is left: the answer is the same without it.
+    """
+
+    def __init__(self, target: LoadedModel, load: LoadDraft) -> None:
+        self._target = target
+        self._load = load
+        self._lock = threading.Lock()
+        self._drafts: dict[str, _Loaded] = {}
+        self._tuners: dict[str, Tuner] = {}
+        self._made: dict[tuple[str, int | None, int | None, float], Speculation] = {}
+        self.archive = Archive()
+
+    def speculation(self, options: Options) -> Speculation | None:
+        """How to speculate under ``options``; None: not at all.
+
+        Raises:
+            OptionError: an explicit draft that cannot be this model's.
+        """
+        name, engine = options.draft, self._target.engine
+        if name == "off":
+            return None
+        if not isinstance(engine, NativeEngine):
+            if name == "auto":
+                return None
+            raise OptionError(
+                f"{option('draft', name)} needs the native engine; this model runs on "
+                f"{engine.info.engine}: leave {option('draft')} out"
+            )
+        if name == "auto":
+            # Elsewhere a row's bits depend on how many are computed together, and so may a token.
+            if engine.ops_name != "native":
+                return None
+            name = self._family or _LOOKUP
+        with self._lock:
+            key = (name, options.tree_budget, options.tree_depth, options.sampling.temperature)
+            known = self._made.get(key)
+            if known is None:
+                known = self._made[key] = self._make(name, engine, options)
+            return known
+
+    def add(
+        self,
+        name: str,
+        parts: LoadedModel | None,
+        note: str = "",
+        place: DraftPlace | None = None,
+    ) -> None:
+        """A draft model that was loaded already, or could not be; ``place`` is what was planned.
+
+        Raises:
+            OptionError: it has another vocabulary; it is closed.
+        """
+        draft = None if parts is None else ModelDraft(name, parts, self._target, place)
+        with self._lock:
+            self._drafts[name] = draft, note
+
+    def close(self) -> None:
+        """Free all of them."""
+        with self._lock:
+            drafts, self._drafts = self._drafts, {}
+            self._made.clear()
+        for draft, _ in drafts.values():
+            if draft is not None:
+                draft.close()
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _family(self) -> str | None:
+        """What ``auto`` drafts with beside lookups."""
+        return family_draft(self._target)
+
+    def _make(self, name: str, engine: NativeEngine, options: Options) -> Speculation:
+        drafter = name.removesuffix(PLUS_NGRAM)
+        lookups = drafter == _LOOKUP
+        draft, note = (None, "") if lookups else self._draft(drafter, options)
+        explicit = options.draft != "auto" and options.tree_budget is not None
+        makers: dict[str, MakeSource] = {}
+        levels = {_LOOKUP: 0.0}
+        lookup = draft is None or name != drafter or not explicit
+        if lookup:
+            makers[_LOOKUP] = lambda _: NgramSource(self.archive)
+        if draft is not None:
+            makers[draft.kind] = lambda session: draft.source(session, options)
+            levels[draft.kind] = draft.level_share
+        tuner = self._tuners.setdefault(
+            drafter,
+            Tuner(levels, streamed=engine.counts() is not None, mixture=engine.is_mixture),
+        )
+        size = None
+        if explicit:
+            assert options.tree_budget is not None
+            size = TreeSize(options.tree_budget, options.tree_depth or DEPTH)
+        archive = self.archive if lookup else None
+        return Speculation(makers, tuner, fixed=size, archive=archive, note=note)
+
+    def _draft(self, name: str, options: Options) -> _Loaded:
+        known = self._drafts.get(name)
+        if known is None:
+            known = self._drafts[name] = self._load_model(name, asked=options.draft != "auto")
+        return known
+
+    def _load_model(self, name: str, *, asked: bool) -> _Loaded:
+        """A draft model; that one is of no use that nobody ``asked`` for is no error."""
+        try:
+            draft = ModelDraft(name, self._load(name), self._target)
+        except MemoryBudgetError as error:
+            hint = "" if asked else "; named as the draft when loading, it would be given room"
+            return None, f"draft {name} is not used: {error.marked}{hint}"
+        except LocalrtError as error:
+            if asked:
+                raise
+            told = isinstance(error, OptionError)  # with the draft's name
+            return None, error.marked if told else f"draft {name} is not used: {error.marked}"
+        return draft, "" if asked else f"draft {name} was found on this machine"

@@ -28,7 +28,7 @@ from localrt.common.progress import ProgressCallback
 from localrt.engine.options import Options, read_options
 from localrt.engine.request import MakeConstraint, Request
 from localrt.engine.types import Message
-from localrt.loading.draft_choice import Drafts
+from localrt.loading.draft_model import Drafts
 from localrt.loading.parts import LoadedModel
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.service.adapters import Adapters
@@ -70,7 +70,7 @@ def whole_ids(ids: Sequence[int], what: str) -> list[int]:
 
 
 class RequestBuilder:
-    """Of the model with ``parts``, for which ``drafts`` guess. Thread-safe.
+    """Of the model with ``parts``, for which ``drafts`` draft. Thread-safe.
 
     ``defaults`` are the options of requests that say nothing else.
     """

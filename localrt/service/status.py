@@ -119,7 +119,7 @@ class Status:
     ``kv`` is what caches take, against one full context. ``metrics`` are those of the generation in
     progress (``generating``), or of the last one. ``streamed``: weights are read or copied in each
     pass; ``token_bytes`` is what one token needs of the weights, once ``Model.advise`` has found
-    out. ``ceiling_tok_s`` and ``predicted_tok_s`` are the plan's, without guesses. ``clock_s`` is
+    out. ``ceiling_tok_s`` and ``predicted_tok_s`` are the plan's, without drafts. ``clock_s`` is
     when it was taken, as ``time.perf_counter`` has it.
     """
 
@@ -145,12 +145,12 @@ class Status:
 
     @property
     def per_pass(self) -> float:
-        """Tokens that a pass gives: more than one where guesses come true."""
+        """Tokens that a pass gives: more than one where draft tokens are accepted."""
         metrics = self.metrics
         return (metrics and metrics.accepted_per_pass) or 1.0
 
     def share_of_ceiling(self, tok_s: float | None) -> float | None:
-        """What ``tok_s`` is of the ceiling; guesses that come true raise both."""
+        """What ``tok_s`` is of the ceiling; accepted draft tokens raise both."""
         if tok_s is None or not self.ceiling_tok_s:
             return None
         return tok_s / self.per_pass / self.ceiling_tok_s

@@ -131,13 +131,13 @@ def test_a_draft_that_was_found_is_used_and_one_that_fails_is_not(
     options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0}
 
     def said(draft: str | None) -> tuple[tuple[int, ...], str]:
-        monkeypatch.setattr("localrt.loading.draft_choice.family_draft", lambda _: draft)
+        monkeypatch.setattr("localrt.loading.draft_model.family_draft", lambda _: draft)
         with localrt.load(tmp_path / "target") as model:
             chunk = model.generate("ab ab", **options)
         return chunk.token_ids, str(chunk.metrics.speculation)
 
     plain, why = said(None)
-    assert "draft" not in why
+    assert "found" not in why
     for name, note in (
         ("draft", "was found on this machine"),
         ("missing", "is not used:"),
@@ -151,7 +151,7 @@ def test_a_draft_that_was_found_is_used_and_one_that_fails_is_not(
 def test_a_draft_that_was_found_and_does_not_fit_is_left_out_with_a_hint(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("localrt.loading.draft_choice.family_draft", lambda _: str(tiny_folder))
+    monkeypatch.setattr("localrt.loading.draft_model.family_draft", lambda _: str(tiny_folder))
     with localrt.load(tiny_folder, ram="8GB") as model:
         monkeypatch.setattr("localrt.loading.native.memory_left", lambda *_: (1000, "RAM"))
         note = str(model.generate("hi", max_tokens=4, temperature=0.0).metrics.speculation)

@@ -12,7 +12,7 @@ import pytest
 import localrt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.settings import Settings
-from localrt.loading import draft_placement
+from localrt.loading import draft_loading
 from localrt.loading.draft_model import DraftPlace
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
@@ -51,8 +51,8 @@ def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
             profile=gpu.profile,
             link_bytes_s=gpu.link_bytes_s,
         )
-        monkeypatch.setattr(draft_placement, "_open_card", lambda *args: opened)
-        found = draft_placement.place_draft(
+        monkeypatch.setattr(draft_loading, "_open_gpu", lambda *args: opened)
+        found = draft_loading.place_draft(
             *folders,
             "draft",
             LoadOptions(device="cuda", ctx=128, **options),
