@@ -7,7 +7,6 @@ people say them (``"Ctrl+L"``, ``"alt+left"``, ``"F6"``), several with commas. K
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -16,6 +15,8 @@ from typing import Any
 
 from textual.binding import Binding
 from textual.keys import Keys
+
+from localrt.common.option_names import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +145,8 @@ def chosen_keys(
     notes: list[str] = []
     for action, words in chosen.items():
         if action not in defaults:
-            close = difflib.get_close_matches(action, defaults, n=1)
-            meant = (
-                f" (did you mean {close[0]}?)" if close else f" (available: {', '.join(defaults)})"
-            )
-            notes.append(f"[keys]: no action {action!r}{meant}")
+            hint = did_you_mean(action, defaults) or f"available: {', '.join(defaults)}"
+            notes.append(f"[keys]: no action {action!r} ({hint})")
             continue
         keys, problem = _read(words)
         if problem:

@@ -29,7 +29,6 @@ What cannot be used is told once and left out; the files stay as they are. Knows
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +36,7 @@ from typing import Any
 
 import localrt
 from localrt.common.errors import LocalrtError, OptionError, StorageError
+from localrt.common.option_names import did_you_mean
 from localrt.common.toml_file import TomlFile
 from localrt.tui.text import one_line
 
@@ -82,9 +82,8 @@ class PreferencesFile(TomlFile):
             self._note(f"{one_line(error)}: defaults are used, the file stays as it is")
             return Preferences()
         for name in values.keys() - set(_NAMES):
-            close = difflib.get_close_matches(name, _NAMES, n=1)
-            meant = f" (did you mean {close[0]}?)" if close else ""
-            self._note(f"{_FILE}: {name!r} is not a setting{meant}: left out")
+            hint = did_you_mean(name, _NAMES) or "it is ignored"
+            self._note(f"{_FILE}: {name!r} is not a setting: {hint}")
         return Preferences(
             theme=self._typed(values, "theme", str, None),
             panel=self._typed(values, "panel", bool, False),
@@ -110,8 +109,8 @@ class PreferencesFile(TomlFile):
         value = values.get(name, default)
         if value is default or isinstance(value, kind):
             return value
-        words = {str: "a text", bool: "true or false", dict: "a table"}
-        self._note(f"{_FILE}: {name} must be {words[kind]}, is {value!r}: left out")
+        words = {str: "text", bool: "true or false", dict: "a table"}
+        self._note(f"{_FILE}: {name} must be {words[kind]}, is {value!r}: it is ignored")
         return default
 
     def _options(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,7 +119,7 @@ class PreferencesFile(TomlFile):
             try:
                 _check_options({name: value})
             except LocalrtError as error:
-                self._note(f"{_FILE}, [generation]: {one_line(error)}: left out")
+                self._note(f"{_FILE}, [generation]: {one_line(error)}: it is ignored")
             else:
                 good[name] = value
         return good
@@ -167,7 +166,7 @@ class PresetsFile(TomlFile):
             try:
                 found.append(_preset(name, entry))
             except LocalrtError as error:
-                self.notes += (f"{_PRESETS_FILE}, {name}: {one_line(error)}: left out",)
+                self.notes += (f"{_PRESETS_FILE}, {name}: {one_line(error)}: it is ignored",)
         return sorted(found, key=lambda preset: preset.name.lower())
 
     def find(self, name: str) -> Preset:

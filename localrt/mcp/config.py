@@ -17,7 +17,6 @@ in the file. A server that cannot be used is left out, with a line that says why
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -30,6 +29,7 @@ from urllib.parse import urlsplit
 
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.formatting import one_line
+from localrt.common.option_names import did_you_mean
 from localrt.common.toml_file import TomlFile
 
 Ending = Literal["done", "failed", "refused", "stopped"]
@@ -155,10 +155,8 @@ def _server(name: str, entry: Any, environ: Mapping[str, str]) -> ServerConfig:
         raise OptionError("it must be a table")
     known = [each.name for each in fields(ServerConfig) if each.name != "name"]
     for key in entry.keys() - set(known):
-        close = difflib.get_close_matches(key, known, n=1)
-        raise OptionError(
-            f"{key!r} is not a setting" + (f" (did you mean {close[0]}?)" if close else "")
-        )
+        hint = did_you_mean(key, known) or f"known: {', '.join(known)}"
+        raise OptionError(f"{key!r} is not a setting ({hint})")
     values = {key: _value(key, value, environ) for key, value in entry.items()}
     return ServerConfig(name=name, **values)
 
