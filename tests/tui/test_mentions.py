@@ -12,8 +12,8 @@ from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeModel
 
 
-@pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_text("milk\n")
     (tmp_path / "Makefile").write_text("all:\n")
     (tmp_path / "two words.md").write_text("# Two\n")
@@ -22,6 +22,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize(
     ("text", "named"),
     [
@@ -41,7 +42,8 @@ def test_mentions(text: str, named: list[str]) -> None:
     assert [mention.path for mention in mentions(text)] == named
 
 
-def test_completion() -> None:
+@pytest.mark.usefixtures("files")
+def test_complete_mentions() -> None:
     def lines(text: str) -> list[str]:
         return [each.line for each in suggestions(text)]
 
@@ -53,6 +55,7 @@ def test_completion() -> None:
     assert [mention.path for mention in mentions(written("two words.md"))] == ["two words.md"]
 
 
+@pytest.mark.usefixtures("files")
 async def test_mentioned_file(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         composer = screen.composer(app)
@@ -79,6 +82,7 @@ async def test_mentioned_file(model: FakeModel) -> None:
         assert "old.txt is not UTF-8: it was read as cp1252." in screen.notices(app)
 
 
+@pytest.mark.usefixtures("files")
 async def test_missing_file(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         for _ in range(2):

@@ -21,17 +21,9 @@ from tests.tui.fakes import FakeLoader
 from tests.tui.panel_fakes import VIEW, WatchedModel
 from tests.tui.test_models_screen import FakeLibrary
 from tests.tui.test_models_switch import Shelf
+from tests.tui.test_snapshots import Compare, ready
 
-Compare = Callable[..., bool]
 ANSWER = ["The sky is blue because air scatters short waves of light more than long ones. "] * 3
-
-
-async def ready(pilot: Pilot[Any]) -> ChatApp:
-    app = pilot.app
-    assert isinstance(app, ChatApp)
-    screen.composer(app).cursor_blink = False
-    await until(pilot, lambda: screen.phase(app) is Phase.READY)
-    return app
 
 
 async def streaming(pilot: Pilot[Any]) -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,8 @@ from tests.tui.fakes import FakeLoader, FakeModel
 def chat(model: FakeModel, tmp_path: Path) -> Callable[..., str]:
     """Run a plain chat over lines of input; what it printed."""
 
-    def run(*lines: str, **arguments: object) -> str:
-        return plain_chat(FakeLoader(model), tmp_path, lines, **arguments)
+    def run(*lines: str, load: Callable[..., Any] | None = None, **arguments: Any) -> str:
+        return plain_chat(load or FakeLoader(model), tmp_path, lines, **arguments)
 
     return run
 

@@ -18,32 +18,21 @@ from localrt.mcp.config import Tool, ToolResult
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.generation import NO_TOOLS
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, saying, whole
-from tests.tui.conftest import plain_chat
+from tests.tui.test_plain import chat
 from tests.tui.fakes import FakeLoader, FakeModel
 from tests.tui.tool_fakes import FakeServers, call, toolbox
 
-Chat = Callable[..., str]
 SERVER = Path(__file__).parent.parent / "mcp" / "server.py"
-
-
-@pytest.fixture
-def chat(model: FakeModel, tmp_path: Path) -> Chat:
-    """Run a plain chat with tools over lines of input; what it printed."""
-
-    def run(tools: Toolbox, *lines: str, load: Callable[..., Any] | None = None) -> str:
-        return plain_chat(load or FakeLoader(model), tmp_path, lines, toolbox=tools)
-
-    return run
 
 
 def told(model: FakeModel) -> list[str]:
     return [m["content"] for m in model.seen[-1].messages if m["role"] == "tool"]
 
 
-def test_calls(model: FakeModel, chat: Chat) -> None:
+def test_calls(model: FakeModel, chat: Callable[..., str]) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a"), call("delete", path="a")], [call("list")]]
-    text = chat(tools, "What is in a?", "perhaps", "y", "n", "/show")
+    text = chat("What is in a?", "perhaps", "y", "n", "/show", toolbox=tools)
     assert text.partition("continue it.\n")[2].startswith(
         'Call: files.read_file {"path": "a"}\n'
         "Run it? [y]es, [a]lways in this conversation, [n]o: "
@@ -61,10 +50,10 @@ def test_calls(model: FakeModel, chat: Chat) -> None:
     assert told(model) == ["milk", "The user did not allow this call.", "a\nb"]
 
 
-def test_always_and_end_of_input(model: FakeModel, chat: Chat) -> None:
+def test_always_and_end_of_input(model: FakeModel, chat: Callable[..., str]) -> None:
     tools, servers = toolbox()
     model.calls = [[call("read_file", path="a")], [call("read_file", path="b")], [call("delete")]]
-    text = chat(tools, "Go", "a")
+    text = chat("Go", "a", toolbox=tools)
     assert text.count("Run it?") == 2
     assert [name for name, _ in servers.called] == ["read_file", "read_file"]
     assert told(model)[-1] == "The user did not allow this call."
@@ -83,29 +72,29 @@ class Interrupting(Future[ToolResult]):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_ctrl_c(model: FakeModel, chat: Chat) -> None:
+def test_ctrl_c_stops_call(model: FakeModel, chat: Callable[..., str]) -> None:
     class Servers(FakeServers):
         def call(self, tool: Tool, arguments: Mapping[str, Any], *, most: int) -> Interrupting:
             return Interrupting()
 
     model.calls = [[call("list")]]
-    text = chat(Toolbox(Servers()), "Go")
+    text = chat("Go", toolbox=Toolbox(Servers()))
     assert "Result (stopped): The user stopped this call.\nHello there.\n" in text
 
 
-def test_model_without_tools(model: FakeModel, chat: Chat) -> None:
+def test_model_without_tools(model: FakeModel, chat: Callable[..., str]) -> None:
     model.takes_tools = False
-    assert chat(toolbox()[0], "One", "Two").count(NO_TOOLS) == 1
+    assert chat("One", "Two", toolbox=toolbox()[0]).count(NO_TOOLS) == 1
 
 
-def test_tools_of_a_real_server(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
+def test_tools_of_a_real_server(model: FakeModel, chat: Callable[..., str], tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     config = f"command = '{sys.executable}'\nargs = ['{SERVER}']\nallow = ['add']\n"
     (tmp_path / "config.toml").write_text(f"[mcp.servers.tests]\n{config}")
     tools = Toolbox.open(tmp_path)
     try:
         model.calls = [[call("add", a=2, b=3), call("fail", why="rain")], [call("end")]]
-        text = chat(tools, "Go", "y", "y")
+        text = chat("Go", "y", "y", toolbox=tools)
     finally:
         tools.close()
     assert 'Call: tests.add {"a": 2, "b": 3}\nResult: 5\n' in text
@@ -115,7 +104,7 @@ def test_tools_of_a_real_server(model: FakeModel, chat: Chat, tmp_path: Path) ->
     assert text.count("Run it?") == 2
 
 
-def test_remote_model_calls_tools(chat: Chat) -> None:
+def test_remote_model_calls_tools(chat: Callable[..., str]) -> None:
     function = {"name": "list", "arguments": "{}"}
     calls = [{"index": 0, "id": "c1", "type": "function", "function": function}]
 
@@ -126,7 +115,7 @@ def test_remote_model_calls_tools(chat: Chat) -> None:
 
     tools, _ = toolbox()
     with saying(reply) as server:
-        text = chat(tools, "Go", load=lambda progress: connect(server.url))
+        text = chat("Go", toolbox=tools, load=lambda progress: connect(server.url))
         first, second = (asked.body for asked in server.asked if asked.body)
     assert "Call: files.list {}\nResult: a\nb\nTwo files.\n" in text
     assert [tool["function"]["name"] for tool in first["tools"]] == ["read_file", "list", "delete"]
@@ -134,7 +123,7 @@ def test_remote_model_calls_tools(chat: Chat) -> None:
     assert second["messages"][-1] == result
 
 
-def test_server_refuses_tools(chat: Chat) -> None:
+def test_server_refuses_tools(chat: Callable[..., str]) -> None:
     def reply(asked: Asked, connection: socket.socket) -> bytes:
         if "tools" in asked.body:
             return whole(400, {"error": {"message": "m does not support tools"}})
@@ -142,7 +131,7 @@ def test_server_refuses_tools(chat: Chat) -> None:
 
     tools, _ = toolbox()
     with saying(reply) as server:
-        text = chat(tools, "One", "Two", load=lambda progress: connect(server.url))
+        text = chat("One", "Two", toolbox=tools, load=lambda progress: connect(server.url))
         assert ["tools" in asked.body for asked in server.asked if asked.body] == [
             True,
             False,
