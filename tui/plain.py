@@ -140,8 +140,6 @@ class PlainChat:
     def _answer(self, question: Turn) -> None:
         self._answers.answer(self.state.conversation, self._session.chat, question)
 
-    # -- parts -----------------------------------------------------------------------------------
-
     def _say_note(self, progress: Progress) -> None:
         if progress.stage == NOTE:
             self.say(progress.detail)
@@ -208,8 +206,6 @@ class PlainChat:
         draft = self._attachments.expanded(" ".join([*self._attached, text]).strip())
         self._attached.clear()
         return draft
-
-    # -- commands --------------------------------------------------------------------------------
 
     def _run(self, command: Command) -> None:
         does = next((does for name, *_, does in self._commands if name == command.name), None)

@@ -1,20 +1,26 @@
-"""A model and a chat with localrt's public face and no computation: the test decides every step."""
+"""A model, a chat and servers of tools that compute nothing: the test decides every step."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from localrt import Outlook, Status
+from localrt import Change, Outlook, Status
 from localrt.common.errors import StorageError
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.engine.options import read_options
 from localrt.engine.types import Chunk, FinishReason, Metrics, ToolCall
-from localrt.service.status import ModelInfo
+from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
+from localrt.mcp.servers import ToolServers
+from localrt.mcp.toolbox import Toolbox
+from localrt.service.status import LaneUse, MemoryUse, ModelInfo, PassTrace
+from localrt.tui.chat.panel_lines import PanelData
 
 INFO = ModelInfo(
     name="tiny-model",
@@ -64,9 +70,6 @@ class FakeChat:
         changed = {**self.options, **options}
         read_options(self.model.defaults, changed)
         self.options = {name: value for name, value in changed.items() if value is not None}
-
-    def clear(self) -> None:
-        self.messages = [m for m in self.messages if m["role"] == "system"]
 
     def cancel(self) -> None:
         self._cancel.set()
@@ -152,8 +155,6 @@ class FakeModel:
     """
 
     def __init__(self, answer: Sequence[str] = ("Hello", " there."), **info: Any) -> None:
-        from dataclasses import replace
-
         self.info = replace(INFO, **info)
         self.name = self.info.name
         self.memory: str | None = None
@@ -243,4 +244,117 @@ class FakeLoader:
         return self.model
 
 
-Load = Callable[[ProgressCallback], Any]
+PASS = PassTrace(
+    seconds=0.02,
+    lanes=(LaneUse("ssd", ((0.0, 0.019),)), LaneUse("cpu", ((0.0, 0.002), (0.01, 0.014)))),
+    waited_s=0.014,
+)
+STREAMED = Status(
+    clock_s=10.0,
+    streamed=True,
+    generating=True,
+    ram=MemoryUse(138_000_000, 145_000_000),
+    vram=None,
+    kv=MemoryUse(3_200_000, 189_000_000),
+    weight_bytes=96_000_000,
+    tokens=40,
+    passes=40,
+    ssd_read_bytes=1_760_000_000,
+    link_bytes=0,
+    busy_s={"ssd": 0.97, "cpu": 0.3},
+    ceiling_tok_s=66.0,
+    metrics=Metrics(
+        completion_tokens=40,
+        decode_tok_s=41.2,
+        accepted_per_pass=1.8,
+        accepted_by_source={"ngram": 0.41},
+        speculation="speculation: ngram",
+    ),
+    last_pass=PASS,
+)
+BEFORE = replace(
+    STREAMED, clock_s=9.0, tokens=0, passes=0, ssd_read_bytes=0, busy_s={"ssd": 0.0, "cpu": 0.0}
+)
+OUTSTYLES = Outlook(
+    66.0,
+    96_000_000,
+    (
+        Change("110 MB more RAM", 210.0, 3.8),
+        Change("a disk twice as fast", 80.0, 2.0),
+    ),
+)
+VIEW = PanelData(
+    status=STREAMED,
+    flow=STREAMED.since(BEFORE),
+    rates=(30.0, 38.0, 41.0, 40.0),
+    outlook=OUTSTYLES,
+    hide="F3",
+)
+
+
+class WatchedModel(FakeModel):
+    """``now`` is its status, ``looks`` are the wishes that came with each question."""
+
+    def __init__(self, *arguments: Any, **info: Any) -> None:
+        super().__init__(*arguments, **info)
+        self.now = BEFORE
+        self.looks: list[bool | None] = []
+        self.advised = 0
+        self.unloaded = False
+
+    def status(self, *, lanes: bool | None = None) -> Status:
+        self.looks.append(lanes)
+        return self.now
+
+    def advise(self) -> Outlook:
+        self.advised += 1
+        return OUTSTYLES
+
+    def unload(self) -> None:
+        self.unloaded = self.closed = True
+
+
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+NAMES = ("read_file", "list", "delete")
+
+
+class FakeServers(ToolServers):
+    """One server ``files``, whose ``list`` runs without a question. ``results`` are by tool; one
+    that is None stays away until the call is stopped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__([ServerConfig(name="files", command="x", allow=("list",))])
+        self.tools = tuple(Tool("files", name, "", SCHEMA) for name in NAMES)
+        self.results: dict[str, ToolResult | None] = {
+            "read_file": ToolResult("milk"),
+            "list": ToolResult("a\nb"),
+            "delete": ToolResult("There is no such file.", "failed"),
+        }
+        self.called: list[tuple[str, dict[str, Any]]] = []
+        self.running: list[Future[ToolResult]] = []
+        self.ready = True
+
+    @property
+    def statuses(self) -> tuple[ServerStatus, ...]:
+        if not self.ready:
+            return (ServerStatus("files", "starting"),)
+        return (ServerStatus("files", "ready", self.tools),)
+
+    def call(self, tool: Tool, arguments: Mapping[str, Any], *, most: int) -> Future[ToolResult]:
+        self.called.append((tool.name, dict(arguments)))
+        future: Future[ToolResult] = Future()
+        result = self.results[tool.name]
+        if result is not None:
+            future.set_result(result)
+        self.running.append(future)
+        return future
+
+
+def toolbox() -> tuple[Toolbox, FakeServers]:
+    servers = FakeServers()
+    return Toolbox(servers), servers
+
+
+def call(name: str, **arguments: Any) -> ToolCall:
+    return ToolCall(uuid.uuid4().hex[:9], name, json.dumps(arguments))

@@ -187,17 +187,6 @@ async def test_mouse_selection() -> None:
         assert screen.composer(app).has_focus
 
 
-async def test_resize_wraps() -> None:
-    async with running(FakeModel(["word " * 30])) as (app, pilot):
-        await asked(pilot, "Hi")
-        heights = []
-        for width in (80, 40, 80):
-            await pilot.resize_terminal(width, 24)
-            await until(pilot, lambda width=width: screen.conversation(app).size.width == width)
-            heights.append(screen.conversation(app).virtual_size.height)
-        assert heights[0] == heights[2] < heights[1]
-
-
 async def test_type_ahead(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "localrt.tui.chat.composer._TYPE_AHEAD_SECONDS", 60

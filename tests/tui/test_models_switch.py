@@ -18,8 +18,7 @@ from localrt.tui.screens.dialogs import Confirm
 from localrt.tui.screens.models import ModelsScreen
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
-from tests.tui.fakes import FakeLoader
-from tests.tui.panel_fakes import WatchedModel
+from tests.tui.fakes import FakeLoader, WatchedModel
 from tests.tui.screen import idle
 from tests.tui.test_models_screen import FakeLibrary
 

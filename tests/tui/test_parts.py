@@ -11,7 +11,7 @@ from localrt.engine.types import Metrics
 from localrt.tui.chat.answering import RedrawLimit
 from localrt.tui.chat.lines import Phase, Status, footer_line
 from localrt.tui.loading_line import loading_line
-from localrt.tui.text import clean, human_count, one_line
+from localrt.tui.text import clean, one_line
 
 STATUS = Status(
     model="SmolLM2-135M-Instruct",
@@ -72,16 +72,6 @@ def test_loading_line_without_total() -> None:
     assert loading_line(None, 60).plain.startswith("Opening")
     assert "12 layers" in loading_line(Progress("load", 12, None, "layers"), 60).plain
     assert "100%" in loading_line(Progress("load", 9, 8, "layers"), 60).plain
-
-
-def test_numbers() -> None:
-    assert [human_count(n) for n in (0, 312, 8192, 131_072, 7_600_000_000)] == [
-        "0",
-        "312",
-        "8.2k",
-        "131k",
-        "7.6B",
-    ]
 
 
 def test_safe_text() -> None:

@@ -18,9 +18,8 @@ from localrt.tui.conversation.generation import NO_TOOLS, ROUNDS_OVER
 from localrt.tui.screens.dialogs import AskCall, HelpScreen
 from tests.tui import screen
 from tests.tui.conftest import app_for, asked, running, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.fakes import FakeLoader, FakeModel, call, toolbox
 from tests.tui.test_snapshots import Compare, ready
-from tests.tui.tool_fakes import call, toolbox
 
 READ = 'files.read_file {"path": "a"}'
 

@@ -16,9 +16,8 @@ from localrt.common.errors import StorageError
 from localrt.tui import ChatApp
 from tests.tui import screen
 from tests.tui.conftest import SIZE, app_for, asked, plain_chat, running, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.fakes import FakeLoader, FakeModel, call
 from tests.tui.screen import idle
-from tests.tui.tool_fakes import call
 
 Opening = Callable[[], History]
 Pair = tuple[ChatApp, Pilot[None], ChatApp, Pilot[None]]

@@ -34,6 +34,7 @@ from localrt.tui.text import clean
 
 if TYPE_CHECKING:
     from textual.widget import Widget
+
 _PLAIN = ("notice", "error", "mark", "thinking", "attachment", "bar", "waiting-bar", "marked-bar")
 _MARKDOWN = ("heading", "code", "quote", "link", "muted")
 _FULL = ("user", "waiting", "found", "found-now")  # with their background
@@ -119,8 +120,6 @@ class Block:
         self._lines: list[Strip] | None = None
         self._height: int | None = None
 
-    # -- for the view ----------------------------------------------------------------------------
-
     def lines(self, width: int, styles: Styles) -> list[Strip]:
         """The lines in ``width`` columns, gutter excluded."""
         if self._lines is None or width != self._width or styles is not self._styles:
@@ -163,8 +162,6 @@ class Block:
         """Fold or unfold what can be."""
         self._unfolded = not self._unfolded
         self.changed()
-
-    # -- for subclasses --------------------------------------------------------------------------
 
     @property
     def source(self) -> str:

@@ -110,8 +110,6 @@ class Composer(TextArea):
     def _end_type_ahead(self) -> None:
         self._type_ahead = False
 
-    # -- text ------------------------------------------------------------------------------------
-
     def put(self, text: str) -> None:
         self.text = text
         self.move_cursor(self.document.end)
@@ -138,8 +136,6 @@ class Composer(TextArea):
         """Start the history of prompts with what was sent earlier."""
         self._sent = [as_typed(self.attachments.folded(draft)) for draft in drafts]
         self._place = len(self._sent)
-
-    # -- keys ------------------------------------------------------------------------------------
 
     async def on_key(self, event: Key) -> None:
         chord, self._chord = self._chord, False

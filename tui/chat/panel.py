@@ -58,8 +58,6 @@ class LivePanel(Widget):
         if self._generating and self.is_open:
             self._timer.resume()
 
-    # -- what others say -------------------------------------------------------------------------
-
     @property
     def is_open(self) -> bool:
         return self.has_class("-open")
@@ -122,8 +120,6 @@ class LivePanel(Widget):
     def fit(self, size: Size) -> None:
         self.set_class(size.width >= _SIDE and size.height >= _SIDE_ROWS, "-side")
         self._draw()
-
-    # -- looking ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         if self._timer is None:
@@ -199,8 +195,6 @@ class LivePanel(Widget):
                 self._draw()
 
         self.run_worker(ask(), group="advise", exit_on_error=False)
-
-    # -- drawing ---------------------------------------------------------------------------------
 
     def _draw(self) -> None:
         if not self.is_open:

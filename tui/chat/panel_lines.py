@@ -81,9 +81,6 @@ class PanelData:
         return f"{times} {rate} possible without drafts"
 
 
-# -- beside the conversation ---------------------------------------------------------------------
-
-
 def side_lines(data: PanelData, width: int, height: int) -> list[Content]:
     """The panel as a column of at most ``height`` lines."""
     status = data.status
@@ -222,9 +219,6 @@ def _help(data: PanelData, width: int) -> Iterator[Content]:
         yield from (_row(each.what, "", f"{each.gain:.1f}x", width) for each in changes)
 
 
-# -- above the conversation ----------------------------------------------------------------------
-
-
 def strip_lines(data: PanelData, width: int) -> list[Content]:
     """The panel as three to five lines over the whole width."""
     status = data.status
@@ -279,9 +273,6 @@ def _why_strip(data: PanelData, width: int) -> Content:
     if tail and len(short) + len(tail) + 3 > width:
         return Content(short)
     return _ends(Content(short), tail, width)
-
-
-# -- small drawings --------------------------------------------------------------------------------
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

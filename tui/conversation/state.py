@@ -8,7 +8,7 @@ stays when the model changes. The methods behind slash commands return the line 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +18,13 @@ import localrt
 from localrt import History
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.tui.commands import OPTIONS
-from localrt.tui.conversation.open_conversation import OpenConversation, infos_of
+from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.preferences import Preset, PresetsFile
 from localrt.tui.text import human_count, short_name
 
 if TYPE_CHECKING:
-    from localrt import ChatModel, ChatSession, Conversation, ConversationInfo
+    from localrt import ChatModel, ChatSession, Conversation, ConversationInfo, Message
+
 _NONE = ("none", "default")
 
 
@@ -77,8 +78,6 @@ class Session:
             pass  # it is computed again then
         finally:
             self.chat.close()
-
-    # -- system prompt and options ---------------------------------------------------------------
 
     def system(self, text: str) -> str:
         """``/system``: show, set or remove."""
@@ -278,7 +277,7 @@ class ChatState:
         conversation = self._new()
         conversation.set(options={**options, **self.options})
         last = 0
-        for message, info in zip(messages, infos_of(messages), strict=True):
+        for message, info in zip(messages, _infos(messages), strict=True):
             role, content = message["role"], str(message["content"] or "")
             if role == "system":
                 conversation.set(system=self.system or content)
@@ -333,3 +332,29 @@ class ChatState:
 
     def _note(self, line: str) -> None:
         self.notes += (line,)
+
+
+def _infos(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """What each message's turn has to keep in its ``info``: calls, and of which call it is."""
+    infos: list[dict[str, Any]] = []
+    called: dict[str, Mapping[str, Any]] = {}
+    for message in messages:
+        info: dict[str, Any] = {}
+        if calls := message.get("tool_calls"):
+            info["tool_calls"] = calls
+            called |= {call["id"]: call["function"] for call in calls if _is_call(call)}
+        if message["role"] == "tool":
+            id = message.get("tool_call_id", "")
+            function = called.get(id, {})
+            info = {"tool_call_id": id, "title": function.get("name", "")}
+            info["arguments"] = function.get("arguments", "")
+        infos.append(info)
+    return infos
+
+
+def _is_call(call: Any) -> bool:
+    return (
+        isinstance(call, Mapping)
+        and isinstance(call.get("id"), str)
+        and isinstance(call.get("function"), Mapping)
+    )

@@ -68,8 +68,6 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
             parts.append((f"\n  {clean(item.snippet)}", "$foreground 80%"))
         return Content.assemble(*parts)
 
-    # -- keys ------------------------------------------------------------------------------------
-
     def take(self, item: ConversationInfo) -> None:
         self.dismiss(item.id)
 

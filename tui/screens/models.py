@@ -33,50 +33,17 @@ from localrt.tui.themes import FAINT
 
 if TYPE_CHECKING:
     from localrt import Preview
-_ServerRow = tuple[str, str]
 
-
-class ServerModelsScreen(SearchDialog[_ServerRow]):
-    """``list_models`` asks the server for names, and facts of each; ``current`` is in use."""
-
-    def __init__(
-        self, list_models: Callable[[], Sequence[_ServerRow]], current: str | None, search: str = ""
-    ) -> None:
-        super().__init__(search, "Find a model on the server", keys="Enter use · Esc back")
-        self._list_models, self._current = list_models, current
-        self._there: Sequence[_ServerRow] = ()
-        self._none = "Asking the server ..."
-
-    def on_mount(self) -> None:
-        self.fill()
-        self.run_worker(self._look())
-
-    async def _look(self) -> None:
-        try:
-            self._there = await asyncio.to_thread(self._list_models)
-        except LocalrtError as error:
-            self._none = one_line(error)
-        else:
-            self._none = "No model with that name" if self._there else "The server lists no models"
-        self.fill()
-
-    def fill(self) -> None:
-        words = self.words.lower().split()
-        rows = [row for row in self._there if all(word in row[0].lower() for word in words)]
-        names = [name for name, _ in rows]
-        place = names.index(self._current) if self._current in names else 0
-        self.show(rows, self._none, highlighted=place)
-
-    def draw(self, item: _ServerRow) -> Content:
-        mark = "● " if item[0] == self._current else "  "
-        facts = f"\n  {clean(item[1])}" if item[1] else ""
-        return Content.assemble((mark, "$text-accent"), (clean(item[0]), "bold"), (facts, FAINT))
-
-    def take(self, item: _ServerRow) -> None:
-        self.dismiss(None if item[0] == self._current else item[0])
-
-
-_MOST = 50
+_Answer = TypeVar("_Answer")
+_Row = LocalModel | FoundModel | Path | Literal["search"]
+_PREVIEWED = ("ram", "gpu_memory", "ctx", "kv_format", "device", "engine")
+_PAUSE = 0.2  # seconds that a row is highlighted before it is planned for
+_FRAME = 0.1
+_KEYS = "Enter load · Ctrl+D delete · Ctrl+S search the hub · Esc back"
+_PULLING = "Esc stops the download; the downloaded part is kept"
+_NOT_FOUND = "No model with that name on the hub"
+_NO_FILE = "No folder or .gguf file with that name"
+_MOST_PATHS = 50
 
 
 def is_path(words: str) -> bool:
@@ -97,7 +64,7 @@ def paths_of(words: str) -> list[Path]:
         found = [each for each in shown if each.suffix.lower() == ".gguf" or each.is_dir()]
     except OSError:
         return []
-    return found[:_MOST]
+    return found[:_MOST_PATHS]
 
 
 def is_mere_folder(item: object) -> TypeGuard[Path]:
@@ -111,17 +78,6 @@ def shown_path(path: Path) -> str:
     """Below ``~`` where it lies there."""
     home = Path.home()
     return str(Path("~") / path.relative_to(home) if path.is_relative_to(home) else path)
-
-
-_Answer = TypeVar("_Answer")
-_Row = LocalModel | FoundModel | Path | Literal["search"]
-_PREVIEWED = ("ram", "gpu_memory", "ctx", "kv_format", "device", "engine")
-_PAUSE = 0.2  # seconds that a row is highlighted before it is planned for
-_FRAME = 0.1
-_KEYS = "Enter load · Ctrl+D delete · Ctrl+S search the hub · Esc back"
-_PULLING = "Esc stops the download; the downloaded part is kept"
-_NOT_FOUND = "No model with that name on the hub"
-_NO_FILE = "No folder or .gguf file with that name"
 
 
 class ModelsScreen(SearchDialog[_Row]):
@@ -465,3 +421,46 @@ def _where(known: Preview | str) -> str:
 
 def _drawn(mark: str, title: str, facts: str) -> Content:
     return Content.assemble((mark, "$text-accent"), (title, "bold"), (f"\n  {facts}", FAINT))
+
+
+_ServerRow = tuple[str, str]
+
+
+class ServerModelsScreen(SearchDialog[_ServerRow]):
+    """``list_models`` asks the server for names, and facts of each; ``current`` is in use."""
+
+    def __init__(
+        self, list_models: Callable[[], Sequence[_ServerRow]], current: str | None, search: str = ""
+    ) -> None:
+        super().__init__(search, "Find a model on the server", keys="Enter use · Esc back")
+        self._list_models, self._current = list_models, current
+        self._there: Sequence[_ServerRow] = ()
+        self._none = "Asking the server ..."
+
+    def on_mount(self) -> None:
+        self.fill()
+        self.run_worker(self._look())
+
+    async def _look(self) -> None:
+        try:
+            self._there = await asyncio.to_thread(self._list_models)
+        except LocalrtError as error:
+            self._none = one_line(error)
+        else:
+            self._none = "No model with that name" if self._there else "The server lists no models"
+        self.fill()
+
+    def fill(self) -> None:
+        words = self.words.lower().split()
+        rows = [row for row in self._there if all(word in row[0].lower() for word in words)]
+        names = [name for name, _ in rows]
+        place = names.index(self._current) if self._current in names else 0
+        self.show(rows, self._none, highlighted=place)
+
+    def draw(self, item: _ServerRow) -> Content:
+        mark = "● " if item[0] == self._current else "  "
+        facts = f"\n  {clean(item[1])}" if item[1] else ""
+        return Content.assemble((mark, "$text-accent"), (clean(item[0]), "bold"), (facts, FAINT))
+
+    def take(self, item: _ServerRow) -> None:
+        self.dismiss(None if item[0] == self._current else item[0])
