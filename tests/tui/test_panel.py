@@ -192,9 +192,10 @@ async def test_panel_during_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.tui.chat.panel._SECONDS", 0.15)
     monkeypatch.setattr("localrt.tui.chat.panel._QUIET_S", 0.05)
     model = WatchedModel()
-    model.hold()
     async with running(model, size=(100, 30)) as (app, pilot):
+        await asked(pilot, "Hi")
         assert model.looks == []  # hidden: nobody looks
+        model.hold()
         await pilot.press("ctrl+l")
         await screen.say(pilot, "Hi")
         await asyncio.sleep(0.3)
@@ -202,13 +203,13 @@ async def test_panel_during_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         model.allow(100)
         await until(pilot, lambda: idle(app) and "1.8 GB/s" in str(panel(app).render()))
         await until(pilot, lambda: "110 MB more RAM" in str(panel(app).render()))
-        await until(pilot, lambda: len(model.looks) > 0)
         count = len(model.looks)
         await asyncio.sleep(0.2)
-        assert len(model.looks) <= count + 1  # idle
+        assert 0 < len(model.looks) <= count + 1  # idle
         assert screen.conversation(app).region.width < 100
         await pilot.press("f3")
         await until(pilot, lambda: screen.conversation(app).region.width == 100)
+        assert model.looks[-1] is False  # lanes are not recorded for nobody
 
 
 async def test_preferences(tmp_path: Path) -> None:
