@@ -83,91 +83,83 @@ def test_linux_says_itself_how_much_memory_is_available(tmp_path: Path) -> None:
     assert (state.total, state.available) == (2000 << 10, 1500 << 10)
 
 
-def test_cgroup_v2_limit_of_a_parent_binds_and_page_cache_counts_as_free(tmp_path: Path) -> None:
-    state = memory_state(
-        machine(
-            tmp_path,
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "limit", "available"),
+    [
+        (  # a parent's limit binds, and page cache counts as free
             "0::/app/worker\n",
             {
-                "sys/fs/cgroup/app/worker/memory.max": "max\n",
-                "sys/fs/cgroup/app/memory.max": "100000000\n",
-                "sys/fs/cgroup/app/memory.current": "80000000\n",
-                "sys/fs/cgroup/app/memory.stat": "anon 50000000\ninactive_file 20000000\n"
-                "active_file 10000000\n",
+                f"{V2}/app/worker/memory.max": "max\n",
+                f"{V2}/app/memory.max": "100000000\n",
+                f"{V2}/app/memory.current": "80000000\n",
+                f"{V2}/app/memory.stat": "anon 5\ninactive_file 20000000\nactive_file 10000000\n",
             },
-        )
-    )
-    assert (state.total, state.limit) == (100_000_000, 100_000_000)
-    assert state.available == 50_000_000
-
-
-def test_cgroup_v1_limit_in_a_container_that_sees_only_the_root(tmp_path: Path) -> None:
-    state = memory_state(
-        machine(
-            tmp_path,
+            100_000_000,
+            50_000_000,
+        ),
+        (  # version 1, in a container that sees only the root
             "3:cpuset:/\n4:memory:/docker/abc\n0::/\n",
             {
-                "sys/fs/cgroup/memory/memory.limit_in_bytes": "64000000\n",
-                "sys/fs/cgroup/memory/memory.usage_in_bytes": "60000000\n",
-                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 1000000\n",
+                f"{V1}/memory.limit_in_bytes": "64000000\n",
+                f"{V1}/memory.usage_in_bytes": "60000000\n",
+                f"{V1}/memory.stat": "total_inactive_file 1000000\n",
             },
-        )
-    )
-    assert (state.total, state.available) == (64_000_000, 5_000_000)
-
-
-@pytest.mark.parametrize("path", ["/", "/../../outside"])
-def test_an_unlimited_or_foreign_cgroup_changes_nothing(tmp_path: Path, path: str) -> None:
-    unlimited = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n"}
-    state = memory_state(machine(tmp_path, f"4:memory:{path}\n", unlimited))
-    assert state.limit is None
-
-
-def test_programs_in_use_are_not_free_page_cache(tmp_path: Path) -> None:
-    """Mapped file pages are libraries at work; other file pages are given back on demand."""
-    state = memory_state(
-        machine(
-            tmp_path,
+            64_000_000,
+            5_000_000,
+        ),
+        (  # mapped pages are programs in use
             "0::/app\n",
             {
-                "sys/fs/cgroup/app/memory.max": "500000000\n",
-                "sys/fs/cgroup/app/memory.current": "400000000\n",
-                "sys/fs/cgroup/app/memory.stat": "anon 100000000\nfile_mapped 60000000\n"
-                "inactive_file 200000000\nactive_file 90000000\n",
+                f"{V2}/app/memory.max": "500000000\n",
+                f"{V2}/app/memory.current": "400000000\n",
+                f"{V2}/app/memory.stat": "file_mapped 60000000\ninactive_file 200000000\n"
+                "active_file 90000000\n",
             },
-        )
-    )
-    assert state.available == 500_000_000 - (400_000_000 - (290_000_000 - 60_000_000))
-
-
-def test_mapped_pages_of_the_first_version(tmp_path: Path) -> None:
-    folder = "sys/fs/cgroup/memory/docker/abc"
-    state = memory_state(
-        machine(
-            tmp_path,
+            500_000_000,
+            500_000_000 - (400_000_000 - (290_000_000 - 60_000_000)),
+        ),
+        (
             "4:memory:/docker/abc\n",
             {
-                f"{folder}/memory.limit_in_bytes": "64000000\n",
-                f"{folder}/memory.usage_in_bytes": "60000000\n",
-                f"{folder}/memory.stat": "mapped_file 9\ntotal_inactive_file 8000000\n"
+                f"{V1}/docker/abc/memory.limit_in_bytes": "64000000\n",
+                f"{V1}/docker/abc/memory.usage_in_bytes": "60000000\n",
+                f"{V1}/docker/abc/memory.stat": "mapped_file 9\ntotal_inactive_file 8000000\n"
                 "total_active_file 2000000\ntotal_mapped_file 4000000\n",
             },
-        )
-    )
-    assert state.available == 64_000_000 - (60_000_000 - 6_000_000)
-
-
-@pytest.mark.parametrize("mapped", ["0", "99999999"])
-def test_what_is_mapped_never_makes_more_than_the_limit(tmp_path: Path, mapped: str) -> None:
-    state = memory_state(
-        machine(
-            tmp_path,
-            "0::/\n",
-            {
-                "sys/fs/cgroup/memory.max": "70000000\n",
-                "sys/fs/cgroup/memory.current": "50000000\n",
-                "sys/fs/cgroup/memory.stat": f"active_file 10000000\nfile_mapped {mapped}\n",
-            },
-        )
-    )
-    assert state.available == 20_000_000 + (10_000_000 if mapped == "0" else 0)
+            64_000_000,
+            64_000_000 - (60_000_000 - 6_000_000),
+        ),
+        *(
+            (
+                "0::/\n",
+                {
+                    f"{V2}/memory.max": "70000000\n",
+                    f"{V2}/memory.current": "50000000\n",
+                    f"{V2}/memory.stat": f"active_file 10000000\nfile_mapped {mapped}\n",
+                },
+                70_000_000,
+                20_000_000 + more,
+            )
+            for mapped, more in ((0, 10_000_000), (99_999_999, 0))
+        ),
+        *(  # unlimited, or a group that is not seen here
+            (
+                f"4:memory:{path}\n",
+                {f"{V1}/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n"},
+                None,
+                0,
+            )
+            for path in ("/", "/../../outside")
+        ),
+    ],
+)
+def test_cgroups(
+    tmp_path: Path, cgroup: str, files: dict[str, str], limit: int | None, available: int
+) -> None:
+    state = memory_state(machine(tmp_path, cgroup, files))
+    assert state.limit == limit
+    if limit is not None:
+        assert (state.total, state.available) == (limit, available)
