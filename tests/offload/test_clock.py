@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
@@ -82,20 +81,3 @@ def test_the_latest_tasks_are_kept() -> None:
     clock.keep(0)
     work("5")
     assert clock.tasks() == []
-
-
-def test_threads_are_counted_together() -> None:
-    clock = Clock(keep=1000)
-
-    def work() -> None:
-        for _ in range(100):
-            clock.end("ssd", "read", clock.begin("ssd"))
-
-    started = time.perf_counter()
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 0 < clock.busy()["ssd"] <= time.perf_counter() - started
-    assert len(clock.tasks()) == 400

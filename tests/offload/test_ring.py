@@ -94,47 +94,6 @@ TestRing = RingMachine.TestCase
 TestRing.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-def fill(ring: Ring, lease: Lease) -> int:
-    """Take all chunks that can be had; returns their bytes."""
-    done = 0
-    while (found := ring.next_chunk(lease)) is not None:
-        done += found[0].nbytes
-    return done
-
-
-@settings(max_examples=200)
-@given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=40),
-    slack=st.integers(0, 12),
-    chunk=st.integers(1, 5),
-)
-def test_any_units_go_through_when_they_are_given_back_in_order(
-    sizes: list[int], slack: int, chunk: int
-) -> None:
-    ring = Ring((max(sizes) + slack) * PAGE, chunk * PAGE)
-    waiting, loads, done = deque(sizes), deque[list[int | Lease]](), 0
-    while done < len(sizes):
-        moved = 0
-        while waiting and (not loads or not loads[-1][0].waiting):  # type: ignore[union-attr]
-            lease = ring.lease(waiting[0] * PAGE)
-            if lease is None:
-                break
-            loads.append([lease, fill(ring, lease)])
-            waiting.popleft()
-            moved += 1
-        if loads and loads[-1][0].waiting:  # type: ignore[union-attr]
-            more = fill(ring, loads[-1][0])  # type: ignore[arg-type]
-            loads[-1][1] += more  # type: ignore[operator]
-            moved += more
-        lease, filled = loads[0]
-        if filled == lease.nbytes:  # type: ignore[union-attr]
-            ring.release(lease)  # type: ignore[arg-type]
-            loads.popleft()
-            done += 1
-            moved += 1
-        assert moved, "stuck"
-
-
 @settings(max_examples=50)
 @given(unit=st.integers(2, 12), slack=st.integers(1, 12), turns=st.integers(2, 9))
 def test_a_little_more_than_a_unit_is_filled_while_the_unit_is_computed(
@@ -142,16 +101,21 @@ def test_a_little_more_than_a_unit_is_filled_while_the_unit_is_computed(
 ) -> None:
     slack = min(slack, unit)
     ring = Ring((unit + slack) * PAGE, PAGE)
+
+    def fill(lease: Lease) -> int:
+        found = iter(lambda: ring.next_chunk(lease), None)
+        return sum(chunk.nbytes for chunk, _ in found)
+
     before = ring.lease(unit * PAGE)
     assert before is not None
-    assert fill(ring, before) == unit * PAGE
+    assert fill(before) == unit * PAGE
     for _ in range(turns):
         lease = ring.lease(unit * PAGE)
         assert lease is not None
-        early = fill(ring, lease)
+        early = fill(lease)
         assert early == slack * PAGE
         ring.release(before)
-        assert early + fill(ring, lease) == unit * PAGE
+        assert early + fill(lease) == unit * PAGE
         before = lease
 
 
@@ -163,37 +127,6 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     for nbytes in (0, 5 * PAGE, PAGE + 1):
         with pytest.raises(ValueError, match="does not fit"):
             ring.lease(nbytes)
-
-
-def test_the_latest_mark_of_the_bytes_comes_with_the_chunk() -> None:
-    ring = Ring(4 * PAGE, PAGE)
-    leases = [ring.lease(2 * PAGE), ring.lease(2 * PAGE)]
-    for lease, mark in zip(leases, ("first", "second"), strict=True):
-        assert lease is not None
-        assert ring.next_chunk(lease) == (Chunk(0, PAGE), None)
-        fill(ring, lease)
-        ring.release(lease, mark)
-    lease = ring.lease(3 * PAGE)
-    assert lease is not None
-    marks = [found[1] for _ in range(3) if (found := ring.next_chunk(lease)) is not None]
-    assert marks == ["first", "first", "second"]
-
-
-def test_no_mark_is_forgotten() -> None:
-    ring = Ring(200 * PAGE, PAGE)
-    before: Lease | None = None
-    for mark in range(200):
-        lease = ring.lease(PAGE)
-        assert lease is not None
-        assert fill(ring, lease) == PAGE
-        if before is not None:
-            ring.release(before, mark - 1)
-        before = lease
-    assert before is not None
-    ring.release(before, 199)
-    lease = ring.lease(200 * PAGE)
-    assert lease is not None
-    assert [found[1] for _ in range(200) if (found := ring.next_chunk(lease))] == list(range(200))
 
 
 @settings(max_examples=100)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import Array
 from tests.offload.gpu.fakes import LateGpu
-from tests.offload.gpu.placed_on_gpu import place_on_gpu
-from tests.offload.placed import MODE, PLENTY, Model, open_decoder
+from tests.offload.gpu.placed_on_gpu import on_gpu
+from tests.offload.placed import PLENTY, Model
 
 __all__ = ["on_late_gpu"]
 
@@ -55,31 +55,13 @@ class LateCudaGpu(LateGpu):
         return super()._begin_copy(source, out.numpy(), after)
 
 
-@contextmanager
 def on_late_gpu(
     model: Model,
     where: Mapping[str, Where],
     *,
     recorded: bool = True,
     slack: tuple[int, int] = (2, 2),
-) -> Iterator[Decoder]:
+) -> AbstractContextManager[Decoder]:
     """The decoder that follows ``where``; not ``recorded``, it computes step by step."""
-    clock = Clock()
-    gpu = LateCudaGpu(clock, (CudaOps if recorded else StepByStep)(device="cpu"))
-    placement = place_on_gpu(model.store, where, slack=slack)
-    decoder = open_decoder(
-        model.store,
-        model.ops,
-        model.config,
-        placement,
-        mode=MODE,
-        budget=PLENTY,
-        gpu=gpu,
-        clock=clock,
-    )
-    try:
-        yield decoder
-    finally:
-        decoder.close()
-        assert gpu.used == 0
-        assert not gpu.faults, gpu.faults[:3]
+    ops = (CudaOps if recorded else StepByStep)(device="cpu")
+    return on_gpu(model, where, slack=slack, make=lambda clock: LateCudaGpu(clock, ops))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from localrt.models.checkpoints import StoreCheckpoint
 from localrt.models.decoder import Decoder
-from localrt.offload.device.gpu import Clock
+from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.placement import Placement, Where
 from localrt.offload.ring import PAGE
 from tests.offload.gpu.fakes import FakeGpu, LateGpu
@@ -57,13 +57,15 @@ def on_gpu(
     capacity: int = PLENTY,
     placement: Placement | None = None,
     late: bool = False,
+    make: Callable[[Clock], Gpu] | None = None,
     **options: Any,
 ) -> Iterator[Decoder]:
     """The decoder that follows ``placement``, or that of ``where``, on a GPU that is not
-    there; a ``late`` one finds races.
+    there, default one with the CPU's kernels; a ``late`` one finds races.
     """
     clock = Clock(keep=100_000)
-    gpu = (LateGpu if late else FakeGpu)(clock, model.ops, capacity=capacity)
+    kind = LateGpu if late else FakeGpu
+    gpu = kind(clock, model.ops, capacity=capacity) if make is None else make(clock)
     settings: dict[str, Any] = {"mode": MODE, "budget": PLENTY, "stall_s": 30.0, **options}
     decoder = open_decoder(
         model.store,

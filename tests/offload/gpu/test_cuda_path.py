@@ -6,7 +6,7 @@ The CPU's kernels and the GPU's round in different places: results are near, not
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 
 import numpy as np
 import pytest
@@ -28,15 +28,13 @@ from localrt.quant.cuda.products import TiledMatrix
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import relative_error
 from tests.offload.experts.rates import Rate
-from tests.offload.gpu.placed_on_gpu import pipeline_threads, place_on_gpu
+from tests.offload.gpu.placed_on_gpu import on_gpu, pipeline_threads
 from tests.offload.placed import (
-    MODE,
     PLENTY,
     Model,
     cancel_after,
     extend,
     needs_kernels,
-    open_decoder,
     pack_synthetic,
     pack_tiny,
     passing,
@@ -71,33 +69,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
         yield model
 
 
-def gpu_of(capacity: int = PLENTY) -> tuple[CudaGpu, Clock]:
-    clock = Clock(keep=10_000)
-    gpu = CudaGpu(clock, CudaOps(device="cpu"), CudaCopies(device="cpu"), capacity=capacity)
-    return gpu, clock
+def cuda_gpu(clock: Clock) -> CudaGpu:
+    return CudaGpu(clock, CudaOps(device="cpu"), CudaCopies(device="cpu"), capacity=PLENTY)
 
 
-@contextmanager
 def on_cuda(
     model: Model, where: Mapping[str, Where], costs: ExpertCosts | None = None
-) -> Iterator[Decoder]:
-    gpu, clock = gpu_of()
-    decoder = open_decoder(
-        model.store,
-        model.ops,
-        model.config,
-        place_on_gpu(model.store, where, slack=(2, 2)),
-        mode=MODE,
-        budget=PLENTY,
-        gpu=gpu,
-        clock=clock,
-        expert_costs=costs,
-    )
-    try:
-        yield decoder
-    finally:
-        decoder.close()
-        assert gpu.used == 0
+) -> AbstractContextManager[Decoder]:
+    return on_gpu(model, where, slack=(2, 2), make=cuda_gpu, expert_costs=costs)
 
 
 def all_in_turn(model: Model) -> dict[str, Where]:
@@ -140,8 +119,8 @@ def test_a_batch_and_a_cancelled_pass(model: Model) -> None:
 
 
 def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
-    gpu, clock = gpu_of()
-    lane = Lane(model.store, gpu.ops, clock, gpu=gpu)
+    gpu = cuda_gpu(Clock())
+    lane = Lane(model.store, gpu.ops, Clock(), gpu=gpu)
     unit = next(u for u in model.store.manifest.units if u.name == "head.0")
     memory = gpu.alloc(unit.nbytes + 4096)
     (tensor,) = unit.tensors
@@ -157,7 +136,7 @@ def test_a_full_gpu_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(MemoryBudgetError, match="no memory left"), CudaOps(device="cpu").scope():
         full()
-    gpu, _ = gpu_of()
+    gpu = cuda_gpu(Clock())
     monkeypatch.setattr(torch, "empty", full)
     with pytest.raises(MemoryBudgetError, match="no memory left"):
         gpu.alloc(1000)
