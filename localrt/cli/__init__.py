@@ -140,7 +140,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 @contextmanager
 def _open_streams() -> Iterator[None]:
-    """A stream that the caller closed leads nowhere; a model's file would take its number else."""
+    """Replace streams that the caller closed: otherwise a model's file would get their number."""
     with ExitStack() as opened:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:

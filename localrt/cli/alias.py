@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _leads_to(name: str, settings: Settings) -> str | None:
-    """The model that ``name`` means without being a name of the user's; None where it is none."""
+    """The model that ``name`` means already without an alias; None if it means none."""
     known, here = find_known(name), _here(name, settings)
     if here is not None:
         return shown_path(here)
@@ -73,7 +73,7 @@ def _here(name: str, settings: Settings) -> Path | None:
 
 
 def _say(args: argparse.Namespace, line: str | None, settings: Settings) -> int:
-    """The line, or all names without one."""
+    """Print the result of a change, or all names."""
     names = read_aliases(settings)
     if args.json:
         print(json.dumps({"models": names}))

@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_long_prompt(options: BenchOptions, asked: int | None) -> Workload:
-    """As asked; else the usual length, or as much of it as the context has room for."""
+    """The long prompt's length: as given, else the usual one or what the context has room for."""
     work = options.workload
     if asked is not None:
         return replace(work, long_prompt_tokens=asked)

@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     def load_by_name(name: str, progress: ProgressCallback) -> ChatModel:
         if is_remote:
             return connect_endpoint(args, progress, name=name)
-        # One that is here: choosing it is no wish to ask the network. Its revision and template are
-        # not those of the model that the command names.
+        # A model of this machine: choosing it does not mean asking the network, and the command's
+        # revision and template are those of another model.
         own = dict.fromkeys(("revision", "chat_template", "pre_tokenizer"))
         others = {**load_options(args), **own, "offline": True}
         return localrt.load(name, progress=progress, **others)

@@ -30,7 +30,7 @@ def load(name: str, options: dict[str, Any]) -> localrt.Model:
     with ProgressLine() as line:
         model = localrt.load(name, progress=line, **options)
     if adapters := options.get("adapters"):
-        model.defaults["adapter"] = next(iter(adapters))  # before one that the model came with
+        model.defaults["adapter"] = next(iter(adapters))  # instead of the model's own adapter
     return model
 
 
@@ -83,8 +83,8 @@ def resolve_model(
 
 
 def choose_model(args: argparse.Namespace) -> None:
-    """Check ``--endpoint`` against the other flags; without it, MODEL has a default, and a server
-    of this user that has it is used.
+    """Check ``--endpoint`` against the other flags. Without it, MODEL gets its default, and is
+    taken from a server of this user that has it.
 
     Raises:
         OptionError: they do not go together.
@@ -113,7 +113,7 @@ _HERE = (
 
 
 def _is_plain(args: argparse.Namespace) -> bool:
-    """Whether a server's model will do: nothing was said of how to load one, or to run it here."""
+    """Whether a server's model will do: no flag says how to load one, or to run it here."""
     given = {**load_options(args), **{name: getattr(args, name, None) for name in _HERE}}
     return all(value in (None, "auto", False) for value in given.values())
 
@@ -190,7 +190,7 @@ def _context(tokens: int) -> str:
 
 
 def model_title(args: argparse.Namespace) -> str:
-    """What to call the model until it says its own name."""
+    """The name to show until the model is loaded."""
     if args.model:
         return str(args.model)
     from localrt.client.servers import read_address

@@ -18,8 +18,8 @@ from localrt.engine.options import read_options
 from localrt.hub import DEMO_NAME
 from localrt.quant.ops.kv import KV_FORMATS
 
-# Name, type, what stands for the value in help texts, and the help text. The type is what converts
-# the text, ``bool`` for a switch, ``list`` for a text that may be repeated, or a tuple of choices.
+# Name, type, metavar and help text. The type is a function that converts the text, ``bool`` for a
+# switch, ``list`` for a text that may be repeated, or a tuple of choices.
 Flag: TypeAlias = tuple[str, Any, str | None, str]
 
 BARE_MODEL_HELP = "a name like llama3.2:3b, org/name of the hub, a folder or a .gguf file"
@@ -183,7 +183,7 @@ _CONSTRAINTS: tuple[Flag, ...] = (
 
 
 def add_flags(parser: argparse._ActionsContainer, flags: Iterable[Flag], **defaults: Any) -> None:
-    """Declare ``flags``; without a default one that is not given is None, a switch False."""
+    """Declare ``flags``. One that is not given is its default, else None, or False for a switch."""
     for name, kind, metavar, text in flags:
         how: dict[str, Any] = {"type": _NUMBERS.get(kind, kind), "metavar": metavar}
         if kind is bool:
@@ -299,7 +299,7 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def constraint_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options that bind the answer, as they were given; the file of a schema or grammar is read.
+    """The given options that constrain the answer; files of schemas and grammars are read.
 
     Raises:
         OptionError: the file cannot be read, or what it holds is no schema or grammar.

@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be said before anything is downloaded; that a text is needed, is said later."""
+    """Refuse what is wrong before anything is downloaded."""
     method_of(
         Recipe(
             args.format,

@@ -152,7 +152,7 @@ def answer(
         finally:
             if remember is not None and chat.messages:
                 _remember(chat, remember, given)
-                if resume:  # who has gone on once may do so again
+                if resume:  # a conversation continued once may be continued again
                     with suppress(LocalrtError):
                         chat.park()
 
@@ -216,7 +216,7 @@ def _stats(m: Metrics) -> str:
 
 
 def prompt_of(args: argparse.Namespace, command: str) -> str:
-    """``read_prompt`` of what ``localrt COMMAND`` was given.
+    """The prompt that ``localrt COMMAND`` was given.
 
     Raises:
         ModelNotFoundError: there is none, and MODEL reads like one.

@@ -202,7 +202,7 @@ def _check_all(args: argparse.Namespace) -> None:
     """Whether the flags make sense for all models.
 
     Raises:
-        OptionError: one of them is of a single model.
+        OptionError: a flag is for a single model.
     """
     for name in _ALONE:
         if getattr(args, name):

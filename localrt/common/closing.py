@@ -7,7 +7,7 @@ from typing import NoReturn, Self
 
 
 class Closing(ABC):
-    """Closed at the end of a ``with`` block, however it ends."""
+    """Is closed at the end of a ``with`` block, however the block ends."""
 
     @abstractmethod
     def close(self) -> None:
@@ -20,7 +20,7 @@ class Closing(ABC):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """It holds threads and files: refused at once, not after all that it holds was walked."""
+        """Refuse to be pickled at once, not after walking all that it holds."""
         raise TypeError(
             f"a {type(self).__name__} cannot be pickled or copied: each process opens its own"
         )

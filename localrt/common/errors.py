@@ -16,11 +16,7 @@
     ├── MissingExtraError (ImportError)  an optional dependency is needed; says which to install
     └── CancelledError                 the caller cancelled the work
 
-This module stands on nothing but ``option_names``: every layer may use it.
-
-A public function that says which argument was meant by one that it does not have.
-
-Python's own message names the wrong argument alone. Knows no function's meaning.
+This module imports nothing but ``option_names``, so every layer may use it.
 """
 
 from __future__ import annotations
@@ -138,7 +134,10 @@ _R = TypeVar("_R")
 
 
 def known_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """``function``, which raises ``OptionError`` with a name that may have been meant."""
+    """Have ``function`` raise ``OptionError`` for unknown arguments, with the name that was meant.
+
+    Python's own message names the wrong argument alone.
+    """
     known = inspect.signature(function).parameters
 
     @functools.wraps(function)

@@ -59,8 +59,8 @@ def atomic_write(
 def write_bytes(
     path: Path, data: bytes, *, private: bool = False, sync: bool = True, folder: bool = False
 ) -> None:
-    """Write or replace a file. ``folder``: make the one it lies in, which is as private as the
-    file. Else as ``atomic_write``.
+    """Write or replace a file, as ``atomic_write`` does. ``folder``: make its folder too, which
+    is as private as the file.
 
     Raises:
         StorageError: the file cannot be written; what was there stays.
@@ -89,7 +89,7 @@ def write_text(
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder, and those above it that are missing, which nobody else may enter.
+    """Make a folder that nobody else may enter, and its missing parents.
 
     One that is there stays as it is: it may be shared on purpose. See ``keep_private``.
 
@@ -119,7 +119,7 @@ def private_file(path: Path) -> None:
 
 
 def keep_private(path: Path) -> None:
-    """Take others' rights to a file or folder of localrt's own that an earlier version gave.
+    """Remove the access of other users that an earlier version gave to a file or folder.
 
     Only where it belongs to this user; what a link leads to stays as it is.
     """

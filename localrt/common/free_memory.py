@@ -1,8 +1,8 @@
 """Hands memory that was freed back to the system.
 
-glibc keeps what a burst of work has freed, several megabytes after a vocabulary was read, and under
-a memory limit each of them is missing elsewhere. Other C libraries return it by themselves, or have
-no way to be asked.
+glibc keeps memory that a burst of work has freed (several megabytes after reading a vocabulary),
+which is then missing elsewhere under a memory limit. Other C libraries return it by themselves, or
+cannot be asked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 
 def return_free_memory() -> None:
-    """Ask the C library for it, which takes milliseconds; without such a call nothing happens."""
+    """Ask the C library to return it, which takes milliseconds; does nothing elsewhere."""
     if not sys.platform.startswith("linux"):
         return
     try:

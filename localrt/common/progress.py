@@ -29,7 +29,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 def note_to(progress: ProgressCallback | None) -> Callable[[str], None]:
-    """What says a line to whom ``progress`` reports."""
+    """A function that shows the user a line through ``progress``."""
 
     def say(line: str) -> None:
         if progress is not None:

@@ -38,7 +38,7 @@ class TomlFile:
         """
         import tomlkit  # only a change pays for it
 
-        text, _ = self._parsed()  # a file that is not TOML is somebody's work: not replaced
+        text, _ = self._parsed()  # a file that is not TOML is somebody's work: it is not replaced
         try:
             document: Any = tomlkit.parse(text)
             place: Any = document

@@ -1,3 +1,3 @@
-"""The version, for those who must not import the package's face."""
+"""The version, for modules that must not import the public package."""
 
 __version__ = "0.1.0"

@@ -1,8 +1,8 @@
 """One conversation: a tree of turns, of which one branch is shown.
 
 Editing or asking again never loses anything: a turn put after an earlier one begins a branch there.
-Each turn remembers which of those after it was shown last. What a turn says is text and, in
-``info``, whatever its writer wants to keep with it.
+Each turn remembers which of those after it was shown last. A turn is text and, in ``info``,
+whatever its writer wants to keep with it.
 """
 
 from __future__ import annotations

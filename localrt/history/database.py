@@ -352,7 +352,7 @@ def settle(
 
 
 def own_name() -> str:
-    """This process: its number, and when it began, since numbers come again."""
+    """This process: its number and its start time, since numbers are reused."""
     return f"{os.getpid()}@{psutil.Process().create_time():.2f}"
 
 

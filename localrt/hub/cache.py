@@ -178,12 +178,12 @@ class OwnStore:
 
     @property
     def files(self) -> list[Path]:
-        """What it is made of."""
+        """The files of the store."""
         return [path for path in self.path.rglob("*") if path.is_file()]
 
     @property
     def bytes(self) -> int:
-        """On the disk."""
+        """Bytes on the disk."""
         return sum(path.stat().st_size for path in self.files)
 
 
@@ -218,7 +218,7 @@ def _read(path: Path, manifest: str) -> OwnStore | None:
 
 
 def find_quantized(name: str, settings: Settings) -> Path | None:
-    """The quantized model whose folder is called so."""
+    """The quantized model whose folder has this name."""
     folder = settings.data_dir / "stores" / name
     inside = "/" not in name and "\\" not in name and name not in ("", ".", "..")
     # os.path's is False for a name too long for the file system
@@ -236,7 +236,7 @@ def is_own_store(path: Path, settings: Settings) -> bool:
 
 
 def note_use(name: str, settings: Settings) -> None:
-    """A model of this name is used now."""
+    """Record that the model is used now."""
     with suppress(OSError):
         file = _use_file(name, settings)
         private_folder(file.parent)
@@ -244,7 +244,7 @@ def note_use(name: str, settings: Settings) -> None:
 
 
 def forget_use(name: str, settings: Settings) -> None:
-    """There is no such model any more."""
+    """Forget when the model was used: it was deleted."""
     with suppress(OSError):
         _use_file(name, settings).unlink(missing_ok=True)
 

@@ -1,8 +1,8 @@
 """From the hub to its cache: what a repository has, and its bytes, checked before they are visible.
 
 Every failure of huggingface_hub becomes one of localrt's errors here. That library takes a fifth of
-a second to import, so this module is imported by those who ask the hub, when they do. It throws an
-unfinished file away, so the transfer is ours: a file grows as ``ETAG.incomplete``, is continued by
+a second to import, so this module is imported only when the hub is asked. It throws unfinished
+files away, so the transfer is ours: a file grows as ``ETAG.incomplete``, is continued by
 a range request however it was interrupted, and becomes a blob once its checksum is right.
 """
 

@@ -76,7 +76,7 @@ class LocalModel:
 
     @property
     def where(self) -> str:
-        """Whose the files are, in words; the name of a file of the user's says where it is."""
+        """Whose files these are, in words. The name of a user's file says where it is."""
         if self.place == "yours":
             return "your file" if self.path.is_file() else "your folder"
         if self.place == "package":
@@ -133,13 +133,13 @@ def models_named(
 
 
 def own_store(name: str, settings: Settings) -> Path | None:
-    """The folder of localrt's own stores that this is the path or name of, finished or not."""
+    """The store of localrt's own that has this path or name, finished or not."""
     path = _expanded(name)
     return path if is_own_store(path, settings) else find_quantized(name, settings)
 
 
 def models_of_repo(repo: CachedRepo) -> Iterator[LocalModel]:
-    """What the hub's cache has all of."""
+    """The models of a repository that are complete in the hub's cache."""
     refs = repo.refs()
     for commit in repo.commits():
         files = repo.files(commit)
@@ -203,7 +203,7 @@ def _of_store(store: OwnStore, name: str) -> LocalModel:
 
 
 def _with_packed(models: list[LocalModel], copies: list[OwnStore]) -> list[LocalModel]:
-    """Each copy with its model; a finished one of none is listed by itself."""
+    """Add each packed copy to its model; a finished copy whose model is gone is listed alone."""
     gone = []
     for store in copies:
         place = _place_of_source(store, models)
@@ -217,8 +217,8 @@ def _with_packed(models: list[LocalModel], copies: list[OwnStore]) -> list[Local
 
 
 def _place_of_source(store: OwnStore, models: list[LocalModel]) -> int | None:
-    """The model that was packed, or another link to its file; where it has moved, or the store does
-    not say where it lay, the first one with its file name.
+    """The index of the model that was packed, or of another link to its file. Where the model has
+    moved, or the store does not say where it was, the first one with its file name.
     """
     paths = [model.path for model in models]
     if store.origin in paths:
@@ -230,7 +230,7 @@ def _place_of_source(store: OwnStore, models: list[LocalModel]) -> int | None:
 
 
 def _with_aliases(models: list[LocalModel], settings: Settings) -> list[LocalModel]:
-    """Each with the names that mean it alone. What is wrong with a name is said when it is used."""
+    """Add the user's names that mean this model alone. A wrong name is an error when it is used."""
     found: dict[str, list[str]] = {}
     with suppress(LocalrtError):
         for alias in sorted(read_aliases(settings)):

@@ -1,7 +1,7 @@
-"""Making room: whose files a name is, and deleting those that are localrt's to delete.
+"""Deletes models: which files a name stands for, and which of them localrt may delete.
 
 The hub's cache counts as localrt's, although other tools share it. Files of other programs and of
-the user are never deleted: who asks for that is told what to do instead.
+the user are never deleted: the error says what to do instead.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from localrt.hub.names import DEMO_HUB, DEMO_NAME, HubRef, close_to, demo_cache_
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What deleting ``name`` means: models with ``bytes``, none where only copies of one go, and
-    copies in ``packed``, of ``packed_bytes``. ``place`` is that of ``LocalModel``.
+    """What deleting ``name`` deletes: ``models`` of ``bytes`` (none if only packed copies go), and
+    the copies in ``packed``, of ``packed_bytes``. ``place`` is that of ``LocalModel``.
     """
 
     name: str
@@ -126,7 +126,7 @@ def _not_here(name: str, listed: Iterable[LocalModel]) -> ModelNotFoundError:
 
 
 def _is_begun(full: str, settings: Settings) -> bool:
-    """Whether there are parts of it: a store, or a repository of the hub."""
+    """Whether an unfinished store or download of it is here."""
     ref = DEMO_HUB if full == DEMO_NAME else parse_hub_ref(full)
     in_cache = ref is not None and CachedRepo(settings.hub_cache, ref.repo).folder.is_dir()
     return in_cache or own_store(full, settings) is not None

@@ -1,4 +1,4 @@
-"""From MODEL to files: the order in which places are asked, and what is said when none has it.
+"""From MODEL to files: the order in which places are searched, and the error when none has it.
 
 The disk first, then the cache, then the network: a model that is complete on this machine is used
 without asking anybody, unless the caller wants the newest.
@@ -84,7 +84,7 @@ class ResolvedModel:
     ``name`` says what was chosen where MODEL left a choice (``org/name:Q4_K_M``); ``revision`` is
     the hub's commit; ``source`` is where the files lie: the given path, the hub's cache, the
     demo model's package (its copy in localrt's cache included), or another program's store, whose
-    ``extras`` say how it wants to be run.
+    ``extras`` say how to run it.
     """
 
     name: str
@@ -327,9 +327,7 @@ class _Fetch:
         return values if isinstance(values, dict) else None
 
     def files(self, ref: HubRef, *choices: Sequence[str]) -> str:
-        """Have the first of these choices of files that a repository has in the cache; the commit
-        that they are of.
-        """
+        """Download the first of these sets of files that a repository has; returns their commit."""
         self._check_allowed(str(ref))
         from localrt.hub.download import (
             download,

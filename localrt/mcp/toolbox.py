@@ -48,7 +48,7 @@ class PendingCall:
 
 
 class Toolbox:
-    """The tools of ``servers``; ``notes`` are lines about what the config has that is left out."""
+    """The tools of ``servers``; ``notes`` are lines about configured servers left out."""
 
     def __init__(self, servers: ToolServers, notes: Sequence[str] = ()) -> None:
         self.servers = servers
@@ -59,7 +59,7 @@ class Toolbox:
 
     @classmethod
     def open(cls, folder: Path) -> Toolbox:
-        """Of the servers in the config file of ``folder``, which begin to start."""
+        """A toolbox of the servers in ``folder``'s config file, which begin to start."""
         configs, notes = read_servers(folder)
         toolbox = cls(ToolServers(configs), notes)
         toolbox.servers.start()
@@ -112,7 +112,7 @@ class Toolbox:
     # -- calls -----------------------------------------------------------------------------------
 
     def read(self, call: ToolCall, conversation: str) -> PendingCall:
-        """What a call of the model means in the conversation of this id."""
+        """The tool that a model's call names, in the conversation of this id."""
         offered = self.offered
         tool = offered.get(call.name)
         if tool is None:
