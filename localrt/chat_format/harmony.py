@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from localrt.chat_format.messages import make_call
 from localrt.chat_format.notations import JsonArguments, Spelling, call_of
+from localrt.chat_format.parser import make_call
 from localrt.chat_format.thinking import (
     CLOSE,
     OPEN,

@@ -6,24 +6,13 @@ What messages may hold: text. Pictures, sounds and files are refused by name.
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from localrt.chat_format.argument_types import DECODER
-from localrt.chat_format.notations import Call
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
 from localrt.engine.types import ToolCall
-
-
-def make_call(call: Call, names: Mapping[str, str]) -> ToolCall:
-    """``call`` with an id: its own, or a new one of nine characters, as Mistral's models want.
-
-    ``names`` are the callers' for those that the model knows.
-    """
-    name = names.get(call.name, call.name)
-    return ToolCall(call.id or uuid.uuid4().hex[:9], name, call.arguments)
 
 
 def functions_to_call(choice: str, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -7,11 +7,11 @@ the table of known ones.
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from localrt.chat_format.messages import make_call
 from localrt.chat_format.notations import (
     ID,
     NUMBERED,
@@ -134,6 +134,15 @@ PLAIN_CALLS = CallSyntax(
     ),
 )
 """A JSON object and nothing else, for models whose own way is not known."""
+
+
+def make_call(call: Call, names: Mapping[str, str]) -> ToolCall:
+    """``call`` with an id: its own, or a new one of nine characters, as Mistral's models want.
+
+    ``names`` are the callers' for those that the model knows.
+    """
+    name = names.get(call.name, call.name)
+    return ToolCall(call.id or uuid.uuid4().hex[:9], name, call.arguments)
 
 
 class TextParser:
