@@ -6,7 +6,7 @@ marks and the notation of the arguments, and what was found counts only if it re
 (``call_probe.py``). ``known_syntaxes.py`` has the published syntaxes, for templates that write no
 calls and for what models write beside their template's own way. Both are described in
 ``notations.py``, and ``parser.py`` reads an answer by them as it comes: it sees the text before
-stop strings do, and takes out calls and thinking. gpt-oss writes in channels (``harmony.py``).
+stop strings do, and takes out calls and thinking. gpt-oss writes in channels.
 
 How a model is told to think, and what it writes when it ends a thought, is found in the same way:
 variables count if they change what the template writes. ``localrt/service/thinking.py`` joins it
@@ -21,7 +21,7 @@ a second call follows a first is probed, too. A schema that llguidance cannot fo
 keyword by keyword, so no list of what it can do grows old. Text in tags becomes numbers, lists or
 strings by the tool's schema (``argument_types.py``).
 
-What a template is told is made presentable first. Tools (``offered_tools.py``) get names of usual
+What a template is told is made presentable first. Tools (``messages.py``) get names of usual
 letters, which are mapped back in calls, a description and properties, or stand in plain words in
 the system prompt where a template has no place for them or refuses them. Histories that it refuses
 (a late system message, two messages of a role in a row) or shows in part are rewritten

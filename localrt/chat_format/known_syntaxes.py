@@ -2,13 +2,22 @@
 
 A template is asked first (``call_probe``): these are hints. They also help where a model writes its
 calls in another way than its template does, behind the same mark.
+
+gpt-oss is none of the table: each of its messages has a channel, for thinking, for calls, or for
+the answer. Its parser shows thinking as ``<think>...</think>`` and takes calls out. The format is
+OpenAI's (cookbook.openai.com/articles/openai-harmony):
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
+    <|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{...}<|call|>
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from localrt.chat_format.notations import (
     Framed,
@@ -20,13 +29,19 @@ from localrt.chat_format.notations import (
     QuotedArguments,
     Spelling,
     TaggedArguments,
+    call_of,
 )
-from localrt.chat_format.parser import CallSyntax
+from localrt.chat_format.parser import CallSyntax, make_call
+from localrt.chat_format.thinking import (
+    CLOSE,
+    OPEN,
+    THOUGHT_FIELDS,
+    overlap,
+)
+from localrt.engine.types import ToolCall
 
 TURN_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>", "<|calls|>")
 """Control tokens after which a tool has to be called: of gpt-oss, Llama and Solar."""
-
-
 _JSON = (JsonCalls(),)
 _PYTHON_OR_JSON = (JsonCalls(), PythonCalls())
 _TAGGED = (
@@ -66,8 +81,6 @@ _DEEPSEEK = Framed(
     r"(?:```\s*)?<｜tool▁call▁end｜>",
     JsonArguments(),
 )
-
-
 HERMES_CALL = Spelling(
     '<tool_call>\n{"name": "',
     '", "arguments": ',
@@ -77,7 +90,6 @@ HERMES_CALL = Spelling(
     later='", "arguments": ',
 )
 """A call in the way that most models know."""
-
 _HERMES = CallSyntax("<tool_call>", "</tool_call>", _TAGGED, bare=True, spelling=HERMES_CALL)
 _DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 
@@ -126,7 +138,6 @@ _LFM = CallSyntax(
         *_PYTHON_OR_JSON,
     ),
 )
-
 # What a template contains, in the order in which templates are looked through.
 _BY_NEEDLE: tuple[tuple[str, CallSyntax], ...] = (
     ("<｜DSML｜function_calls>", _dsml("function_calls")),
@@ -172,7 +183,7 @@ def known_syntax(
     """The syntax that a template's source speaks of, or else one whose mark is a token of the
     model's vocabulary (``has_token``); Hermes' where there is neither.
 
-    gpt-oss, whose messages all have a channel, is ``localrt.chat_format.harmony``'s.
+    gpt-oss, whose messages all have a channel, is ``localrt.chat_format.known_syntaxes``'s.
     """
     spoken_of = (syntax for needle, syntax in _BY_NEEDLE if needle in template)
     # Other needles are words of any vocabulary.
@@ -197,3 +208,137 @@ def known_with(found: CallSyntax, template: str) -> CallSyntax:
         marks=tuple(dict.fromkeys((*found.marks, *known.marks))),
         bare=found.bare or known.bare,
     )
+
+
+_START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+_TO = "to="  # a header may begin with the recipient: the prompt ends with the role
+_MARKERS = (_START, _CHANNEL, _MESSAGE, "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+HARMONY_CALL = Spelling(
+    f"{_CHANNEL}commentary to=functions.", f" <|constrain|>json{_MESSAGE}", "", JsonArguments()
+)
+"""A call, behind the role."""
+HARMONY_ANSWER = f"{_CHANNEL}final{_MESSAGE}"
+"""What begins an answer there."""
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
+_MARK = re.compile("|".join(map(re.escape, _MARKERS)))
+
+
+def is_harmony(template: str) -> bool:
+    """Whether a chat template, given as its source, has channels."""
+    return _CHANNEL in template and _MESSAGE in template
+
+
+def with_thoughts_joined(messages: Sequence[Any]) -> list[Any]:
+    """``messages`` for such a template, which takes thoughts or words beside calls, not both: words
+    before calls are commentary, and become the end of the thoughts.
+    """
+    shaped: list[Any] = []
+    for message in messages:
+        if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content"):
+            thought = next(filter(None, map(message.get, THOUGHT_FIELDS)), "")
+            said = "\n\n".join(filter(None, (thought, _text(message["content"]))))
+            message = {**message, "content": "", **dict.fromkeys(THOUGHT_FIELDS, said)}
+        shaped.append(message)
+    return shaped
+
+
+def _text(content: Any) -> str:
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+class HarmonyParser:
+    """See ``localrt.chat_format.parser.TextParser``. An answer begins with the header of a message,
+    or within one of ``thinking`` that the prompt has opened.
+    """
+
+    markers = _MARKERS
+
+    def __init__(self, *, thinking: bool = False, names: Mapping[str, str] | None = None) -> None:
+        self._names = names or {}
+        self._first = f"{OPEN}\n" if thinking else ""
+        self._header: str | None = None if thinking else ""  # None while a message's text comes
+        self._text = ""  # of a call, whose header is in _recipient
+        self._recipient: str | None = None
+        self.thinking = thinking
+        self._held = ""
+        self._said = False  # anything but thoughts
+        self._unmarked = True  # no mark has come yet
+        self.calls: tuple[ToolCall, ...] = ()
+
+    def push(self, piece: str) -> str:
+        """Text to show."""
+        self._held += piece
+        shown, self._first = self._first, ""
+        while match := _MARK.search(self._held):
+            shown += self._take(self._held[: match.start()]) + self._mark(match[0])
+            self._held = self._held[match.end() :]
+        cut = len(self._held) - max(overlap(self._held, mark) for mark in _MARKERS)
+        shown += self._take(self._held[:cut])
+        self._held = self._held[cut:]
+        return shown
+
+    def flush(self, *, cut: bool = False) -> str:
+        """What is left at the end; nothing of a call that was ``cut``."""
+        held, self._held = self._held, ""
+        if cut and (self._recipient is not None or self._header):
+            self._recipient = self._header = None
+            return ""
+        shown = self._take(held)
+        if self._unmarked and self._header:  # it looked like one
+            shown, self._header = self._header, None
+        return shown + self._end()
+
+    def _take(self, text: str) -> str:
+        """Text between two marks."""
+        if self._header is not None:
+            self._header += text
+            # An answer that has no header at all is shown as it is.
+            start = self._header.lstrip()[: len(_TO)]
+            if self._header and self._unmarked and not _TO.startswith(start):
+                shown, self._header = self._header, None
+                return shown
+            return ""
+        if self._recipient is not None:
+            self._text += text
+            return ""
+        if self.thinking:  # once something is said, thoughts have no place in a text
+            return "" if self._said else text
+        self._said = self._said or bool(text.strip())
+        return text
+
+    def _mark(self, mark: str) -> str:
+        self._unmarked = False
+        if mark == "<|constrain|>":
+            return ""
+        if mark != _MESSAGE:
+            shown = self._end() if self._header is None else ""
+            # A header may begin with a role, and go on with a channel.
+            begins = mark != _CHANNEL or self._header is None
+            self._header = "" if begins else self._header
+            if mark == _CHANNEL:
+                self._header = f"{self._header} "
+            return shown
+        header, self._header = self._header or "", None
+        recipient = _RECIPIENT.search(header)
+        if recipient is not None and recipient[1] not in ("user", "assistant"):
+            self._recipient, self._text = recipient[1], ""
+            return ""
+        self.thinking = "analysis" in header
+        return f"{OPEN}\n" if self.thinking and not self._said else ""
+
+    def _end(self) -> str:
+        """A message is whole."""
+        if self.thinking:
+            self.thinking = False
+            return "" if self._said else f"\n{CLOSE}\n\n"
+        if self._recipient is None:
+            return ""
+        name, self._recipient = self._recipient, None
+        text, self._text = self._text, ""
+        call = call_of(name, text)
+        if call is None:
+            return text
+        self.calls += (make_call(call, self._names),)
+        return ""

@@ -19,8 +19,13 @@ from localrt.chat_format.call_probe import (
     Written,
     probe_calls,
 )
-from localrt.chat_format.harmony import HARMONY_ANSWER, HARMONY_CALL, is_harmony
-from localrt.chat_format.known_syntaxes import known_syntax, known_with
+from localrt.chat_format.known_syntaxes import (
+    HARMONY_ANSWER,
+    HARMONY_CALL,
+    is_harmony,
+    known_syntax,
+    known_with,
+)
 from localrt.chat_format.parser import (
     MARK,
     PLAIN_CALLS,
@@ -312,7 +317,7 @@ class TemplateSyntax:
     def of(cls, template: MessageTemplate, tokenizer: Tokenizer | None = None) -> TemplateSyntax:
         """That of ``template``, whose model has this tokenizer.
 
-        gpt-oss' channels are ``localrt.chat_format.harmony``'s.
+        gpt-oss' channels are ``localrt.chat_format.known_syntaxes``'s.
         """
         source = template.tool_source
         if is_harmony(source):

@@ -16,8 +16,7 @@ from localrt.chat_format.gbnf import gbnf_to_lark
 from localrt.chat_format.histories import HistoryRenderer, rules_first
 from localrt.chat_format.infill import Infill
 from localrt.chat_format.known_syntaxes import TURN_ENDS
-from localrt.chat_format.messages import check_text_only, functions_to_call
-from localrt.chat_format.offered_tools import NO_TOOLS, Offer, Offers
+from localrt.chat_format.messages import NO_TOOLS, Offer, Offers, check_text_only, functions_to_call
 from localrt.chat_format.structured import Grammars
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.templates.chat_template import encode_chat

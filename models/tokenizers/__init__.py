@@ -1,9 +1,9 @@
 """Text to token ids and back, as the model's own files define it.
 
 ``load_tokenizer`` picks the reader for the checkpoint's kind: ``gguf.py`` or ``hf.py``, which make
-a byte-level BPE (``bpe.py``), a SentencePiece BPE (``spm.py``) or leave all to the ``tokenizers``
-package. Nothing heavy is imported before it is called. The ids are those of that package and of
-SentencePiece, from packed tables (``tables.py``).
+one of the two BPEs of ``bpe.py`` or leave all to the ``tokenizers`` package. Nothing heavy is
+imported before it is called. The ids are those of that package and of SentencePiece, from packed
+tables (``tables.py``).
 
 A long text is read in stretches of 16 KB, which end where its words do; a word of more than 32 KB
 is cut. Long words are joined a block at a time. A ``Watch`` hears how many tokens there are so far

@@ -20,17 +20,17 @@ from localrt.common.option_names import option
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import Tokenizer, Vocabulary
-from localrt.models.tokenizers.bpe import ByteLevelTokenizer
+from localrt.models.tokenizers.bpe import (
+    ByteLevelTokenizer,
+    SentencePieceTokenizer,
+    join_by_merges,
+    join_by_scores,
+)
 from localrt.models.tokenizers.pretokenizers import (
     KNOWN_PRE_TYPES,
     PreType,
     family_pre,
     pre_type,
-)
-from localrt.models.tokenizers.spm import (
-    SentencePieceTokenizer,
-    join_by_merges,
-    join_by_scores,
 )
 from localrt.models.tokenizers.tables import MergeTable, PieceTable
 

@@ -13,8 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from localrt import split_thinking
-from localrt.chat_format.harmony import HarmonyParser, is_harmony
-from localrt.chat_format.known_syntaxes import known_syntax
+from localrt.chat_format.known_syntaxes import HarmonyParser, is_harmony, known_syntax
 from localrt.chat_format.messages import for_template
 from localrt.chat_format.parser import TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import localrt
-from localrt.chat_format.harmony import HarmonyParser
-from localrt.chat_format.known_syntaxes import known_syntax
+from localrt.chat_format.known_syntaxes import HarmonyParser, known_syntax
 from localrt.chat_format.messages import arguments_of, for_template
 from localrt.chat_format.parser import TextParser
 from localrt.chat_format.templates.chat_template import ChatTemplate
