@@ -16,6 +16,7 @@ from localrt.quant.formats import (
     F16,
     F32,
     FORMATS,
+    GGML_FORMATS,
     Q4_K,
     Codec,
     Format,
@@ -24,7 +25,6 @@ from localrt.quant.formats import (
     pack,
     unpack,
 )
-from localrt.quant.formats.convert import unpack as unpack_tensor
 from localrt.quant.formats.ggml import GGUF_CODECS
 
 # Half the widest gap between neighbouring levels, over the group's largest magnitude (for a format
@@ -176,7 +176,9 @@ def test_rows_can_be_taken_and_pieces_do_not_show(name):
     assert np.array_equal(alone.data, packed.data[650:651])
 
 
-def test_the_registry_is_consistent():
+def test_registry():
+    assert set(FORMATS.values()) >= set(GGML_FORMATS.values())
+    assert all(format_.name == name for name, format_ in FORMATS.items())
     assert len(CODECS) == 2 * 3 * 2 + 2 + 3 + len(GGUF_CODECS)
     for name, codec in CODECS.items():
         assert codec.format.name == name
@@ -209,8 +211,8 @@ def test_plain_floats_round_to_nearest(format_):
     packed = pack(values, format_)
     assert isinstance(packed, PackedTensor)
     step = {"f32": 0.0, "f16": 2.0**-11, "bf16": 2.0**-8}[format_.name]
-    assert (np.abs(unpack_tensor(packed) - values) <= np.abs(values) * step).all()
-    assert np.array_equal(pack(unpack_tensor(packed), format_).data, packed.data)
+    assert (np.abs(unpack(packed) - values) <= np.abs(values) * step).all()
+    assert np.array_equal(pack(unpack(packed), format_).data, packed.data)
 
 
 def test_plain_halves_that_overflow_are_refused():

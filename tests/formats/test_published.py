@@ -5,11 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from localrt.quant.cpu.abi import find_library
-from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.formats import CODECS, FORMATS, PUBLISHED, unpack
+from localrt.quant.formats import CODECS, FORMATS, PUBLISHED
 from localrt.quant.formats.fp4 import E4M3, NF4_LEVELS
-from localrt.quant.formats.tiled import tile_tensor, untile
 from tests.ops.packed import random_tensor
 
 
@@ -24,21 +21,6 @@ def test_codes_and_scales_survive_the_bytes(name: str) -> None:
     codes, scales = codec.split(blocks)
     assert codes.shape == (len(blocks), codec.format.block)
     assert np.array_equal(codec.join(codes, scales), blocks)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_tiles_hold_the_rows_that_were_tiled(name: str) -> None:
-    tensor = random_tensor(name, 21, 256)
-    assert np.array_equal(untile(tile_tensor(tensor)).data, tensor.data)
-
-
-@pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if not name.startswith("nf4")])
-def test_the_kernels_read_the_same_numbers(name: str) -> None:
-    tensor = random_tensor(name, 37, 256)
-    ops = NativeOps(threads=1)
-    found = ops.embed(ops.weight(tensor.shape, [tensor]), None, tokens=np.arange(37))
-    np.testing.assert_allclose(found, unpack(tensor), rtol=1e-6, atol=1e-7)
 
 
 def test_a_block_is_what_its_format_says() -> None:

@@ -6,14 +6,9 @@ import pytest
 from gguf.quants import dequantize
 
 from localrt.quant.formats import (
-    BF16,
-    F16,
-    F32,
-    FORMATS,
     GGML_FORMATS,
     GGML_UNREAD,
     Q4_0,
-    Q4_K,
     Format,
     PackedTensor,
     unpack,
@@ -50,12 +45,6 @@ def test_every_type_of_gguf_can_be_placed():
         assert known == Format(kind.name.lower(), block, size)
 
 
-def test_formats_are_found_by_name():
-    assert FORMATS["q4_k"] is Q4_K
-    assert set(FORMATS.values()) >= set(GGML_FORMATS.values())
-    assert all(format_.name == name for name, format_ in FORMATS.items())
-
-
 @pytest.mark.parametrize("shape", [(64,), (3, 32), (2, 5, 64)])
 def test_shape_is_kept(shape):
     assert unpack(random_tensor(Q4_0, shape)).shape == shape
@@ -64,28 +53,6 @@ def test_shape_is_kept(shape):
 def test_no_rows_unpack_to_no_rows():
     empty = PackedTensor("t", Q4_0, (0, 64), np.empty((0, 36), np.uint8))
     assert unpack(empty).shape == (0, 64)
-
-
-def test_bf16_is_exact():
-    values = np.array([1.0, -2.5, 3.140625, 1e-38, np.inf, -0.0], np.float32)
-    data = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(1, -1)
-    kept = (values.view(np.uint32) & 0xFFFF0000).view(np.float32)
-    assert np.array_equal(unpack(PackedTensor("t", BF16, (6,), data)), kept)
-
-
-def test_f32_and_f16_values():
-    values = np.linspace(-3, 3, 12, dtype=np.float32).reshape(3, 4)
-    single = PackedTensor("t", F32, (3, 4), values.view(np.uint8))
-    assert np.array_equal(unpack(single), values)
-    half = PackedTensor("t", F16, (3, 4), values.astype(np.float16).view(np.uint8))
-    assert np.array_equal(unpack(half), values.astype(np.float16).astype(np.float32))
-
-
-def test_reordered_rows_unpack_to_reordered_values():
-    tensor = random_tensor(Q4_K, (8, 256))
-    order = np.array([5, 0, 7, 7])
-    taken = unpack(tensor.take_rows(order))
-    assert np.array_equal(taken, unpack(tensor)[order], equal_nan=True)
 
 
 def test_wrong_amount_of_data_is_refused():

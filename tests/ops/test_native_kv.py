@@ -24,6 +24,7 @@ from localrt.quant.ops.protocol import (
 )
 from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
 from tests.models.tiny_configs import DEEPSEEK_DENSE, DEEPSEEK_SPARSE
+from tests.ops.recurrent_layers import tree_mask
 from tests.ops.test_native_matmul import ISAS
 from tests.ops.test_native_steps import load
 
@@ -57,18 +58,22 @@ class Layer:
     spec: AttentionSpec
     qkv: Doubles
     bias: Doubles | None
+    sinks: Doubles | None = None
 
     @classmethod
     def random(cls, spec: AttentionSpec, *, bias: float = 0.0, seed: int = 0) -> Layer:
         rng = np.random.default_rng(seed)
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         qkv = rng.standard_normal((rows, HIDDEN)).astype(np.float32) / np.sqrt(HIDDEN)
+        sinks = np.linspace(-2, 9, spec.heads) if spec.sinks else None  # to far above scores
         if not bias:
-            return cls(spec, qkv.astype(np.float64), None)
+            return cls(spec, qkv.astype(np.float64), None, sinks)
         values = rng.standard_normal(rows)
         keys = slice(spec.heads * spec.head_dim, (spec.heads + spec.kv_heads) * spec.head_dim)
         values[keys] *= bias
-        return cls(spec, qkv.astype(np.float64), values.astype(np.float32).astype(np.float64))
+        return cls(
+            spec, qkv.astype(np.float64), values.astype(np.float32).astype(np.float64), sinks
+        )
 
     def run(self, ops: NativeOps, x: npt.NDArray[np.float32], step: object) -> Doubles:
         width = self.spec.heads * self.spec.head_dim
@@ -78,6 +83,7 @@ class Layer:
             qkv=ops.weight(self.qkv.shape, [floats(*self.qkv.shape, self.qkv)]),
             out=ops.weight((width, width), [floats(width, width, np.eye(width))]),
             qkv_bias=bias,
+            sinks=None if self.sinks is None else ops.vector(self.sinks.astype(np.float32)),
         )
         q = ops.norm_qkv_rope_append(x, weights, self.spec, step, 0)  # type: ignore[arg-type]
         return ops.attention_output(q, weights, self.spec, step, 0).astype(np.float64)  # type: ignore[arg-type]
@@ -113,8 +119,11 @@ class Layer:
         if spec.window:
             seen = seen & (own[:, None] - positions < spec.window)
         scores = np.where(seen, scores, -np.inf)
+        if self.sinks is not None:  # one more score, whose share goes to no value
+            own = np.broadcast_to(self.sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = np.concatenate([scores, own], -1)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
+        weights = (weights / weights.sum(-1, keepdims=True))[..., : len(positions)]
         joined = weights @ np.repeat(v, per, axis=0)
         return joined.swapaxes(0, 1).reshape(len(seen), -1)
 
@@ -169,6 +178,7 @@ def spec_of(
     rotary: int | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
 ) -> AttentionSpec:
     half = (size if rotary is None else rotary) // 2
     rope = Rope(tuple(10000.0 ** -(n / half) for n in range(half)), 1.25) if half else None
@@ -181,6 +191,7 @@ def spec_of(
         rope=rope,
         window=window,
         softcap=softcap,
+        sinks=sinks,
     )
 
 
@@ -195,13 +206,15 @@ SPECS = {
     "no rotary": spec_of(32, rotary=0),
     "heads of seven times sixteen": spec_of(112, heads=2, groups=1),
     "large heads": spec_of(256, heads=2, groups=1),
+    "sinks": spec_of(32, sinks=True),
+    "sinks and a window": spec_of(32, window=100, sinks=True),
 }
 
 
 @pytest.mark.parametrize("bias", [0.0, 60.0])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("name", sorted(SPECS))
-def test_attention_equals_float64(name: str, kv_format: CacheFormat, bias: float) -> None:
+def test_attention(name: str, kv_format: CacheFormat, bias: float) -> None:
     if bias and (name == "no rotary" or name == "partly rotary"):
         bias = 2.0  # the part that does not turn stays in the keys
     layer, count = Layer.random(SPECS[name], bias=bias), 274
@@ -224,16 +237,14 @@ def test_attention_equals_float64(name: str, kv_format: CacheFormat, bias: float
         assert relative_error(ours, exact) < BOUNDS[kv_format]
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_a_tree_sees_keys_at_its_nodes_positions(kv_format: CacheFormat) -> None:
-    layer, held = Layer.random(spec_of(), bias=40.0), 250
+def test_tree(kv_format: CacheFormat, sinks: bool) -> None:
+    layer, held = Layer.random(spec_of(sinks=sinks), bias=40.0), 250
     parents = [-1, 0, 0, 1, 1, 2, 2, 6]  # across a block's end
     count = held + len(parents)
     x = np.random.default_rng(2).standard_normal((count, HIDDEN)).astype(np.float32)
-    mask = np.eye(len(parents), dtype=bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask[node] |= mask[parent]
+    mask = tree_mask(parents)
     ops = NativeOps(threads=2, kv_format=kv_format)
     cache = ops.kv_cache([layer.spec], count)
     layer.run(ops, x[:held], ops.begin(Batch.extend([(cache, [0] * held)])))
@@ -250,7 +261,7 @@ def test_a_tree_sees_keys_at_its_nodes_positions(kv_format: CacheFormat) -> None
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "int4"])
-def test_a_large_number_costs_the_others_of_its_head_little(kv_format: CacheFormat) -> None:
+def test_outlier(kv_format: CacheFormat) -> None:
     """One number of every value is fifty times the others, which share scales with it."""
     layer, count = Layer.random(spec_of()), 100
     values = layer.qkv[-2 * 64 :].reshape(2, 64, HIDDEN)
@@ -264,7 +275,7 @@ def test_a_large_number_costs_the_others_of_its_head_little(kv_format: CacheForm
     assert np.abs(difference).mean() < {"int8": 0.012, "int4": 0.12}[kv_format]
 
 
-def test_far_positions_keep_their_bias() -> None:
+def test_bias_of_far_positions() -> None:
     """Nine thousand tokens held, whose keys are nothing but their bias."""
     layer, held = Layer.random(spec_of(), bias=8.0), 9000
     assert layer.bias is not None
@@ -281,13 +292,12 @@ def test_far_positions_keep_their_bias() -> None:
     assert relative_error(ours, expected) < BOUNDS["int8"] / 4
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("isa", ISAS)
-def test_rows_are_the_same_for_any_rows_threads_and_lengths(
-    isa: str, kv_format: CacheFormat
-) -> None:
+def test_batch_invariance(isa: str, kv_format: CacheFormat, sinks: bool) -> None:
     """Bit for bit, for 1 to 64 rows at once, across blocks; every code path agrees with float64."""
-    layer = Layer.random(spec_of(48, heads=6), bias=10.0)
+    layer = Layer.random(spec_of(48, heads=6, sinks=sinks), bias=10.0)
     count = 600 if isa == ISAS[0] else 280
     x = np.random.default_rng(3).standard_normal((count, HIDDEN)).astype(np.float32)
 
@@ -313,7 +323,7 @@ def test_rows_are_the_same_for_any_rows_threads_and_lengths(
 
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - LATENT))
-def test_every_architecture_runs_on_int4(name: str, tiny: Any) -> None:
+def test_int4(name: str, tiny: Any) -> None:
     folder, theirs = tiny(name)
     ours = load(folder, kv="int4")
     ids = tokens(40)
@@ -326,7 +336,7 @@ def test_every_architecture_runs_on_int4(name: str, tiny: Any) -> None:
 
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
-def test_trimming_leaves_no_trace(kv_format: CacheFormat, tiny: Any) -> None:
+def test_trim(kv_format: CacheFormat, tiny: Any) -> None:
     decoder = load(tiny("qwen2")[0], kv=kv_format)
     ids = tokens(300)
     cache = decoder.cache(600)
@@ -338,7 +348,21 @@ def test_trimming_leaves_no_trace(kv_format: CacheFormat, tiny: Any) -> None:
     assert np.array_equal(again, fresh[250:])
 
 
-def test_sizes_and_that_growth_holds_no_more_than_it_counts() -> None:
+@pytest.mark.parametrize("sink", [-1e4, 1e4])
+def test_extreme_sinks(sink: float) -> None:
+    """Far below they change nothing, far above they take everything."""
+    layer, plain = Layer.random(spec_of(sinks=True)), Layer.random(spec_of())
+    layer.sinks = np.full(4, sink)
+    x = np.random.default_rng(5).standard_normal((300, HIDDEN)).astype(np.float32)
+    ops = NativeOps(threads=2)
+    ours, without = (
+        each.run(ops, x, ops.begin(Batch.extend([(ops.kv_cache([each.spec], 300), [0] * 300)])))
+        for each in (layer, plain)
+    )
+    assert np.array_equal(ours, without if sink < 0 else np.zeros_like(without))
+
+
+def test_sizes_and_growth() -> None:
     assert block_nbytes(2, 128, "bf16") == 256 * 2 * 2 * 256
     assert block_nbytes(2, 128, "int8") == 256 * 2 * 2 * (128 + 4)
     assert block_nbytes(2, 128, "int4") == 256 * 2 * (96 + 8 + 64 + 8)

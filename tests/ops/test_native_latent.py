@@ -75,7 +75,7 @@ def native(
 
 
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_code_path(folder: Path, isa: str) -> None:
+def test_instruction_sets(folder: Path, isa: str) -> None:
     ids = tokens(40)
     expected = load(folder, TorchOps(compute_format="f32"))
     whole = expected.forward(Batch.extend([(expected.cache(40), ids)]))
@@ -84,9 +84,7 @@ def test_every_code_path(folder: Path, isa: str) -> None:
 
 
 @pytest.mark.parametrize("format_", ["int8-g32", "int4-g32m", "mxfp4", "bf16"])
-def test_packed_matrices_are_multiplied_head_by_head(
-    folder: Path, format_: str, tmp_path: Path
-) -> None:
+def test_packed(folder: Path, format_: str, tmp_path: Path) -> None:
     store = quantize_model(folder, tmp_path / "store", Recipe(format_, method="rtn")).path
     ids = tokens(40)
     expected = load(store, TorchOps(compute_format="f32"))
@@ -100,7 +98,7 @@ def test_packed_matrices_are_multiplied_head_by_head(
     assert np.array_equal(np.concatenate(parts), whole)
 
 
-def test_rotated_inputs_are_rotated(folder: Path, tmp_path: Path) -> None:
+def test_rotated(folder: Path, tmp_path: Path) -> None:
     """What mr-gptq leaves to the kernels: whole projections, before and behind the heads' own."""
     recipe = Recipe("mxfp4", "mr-gptq", calibration=tokens(64 * 40), calibration_tokens=1024)
     store = quantize_model(folder, tmp_path / "store", recipe, threads=1).path
@@ -116,23 +114,6 @@ def test_rotated_inputs_are_rotated(folder: Path, tmp_path: Path) -> None:
     assert relative_error(whole, theirs) < 0.05
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_long_contexts_are_the_same_for_any_threads_and_chunks(
-    folder: Path, kv: CacheFormat
-) -> None:
-    """Beyond one block of keys, where work is split over the cache."""
-    ids = tokens(600)
-    results = []
-    for threads, chunk in ((1, 600), (2, 600), (2, 64), (1, 257)):
-        decoder = native(folder, threads=threads, kv=kv)
-        cache = decoder.cache(601)
-        for start in range(0, 600, chunk):
-            decoder.forward(Batch.extend([(cache, ids[start : start + chunk])]), rows=[])
-        results.append(decoder.forward(Batch.extend([(cache, [5])])))
-    for result in results[1:]:
-        assert np.array_equal(result, results[0])
-
-
 TREE = np.eye(5, dtype=bool)
 TREE[1:, 0] = TREE[3, 2] = TREE[4, 1] = True
 PATHS = ([0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4])
@@ -140,9 +121,7 @@ PATHS = ([0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4])
 
 @pytest.mark.parametrize("held", [20, 254, 300])
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_a_tree_equals_its_branches_and_keeps_one(
-    folder: Path, kv: CacheFormat, held: int, tmp_path: Path
-) -> None:
+def test_tree(folder: Path, kv: CacheFormat, held: int, tmp_path: Path) -> None:
     """On either side of a block's border, in RAM and with layers on the SSD."""
     prompt, nodes = tokens(held), [5, 6, 7, 8, 9]
     for on_ssd in (None, tmp_path):
@@ -165,7 +144,7 @@ def test_a_tree_equals_its_branches_and_keeps_one(
 
 
 @pytest.mark.parametrize(("kv", "token"), [("bf16", 2 * 48), ("int8", 48 + 4)])
-def test_a_cache_holds_one_row_of_a_token(folder: Path, kv: CacheFormat, token: int) -> None:
+def test_cache_size(folder: Path, kv: CacheFormat, token: int) -> None:
     decoder = native(folder, kv=kv)
     cache = decoder.cache(300)
     cache.reserve(300)
@@ -174,7 +153,7 @@ def test_a_cache_holds_one_row_of_a_token(folder: Path, kv: CacheFormat, token: 
 
 @settings(max_examples=30)
 @given(st.data(), st.sampled_from(["latent-bf16", "latent-int8"]))
-def test_rows_move_with_their_scales(data: st.DataObject, kv: CacheFormat) -> None:
+def test_move_rows(data: st.DataObject, kv: CacheFormat) -> None:
     size, width = block_nbytes(1, 48, kv), 48
     memory = np.random.default_rng(1).integers(0, 256, (2, 1, size), np.uint8)
     before = memory.copy()
@@ -195,7 +174,7 @@ def test_rows_move_with_their_scales(data: st.DataObject, kv: CacheFormat) -> No
         assert token(memory, index) == token(before, source)
 
 
-def test_four_bits_are_too_few_for_latents(folder: Path) -> None:
+def test_int4_is_refused(folder: Path) -> None:
     with closing(open_checkpoint(folder)) as checkpoint:
         attention = read_config(checkpoint).attention
     with pytest.raises(OptionError, match="kv_format int4 is not for latent attention") as caught:

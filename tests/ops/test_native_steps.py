@@ -15,7 +15,7 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv import CacheFormat
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
 from tests.ops.code_paths import KV_FORMATS, logits
 from tests.ops.test_native_matmul import ISAS
@@ -54,14 +54,8 @@ def test_every_architecture(name: str, kv: CacheFormat, tiny: Any) -> None:
     assert np.array_equal(steps, whole)
 
 
-@pytest.fixture
-def folder(tiny: Any) -> Path:
-    path: Path = tiny("llama")[0]
-    return path
-
-
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_every_instruction_set_gives_the_same_bits(name: str, tiny: Any) -> None:
+def test_instruction_sets(name: str, tiny: Any) -> None:
     kinds: tuple[CacheFormat, ...] = KV_FORMATS if name == "llama" else ("int8",)
     for kv in kinds:
         best, *others = (logits(tiny(name)[0], isa, kv) for isa in ISAS)
@@ -69,15 +63,14 @@ def test_every_instruction_set_gives_the_same_bits(name: str, tiny: Any) -> None
             np.testing.assert_array_equal(other, best)
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek-v2-dense"])
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_long_contexts_are_the_same_for_any_threads_and_chunks(
-    kv: CacheFormat, folder: Path
-) -> None:
-    """Beyond one block of keys, where work is split over the cache."""
+def test_long_context(kv: CacheFormat, name: str, tiny: Any) -> None:
+    """The same for any threads and chunks beyond a block of keys, where the cache is split."""
     ids = tokens(700)
     results = []
     for threads, chunk in ((1, 700), (2, 700), (2, 64), (1, 257)):
-        decoder = load(folder, threads=threads, kv=kv)
+        decoder = load(tiny(name)[0], threads=threads, kv=kv)
         cache = decoder.cache(701)
         for start in range(0, 700, chunk):
             decoder.forward(Batch.extend([(cache, ids[start : start + chunk])]), rows=[])
@@ -86,8 +79,8 @@ def test_long_contexts_are_the_same_for_any_threads_and_chunks(
         assert np.array_equal(result, results[0])
 
 
-def test_sequences_of_a_batch_do_not_touch_each_other(folder: Path) -> None:
-    decoder = load(folder)
+def test_batch_of_sequences(tiny: Any) -> None:
+    decoder = load(tiny("llama")[0])
     sequences = [tokens(n, seed=n) for n in (3, 17, 30)]
     caches: list[Any] = [decoder.cache(64) for _ in sequences]
     decoder.forward(Batch.extend([(c, s[:2]) for c, s in zip(caches, sequences, strict=True)]))
@@ -98,45 +91,3 @@ def test_sequences_of_a_batch_do_not_touch_each_other(folder: Path) -> None:
         alone = decoder.forward(Batch.extend([(decoder.cache(64), ids)]))
         assert np.array_equal(together[row : row + len(ids) - 2], alone[2:])
         row += len(ids) - 2
-
-
-def test_a_tree_equals_its_branches(folder: Path) -> None:
-    decoder = load(folder)
-    prompt = tokens(20)
-    nodes, parents = [5, 6, 7, 8, 9], [-1, 0, 0, 2, 1]
-    mask = np.eye(5, dtype=bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    cache = decoder.cache(64)
-    decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
-    positions = len(prompt) + mask.sum(1) - 1
-    tree = decoder.forward(Batch(np.array(nodes), positions, (Span(cache, 5, mask),)))
-    for path in ([0], [0, 1], [0, 2], [0, 2, 3], [0, 1, 4]):
-        branch = prompt + [nodes[i] for i in path]
-        alone = decoder.forward(Batch.extend([(decoder.cache(64), branch)]), rows=[len(branch) - 1])
-        assert relative_error(tree[path[-1]], alone[0]) < 1e-5
-
-
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
-def test_trim_and_growth_leave_no_trace(folder: Path, kv: CacheFormat) -> None:
-    decoder = load(folder, kv=kv)
-    ids = tokens(300)
-    cache = decoder.cache(600)
-    decoder.forward(Batch.extend([(cache, ids[:250])]), rows=[])
-    decoder.forward(Batch.extend([(cache, tokens(40, seed=9))]), rows=[])
-    cache.trim(250)
-    grown = decoder.forward(Batch.extend([(cache, ids[250:])]))
-    fresh = decoder.forward(Batch.extend([(decoder.cache(600), ids)]))
-    assert np.array_equal(grown, fresh[250:])
-
-
-def test_an_int8_cache_takes_what_was_estimated_and_about_half(folder: Path) -> None:
-    sizes = {}
-    for kv in ("bf16", "int8"):
-        decoder = load(folder, kv=kv)
-        cache = decoder.cache(300)
-        cache.reserve(300)
-        assert cache.nbytes == decoder.ops.kv_nbytes(decoder.config.attention, 300)
-        sizes[kv] = cache.nbytes
-    assert sizes["int8"] < 0.65 * sizes["bf16"]  # heads of 16 here: the scales are a quarter

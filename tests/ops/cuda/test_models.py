@@ -302,24 +302,6 @@ def test_prefill_decode_and_batches_agree(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tree_equals_its_branches(folder: Path) -> None:
-    decoder = shallow(folder)
-    prompt, nodes, parents = tokens(10), [5, 6, 7, 8], [-1, 0, 0, 2]
-    mask = np.eye(4, dtype=bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    cache = decoder.cache(64)
-    decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
-    positions = len(prompt) + mask.sum(1) - 1
-    tree = decoder.forward(Batch(np.array(nodes), positions, (Span(cache, 4, mask),)))
-    cache.trim(len(prompt))
-    branch = decoder.forward(Batch.extend([(cache, [5, 7, 8])]))
-    for got, wanted in zip(tree[[0, 2, 3]], branch, strict=True):
-        assert relative_error(got, wanted) < 0.02
-
-
-@pytest.mark.slow
 def test_recorded_passes_are_the_passes(folder: Path) -> None:
     decoder = shallow(folder)
     assert isinstance(decoder.ops, CudaOps)
