@@ -23,6 +23,7 @@ from tests.ops.indexed_layers import (
     Shape,
     random_tensors,
 )
+from tests.ops.oracles import read_in
 from tests.ops.recurrent_layers import check_tree, random_rows
 from tests.ops.test_native_matmul import ISAS
 
@@ -38,10 +39,8 @@ ODD = {
 ROWS = 60
 CUTS = {"whole": [ROWS], "chunks": [7, 20, 1, 1, 2, 29], "tokens": [1] * ROWS}
 FORMATS = ["bf16", "int8", "int4"]
-NAMES, ALL_LAYERS = (
-    sorted(SHAPES),
-    st.sampled_from([(n, f) for n in sorted(SHAPES) for f in FORMATS]),
-)
+NAMES = sorted(SHAPES)
+ALL_LAYERS = st.sampled_from([(name, kv) for name in NAMES for kv in FORMATS])
 
 
 def torch_layer(shape: Shape, **options: Any) -> IndexedLayer:
@@ -92,11 +91,6 @@ def theirs(shape: Shape, x: np.ndarray, cuts: list[int]) -> np.ndarray:
         with torch.inference_mode():
             parts.append(module(rows, places, mask[None, None], cache)[0][0].numpy())
     return np.concatenate(parts)
-
-
-def read_in(layer: IndexedLayer, x: np.ndarray, cuts: list[int]) -> np.ndarray:
-    cache, ends = layer.cache(), accumulate(cuts, initial=0)
-    return np.concatenate([layer.run((cache, x[start:stop])) for start, stop in pairwise(ends)])
 
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)

@@ -15,6 +15,7 @@ from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertTable, ExpertWeights, Routing
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
+from tests.ops.oracles import gated, sigmoid
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import CASES, ISAS, PACKED, computed, quantized
 
@@ -73,22 +74,8 @@ class Expert:
         if self.biases[0] is not None:
             wide = wide + self.biases[0]
         gate, up = np.split(wide, 2, axis=1) if spec.gated else (wide, wide)
-        if spec.activation == "relu2":
-            gated = np.maximum(up, 0) ** 2
-        elif spec.activation == "swiglu_oai":
-            gate, up = np.minimum(gate, spec.limit), np.clip(up, -spec.limit, spec.limit)
-            gated = gate * sigmoid(1.702 * gate) * (up + 1)
-        elif spec.activation == "gelu_tanh":
-            inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
-            gated = 0.5 * gate * (1 + np.tanh(inner)) * up
-        else:
-            gated = gate * sigmoid(gate) * up
-        out = product(gated.astype(np.float32), self.down, self.rotations[1])
+        out = product(gated(gate, up, spec).astype(np.float32), self.down, self.rotations[1])
         return out if self.biases[1] is None else out + self.biases[1]
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-np.clip(x, -500, 500)))
 
 
 def product(x: np.ndarray, tensor: PackedTensor, rotation: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
+from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS, quantized
 
@@ -47,9 +48,7 @@ def reference(
         seen @ unpack(random_tensor(name, INNER, HIDDEN, seed)).astype(np.float64).T
         for name, seed in ((gate or up, 1), (up, 2))
     )
-    g = g * spec.gate_scale
-    product = g / (1 + np.exp(-g)) * u if spec.gated else np.maximum(u, 0) ** 2
-    product = product.astype(np.float32)
+    product = gated(g, u, spec).astype(np.float32)
     if hadamard:
         product = block_hadamard(product, hadamard)
     last = unpack(random_tensor(down, HIDDEN, INNER, 3)).astype(np.float64)

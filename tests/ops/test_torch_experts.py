@@ -7,77 +7,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
+from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
 from localrt.quant.reference.experts import route
 from localrt.quant.reference.ops import TorchOps
+from tests.ops.oracles import gated
+from tests.ops.test_native_experts_routing import SPECS, assert_same, choose
 
 
 def spec(count: int = 8, used: int = 2, **options: Any) -> RouterSpec:
     return RouterSpec(count=count, used=used, eps=1e-6, **options)
 
 
-def chosen(logits: list[float], router: RouterSpec, bias: list[float] | None = None) -> Routing:
-    vector = None if bias is None else torch.tensor(bias)
-    return route(torch.tensor([logits], dtype=torch.float32), vector, router)
-
-
-def test_ties_go_to_the_lower_expert() -> None:
-    routing = chosen([1, 3, 2, 3, 3, 2, 0, 3], spec(used=3))
-    assert routing.experts.tolist() == [[1, 3, 4, 7, 2, 5]]
-    assert routing.chosen.tolist() == [[1, 3, 4]]
-    np.testing.assert_allclose(routing.weights, 1 / 3, rtol=1e-6)
-    assert (routing.experts.dtype, routing.scores.dtype) == (np.int32, np.float32)
-
-
-def test_weights_are_shares_of_all_unless_they_are_to_sum_to_one() -> None:
-    logits = [0.5, -1.0, 2.0, 1.0]
-    share = np.exp(logits) / np.exp(logits).sum()
-    plain = chosen(logits, spec(4, normalize=False, scale=2.5))
-    np.testing.assert_allclose(plain.weights[0], 2.5 * share[[2, 3]], rtol=1e-5)
-    np.testing.assert_allclose(plain.scores[0], share[[2, 3, 0, 1]], rtol=1e-5)
-    whole = chosen(logits, spec(4))
-    np.testing.assert_allclose(whole.weights[0], share[[2, 3]] / share[[2, 3]].sum(), rtol=1e-5)
-    alone = chosen(logits, spec(4, scoring="softmax-chosen"))
-    np.testing.assert_allclose(alone.weights, whole.weights, rtol=1e-5)
-    np.testing.assert_allclose(alone.scores, whole.scores, rtol=1e-5)
-
-
-def test_a_bias_ranks_but_does_not_weigh() -> None:
-    logits, bias = [0.0, 1.0, 2.0, 3.0], [5.0, 0.0, 0.0, 0.0]
-    routing = chosen(logits, spec(4, scoring="sigmoid"), bias)
-    score = 1 / (1 + np.exp(-np.array(logits)))
-    assert routing.chosen.tolist() == [[0, 3]]
-    np.testing.assert_allclose(routing.scores[0], score[[0, 3, 2, 1]], rtol=1e-5)
-    np.testing.assert_allclose(routing.weights[0], score[[0, 3]] / score[[0, 3]].sum(), rtol=1e-5)
-
-
-def test_experts_come_from_the_best_groups_alone() -> None:
-    logits = [9.0, -9.0, -9.0, 3.0, 2.0, 2.0, 1.0, 0.0]  # four groups of two
-    options: dict[str, Any] = {"scoring": "sigmoid", "groups": 4, "used_groups": 2}
-    best_two = chosen(logits, spec(used=3, group_top=2, **options))
-    assert best_two.chosen.tolist() == [[4, 5, 6]]
-    best_one = chosen(logits, spec(used=3, group_top=1, **options))
-    assert best_one.chosen.tolist() == [[0, 3, 2]] or best_one.chosen.tolist() == [[0, 3, 1]]
-
-
-@given(st.integers(0, 2**32 - 1), st.sampled_from(["softmax", "sigmoid", "softmax-chosen"]))
-def test_any_row_is_routed_alone(seed: int, scoring: Any) -> None:
-    rng = np.random.default_rng(seed)
-    logits = torch.from_numpy(rng.integers(-3, 4, (5, 12)).astype(np.float32))
-    router = spec(12, 3, scoring=scoring)
-    whole = route(logits, None, router)
-    assert whole.experts.shape == whole.scores.shape == (5, 6)
-    np.testing.assert_allclose(whole.weights.sum(1), 1, rtol=1e-5)
-    assert (np.diff(whole.scores, axis=1) <= 0).all()
-    for row in range(5):
-        order = np.lexsort((np.arange(12), -logits[row].numpy()))[:6]
-        np.testing.assert_array_equal(whole.experts[row], order)
-        alone = route(logits[row : row + 1], None, router)
-        np.testing.assert_array_equal(alone.weights[0], whole.weights[row])
+@pytest.mark.parametrize("router", SPECS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_routes(router: RouterSpec, biased: bool) -> None:
+    """Of logits that are often equal: ties go to the lower number."""
+    rng = np.random.default_rng(router.count)
+    logits = rng.integers(-16, 16, (9, router.count)).astype(np.float32) / 4
+    bias = rng.standard_normal(router.count).astype(np.float32) if biased else None
+    found = route(
+        torch.from_numpy(logits), None if bias is None else torch.from_numpy(bias), router
+    )
+    assert_same(found, choose(logits.astype(np.float64), router, bias))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -127,17 +80,9 @@ def experts(count: int, seed: int = 0, *, gated: bool = True) -> list[ExpertWeig
 
 
 def expected(x: torch.Tensor, weights: ExpertWeights, kind: ExpertSpec) -> torch.Tensor:
-    gate, up = (weights.gate_up @ x + weights.gate_up_bias).chunk(2)
-    if kind.activation == "relu2":
-        wide = weights.gate_up @ x + weights.gate_up_bias
-        inner = torch.where(wide > 0, wide * wide, 0)
-    elif kind.activation == "swiglu_oai":
-        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
-        inner = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
-    elif kind.activation == "silu":
-        inner = gate / (1 + torch.exp(-gate)) * up
-    else:
-        inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    wide = (weights.gate_up @ x + weights.gate_up_bias).numpy()
+    gate, up = np.split(wide, 2) if kind.gated else (wide, wide)
+    inner = torch.from_numpy(gated(gate, up, kind))
     return weights.down @ inner + weights.down_bias
 
 

@@ -22,30 +22,10 @@ from localrt.quant.cuda.variants import Case, Cut, best_cut
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import tile_span
 
-__all__ = [
-    "ROWS",
-    "SHARED_BYTES",
-    "SLOTS",
-    "TARGETS",
-    "Build",
-    "build",
-    "build_experts",
-    "experts_program",
-    "product_program",
-]
-
 TARGETS = (75, 80, 86, 89, 90, 120)
-ROWS = (1, 8, 16, 64)
-SLOTS = (1, 4, 8, 16, 24)  # of one expert at once
 # What a block may have: CUDA C++ Programming Guide, compute capabilities.
-SHARED_BYTES = {
-    75: 64 << 10,
-    80: 163 << 10,
-    86: 99 << 10,
-    89: 99 << 10,
-    90: 227 << 10,
-    120: 99 << 10,
-}
+_SHARED_KB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+SHARED_BYTES = {target: size << 10 for target, size in _SHARED_KB.items()}
 _GATE = "silu"
 _MANY_TILES = 1 << 20  # a long matrix: the variant that decoding lives on
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from localrt.quant.cuda.launch import Grid
 from localrt.quant.cuda.programs import Program, sources
 
-__all__ = ["Emulator"]
-
 _HERE = Path(__file__).parent
 _BUILT = _HERE.parents[2] / "build" / "emulated"
 _FLAGS = ("-std=c++17", "-w", "-shared", "-fPIC", "-ffp-contract=off", "-mfma")

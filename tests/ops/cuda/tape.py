@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from localrt.quant.cuda.launch import Grid, Launcher
 from localrt.quant.cuda.programs import Program
 
-__all__ = ["Steps", "Tape"]
-
 _MADE = ("aten::empty", "aten::empty_like", "aten::empty_strided")
 _WAITS = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 

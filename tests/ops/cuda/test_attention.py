@@ -14,6 +14,8 @@ from localrt.quant.cuda.launch import noting
 from localrt.quant.ops.attention import scratch_nbytes
 from localrt.quant.ops.kv import KvFormat
 from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.target import random
+from tests.ops.recurrent_layers import tree_mask
 
 ALLOCATED = 768
 # Shares and results are bf16.
@@ -38,19 +40,10 @@ class Case:
         """(n, n): who sees whom."""
         if not self.tree:
             return torch.ones(self.n, self.n).tril().bool()
-        seen = torch.eye(self.n, dtype=torch.bool)
-        for node, parent in enumerate(self.tree):
-            if parent >= 0:
-                seen[node] |= seen[parent]
-        return seen
+        return torch.from_numpy(tree_mask(list(self.tree)))
 
     def positions(self) -> Tensor:
         return self.held + self.mask().sum(1) - 1
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator)
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

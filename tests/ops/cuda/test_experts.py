@@ -20,6 +20,7 @@ from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
 from localrt.quant.reference.experts import combined, route
 from tests.ops.cuda.target import DEVICE
+from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 
 COUNT, USED = 3, 2
@@ -82,16 +83,7 @@ class Expert:
         first, second = np.split(self.biases[0].astype(np.float64), 2)
         x = turned(x)
         g, u = x @ gate.T + first, x @ up.T + second
-        if spec.activation == "relu2":
-            inner = np.maximum(u, 0) ** 2
-        elif spec.activation == "swiglu_oai":
-            g, u = np.minimum(g, spec.limit), np.clip(u, -spec.limit, spec.limit)
-            inner = g / (1 + np.exp(-1.702 * g)) * (u + 1)
-        elif spec.activation == "silu":
-            inner = g / (1 + np.exp(-g)) * u
-        else:
-            inner = torch.nn.functional.gelu(torch.from_numpy(g), approximate="tanh").numpy() * u
-        return turned(inner) @ down.T + self.biases[1]
+        return turned(gated(g, u, spec)) @ down.T + self.biases[1]
 
 
 def routed(rows: int, *, seed: int = 0, count: int = COUNT, used: int = USED) -> Routing:

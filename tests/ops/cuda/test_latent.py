@@ -16,16 +16,12 @@ from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import oracle, relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.target import random
 from tests.ops.cuda.test_models import Packed, Restored, load, shallow
 
 ALLOCATED = 512
 TREE = np.eye(5, dtype=bool)
 TREE[1:, 0] = TREE[3, 2] = TREE[4, 1] = True
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator)
 
 
 def inputs(

@@ -19,26 +19,19 @@ from localrt.quant.cuda.products import (
 )
 from localrt.quant.cuda.variants import Case, Cut, best_cut
 from localrt.quant.formats import FORMATS, unpack
-from localrt.quant.formats.tiled import tile, tile_span
+from localrt.quant.formats.tiled import tile_span
+from localrt.quant.ops.experts import ExpertSpec
 from tests.ops.cuda.emulator import Emulator
+from tests.ops.cuda.target import tiles_of
+from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 
 # NF4's levels are 127ths.
 TOLERANCE = {name: 8e-3 if name.startswith("nf4") else 1e-6 for name in TYPES}
 # One of each kind of code, of scale and of span.
 SOME = (
-    "q2_k",
-    "q4_0",
-    "q4_k",
-    "q5_1",
-    "q6_k",
-    "q8_0",
-    "iq3_s",
-    "iq2_xs",
-    "iq1_m",
-    "mxfp4",
-    "nvfp4",
-    "nf4",
+    *("q2_k", "q4_0", "q4_k", "q5_1", "q6_k", "q8_0"),
+    *("iq3_s", "iq2_xs", "iq1_m", "mxfp4", "nvfp4", "nf4"),
 )
 
 
@@ -51,10 +44,9 @@ class Matrix(TiledMatrix):
 
 def matrix(name: str, rows: int, columns: int, seed: int = 0) -> Matrix:
     tensor = random_tensor(name, rows, columns, seed)
-    tiles = -(-rows // 16)
-    factor = None if tensor.scale == 1 else torch.full((tiles,), tensor.scale)
-    data = torch.from_numpy(tile(tensor))
-    return Matrix(name, (rows, columns), data, factor, unpack(tensor).astype(np.float64))
+    tiles = tiles_of(tensor)
+    values = unpack(tensor).astype(np.float64)
+    return Matrix(name, (rows, columns), tiles.data, tiles.factor, values)
 
 
 def inputs(rows: int, columns: int) -> torch.Tensor:
@@ -158,16 +150,10 @@ def test_work_may_be_cut_anyhow(emulator: Emulator, columns: int) -> None:
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "swiglu_oai"])
 @pytest.mark.parametrize("rows", [1, 6])
-def test_gates(emulator: Emulator, gate: str, rows: int) -> None:
+def test_gates(emulator: Emulator, gate: Any, rows: int) -> None:
     weight, x = matrix("mxfp4", 96, 256), quantize(inputs(rows, 256) * 4)
     g, up = np.split(values_of(x) @ weight.values.T, 2, axis=1)
-    if gate == "swiglu_oai":
-        g, up = np.minimum(g, 7), np.clip(up, -7, 7)
-        wanted = g / (1 + np.exp(-1.702 * g)) * (up + 1)
-    elif gate == "silu":
-        wanted = g / (1 + np.exp(-g)) * up
-    else:
-        wanted = g * 0.5 * (1 + np.tanh(0.7978845608028654 * (g + 0.044715 * g**3))) * up
+    wanted = gated(g, up, ExpertSpec(activation=gate, limit=7.0))
     for cut in (Cut(1, 1), Cut(2, 1), Cut(1, 1, 2)):
         assert error(run(x, weight, cut=cut, gate=gate), wanted) < 1e-5
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,17 +14,18 @@ from localrt.quant.cuda.recurrent import SequenceTable, fits_records, mix_and_pr
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.hybrid_cache import begin_states, states_of
-from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.reference.recurrent import mix_rows as textbook
 from tests.ops.cuda.target import DEVICE
 from tests.ops.cuda.test_products import matrix
-from tests.ops.recurrent_layers import HIDDEN, SPECS, Layer, random_rows, tree_mask
+from tests.ops.oracles import read_in
+from tests.ops.recurrent_layers import HIDDEN, SPECS, Layer, check_tree, random_rows, tree_mask
 
 NAMES = sorted(SPECS)
 
 
-class CardLayer(Layer):
+class GpuLayer(Layer):
     """The same on a GPU. The products round; between them there is no difference to be seen."""
 
     def __init__(self, spec: str | RecurrentSpec) -> None:
@@ -48,15 +47,9 @@ class CardLayer(Layer):
         return out.cpu().numpy()
 
 
-def together(layer: Layer, x: Floats, cuts: Iterable[int]) -> Floats:
-    """Rows in passes of so many."""
-    cache, ends = layer.cache(), list(accumulate(cuts, initial=0))
-    return np.concatenate([layer.run((cache, x[a:b])) for a, b in pairwise(ends)])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_give_what_torch_gives(name: str) -> None:
-    layer, mask = CardLayer(name), tree_mask([-1, 0, 0, 2, 1, 3, 5, 0])
+    layer, mask = GpuLayer(name), tree_mask([-1, 0, 0, 2, 1, 3, 5, 0])
     spec, weights, gpu = layer.spec, layer.weights, torch.device(DEVICE)
     mixed = torch.randn(30, spec.projected_rows, generator=torch.Generator().manual_seed(1))
     mixed = mixed.to(DEVICE)
@@ -94,7 +87,7 @@ def test_records_are_those_of_the_results(kind: Any, norm_size: int, gate_first:
         kind=kind, heads=1 if width else 4, key_heads=1, key_size=8, value_size=32, taps=4,
         eps=1e-6, norm_size=norm_size, gate_first=gate_first, width=width,
     )  # fmt: skip
-    layer = CardLayer(spec)
+    layer = GpuLayer(spec)
     assert fits_records(spec)
     mixed = torch.randn(5, spec.projected_rows, generator=torch.Generator().manual_seed(1))
     spans = [(Span(layer.cache(), 5),) for _ in range(2)]
@@ -115,39 +108,21 @@ def test_records_are_those_of_the_results(kind: Any, norm_size: int, gate_first:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_passes_of_any_size_give_the_same_bits(name: str) -> None:
-    layer, x = CardLayer(name), random_rows(24)
-    whole = together(layer, x, [24])
+    layer, x = GpuLayer(name), random_rows(24)
+    whole = read_in(layer, x, [24])
     for cuts in ([1, 1, 2, 5, 1, 14], [12, 3, 9]):
-        np.testing.assert_array_equal(together(layer, x, cuts), whole)
+        np.testing.assert_array_equal(read_in(layer, x, cuts), whole)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tree_gives_each_path_the_bits_of_its_tokens(name: str) -> None:
-    """In one pass, and grown in two."""
-    layer, x, nodes = CardLayer(name), random_rows(6), random_rows(7, seed=5)
-    parents = [-1, 0, 1, 0, 3, 2, -1]
-    mask = tree_mask(parents)
-
-    def begun() -> KVCache:
-        cache = layer.cache()
-        layer.run((cache, x))
-        return cache
-
-    at_once = layer.run((begun(), nodes, mask))
-    cache = begun()
-    first = layer.run((cache, nodes[:3], mask[:3, :3]))
-    second = layer.run((cache, nodes[3:], mask[3:]))
-    np.testing.assert_array_equal(np.concatenate([first, second]), at_once)
-    for row in range(len(nodes)):
-        path = np.flatnonzero(mask[row])
-        wanted = layer.run((begun(), nodes[path]))
-        np.testing.assert_array_equal(at_once[row], wanted[-1])
+def test_tree(name: str) -> None:
+    check_tree(GpuLayer(name), 6, [0, 1, 2, 1, 4, 3, 0], 3)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sequences_do_not_see_one_another(name: str) -> None:
-    layer, x, y = CardLayer(name), random_rows(12), random_rows(12, seed=3)
-    alone = [together(layer, rows, [7, 1, 4]) for rows in (x, y)]
+    layer, x, y = GpuLayer(name), random_rows(12), random_rows(12, seed=3)
+    alone = [read_in(layer, rows, [7, 1, 4]) for rows in (x, y)]
     a, b = layer.cache(), layer.cache()
     layer.run((a, x[:7]))
     found = [layer.run((a, x[7:8]), (b, y[:7])), layer.run((b, y[7:8]), (a, x[8:]))]
@@ -157,8 +132,8 @@ def test_sequences_do_not_see_one_another(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_taken_back_leaves_no_trace(name: str) -> None:
-    layer, x = CardLayer(name), random_rows(16)
-    whole, cache = together(layer, x, [16]), layer.cache()
+    layer, x = GpuLayer(name), random_rows(16)
+    whole, cache = read_in(layer, x, [16]), layer.cache()
     layer.run((cache, x[:8]))
     for wrong in (random_rows(3, seed=9), random_rows(9, seed=9)):
         layer.run((cache, wrong), cancelled=True)
@@ -170,7 +145,7 @@ def test_what_was_taken_back_leaves_no_trace(name: str) -> None:
 @pytest.mark.parametrize("name", ["delta", "ssm", "conv"])
 def test_runs_of_layers_are_recorded_one_by_one(name: str) -> None:
     """As where only some of a model's layers lie on the GPU."""
-    layer = CardLayer(name)
+    layer = GpuLayer(name)
     ops, spec = layer.ops, layer.spec
     assert isinstance(ops, CudaOps)
     caches, recorder = [ops.kv_cache([spec, spec], 64) for _ in range(2)], ops.recorder()

@@ -17,15 +17,14 @@ from localrt.quant.cuda.steps import (
     rotate_blocks,
 )
 from localrt.quant.methods.rotation import block_hadamard
-from tests.ops.cuda.target import DEVICE
+from tests.ops.cuda import target
 
 # bf16 results: 8 bits.
 CLOSE = {"rtol": 1e-2, "atol": 1e-2}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator).to(DEVICE)
+    return target.random(*shape, seed=seed).to(target.DEVICE)
 
 
 @pytest.mark.parametrize("width", [64, 96, 5000])
