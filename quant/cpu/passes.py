@@ -251,38 +251,28 @@ def recurrent_args(
     return args
 
 
+# What the kernels call as ``RecurrentWeights`` and ``RecurrentSpec`` do.
+_RECURRENT_VECTORS = (
+    *("norm", "taps_bias", "decay", "decay_bias", "skip", "out_norm"),
+    *("mix_bias", "mix_scale", "out_bias", "post_norm"),
+)
+_RECURRENT_SIZES = (
+    *("heads", "key_heads", "key_size", "value_size", "taps", "dilation", "width", "tiled"),
+    *("channel_decay", "norm_size", "gate_first", "eps", "strength"),
+)
+
+
 def _recurrent_args(weights: RecurrentWeights, spec: RecurrentSpec) -> RecurrentArgs:
     args = RecurrentArgs(
-        norm=address_of(weights.norm),
+        **{name: address_of(getattr(weights, name)) for name in _RECURRENT_VECTORS},
+        **{name: getattr(spec, name) for name in _RECURRENT_SIZES},
         conv=address_of(weights.taps),
-        taps_bias=address_of(weights.taps_bias),
-        decay=address_of(weights.decay),
-        decay_bias=address_of(weights.decay_bias),
-        skip=address_of(weights.skip),
-        out_norm=address_of(weights.out_norm),
-        mix_bias=address_of(weights.mix_bias),
-        out_bias=address_of(weights.out_bias),
-        post_norm=address_of(weights.post_norm),
-        mix_scale=address_of(weights.mix_scale),
         mix=weights.mix.stack,
         proj=weights.out.stack,
         kind=RECURRENT_KINDS[spec.kind],
-        heads=spec.heads,
-        key_heads=spec.key_heads,
-        key_size=spec.key_size,
-        value_size=spec.value_size,
-        taps=spec.taps,
-        dilation=spec.dilation,
-        width=spec.width,
-        tiled=spec.tiled,
-        channel_decay=spec.channel_decay,
-        norm_size=spec.norm_size,
         norm_width=0 if weights.out_norm is None else weights.out_norm.values.size,
         gate_sigmoid=spec.gate == "sigmoid",
-        gate_first=spec.gate_first,
-        eps=spec.eps,
         norm_eps=spec.norm_eps or spec.eps,
-        strength=spec.strength,
         least_step=spec.time_steps[0],
         most_step=spec.time_steps[1],
     )

@@ -263,22 +263,16 @@ def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:
     if kept is not None and kept[0] is weights and kept[1] is spec:
         args: RouteArgs = kept[2]
         return args
+    vectors = ("norm", "gate_bias", "choice_bias", "gate_norm", "expert_scale")
+    sizes = (
+        *("used", "ranked", "normalize", "groups", "used_groups", "group_top"),
+        *("eps", "scale"),
+    )
     args = RouteArgs(
-        norm=address_of(weights.norm),
-        gate_bias=address_of(weights.gate_bias),
-        choice_bias=address_of(weights.choice_bias),
-        gate_norm=address_of(weights.gate_norm),
-        expert_scale=address_of(weights.expert_scale),
+        **{name: address_of(getattr(weights, name)) for name in vectors},
+        **{name: getattr(spec, name) for name in sizes},
         gate=weights.gate.stack,
-        used=spec.used,
-        ranked=spec.ranked,
         scoring=SCORINGS[spec.scoring],
-        normalize=spec.normalize,
-        groups=spec.groups,
-        used_groups=spec.used_groups,
-        group_top=spec.group_top,
-        eps=spec.eps,
-        scale=spec.scale,
     )
     weights.gate.call = (weights, spec, args)
     return args

@@ -9,7 +9,7 @@ head together; unlike on the CPU, quantized keys keep the bias of their projecti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int, c_int64, c_void_p
 from functools import cache
 
@@ -34,7 +34,7 @@ from localrt.quant.ops.attention import (
 )
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.kv import KVCache, KvFormat, grown_capacity, head_nbytes
-from localrt.quant.ops.protocol import LayerSpec, Span
+from localrt.quant.ops.protocol import LayerSpec, ranges
 from localrt.quant.ops.states import StateLayout
 from localrt.quant.reference.kv import kv_of, sequence_cache
 
@@ -387,14 +387,6 @@ class AttentionSteps:
         if weights.post_norm is None:
             return y
         return norm(y, weights.post_norm, spec.eps, out=torch.float32)
-
-
-def ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
-    """First row, end, span."""
-    first = 0
-    for span in spans:
-        yield first, first + span.rows, span
-        first += span.rows
 
 
 def _gates(qkv: Tensor, spec: AttentionSpec) -> Tensor:

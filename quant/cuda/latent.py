@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_results, ranges
+from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_results
 from localrt.quant.cuda.launch import launch, pointer
 from localrt.quant.cuda.linear import linear, multiply_heads, normed_for
 from localrt.quant.cuda.products import MOST_ROWS, OUT
@@ -22,7 +22,7 @@ from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.steps import norm
 from localrt.quant.cuda.stream import CudaPass, Stream
 from localrt.quant.ops.attention import LatentSpec, LatentWeights
-from localrt.quant.ops.protocol import Span
+from localrt.quant.ops.protocol import Span, ranges
 from localrt.quant.reference.attention import attend_latents, visible_keys
 from localrt.quant.reference.kv import kv_of
 

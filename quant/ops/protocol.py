@@ -10,7 +10,7 @@ heads, G key/value heads, E head size, V vocabulary, K experts of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -157,6 +157,14 @@ class Batch:
             [np.arange(cache.length, cache.length + len(ids)) for cache, ids in sequences]
         )
         return cls(tokens, positions, tuple(Span(cache, len(ids)) for cache, ids in sequences))
+
+
+def ranges(spans: Sequence[Span]) -> Iterator[tuple[int, int, Span]]:
+    """First row, end, span."""
+    first = 0
+    for span in spans:
+        yield first, first + span.rows, span
+        first += span.rows
 
 
 class Recorder(Protocol):

@@ -48,6 +48,7 @@ from localrt.quant.ops.protocol import (
     MlpWeights,
     Rope,
     Span,
+    ranges,
 )
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateLayout, StatePass
@@ -231,12 +232,11 @@ class TorchOps(StreamSteps):
             at = torch.tensor([position], device=self._device)
             return _rotate(normed, *self._turns(spec.rope, at))[0, 0]
 
-        chosen, row = [], 0
-        for span in step.spans:
-            part = slice(row, row + span.rows)
+        chosen = []
+        for first, stop, span in ranges(step.spans):
+            part = slice(first, stop)
             places = step.positions[part]
             chosen.append(choose_rows(q[part], qk[part, -1], spec, span, places, layer, finish))
-            row += span.rows
         return chosen
 
     def attention_output(
@@ -249,14 +249,11 @@ class TorchOps(StreamSteps):
         chosen: list[Tensor] | None = None,
     ) -> Tensor:
         outputs = []
-        row = 0
         q, gates = q.chunk(2) if spec.has_gates else (q, None)
-        for index, span in enumerate(step.spans):
-            rows = q[row : row + span.rows]
+        for index, (first, stop, span) in enumerate(ranges(step.spans)):
             mask = self._mask(index, span, spec.window, step) if chosen is None else chosen[index]
-            cache = kv_of(span)
+            rows, cache = q[first:stop], kv_of(span)
             outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
-            row += span.rows
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if gates is not None:
             joined = joined * gates.flatten(1).sigmoid()
@@ -276,12 +273,9 @@ class TorchOps(StreamSteps):
         self, q: Tensor, weights: LatentWeights, spec: LatentSpec, step: _Pass, layer: int
     ) -> Tensor:
         seen = []
-        row = 0
-        for index, span in enumerate(step.spans):
+        for index, (first, stop, span) in enumerate(ranges(step.spans)):
             mask = self._mask(index, span, None, step)
-            rows = q[row : row + span.rows]
-            seen.append(attend_latents(rows, kv_of(span), layer, mask, spec))
-            row += span.rows
+            seen.append(attend_latents(q[first:stop], kv_of(span), layer, mask, spec))
         return self.linear(latent_values(torch.cat(seen), weights, spec), weights.out)
 
     def norm_recurrent(
@@ -461,10 +455,8 @@ class TorchOps(StreamSteps):
 
 def _append(k: Tensor, v: Tensor, step: _Pass, layer: int) -> None:
     """Write new keys and values (R, G, E) to the caches of their sequences."""
-    row = 0
-    for span in step.spans:
-        kv_of(span).write(layer, k[row : row + span.rows], v[row : row + span.rows])
-        row += span.rows
+    for first, stop, span in ranges(step.spans):
+        kv_of(span).write(layer, k[first:stop], v[first:stop])
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

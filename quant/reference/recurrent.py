@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from localrt.quant.ops.hybrid_cache import states_of
-from localrt.quant.ops.protocol import Span
+from localrt.quant.ops.protocol import Span, ranges
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass
 
@@ -68,11 +68,10 @@ def _run_all(
     layer: int,
 ) -> Tensor:
     """What all rows see of their sequences' states."""
-    parts, row = [], 0
-    for span, states in zip(spans, passes, strict=True):
-        parts.append(_run(rows[row : row + span.rows], weights, spec, span, states, layer))
+    parts = []
+    for (first, stop, span), states in zip(ranges(spans), passes, strict=True):
+        parts.append(_run(rows[first:stop], weights, spec, span, states, layer))
         states_of(span.cache).layer_done(layer)
-        row += span.rows
     return torch.cat(parts)
 
 
