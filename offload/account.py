@@ -250,7 +250,7 @@ def activation_nbytes(sizes: PassSizes, rows: int) -> int:
     return rows * per_row + logits_nbytes(sizes.vocab, 2) + latents
 
 
-def card_scratch_nbytes(sizes: PassSizes, rows: int) -> int:
+def gpu_scratch_nbytes(sizes: PassSizes, rows: int) -> int:
     """What passes of at most ``rows`` rows need of a GPU beside weights, keys and values.
 
     Long passes unpack a piece of a matrix at a time, and keep its product beside the others'. Short
@@ -269,7 +269,7 @@ def fitting_rows(sizes: PassSizes, budget: int, most: int) -> int:
     return min(most, _FEWEST_ROWS)
 
 
-def card_rows_choices(sizes: PassSizes, budgets: Budgets, most: int) -> Iterator[int]:
+def gpu_rows_choices(sizes: PassSizes, budgets: Budgets, most: int) -> Iterator[int]:
     """Rows of a prompt's pass beside a GPU, more than ``PREFILL_ROWS``: the most first."""
     room = _GPU_ACTIVATION_SHARE * min(budgets.ram, budgets.vram)
     for rows in (most, *(choice for choice in _ROW_CHOICES if choice < most)):
@@ -367,7 +367,7 @@ def placed_account(
     if placement.uses_gpu:
         parts += [
             ("vram", "driver's context", budgets.context_bytes()),
-            ("vram", "activations", card_scratch_nbytes(shape.pass_sizes, rows)),
+            ("vram", "activations", gpu_scratch_nbytes(shape.pass_sizes, rows)),
             ("vram", "weights", weights[Where.VRAM]),
             ("vram", "keys and values", caches["vram"]),
             ("vram", "ring for copies", placement.vram_ring),

@@ -1,4 +1,4 @@
-"""What this machine is: processor, memory, graphics cards, and how fast memory and disk read.
+"""What this machine is: processor, memory, GPUs, and how fast memory and disk read.
 
 Finding out is split by cost. `probe` reads what the system already knows, in milliseconds; the
 `measure_*` functions and `gpus` take up to seconds and are called only where asked for. This module
@@ -53,7 +53,7 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A graphics card; memory in bytes. Only the name is known without asking the driver."""
+    """A GPU; memory in bytes. Only the name is known without asking the driver."""
 
     name: str
     memory_bytes: int | None = None
@@ -102,7 +102,7 @@ def probe(root: Path = Path("/")) -> Machine:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The NVIDIA cards as their driver tells, within a second or so; none without a driver."""
+    """The NVIDIA GPUs as their driver tells, within a second or so; none without a driver."""
     fields = "name,memory.total,memory.free,driver_version,compute_cap"
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
@@ -205,7 +205,7 @@ def _sysctl() -> tuple[str, set[str]]:
 
 
 def _gpus_at_a_glance(root: Path) -> tuple[Gpu, ...]:
-    """The cards that a loaded NVIDIA driver lists in ``/proc``, by name only."""
+    """The GPUs that a loaded NVIDIA driver lists in ``/proc``, by name only."""
     found = []
     for path in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
         try:
@@ -229,4 +229,4 @@ def _parse_nvidia_smi(output: str) -> tuple[Gpu, ...]:
 
 
 def _mebibytes(cell: str) -> int | None:
-    return int(cell) << 20 if cell.isdigit() else None  # "[N/A]" on cards that share RAM
+    return int(cell) << 20 if cell.isdigit() else None  # "[N/A]" on GPUs that share RAM

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-LEAST_CARD_ROWS = 65
+LEAST_GPU_ROWS = 65
 """Rows from which on a pass may have another placement: more than decoding and verifying have, so
 that what was measured never changes which processor computes an answer.
 """
@@ -45,7 +45,7 @@ class Where(StrEnum):
 
     @property
     def crossed(self) -> Where:
-        """The same, but that what the CPU computes is copied and computed by the card."""
+        """The same, but that what the CPU computes is copied and computed by the GPU."""
         return _CROSSED.get(self, self)
 
 
@@ -78,7 +78,7 @@ class Placement:
     first in, first out, at least as large as the largest of them. ``prefill_rows`` is the most rows
     of one pass.
 
-    In passes of ``card_rows`` rows or more (0: in none) the units of ``crossing``, which the CPU
+    In passes of ``gpu_rows`` rows or more (0: in none) the units of ``crossing``, which the CPU
     computes otherwise, are copied over the link and computed by the GPU, and so are the experts of
     a mixture that it does not hold. Attention never is: its keys and values are where they are.
     """
@@ -88,7 +88,7 @@ class Placement:
     ram_ring: int = 0
     vram_ring: int = 0
     prefill_rows: int = 512
-    card_rows: int = 0
+    gpu_rows: int = 0
     crossing: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -97,9 +97,9 @@ class Placement:
                 raise ValueError(f"{name} must not be negative, is {getattr(self, name)}")
         if self.prefill_rows < 1:
             raise ValueError(f"prefill_rows must be at least 1, is {self.prefill_rows}")
-        if self.card_rows and self.card_rows < LEAST_CARD_ROWS:
+        if self.gpu_rows and self.gpu_rows < LEAST_GPU_ROWS:
             raise ValueError(
-                f"card_rows must be 0 or at least {LEAST_CARD_ROWS}, is {self.card_rows}"
+                f"gpu_rows must be 0 or at least {LEAST_GPU_ROWS}, is {self.gpu_rows}"
             )
 
     @property
@@ -109,7 +109,7 @@ class Placement:
 
     def crosses(self, rows: int) -> bool:
         """Whether a pass of ``rows`` rows has the GPU compute what the CPU does otherwise."""
-        return 0 < self.card_rows <= rows
+        return 0 < self.gpu_rows <= rows
 
     def on(self, rows: int) -> Mapping[str, Where]:
         """The places in a pass of ``rows`` rows."""

@@ -150,7 +150,7 @@ class ModelShape:
     """Units in the order of a pass, and the few numbers that memory and time depend on.
 
     ``inner`` is the widest MLP, ``parameters`` counts every weight once. ``notes`` say what was
-    assumed. ``beside`` is that of ``PassSizes``. ``off_gpu`` says what our kernels for cards lack
+    assumed. ``beside`` is that of ``PassSizes``. ``off_gpu`` says what our kernels for GPUs lack
     for this model, if anything. ``routed`` are the experts; ``steps`` are what a pass computes one
     after another: a unit, or a layer's experts.
     """

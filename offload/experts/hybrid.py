@@ -42,7 +42,7 @@ class HybridExperts:
     """Runs the sparse layers whose router is on the GPU of ``slots``. See ``Experts``.
 
     ``memory`` holds experts for the CPU, whose ``Ops`` are ``host``; ``costs`` are seconds of an
-    expert. In passes of ``card_rows`` rows or more (0: in none) the GPU computes all that any
+    expert. In passes of ``gpu_rows`` rows or more (0: in none) the GPU computes all that any
     memory holds. ``scheduler``, and whether an idle link ``fills`` slots, may be changed between
     passes.
     """
@@ -57,7 +57,7 @@ class HybridExperts:
         clock: Clock,
         costs: ExpertCosts,
         *,
-        card_rows: int = 0,
+        gpu_rows: int = 0,
     ) -> None:
         self.watch: RoutingWatch | None = None
         self._slots, self.memory = slots, memory
@@ -65,7 +65,7 @@ class HybridExperts:
         self._host = host
         self._clock = clock
         self._costs = costs
-        self._gpu_rows = card_rows
+        self._gpu_rows = gpu_rows
         self.scheduler: Scheduler = schedule
         self.fills = True
         self._link_free = 0.0  # when all copies that were asked for are done, about

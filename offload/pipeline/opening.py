@@ -20,7 +20,7 @@ from localrt.models.config import EMBEDDING, memory_places
 from localrt.models.decoder import load_attention, load_mlp, load_norm
 from localrt.models.layers.ngrams import NGRAM_TABLE
 from localrt.models.units import TABLES
-from localrt.offload.account import card_scratch_nbytes
+from localrt.offload.account import gpu_scratch_nbytes
 from localrt.offload.device.gpu import Gpu, Slab, share_slabs
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.memory import (
@@ -275,7 +275,7 @@ class _Opening:
                 setup.ops,
                 setup.clock,
                 setup.expert_costs,
-                card_rows=placement.card_rows,
+                gpu_rows=placement.gpu_rows,
             )
             self.held.callback(hybrid.settle)
         return runners
@@ -310,7 +310,7 @@ class _Opening:
                 assert gpu is not None, "what crosses goes to one"
                 assert not sparse, "of a mixture experts cross"
                 self.stages[unit.name] = CrossingStage(
-                    unit, setup.where(unit), lane, load, gpu=gpu, rows=placement.card_rows
+                    unit, setup.where(unit), lane, load, gpu=gpu, rows=placement.gpu_rows
                 )
             else:
                 moved = _layer_moved(lane, segments)
@@ -419,10 +419,10 @@ class _Opening:
     def _gpu_scratch(self) -> int:
         """What kernels need of the GPU's memory; nothing where it computes nothing."""
         placement = self.setup.placement
-        if not (placement.card_rows or placement.uses_gpu):
+        if not (placement.gpu_rows or placement.uses_gpu):
             return 0
         sizes = PassSizes.of_config(self.setup.config)
-        return card_scratch_nbytes(sizes, placement.prefill_rows)
+        return gpu_scratch_nbytes(sizes, placement.prefill_rows)
 
     def _table(self, name: str, head: Mapping[str, Stage]) -> RowTable:
         """What is read by row: ``head`` are its slices on the CPU, which may be in RAM."""

@@ -1,7 +1,17 @@
-"""Where every unit of a model should live on a machine, how fast that will be, and why.
+"""Where every unit of a model should be on a machine, how fast that will be, and why.
 
-``make_plan`` is the way in. Everything here is arithmetic on numbers of bytes and operations: no
-weight is read, no file but the cached measurements is written, and torch is never imported.
+Everything here is arithmetic on numbers of bytes and operations: no weight is read, no file but the
+cached measurements is written, torch is never imported. It knows rates, placements and schedules,
+and neither models' names nor who carries a placement out (``offload/pipeline``).
+
+Start with ``plan.py`` (what is asked, what is answered) and ``advice.make_plan``. ``machine.py`` is
+a machine in rates, ``costs.py`` turns rates into seconds; the rates are measured by ``measure.py``
+or described in words (``pc.py``, ``gpus.py``). ``shapes.py`` has a model's sizes from its config.
+``search.py`` tries ring sizes, ``solve.py`` fills them by rules, ``simulate.py`` replays the
+schedule byte by byte as ``offload/ring.py`` has it. ``predict.py`` says what to expect, with a
+replay or without, ``verdict.py`` whether that is good for chat, ``advice.py`` what would help,
+``report.py`` all of it in words. ``pair.py`` places a draft beside its target. A forecast shown
+beside a measurement uses the rates that disk and CPU had in recent passes.
 """
 
 from localrt.offload.account import Budgets

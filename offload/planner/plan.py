@@ -380,7 +380,7 @@ class Plan:
                 "ram_ring": self.placement.ram_ring,
                 "vram_ring": self.placement.vram_ring,
                 "prefill_rows": self.placement.prefill_rows,
-                "card_rows": self.placement.card_rows,
+                "gpu_rows": self.placement.gpu_rows,
                 "crossing": sorted(self.placement.crossing),
             },
             "prediction": asdict(self.prediction),

@@ -64,7 +64,7 @@ def explain(plan: Plan) -> str:
 
 def hypothetical_line(options: Sequence[str]) -> str:
     """``options`` are those that describe another PC than this one."""
-    rest = "what you did not give is this machine's, or the card's usual figure"
+    rest = "what you did not give is this machine's, or the GPU's usual figure"
     if "--pc" in options:
         rest = "what you did not say of it is typical, and nothing was measured on it"
     return f"A hypothetical PC ({', '.join(options)}): {rest}."
@@ -253,7 +253,7 @@ def _loss(size: PlannedSize) -> str:
 def _long_passes(plan: Plan) -> Iterator[str]:
     """What passes of many rows do otherwise."""
     placement, shape = plan.placement, plan.request.shape
-    if not placement.card_rows:
+    if not placement.gpu_rows:
         return
     what, moved = "MLPs", [unit for unit in shape.units if unit.name in placement.crossing]
     if shape.experts is not None:
@@ -261,7 +261,7 @@ def _long_passes(plan: Plan) -> Iterator[str]:
     if moved:
         size = format_bytes(sum(unit.nbytes for unit in moved))
         yield (
-            f"from {placement.card_rows} tokens a pass on, the CPU's {what} ({size}) are copied "
+            f"from {placement.gpu_rows} tokens a pass on, the CPU's {what} ({size}) are copied "
             "to the GPU and computed there"
         )
 

@@ -18,20 +18,19 @@ from dataclasses import dataclass, replace
 from localrt.offload.account import (
     PREFILL_ROWS,
     activation_nbytes,
-    card_rows_choices,
-    card_scratch_nbytes,
     fitting_rows,
+    gpu_rows_choices,
+    gpu_scratch_nbytes,
     kv_buffer_nbytes,
     kv_tail_nbytes,
 )
-from localrt.offload.placement import LEAST_CARD_ROWS, KvPlace, PlacedUnit, Placement, Where
+from localrt.offload.placement import LEAST_GPU_ROWS, KvPlace, PlacedUnit, Placement, Where
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.plan import PlanRequest
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.planner.solve import (
     AttentionPlace,
     Counts,
-    Pattern,
     Problem,
     UnitClass,
     arrange,
@@ -41,7 +40,7 @@ from localrt.offload.planner.solve import (
 )
 
 _NEARLY = 1.1  # times the least
-_ROWS = (LEAST_CARD_ROWS, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
+_ROWS = (LEAST_GPU_ROWS, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 
 
 def with_long_passes(costs: Costs, placement: Placement) -> Placement:
@@ -68,10 +67,10 @@ def with_long_passes(costs: Costs, placement: Placement) -> Placement:
         )
         if not crossing:
             return placement
-    rows = _card_rows(costs, where, crossing)
-    if not LEAST_CARD_ROWS <= rows <= placement.prefill_rows:
+    rows = _gpu_rows(costs, where, crossing)
+    if not LEAST_GPU_ROWS <= rows <= placement.prefill_rows:
         return placement
-    return replace(placement, card_rows=rows, crossing=crossing)
+    return replace(placement, gpu_rows=rows, crossing=crossing)
 
 
 def costs_of_rows(costs: Costs, rows: int) -> Costs:
@@ -79,7 +78,7 @@ def costs_of_rows(costs: Costs, rows: int) -> Costs:
     return Costs(shape=costs.shape, machine=costs.machine, rows=rows, kv_format=costs.kv_format)
 
 
-def _card_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]) -> int:
+def _gpu_rows(costs: Costs, where: Mapping[str, Where], crossing: frozenset[str]) -> int:
     """The fewest rows with which copying hides behind computing, or ends sooner than the CPU.
 
     0 where none do. Copies and the GPU's work go on at the same time; the CPU's and the GPU's
@@ -191,7 +190,6 @@ class _Search:
             )
         self.ram_rings = list(_ram_rings(slots, rooms, few=few))
         self.vram_rings = list(_vram_rings(slots, rooms, few=few)) if self._gpu else [_Ring(0, 0)]
-        self._patterns: tuple[Pattern, ...] = ("spread", "block")
         self.tried: dict[tuple[_Ring, _Ring], Candidate] = {}
 
     def best(self) -> Candidate | None:
@@ -258,36 +256,29 @@ class _Search:
         return self.tried.get((ram, vram))
 
     def _replay(self, problem: Problem, counts: Counts, ram: _Ring, vram: _Ring) -> Candidate:
-        """The better of the arrangements of ``counts``, with these rings."""
+        """``counts`` in the order of a pass, with these rings."""
         costs, rooms = self._costs, self._rooms
-        mixed = {where.on_gpu for places in counts for where, n in places.items() if n}
-        found: dict[Pattern, Candidate] = {}
-        for pattern in self._patterns if len(mixed) > 1 else self._patterns[:1]:
-            where = arrange(costs.shape.units, problem.classes, counts, pattern)
-            moved = any(where[unit.name].read for unit in costs.shape.units if unit.macs)
-            copied = any(place.copied for place in where.values())
-            placement = with_long_passes(
-                costs,
-                Placement(
-                    where=_with_small_units(costs, where),
-                    kv=_kv_places(costs, where, rooms),
-                    ram_ring=ram.nbytes if moved else 0,
-                    vram_ring=vram.nbytes,
-                    prefill_rows=self._prefill_rows,
-                ),
-            )
-            if not (copied or placement.crossing):  # a ring that nothing passes is not made
-                placement = replace(placement, vram_ring=0)
-            passes = 2 if costs.shape.experts else 3
-            found[pattern] = Candidate(
-                placement=placement,
-                pass_s=simulate(costs, placement, passes=passes, warm_up=2).seconds,
-                prompt_s=self._prompt_s(placement),
-            )
-        pattern = min(found, key=lambda each: found[each].seconds)
-        if len(found) > 1 and len(self.tried) > 1:
-            self._patterns = (pattern,)  # what was better twice stays better
-        return found[pattern]
+        where = arrange(costs.shape.units, problem.classes, counts)
+        moved = any(where[unit.name].read for unit in costs.shape.units if unit.macs)
+        copied = any(place.copied for place in where.values())
+        placement = with_long_passes(
+            costs,
+            Placement(
+                where=_with_small_units(costs, where),
+                kv=_kv_places(costs, where, rooms),
+                ram_ring=ram.nbytes if moved else 0,
+                vram_ring=vram.nbytes,
+                prefill_rows=self._prefill_rows,
+            ),
+        )
+        if not (copied or placement.crossing):  # a ring that nothing passes is not made
+            placement = replace(placement, vram_ring=0)
+        passes = 2 if costs.shape.experts else 3
+        return Candidate(
+            placement=placement,
+            pass_s=simulate(costs, placement, passes=passes, warm_up=2).seconds,
+            prompt_s=self._prompt_s(placement),
+        )
 
     def _prompt_s(self, placement: Placement) -> float:
         """Seconds of a prompt's token, where the placement decides about them."""
@@ -391,7 +382,7 @@ def _best_rows(request: PlanRequest) -> int:
     if not request.uses_gpu:
         return PREFILL_ROWS
     most = request.most_prefill_rows
-    longer = card_rows_choices(request.shape.pass_sizes, request.budgets, most)
+    longer = gpu_rows_choices(request.shape.pass_sizes, request.budgets, most)
     tried = ((rows, _search(*prepare(request, rows), [])) for rows in (*longer, PREFILL_ROWS))
     found = {rows: each for rows, each in tried if each is not None}
     least = _NEARLY * min((each.seconds for each in found.values()), default=0.0)
@@ -450,7 +441,7 @@ def prepare(request: PlanRequest, longest: int = PREFILL_ROWS) -> tuple[PlanRequ
     ram = budgets.ram - budgets.process_bytes(shape.vocab) - budgets.scratch - activations - small
     vram = 0
     if request.uses_gpu:
-        scratch = card_scratch_nbytes(shape.pass_sizes, rows)
+        scratch = gpu_scratch_nbytes(shape.pass_sizes, rows)
         vram = budgets.vram - budgets.context_bytes() - scratch - small
     # Keys and values of all sequences at the full context.
     sizes = shape.kv_nbytes(request.kv_format, request.ctx)

@@ -185,7 +185,6 @@ def is_feasible(problem: Problem, counts: Counts) -> bool:
 # A subset's sum is exact to one step a unit: small beside the smallest, and not too many in all.
 _STEPS_OF_A_UNIT = 256
 _MOST_STEPS = 1 << 22
-_MOST_SHORT = 64  # steps that rounding down may take from a sum
 _PAGE = 4096
 
 
@@ -285,22 +284,9 @@ def closest_subset(sizes: Sequence[int], limits: Sequence[int], target: int) -> 
     beyond = reached[-1] >> goal
     if beyond == 0:  # only rounding keeps it from reaching the target
         return list(limits)
-    most = goal + (beyond & -beyond).bit_length() - 1
-    # Sizes were rounded down: a sum a few steps short may well reach the target.
-    least = max(0, goal - min(sum(limits), _MOST_SHORT))
-    best: tuple[int, list[int]] | None = None
-    for total in range(least, most + 1):
-        if not reached[-1] >> total & 1:
-            continue
-        counts = _decoded(reached, items, floors, total)
-        if sum(size * n for size, n in zip(sizes, counts, strict=True)) < target:
-            continue
-        counts = _without_surplus(sizes, counts, target)
-        found = sum(size * n for size, n in zip(sizes, counts, strict=True))
-        if best is None or found < best[0]:
-            best = found, counts
-    assert best is not None, "the sum rounded down reaches it"
-    return best[1]
+    # The least sum that reaches it: rounding took at most a step of each unit.
+    total = goal + (beyond & -beyond).bit_length() - 1
+    return _without_surplus(sizes, _decoded(reached, items, floors, total), target)
 
 
 def _decoded(
@@ -392,8 +378,6 @@ def _copy_within(
     return copied, chain
 
 
-Pattern = Literal["spread", "block"]
-"""Units of the CPU between those of the GPU, or all of them first."""
 _SPECIAL = (
     frozenset(where for where in Where if where.on_gpu),
     frozenset(where for where in Where if where.read),
@@ -401,78 +385,34 @@ _SPECIAL = (
 )
 
 
-class _Flow:
-    """Takes its share of a stream of units, by bytes, as evenly as it goes."""
-
-    def __init__(self) -> None:
-        self.lag = 0.0
-
-    def takes(self, nbytes: int, share: float) -> bool:
-        """Whether the next unit is one of the ``share`` that is to be taken."""
-        self.lag += nbytes * share
-        if self.lag < nbytes / 2:
-            return False
-        self.lag -= nbytes
-        return True
-
-
-_Choice = Where | tuple[_Flow, float, "_Choice", "_Choice"]
-"""A place, or a flow that takes a share for the first of two choices."""
-
-
 def arrange(
-    units: Sequence[PlacedUnit],
-    classes: Sequence[UnitClass],
-    counts: Counts,
-    pattern: Pattern = "spread",
+    units: Sequence[PlacedUnit], classes: Sequence[UnitClass], counts: Counts
 ) -> dict[str, Where]:
-    """Every unit of a class at a place, in the order of the pass."""
-    flows = (_Flow(), _Flow(), _Flow()) if pattern == "spread" else (None, _Flow(), _Flow())
-    of: dict[str, _Quota] = {}
-    for group, places in zip(classes, counts, strict=True):
-        of |= dict.fromkeys(group.names, _Quota(places, flows))
-    return {unit.name: of[unit.name].take(unit.nbytes) for unit in units if unit.name in of}
+    """Every unit of a class at a place, in the order of the pass.
 
-
-class _Quota:
-    """What is left of a class's units for each place, and the questions that settle the next one's:
-    on the GPU or not, read or not, copied or not.
+    What is on the GPU, what is read and what is copied is spread over the pass, by bytes, as evenly
+    as it goes.
     """
-
-    def __init__(self, places: Mapping[Where, int], flows: Sequence[_Flow | None]) -> None:
-        self._whole, self._flows = places, flows
-        self._left = {where: count for where, count in places.items() if count}
-        self._choice = self._choices()
-
-    def take(self, nbytes: int) -> Where:
-        """The place of the class's next unit."""
-        choice = self._choice
-        while not isinstance(choice, Where):
-            flow, share, taken, others = choice
-            choice = taken if flow.takes(nbytes, share) else others
-        self._left[choice] -= 1
-        if not self._left[choice]:
-            del self._left[choice]
-            if self._left:
-                self._choice = self._choices()
-        return choice
-
-    def _choices(self) -> _Choice:
-        """The questions while no place's quota is used up."""
-        return self._split(list(self._left), list(zip(self._flows, _SPECIAL, strict=True)))
-
-    def _split(
-        self, among: list[Where], questions: list[tuple[_Flow | None, frozenset[Where]]]
-    ) -> _Choice:
-        if len(among) == 1:
-            return among[0]
-        (flow, special), *others = questions
-        taken = [where for where in among if where in special]
-        rest = [where for where in among if where not in special]
-        if not taken or not rest:
-            return self._split(among, others)
-        if flow is None:  # what the CPU computes comes first
-            return self._split(rest, others)
-        count = sum(self._whole[where] for where in taken)
-        share = count / (count + sum(self._whole[where] for where in rest))
-        return flow, share, self._split(taken, others), self._split(rest, others)
+    quotas: dict[str, tuple[Mapping[Where, int], dict[Where, int]]] = {}  # whole, and what is left
+    for group, places in zip(classes, counts, strict=True):
+        quotas |= dict.fromkeys(group.names, (places, dict(places)))
+    lags, found = [0.0] * len(_SPECIAL), dict[str, Where]()
+    for unit in units:
+        if unit.name not in quotas:
+            continue
+        whole, left = quotas[unit.name]
+        among = [where for where, count in left.items() if count]
+        for number, special in enumerate(_SPECIAL):
+            taken = [where for where in among if where in special]
+            if not taken or len(taken) == len(among):
+                continue
+            share = sum(whole[where] for where in taken) / sum(whole[where] for where in among)
+            lags[number] += unit.nbytes * share
+            if lags[number] >= unit.nbytes / 2:
+                lags[number] -= unit.nbytes
+                among = taken
+            else:
+                among = [where for where in among if where not in special]
+        (found[unit.name],) = among
+        left[found[unit.name]] -= 1
+    return found

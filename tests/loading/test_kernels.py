@@ -180,7 +180,7 @@ def test_a_gpu_that_computes_a_part_compiles_that_part(gpu: FakeGpu, tmp_path: P
             ram_ring=plain.ram_ring,
             vram_ring=plain.vram_ring,
             crossing=frozenset(["layers.1.mlp"]),
-            card_rows=65,
+            gpu_rows=65,
         )
         ops, clock = CudaOps(device="cpu"), Clock()
         share = share_of_gpu(model.store, model.config, placement)

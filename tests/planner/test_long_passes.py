@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError
-from localrt.offload.placement import LEAST_CARD_ROWS, Placement, Where
+from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
 from localrt.offload.planner import Budgets, Plan
 from localrt.offload.planner.costs import Costs
 from localrt.offload.planner.machine import KernelRate, MachineProfile
@@ -48,9 +48,9 @@ def test_the_threshold_is_never_below_65_and_falls_with_the_link(
     found = []
     for link in sorted(links):
         own = Costs(shape=costs.shape, machine=with_cpu(link, cpu))
-        found.append(with_long_passes(own, placement).card_rows or 1 << 30)
+        found.append(with_long_passes(own, placement).gpu_rows or 1 << 30)
     assert found == sorted(found, reverse=True)
-    assert min(found) >= LEAST_CARD_ROWS
+    assert min(found) >= LEAST_GPU_ROWS
 
 
 def test_a_link_that_brings_less_than_the_processor_computes_is_left_alone() -> None:
@@ -58,7 +58,7 @@ def test_a_link_that_brings_less_than_the_processor_computes_is_left_alone() -> 
     slow = Costs(shape=costs.shape, machine=with_cpu(1e6, 1e-12))
     assert with_long_passes(slow, placement) == placement
     quick = Costs(shape=costs.shape, machine=with_cpu(1e12, 1e-10))
-    assert with_long_passes(quick, placement).card_rows == LEAST_CARD_ROWS
+    assert with_long_passes(quick, placement).gpu_rows == LEAST_GPU_ROWS
 
 
 def llama(link: float = 12e9, vram: int = 12_000) -> Plan:
@@ -76,10 +76,10 @@ def test_attention_is_on_the_card_and_mlps_cross_for_prompts() -> None:
     left = [n for n, u in units.items() if u.kind == "mlp" and not placement.where[n].on_gpu]
     assert left
     assert placement.crossing == frozenset(left)
-    for rows, on_gpu in ((1, False), (64, False), (placement.card_rows, True), (2048, True)):
+    for rows, on_gpu in ((1, False), (64, False), (placement.gpu_rows, True), (2048, True)):
         assert all(placement.on(rows)[name].on_gpu is on_gpu for name in left)
-    assert f"from {placement.card_rows} tokens a pass on, the CPU's MLPs (" in explain(plan)
-    without = replace(placement, card_rows=0, crossing=frozenset())
+    assert f"from {placement.gpu_rows} tokens a pass on, the CPU's MLPs (" in explain(plan)
+    without = replace(placement, gpu_rows=0, crossing=frozenset())
     costs = plan.request.costs(rows=placement.prefill_rows)
     crossing, by_cpu = (simulate(costs, each).seconds for each in (placement, without))
     assert crossing < 0.2 * by_cpu
@@ -122,5 +122,5 @@ def test_what_crosses_is_of_the_processor_and_passes_the_ring(
     for name in placement.crossing:
         assert placement.where[name] in (Where.RAM, Where.SSD)
         assert sizes[name] <= placement.vram_ring
-    assert placement.card_rows == 0 or placement.card_rows <= placement.prefill_rows
+    assert placement.gpu_rows == 0 or placement.gpu_rows <= placement.prefill_rows
     assert plan.memory.total("vram") <= budgets.vram

@@ -182,11 +182,10 @@ def test_arranging_uses_every_count_and_spreads_it(data: st.DataObject) -> None:
         cuts = sorted(data.draw(st.lists(st.integers(0, layers), min_size=4, max_size=4)))
         sizes = [b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)]
         counts.append(dict(zip(Where, sizes, strict=True)))
-    for pattern in ("spread", "block"):
-        placed = arrange(units, classes, counts, pattern)
-        for group, places in zip(classes, counts, strict=True):
-            for where in Where:
-                assert sum(placed[name] is where for name in group.names) == places[where]
+    placed = arrange(units, classes, counts)
+    for group, places in zip(classes, counts, strict=True):
+        for where in Where:
+            assert sum(placed[name] is where for name in group.names) == places[where]
 
 
 def test_half_of_the_layers_is_every_other_layer() -> None:

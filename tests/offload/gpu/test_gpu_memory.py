@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.models.decoder import Decoder
-from localrt.offload.account import card_scratch_nbytes
+from localrt.offload.account import gpu_scratch_nbytes
 from localrt.offload.device.gpu import SLABS, Clock, Gpu, Slab, share_slabs
 from localrt.offload.memory import MemoryPressure
 from localrt.offload.pipeline import balance
@@ -56,7 +56,7 @@ def units(model: Model) -> dict[str, Any]:
 
 def beside_weights(model: Model, length: int) -> int:
     """What passes need of the GPU, with keys and values of so many tokens."""
-    scratch = card_scratch_nbytes(PassSizes.of_config(model.config), 512)
+    scratch = gpu_scratch_nbytes(PassSizes.of_config(model.config), 512)
     return scratch + model.ops.kv_nbytes(model.config.attention, 3 * length // 2)
 
 
@@ -74,8 +74,8 @@ def test_the_scratch_of_attention_is_counted(model: Model) -> None:
     assert shape_from_checkpoint(model.store).pass_sizes == sizes
     (spec, *_), runs = model.config.attention, 512 // 256
     assert sizes.split_nbytes == 64 * runs * spec.heads * (spec.head_dim + 2) * 4
-    without = card_scratch_nbytes(replace(sizes, split_nbytes=0), 512)
-    assert card_scratch_nbytes(sizes, 512) == without + sizes.split_nbytes
+    without = gpu_scratch_nbytes(replace(sizes, split_nbytes=0), 512)
+    assert gpu_scratch_nbytes(sizes, 512) == without + sizes.split_nbytes
 
 
 # -- slabs -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
 from localrt.models.decoder import Decoder
-from localrt.offload.placement import LEAST_CARD_ROWS, Placement, Where
+from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.gpu.placed_on_gpu import PAGES, SHORTAGES, on_gpu, place_on_gpu, placements, some
@@ -32,7 +32,7 @@ from tests.offload.placed import (
 pytestmark = needs_kernels
 
 LONG = 70
-SHORT = LEAST_CARD_ROWS - 1
+SHORT = LEAST_GPU_ROWS - 1
 
 
 def crossing(
@@ -43,7 +43,7 @@ def crossing(
     placement = place_on_gpu(model.store, where, slack=slack)
     names = (n for n, place in placement.where.items() if n.endswith("mlp") and not place.on_gpu)
     placement = replace(
-        placement, card_rows=LEAST_CARD_ROWS, crossing=frozenset(names), prefill_rows=LONG
+        placement, gpu_rows=LEAST_GPU_ROWS, crossing=frozenset(names), prefill_rows=LONG
     )
     return on_gpu(model, where, placement=placement, **options)
 
@@ -80,7 +80,7 @@ def test_the_rows_of_a_pass_say_who_computes(model: Model, where: Where) -> None
     with crossing(model, others | dict.fromkeys(mlps, where)) as decoder:
         cache = decoder.cache(400)
         seen: list[dict[str, set[str]]] = []
-        for size in (SHORT, LEAST_CARD_ROWS, LONG, 1):
+        for size in (SHORT, LEAST_GPU_ROWS, LONG, 1):
             before = len(decoder.weights.tasks())
             extend(decoder, cache, tokens(size), [])
             done = decoder.weights.tasks()[before:]
@@ -114,8 +114,8 @@ def test_a_cancelled_long_pass_leaves_the_next_one_whole(
 
 
 def test_fewer_rows_than_verifying_has_never_cross() -> None:
-    with pytest.raises(ValueError, match="card_rows must be 0 or at least 65, is 64"):
-        Placement(where={}, kv=(), card_rows=64)
+    with pytest.raises(ValueError, match="gpu_rows must be 0 or at least 65, is 64"):
+        Placement(where={}, kv=(), gpu_rows=64)
 
 
 # -- mixtures --------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def batching(
 ) -> AbstractContextManager[Decoder]:
     """``share`` of the experts in slots, ``ssd`` of the others on disk; long passes cross."""
     where = places(model, share, ssd=ssd)
-    placement = replace(place_on_gpu(model.store, where), card_rows=LEAST_CARD_ROWS)
+    placement = replace(place_on_gpu(model.store, where), gpu_rows=LEAST_GPU_ROWS)
     return on_gpu(model, where, placement=placement, expert_costs=COSTS, **options)
 
 

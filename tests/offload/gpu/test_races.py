@@ -21,7 +21,7 @@ from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.offload.experts.hybrid import HybridExperts
 from localrt.offload.experts.scheduler import ExpertCosts
-from localrt.offload.placement import LEAST_CARD_ROWS, Where
+from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.offload.reading.link import LinkSource
 from localrt.offload.reading.reader import UnitReader
 from localrt.quant.cpu.ops import NativeOps
@@ -255,7 +255,7 @@ def test_any_placement_of_a_mixture_computes_the_same(
     where |= dict.fromkeys(experts[data.draw(st.integers(fast + few, len(experts))) :], Where.SSD)
     placement = replace(place_on_gpu(mixture.store, where, slack=slack), prefill_rows=LONG)
     if data.draw(st.booleans()):
-        placement = replace(placement, card_rows=LEAST_CARD_ROWS)
+        placement = replace(placement, gpu_rows=LEAST_GPU_ROWS)
     with on_gpu(mixture, where, placement=placement, late=True, expert_costs=costs) as decoder:
         assert_same(conversation(decoder), mixture.expected)
         sizes = data.draw(st.lists(st.sampled_from([1, 7, LONG]), min_size=2, max_size=5))
