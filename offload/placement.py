@@ -98,9 +98,7 @@ class Placement:
         if self.prefill_rows < 1:
             raise ValueError(f"prefill_rows must be at least 1, is {self.prefill_rows}")
         if self.gpu_rows and self.gpu_rows < LEAST_GPU_ROWS:
-            raise ValueError(
-                f"gpu_rows must be 0 or at least {LEAST_GPU_ROWS}, is {self.gpu_rows}"
-            )
+            raise ValueError(f"gpu_rows must be 0 or at least {LEAST_GPU_ROWS}, is {self.gpu_rows}")
 
     @property
     def uses_gpu(self) -> bool:

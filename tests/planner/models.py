@@ -5,59 +5,33 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from localrt.hub.known_models import find_known
 from localrt.offload.placement import PlacedUnit
 from localrt.offload.planner import Budgets, Plan, PlanRequest, make_plan, shape_from_config
 from localrt.offload.planner.machine import GpuProfile, KernelRate, MachineProfile
 from localrt.offload.shapes import Experts, KvShape, ModelShape
 from localrt.quant.cuda.gpu_file import GpuRates
 
-_GPT_OSS: dict[str, Any] = {
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_key_value_heads": 8,
-    "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-        "quant_method": "mxfp4",
-    },
-    "sliding_window": 128,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
+_KNOWN = {
+    "llama-3-70b": "llama3.3:70b",
+    "qwen2.5-coder-1.5b": "qwen2.5-coder:1.5b",
+    "qwen3-30b-a3b": "qwen3:30b",
+    "gpt-oss-20b": "gpt-oss:20b",
+    "gpt-oss-120b": "gpt-oss:120b",
+    "lfm2-1.2b": "lfm2:1.2b",
+    "llama-3.2-1b": "llama3.2:1b",
+    "nemotron-3-nano-30b-a3b": "nemotron-3-nano:30b",
 }
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama-3-70b": {
-        "model_type": "llama",
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-    },
-    "qwen2.5-coder-1.5b": {
-        "model_type": "qwen2",
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-    },
+
+def _config(short_name: str) -> dict[str, Any]:
+    """That which comes with localrt."""
+    known = find_known(short_name)
+    assert known is not None
+    return dict(known.config())
+
+
+CONFIGS: dict[str, dict[str, Any]] = {name: _config(short) for name, short in _KNOWN.items()} | {
     "phi-3-mini": {
         "model_type": "phi3",
         "hidden_size": 3072,
@@ -109,23 +83,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "tie_word_embeddings": False,
     },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "tie_word_embeddings": False,
-    },
     "qwen3-235b-a22b": {
         "model_type": "qwen3_moe",
         "hidden_size": 4096,
@@ -169,8 +126,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "tie_word_embeddings": True,
     },
-    "gpt-oss-20b": {**_GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
-    "gpt-oss-120b": {**_GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "deepseek-v2-lite": {
         "model_type": "deepseek_v2",
         "hidden_size": 2048,
@@ -290,39 +245,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.25,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7},
     },
-    "lfm2-1.2b": {
-        "model_type": "lfm2",
-        "hidden_size": 2048,
-        "block_ff_dim": 12288,
-        "tie_embedding": True,
-        "block_auto_adjust_ff_dim": True,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_multiple_of": 256,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 65536,
-        "max_position_embeddings": 131072,
-        "norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "conv_L_cache": 3,
-        "layer_types": [
-            "full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)
-        ],
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "tie_word_embeddings": True,
-    },
     "falcon-h1-7b": {
         "model_type": "falcon_h1",
         "hidden_size": 3072,
@@ -342,30 +264,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 256,
         "mamba_d_conv": 4,
         "mamba_rms_norm": False,
-        "tie_word_embeddings": False,
-    },
-    "nemotron-3-nano-30b-a3b": {
-        "model_type": "nemotron_h",
-        "hidden_size": 2688,
-        "intermediate_size": 1856,
-        "num_hidden_layers": 52,
-        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "vocab_size": 131072,
-        "max_position_embeddings": 262144,
-        "layer_norm_epsilon": 1e-5,
-        "mamba_num_heads": 64,
-        "mamba_head_dim": 64,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "conv_kernel": 4,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 1856,
-        "moe_shared_expert_intermediate_size": 3712,
-        "routed_scaling_factor": 2.5,
         "tie_word_embeddings": False,
     },
 }
