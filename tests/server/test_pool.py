@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,11 @@ class Pool:
         return {model.name: model.state for model in self.pool.offered()}
 
 
-@asynccontextmanager
-async def opened(folder: Path, **options: Any) -> AsyncIterator[Pool]:
-    """A pool that is closed in the end."""
-    pool = Pool(folder, **options)
-    try:
-        yield pool
-    finally:
-        pool.pool.close()
+@pytest.fixture
+def pool(tiny_folder: Path) -> Iterator[Pool]:
+    made = Pool(tiny_folder)
+    yield made
+    made.pool.close()
 
 
 async def tended(pool: Pool) -> None:
@@ -66,99 +63,54 @@ async def tended(pool: Pool) -> None:
     await pool.pool._tending
 
 
-def run(work: Awaitable[None]) -> None:
-    async def timed() -> None:
-        async with asyncio.timeout(120):
-            await work
+async def test_a_model_is_loaded_when_it_is_asked_for_and_stays(pool: Pool) -> None:
+    assert pool.states == {"a": "unloaded", "b": "unloaded"}
+    for _ in range(2):
+        async with pool.pool.using("b") as served:
+            assert served.name == "b"
+    assert pool.states == {"b": "loaded", "a": "unloaded"}
+    async with pool.pool.using(None) as served:
+        assert served.name == "b"  # the one used last
 
-    asyncio.run(timed())
-
-
-def test_a_model_is_loaded_when_it_is_asked_for_and_stays(tiny_folder: Path) -> None:
-    async def work() -> None:
-        async with opened(tiny_folder) as pool:
-            assert pool.states == {"a": "unloaded", "b": "unloaded"}
-            for _ in range(2):
-                async with pool.pool.using("b") as served:
-                    assert served.name == "b"
-            assert pool.states == {"b": "loaded", "a": "unloaded"}
-            async with pool.pool.using(None) as served:
-                assert served.name == "b"  # the one used last
-        assert pool.loaded == [("b", False)]
-
-    run(work())
+    assert pool.loaded == [("b", False)]
 
 
-def test_many_who_ask_at_once_wait_for_one_loading(tiny_folder: Path) -> None:
-    async def work() -> None:
-        async with opened(tiny_folder) as pool:
+async def test_many_who_ask_at_once_wait_for_one_loading(pool: Pool) -> None:
+    async def ask() -> str:
+        async with pool.pool.using("a") as served:
+            return served.name
 
-            async def ask() -> str:
-                async with pool.pool.using("a") as served:
-                    return served.name
+    go_on, began = threading.Event(), threading.Event()
 
-            go_on, began = threading.Event(), threading.Event()
+    def wait(name: str) -> None:
+        began.set()
+        assert go_on.wait(60)
 
-            def wait(name: str) -> None:
-                began.set()
-                assert go_on.wait(60)
-
-            pool.before_load = wait
-            first = asyncio.ensure_future(ask())
-            others = [asyncio.ensure_future(ask()) for _ in range(4)]
-            await asyncio.to_thread(began.wait, 60)
-            first.cancel()  # the others are not to suffer from it
-            go_on.set()
-            assert set(await asyncio.gather(*others)) == {"a"}
-            assert len(pool.loaded) == 1
-
-    run(work())
+    pool.before_load = wait
+    first = asyncio.ensure_future(ask())
+    others = [asyncio.ensure_future(ask()) for _ in range(4)]
+    await asyncio.to_thread(began.wait, 60)
+    first.cancel()  # the others are not to suffer from it
+    go_on.set()
+    assert set(await asyncio.gather(*others)) == {"a"}
+    assert len(pool.loaded) == 1
 
 
-def test_a_name_that_is_not_here(tiny_folder: Path) -> None:
-    async def work() -> None:
-        async with opened(tiny_folder) as pool:
-            with pytest.raises(ApiError, match="not here: this server runs 'a', 'b'"):
-                pool.pool.find("/etc/passwd")
+async def test_a_failed_load_is_told_without_paths_and_tried_again(pool: Pool) -> None:
+    def fail(name: str) -> None:
+        raise localrt.CheckpointError("/home/jane/models/b.gguf: truncated")
 
-    run(work())
-
-
-def test_what_fails_to_load_tells_why_and_is_tried_again(tiny_folder: Path) -> None:
-    async def work() -> None:
-        async with opened(tiny_folder) as pool:
-
-            def fail(name: str) -> None:
-                raise localrt.CheckpointError("the file is damaged")
-
-            pool.before_load = fail
-            with pytest.raises(localrt.CheckpointError, match="damaged"):
-                async with pool.pool.using("a"):
-                    pass
-            pool.before_load = lambda name: None
-            async with pool.pool.using("a") as served:
-                assert served.live.generate("hi", **GREEDY).token_ids
-
-    run(work())
-
-
-def test_a_failed_load_is_told_without_paths_and_changes_no_order(tiny_folder: Path) -> None:
-    async def work() -> None:
-        async with opened(tiny_folder) as pool:
-
-            def fail(name: str) -> None:
-                raise localrt.CheckpointError("/home/jane/models/b.gguf: truncated")
-
-            async with pool.pool.using("a"):
-                pass
-            pool.before_load = fail
-            with pytest.raises(localrt.CheckpointError):
-                async with pool.pool.using("b"):
-                    pass
-            assert pool.said[-1] == "could not load b: b.gguf: truncated"
-            assert pool.pool.find(None).name == "a"
-
-    run(work())
+    async with pool.pool.using("a"):
+        pass
+    pool.before_load = fail
+    with pytest.raises(localrt.CheckpointError, match="truncated"):
+        async with pool.pool.using("b"):
+            pass
+    assert pool.said[-1] == "could not load b: b.gguf: truncated"
+    assert pool.pool.find(None).name == "a"
+    pool.before_load = lambda name: None
+    async with pool.pool.using("b") as served:
+        assert served.live.generate("hi", **GREEDY).token_ids
 
 
 def test_names_as_clients_of_ollama_write_them(tiny_folder: Path) -> None:
@@ -171,121 +123,100 @@ def test_names_as_clients_of_ollama_write_them(tiny_folder: Path) -> None:
     ):
         assert pool.pool.find(given).name == name
     assert pool.pool.offered()[0].name == "org/Model:Q4_K_M"
-    for given in ("org/model", "org/model:latest", "plain:q4_0"):
+    for given in ("org/model", "org/model:latest", "plain:q4_0", "/etc/passwd"):
         with pytest.raises(ApiError, match="not here"):
             pool.pool.find(given)
 
 
-def test_closing_gives_up_what_is_being_loaded(tiny_folder: Path) -> None:
-    async def work() -> None:
-        pool = Pool(tiny_folder)
-        began = threading.Event()
+async def test_closing_gives_up_what_is_being_loaded(pool: Pool) -> None:
+    began = threading.Event()
 
-        def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
-            began.set()
-            assert cancel.wait(60)
-            raise CancelledError("loading was cancelled")
+    def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
+        began.set()
+        assert cancel.wait(60)
+        raise CancelledError("loading was cancelled")
 
-        pool.pool._load = load
+    pool.pool._load = load
 
-        async def ask() -> None:
-            async with pool.pool.using("a"):
-                pass
+    async def ask() -> None:
+        async with pool.pool.using("a"):
+            pass
 
-        asking = asyncio.ensure_future(ask())
-        await asyncio.to_thread(began.wait, 60)
-        await asyncio.to_thread(pool.pool.close)
-        with pytest.raises(CancelledError):
-            await asking
-        with pytest.raises(CancelledError, match="stopping"):
-            await ask()
-        assert pool.pool.at_work() == []
-
-    run(work())
+    asking = asyncio.ensure_future(ask())
+    await asyncio.to_thread(began.wait, 60)
+    await asyncio.to_thread(pool.pool.close)
+    with pytest.raises(CancelledError):
+        await asking
+    with pytest.raises(CancelledError, match="stopping"):
+        await ask()
+    assert pool.pool.at_work() == []
 
 
-def test_it_waits_for_answers_of_others_where_memory_is_short(tiny_folder: Path) -> None:
-    async def work() -> None:
-        async with opened(tiny_folder) as pool:
-            order: list[str] = []
-            refused = threading.Event()
+async def test_it_waits_for_answers_of_others_where_memory_is_short(pool: Pool) -> None:
+    order: list[str] = []
+    refused = threading.Event()
 
-            def refuse(name: str) -> None:
-                if pool.states["a"] == "loaded":
-                    refused.set()
-                    raise MemoryBudgetError("there is no room beside a")
+    def refuse(name: str) -> None:
+        if pool.states["a"] == "loaded":
+            refused.set()
+            raise MemoryBudgetError("there is no room beside a")
 
-            async def ask() -> None:
-                async with pool.pool.using("b"):
-                    order.append("b")
+    async def ask() -> None:
+        async with pool.pool.using("b"):
+            order.append("b")
 
-            async with pool.pool.using("a"):
-                pool.before_load = refuse
-                waiting = asyncio.ensure_future(ask())
-                await asyncio.to_thread(refused.wait, 60)
-                order.append("a")
-            await waiting
-            assert order == ["a", "b"]
-            assert pool.states == {"b": "loaded", "a": "unloaded"}
-
-    run(work())
+    async with pool.pool.using("a"):
+        pool.before_load = refuse
+        waiting = asyncio.ensure_future(ask())
+        await asyncio.to_thread(refused.wait, 60)
+        order.append("a")
+    await waiting
+    assert order == ["a", "b"]
+    assert pool.states == {"b": "loaded", "a": "unloaded"}
 
 
-def test_nobody_waits_for_ever_where_it_fits_in_no_case(tiny_folder: Path) -> None:
-    async def work() -> None:
-        async with opened(tiny_folder) as pool:
+async def test_nobody_waits_for_ever_where_it_fits_in_no_case(pool: Pool) -> None:
+    def refuse(name: str) -> None:
+        raise MemoryBudgetError("it is too large")
 
-            def refuse(name: str) -> None:
-                raise MemoryBudgetError("it is too large")
-
-            pool.before_load = refuse
-            with pytest.raises(MemoryBudgetError, match="too large"):
-                async with pool.pool.using("b"):
-                    pass
-
-    run(work())
+    pool.before_load = refuse
+    with pytest.raises(MemoryBudgetError, match="too large"):
+        async with pool.pool.using("b"):
+            pass
 
 
-def test_a_model_that_nobody_uses_gives_its_memory_back(tiny_folder: Path) -> None:
-    async def work() -> None:
-        async with opened(tiny_folder, keep_alive_s=0) as pool:
-            async with pool.pool.using("b"):
-                pool.pool.keep("b", -1)
-            async with pool.pool.using("a"):
-                for _ in range(3):
-                    await tended(pool)
-                assert pool.states["a"] == "loaded"
-            await tended(pool)
-            assert pool.states == {"b": "loaded", "a": "unloaded"}
-
-    run(work())
+async def test_a_model_that_nobody_uses_gives_its_memory_back(tiny_folder: Path) -> None:
+    pool = Pool(tiny_folder, keep_alive_s=0)
+    with closing(pool.pool):
+        async with pool.pool.using("b"):
+            pool.pool.keep("b", -1)
+        async with pool.pool.using("a"):
+            for _ in range(3):
+                await tended(pool)
+            assert pool.states["a"] == "loaded"
+        await tended(pool)
+        assert pool.states == {"b": "loaded", "a": "unloaded"}
 
 
-def test_a_keep_alive_of_a_client_is_for_one_loading(tiny_folder: Path) -> None:
+async def test_a_keep_alive_of_a_client_is_for_one_loading(pool: Pool) -> None:
     """A model that was only idle is loaded as before: no packed copy is written for it."""
 
-    async def work() -> None:
-        async with opened(tiny_folder) as pool:
+    async def used() -> float | None:
+        async with pool.pool.using("a"):
+            pass
+        return pool.pool.find("a").unload_s
 
-            async def used() -> float | None:
-                async with pool.pool.using("a"):
-                    pass
-                return pool.pool.find("a").unload_s
-
-            pool.pool.keep("a", 0)
-            await used()
-            await tended(pool)
-            assert pool.states["a"] == "unloaded"
-            left = await used()
-            assert left is not None
-            assert left > 100
-            assert pool.loaded == [("a", False), ("a", False)]
-
-    run(work())
+    pool.pool.keep("a", 0)
+    await used()
+    await tended(pool)
+    assert pool.states["a"] == "unloaded"
+    left = await used()
+    assert left is not None
+    assert left > 100
+    assert pool.loaded == [("a", False), ("a", False)]
 
 
-def test_unloading_what_is_not_loaded_leaves_the_next_one_time(tiny_folder: Path) -> None:
-    pool = Pool(tiny_folder)
+def test_unloading_what_is_not_loaded_leaves_the_next_one_time(pool: Pool) -> None:
     with serving(pool.pool) as running:
         body = {"model": "a", "keep_alive": 0}
         status, said, _ = running.request("POST", "/api/generate", body)
@@ -297,8 +228,7 @@ def test_unloading_what_is_not_loaded_leaves_the_next_one_time(tiny_folder: Path
 
 
 @pytest.mark.parametrize("seconds", ["1e12", "1e999", "-1"])
-def test_what_is_kept_for_ever_says_no_time(tiny_folder: Path, seconds: str) -> None:
-    pool = Pool(tiny_folder)
+def test_what_is_kept_for_ever_says_no_time(pool: Pool, seconds: str) -> None:
     with serving(pool.pool) as running:
         body = b'{"model": "a", "keep_alive": %s}' % seconds.encode()
         assert running.request("POST", "/api/generate", body)[0] == 200
@@ -308,8 +238,7 @@ def test_what_is_kept_for_ever_says_no_time(tiny_folder: Path, seconds: str) -> 
         assert running.request("GET", "/v1/models")[0] == 200
 
 
-def test_a_server_without_a_model_offers_all(tiny_folder: Path) -> None:
-    pool = Pool(tiny_folder)
+def test_a_server_without_a_model_offers_all(pool: Pool) -> None:
     with serving(pool.pool) as running:
         status, listed, _ = running.request("GET", "/v1/models")
         assert status == 200
@@ -355,19 +284,16 @@ def by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
 
 @pytest.mark.real
 @needs_kernels
-def test_models_that_do_not_fit_together_shrink_by_turns(by_turns: Pool) -> None:
+async def test_models_that_do_not_fit_together_shrink_by_turns(by_turns: Pool) -> None:
     tokens: dict[str, list[tuple[int, ...]]] = {"a": [], "b": []}
     cached: dict[str, list[int]] = {"a": [], "b": []}
 
-    async def work() -> None:
-        for _ in range(3):
-            for name in "ab":
-                async with by_turns.pool.using(name) as served:
-                    answer = await served.live.agenerate(TEXT, **GREEDY)
-                    tokens[name].append(answer.token_ids)
-                    cached[name].append(answer.metrics.cached_tokens)
-
-    run(work())
+    for _ in range(3):
+        for name in "ab":
+            async with by_turns.pool.using(name) as served:
+                answer = await served.live.agenerate(TEXT, **GREEDY)
+                tokens[name].append(answer.token_ids)
+                cached[name].append(answer.metrics.cached_tokens)
     assert len({*tokens["a"], *tokens["b"]}) == 1
     assert all(count > 100 for name in "ab" for count in cached[name][1:])
     # Each was loaded whole at first, and then so that it can shrink: never a third time.

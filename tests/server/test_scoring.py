@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,48 +10,7 @@ import pytest
 
 import localrt
 from localrt.evaluate import log_softmax
-from tests.real_models import real_model
-from tests.server.conftest import Running, serving
-
-# Beginnings, four ends each, and the one that makes sense; in the style of HellaSwag.
-ITEMS = (
-    (
-        "She put the kettle on the stove, waited until it whistled, and then she",
-        (
-            " poured the water over the tea leaves.",
-            " folded the stove into a boat.",
-            " whistled the leaves a kettle of.",
-            " drove the tea to the airport bank.",
-        ),
-    ),
-    (
-        "The boy kicked the ball over the fence. He asked the neighbour if he could",
-        (
-            " get his ball back.",
-            " boil the fence blue.",
-            " ball the get.",
-            " become a Tuesday of the moon.",
-        ),
-    ),
-    (
-        "It started to rain, so the people in the street",
-        (
-            " opened their umbrellas.",
-            " opened their refrigerators to the rain.",
-            " umbrella started the.",
-            " were eaten by the alphabet.",
-        ),
-    ),
-    (
-        "To change a flat tire, you first loosen the nuts and then",
-        (
-            " lift the car with a jack.",
-            " sing the car to the sleep of nuts.",
-            " jack the with a lift.",
-            " paint the soup with a bicycle.",
-        ),
-    ),
-)
+from tests.server.conftest import Running
 
 
 def own_scores(model: localrt.Model, ids: list[int]) -> list[float]:
@@ -140,24 +98,14 @@ def test_the_token_that_ends_an_answer_is_counted(server: Running) -> None:
     assert len(choice["logprobs"]["tokens"]) == len(server.model.tokenize("hi")) + 1
 
 
-@pytest.fixture(scope="module")
-def smollm2() -> Iterator[Running]:
-    path = real_model("smollm2")
-    with localrt.load(path, ctx=512, draft="off") as model, serving(model) as running:
-        yield running
-
-
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_a_set_of_choices_scores_as_in_the_library(smollm2: Running, max_tokens: int) -> None:
-    model, right = smollm2.model, 0
-    for beginning, ends in ITEMS:
-        context = model.tokenize(beginning)
-        prompts = [context + model.tokenize(end, add_special=False) for end in ends]
-        fields = {"max_tokens": max_tokens, "logprobs": 1, "echo": True, "temperature": 0}
-        body = {"model": "any", "prompt": prompts, "seed": 1234, **fields}
-        _, got, _ = smollm2.request("POST", "/v1/completions", body)
-        scores = [lm_eval_scores(choice, len(context), max_tokens)[0] for choice in got["choices"]]
-        expected = [sum(own_scores(model, ids)[len(context) - 1 :]) for ids in prompts]
-        assert scores == pytest.approx(expected, abs=1e-3)
-        right += int(np.argmax(scores) == 0)
-    assert right == len(ITEMS)
+def test_a_set_of_choices_scores_as_in_the_library(server: Running, max_tokens: int) -> None:
+    context = server.model.tokenize("It started to rain, so the people in the street")
+    ends = (" opened their umbrellas.", " umbrella started the.", " were eaten.")
+    prompts = [context + server.model.tokenize(end, add_special=False) for end in ends]
+    fields = {"max_tokens": max_tokens, "logprobs": 1, "echo": True, "temperature": 0}
+    body = {"model": "any", "prompt": prompts, "seed": 1234, **fields}
+    _, got, _ = server.request("POST", "/v1/completions", body)
+    scores = [lm_eval_scores(choice, len(context), max_tokens)[0] for choice in got["choices"]]
+    expected = [sum(own_scores(server.model, ids)[len(context) - 1 :]) for ids in prompts]
+    assert scores == pytest.approx(expected, abs=1e-3)
