@@ -77,17 +77,28 @@ def connect(
         if progress is not None:
             progress(Progress(f"connecting to {address.place}", 0, None, ""))
 
-    listed = _ask(address, look, required=model is None)
+    listed = list_remote(address, look=look, required=model is None)
     return RemoteModel(address, *_chosen(address, model, listed))
 
 
-def list_remote(address: Address, *, look: Callable[[], None] = lambda: None) -> list[ListedModel]:
+def list_remote(
+    address: Address, *, look: Callable[[], None] = lambda: None, required: bool = True
+) -> list[ListedModel]:
     """The models of a server; ``look`` may raise to stop waiting.
+
+    Not every server tells: unless that is ``required``, it has none then.
 
     Raises:
         LocalrtError: it cannot be reached, refuses, or is none of OpenAI's protocol.
     """
-    return _ask(address, look, required=True)
+    with Exchange(address, "GET", address.base + "/models", look=look) as exchange:
+        head = exchange.head()
+        body = exchange.read(_LONGEST_LIST if head.status_code == 200 else _LONGEST_REFUSAL)
+    if head.status_code == 200:
+        return listed_models(body, address)
+    if head.status_code in (404, 405) and not required:
+        return []
+    raise refusal(address, head.status_code, head.headers, body)
 
 
 def models_of(server: LocalServer) -> list[ListedModel]:
@@ -103,17 +114,6 @@ def models_of(server: LocalServer) -> list[ListedModel]:
             raise LocalrtError(f"{server.url} does not answer within {_LOCAL_ANSWER_S:g} s")
 
     return list_remote(read_address(server.url, server.key), look=look)
-
-
-def _ask(address: Address, look: Callable[[], None], *, required: bool) -> list[ListedModel]:
-    with Exchange(address, "GET", address.base + "/models", look=look) as exchange:
-        head = exchange.head()
-        body = exchange.read(_LONGEST_LIST if head.status_code == 200 else _LONGEST_REFUSAL)
-    if head.status_code == 200:
-        return listed_models(body, address)
-    if head.status_code in (404, 405) and not required:
-        return []  # not every server tells
-    raise refusal(address, head.status_code, head.headers, body)
 
 
 def _chosen(

@@ -197,7 +197,7 @@ class _Work(AsyncExitStack):
         # Which adapter is called by the name, where there are any.
         adapting: dict[str, str] = {}
         if served.model.adapters:
-            adapting["adapter"] = served.names.get(self._asked.model.name) or "none"
+            adapting["adapter"] = self._asked.model.adapter or "none"
         served.check_biases(call.options.get("logit_bias", ()))
         if call.echo or call.only_reads:
             await self._read(served, adapting.get("adapter"))

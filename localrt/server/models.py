@@ -106,7 +106,7 @@ class Offered:
 
     ``state`` is ``"loaded"``, ``"unloaded"``, or ``"shrunk"``: loaded, its weights given back.
     ``nbytes`` are those of its files or its weights, ``ram`` those of weights and caches in
-    memory. ``ctx`` is the context in tokens, ``base`` the model that an adapter belongs to.
+    memory. ``ctx`` is the context in tokens. An ``adapter`` is a model that belongs to ``base``.
     ``unload_s`` are the seconds until it is unloaded, if nobody asks for it before; None: it stays.
     ``path`` is where its files are, which clients are not told.
     """
@@ -115,6 +115,7 @@ class Offered:
     state: str = "loaded"
     ctx: int | None = None
     base: str | None = None
+    adapter: str | None = None
     nbytes: int | None = None
     ram: int = 0
     unload_s: float | None = None
@@ -193,6 +194,7 @@ class OneModel(Models):
                 name=name,
                 ctx=ctx,
                 base=None if adapter is None else served.name,
+                adapter=adapter,
                 nbytes=self._model.info.weight_bytes,
                 ram=self._model.weights_in_ram + served.live.stats().kv_bytes,
                 path=self._model.info.path,
