@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +52,6 @@ from localrt.offload.pipeline.streamed import StreamedWeights
 from localrt.offload.placement import Where
 from localrt.offload.planner import (
     Budgets,
-    MachineProfile,
     ModelShape,
     Plan,
     PlanRequest,
@@ -68,56 +66,33 @@ from localrt.offload.planner.shapes import check_shapes
 from localrt.offload.planner.simulate import simulate
 from localrt.offload.store.cached import cached_store, mend_unit, store_folder
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.kv import KvFormat, parse_kv_format
+from localrt.quant.ops.kv import parse_kv_format
 from localrt.quant.ops.protocol import AttentionSpec, Ops
 
 
-@dataclass(frozen=True, slots=True)
-class ContextChoice:
-    """A context in tokens, and whether some of its cache must live on the SSD."""
-
-    ctx: int
-    kv_on_ssd: bool = False
-
-
-def choose_context(
-    shape: ModelShape,
-    machine: MachineProfile,
-    budgets: Budgets,
-    ctx: int | None,
-    kv_format: KvFormat,
-    notes: list[str],
-) -> ContextChoice:
-    """The context as asked, or the longest whose cache fits in RAM; refused before reading.
+def choose_context(request: PlanRequest, ctx: int | None, notes: list[str]) -> PlanRequest:
+    """``request`` with the context as asked, or the longest whose cache fits in RAM; refused
+    before reading.
 
     One that is asked for and does not fit in RAM keeps layers of its cache on the SSD.
 
     Raises:
         MemoryBudgetError: it does not fit, not even so.
     """
-    trained = shape.context_length
-    request = PlanRequest(
-        shape=shape, machine=machine, budgets=budgets, ctx=ctx or trained, kv_format=kv_format
-    )
-    wanted = pick_context(ctx, trained, lambda tokens: fits(replace(request, ctx=tokens)), notes)
-    request = replace(request, ctx=wanted)
-    if fits(request):
-        return ContextChoice(wanted)
-    if ctx is not None and machine.gpu is None and fits(replace(request, kv_on_ssd=True)):
-        return ContextChoice(wanted, kv_on_ssd=True)
-    make_plan(request)
-    return ContextChoice(wanted)  # for rules that disagree: the plan was possible
+
+    def fitting(tokens: int) -> bool:
+        return fits(replace(request, ctx=tokens))
+
+    request = replace(request, ctx=pick_context(ctx, request.shape.context_length, fitting, notes))
+    if not fits(request):
+        on_ssd = replace(request, kv_on_ssd=True)
+        if ctx is not None and request.machine.gpu is None and fits(on_ssd):
+            return on_ssd
+        make_plan(request)  # or for rules that disagree: the plan is possible
+    return request
 
 
-def first_plan(
-    shape: ModelShape,
-    machine: MachineProfile,
-    limits: Budgets,
-    choice: ContextChoice,
-    kv_format: KvFormat,
-    *,
-    rows: int = 1,
-) -> Plan:
+def first_plan(request: PlanRequest, rows: int) -> Plan:
     """For a short context, such that the whole one's caches will fit; or for all of it at once
     where some of its keys and values live on the SSD.
 
@@ -126,24 +101,15 @@ def first_plan(
     Raises:
         MemoryBudgetError: the whole context does not fit.
     """
-    ctx = choice.ctx
-    request = PlanRequest(
-        shape=shape,
-        machine=machine,
-        budgets=limits,
-        ctx=ctx,
-        kv_format=kv_format,
-        kv_on_ssd=choice.kv_on_ssd,
-    )
-    if choice.kv_on_ssd:
+    if request.kv_on_ssd:
         return make_plan(request)
-    first = min(ctx, FIRST_CONTEXT)
+    first = min(request.ctx, FIRST_CONTEXT)
     while True:
         plan = make_plan(replace(request, ctx=first, rows=rows))
-        if first >= ctx or _can_grow(plan, ctx):
+        if first >= request.ctx or _can_grow(plan, request.ctx):
             # What is forecast from now on are plain passes.
             return replace(plan, request=replace(plan.request, rows=1))
-        first = min(ctx, 2 * first)
+        first = min(request.ctx, 2 * first)
 
 
 def _can_grow(plan: Plan, ctx: int) -> bool:
@@ -188,11 +154,6 @@ def load_placed(
         MemoryBudgetError: the budget is too small even so; says the least that would do.
         StorageError: there is no room on disk for the packed form.
     """
-
-    def packed(done: int, total: int, file: str) -> None:
-        if progress is not None:
-            progress(Progress("pack", done, total, "bytes", file))
-
     shape = shape_from_checkpoint(checkpoint)
     opened = open_gpu(
         ops,
@@ -202,7 +163,7 @@ def load_placed(
         formats={unit.format for unit in shape.units},
         progress=progress,
     )
-    ops, kv_format = opened.host_ops, parse_kv_format(options.kv_format or "bf16")
+    ops = opened.host_ops
 
     def budgets(to_come: int = 0) -> Budgets:
         return Budgets(
@@ -212,26 +173,23 @@ def load_placed(
             cuda_context=0,  # it is there already, and counted
         )
 
-    choice = choose_context(
-        shape, opened.on(typical_machine()), budgets(LOADING_NBYTES), options.ctx, kv_format, notes
+    request = PlanRequest(
+        shape=shape,
+        machine=opened.on(typical_machine()),
+        budgets=budgets(LOADING_NBYTES),
+        ctx=options.ctx or shape.context_length,
+        kv_format=parse_kv_format(options.kv_format or "bf16"),
     )
-    config = read_config(checkpoint, context=choice.ctx)
-    stores = settings.data_dir / "stores"
-    _announce(checkpoint, shape, options, stores, progress)
-    store = cached_store(checkpoint, stores, progress=packed, cancel=cancel)
+    request = choose_context(request, options.ctx, notes)
+    config = read_config(checkpoint, context=request.ctx)
+    store = _packed(checkpoint, shape, options, settings, progress, cancel)
     shape = shape_from_checkpoint(store)
     # What measures runs beside this process, within the same budget.
     room = ram_budget(options.ram) - current_rss()
     formats = {unit.format for unit in shape.units}
     disk, machine = machine_profile(store.path, settings, formats=formats, room=room)
-    plan = first_plan(
-        shape,
-        opened.on(machine),
-        budgets(),
-        choice,
-        kv_format,
-        rows=options.pass_rows,
-    )
+    request = replace(request, shape=shape, machine=opened.on(machine), budgets=budgets())
+    plan = first_plan(request, options.pass_rows)
     if options.shrinkable:
         plan = _with_ring(plan)
     notes += plan.notes
@@ -246,7 +204,7 @@ def load_placed(
         if _MENDED not in notes:
             notes.append(_MENDED)
 
-    kv_tier = _kv_tier(plan, config, choice, kv_format, settings)
+    kv_tier = _kv_tier(plan, config, settings)
     if kv_tier is not None and isinstance(ops, NativeOps):
         ops.kv_maker = kv_tier
     gpu_ops = ops if opened.gpu is None else opened.gpu.ops
@@ -284,7 +242,7 @@ def load_placed(
         plan=plan,
         ram=placed_forecast(plan.memory, plan.request.shape, plan.request.budgets.ram),
     )
-    return engine, choice.ctx
+    return engine, request.ctx
 
 
 def _with_ring(plan: Plan) -> Plan:
@@ -297,40 +255,39 @@ def _with_ring(plan: Plan) -> Plan:
     return replace(plan, placement=replace(placement, ram_ring=ring), memory=memory)
 
 
-def _announce(
+def _packed(
     checkpoint: Checkpoint,
     shape: ModelShape,
     options: LoadOptions,
-    stores: Path,
+    settings: Settings,
     progress: ProgressCallback | None,
-) -> None:
-    """Say what will be written to the disk, and how not to, before it is.
+    cancel: threading.Event | None,
+) -> StoreCheckpoint:
+    """The packed form, made if need be: before it is written, what will be and how not to is said.
 
     Raises:
         CheckpointError: it would be in vain, as tensors are not as the config says.
     """
-    if isinstance(checkpoint, StoreCheckpoint):
-        return
-    folder = store_folder(checkpoint, stores)
-    if (folder / MANIFEST_NAME).is_file():
-        return
-    check_shapes(checkpoint)
-    why = f"with more {option('ram')}, or a smaller file of the model, no copy is needed"
-    if options.shrinkable:
-        why = "the model can then leave its memory to others"
-    note_to(progress)(
-        f"packing the model for streaming: {format_bytes(shape.nbytes)} in {shown_path(stores)} "
-        f"(`localrt rm --packed MODEL` deletes the copy; {why})"
-    )
+    stores = settings.data_dir / "stores"
+    there = (store_folder(checkpoint, stores) / MANIFEST_NAME).is_file()
+    if not isinstance(checkpoint, StoreCheckpoint) and not there:
+        check_shapes(checkpoint)
+        why = f"with more {option('ram')}, or a smaller file of the model, no copy is needed"
+        if options.shrinkable:
+            why = "the model can then leave its memory to others"
+        note_to(progress)(
+            f"packing the model for streaming: {format_bytes(shape.nbytes)} in "
+            f"{shown_path(stores)} (`localrt rm --packed MODEL` deletes the copy; {why})"
+        )
+
+    def packed(done: int, total: int, file: str) -> None:
+        if progress is not None:
+            progress(Progress("pack", done, total, "bytes", file))
+
+    return cached_store(checkpoint, stores, progress=packed, cancel=cancel)
 
 
-def _kv_tier(
-    plan: Plan,
-    config: DecoderConfig,
-    choice: ContextChoice,
-    kv_format: KvFormat,
-    settings: Settings,
-) -> KvTier | None:
+def _kv_tier(plan: Plan, config: DecoderConfig, settings: Settings) -> KvTier | None:
     """What keeps some layers' keys and values on the SSD, where the plan has them there.
 
     Raises:
@@ -353,8 +310,8 @@ def _kv_tier(
         [spec for spec, _ in cached],
         [place for _, place in cached],
         folder,
-        capacity=choice.ctx,
-        kv_format=kv_format,
+        capacity=plan.request.ctx,
+        kv_format=plan.request.kv_format,
     )
 
 

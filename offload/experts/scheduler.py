@@ -39,21 +39,18 @@ class ExpertCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """Seconds from when a schedule is made until each can begin, and results' ways back.
+    """Seconds from when a schedule is made until each can begin, and results' way back.
 
-    ``cpu`` and ``gpu`` include what brings the activations there; ``cpu_back`` and ``gpu_back`` are
-    what takes the results to where they are added up. The link is busy until ``link``.
+    ``cpu`` includes what brings the activations there, ``cpu_back`` is what takes the results to
+    the GPU, where they are added up. The link is busy until ``link``.
     """
 
     cpu: float = 0.0
-    gpu: float = 0.0
     link: float = 0.0
     cpu_back: float = 0.0
-    gpu_back: float = 0.0
 
 
-NOW = Ready()
-"""Everything is free."""
+_NOW = Ready()  # everything is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +104,7 @@ class LayerWork:
         The CPU has the others, the least loaded first.
         """
         ready, fetch_s, load = self.ready, self.costs.fetch, self.costs.link_load
-        gpu, link = ready.gpu, ready.link
+        gpu, link = 0.0, ready.link
         copied = self.absent[:fetched]
         for i in self.cached:
             gpu += self.gpu_s[i]
@@ -120,7 +117,7 @@ class LayerWork:
         end = cpu + ready.cpu_back if on_cpu else 0.0
         on_gpu = self.cached + copied
         if on_gpu:
-            end = max(end, gpu + ready.gpu_back)
+            end = max(end, gpu)
         return Assignment(on_cpu, on_gpu, copied, cpu, gpu, link, end)
 
 
@@ -132,42 +129,36 @@ def loaded_end(start: float, work: float, link_until: float, load: float) -> flo
     return start + work / (1 - load) if work <= done else link_until + work - done
 
 
-def split_misses(
-    fetched: int,
-    rows: Sequence[int] | NDArray[Any],
-    resident: Sequence[bool] | NDArray[np.bool_],
-    costs: ExpertCosts,
-    ready: Ready = NOW,
-) -> Assignment:
-    """Cached experts on the GPU, ``fetched`` absent ones copied, the most loaded; the rest: CPU."""
-    return LayerWork(rows, resident, costs, ready).assign(fetched)
-
-
 def schedule(
     rows: Sequence[int] | NDArray[Any],
     resident: Sequence[bool] | NDArray[np.bool_],
     costs: ExpertCosts,
-    ready: Ready = NOW,
+    ready: Ready = _NOW,
+    *,
+    fetched: int | None = None,
 ) -> Assignment:
-    """The earliest end over every number of copies; ties go to the GPU.
+    """The earliest end over every number of copies, or with ``fetched`` of them; ties go to the
+    GPU.
 
     ``rows`` and ``resident`` are of the experts that the pass uses.
     """
     layer = LayerWork(rows, resident, costs, ready)
+    if fetched is not None:
+        return layer.assign(fetched)
     missing = len(layer.absent)
     left = [0.0]  # the CPU's work without the first so many of the absent, from the last
     for i in reversed(layer.absent):
         left.append(left[-1] + layer.cpu_s[i])
-    gpu = ready.gpu + sum(layer.gpu_s[i] for i in layer.cached)
+    gpu = sum(layer.gpu_s[i] for i in layer.cached)
     link, best, copies = ready.link, float("inf"), 0
-    for fetched in range(missing + 1):
-        if fetched:
+    for count in range(missing + 1):
+        if count:
             link += costs.fetch
-            gpu = max(gpu, link) + layer.gpu_s[layer.absent[fetched - 1]]
-        end = gpu + ready.gpu_back if layer.cached or fetched else 0.0
-        if fetched < missing:
-            cpu = loaded_end(ready.cpu, left[missing - fetched], link, costs.link_load)
+            gpu = max(gpu, link) + layer.gpu_s[layer.absent[count - 1]]
+        end = gpu if layer.cached or count else 0.0
+        if count < missing:
+            cpu = loaded_end(ready.cpu, left[missing - count], link, costs.link_load)
             end = max(end, cpu + ready.cpu_back)
         if end <= best:
-            best, copies = end, fetched
+            best, copies = end, count
     return layer.assign(copies)

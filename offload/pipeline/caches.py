@@ -60,20 +60,16 @@ class SplitCache:
         """Bytes in RAM."""
         return self.on(self._host_ops).nbytes
 
-    def grown_host_nbytes(self, rows: int) -> int:
-        """Bytes in RAM with ``rows`` more, at most."""
-        length = _grown_length(self.on(self._host_ops), rows)
-        return self._host_ops.kv_nbytes(self._host_specs, length)
-
     @property
     def gpu_nbytes(self) -> int:
         """Bytes on the GPU."""
         return self.on(self._gpu_ops).nbytes
 
-    def grown_gpu_nbytes(self, rows: int) -> int:
-        """Bytes on the GPU with ``rows`` more, at most."""
-        length = _grown_length(self.on(self._gpu_ops), rows)
-        return self._gpu_ops.kv_nbytes(self._gpu_specs, length)
+    def grown_nbytes(self, rows: int, *, on_gpu: bool) -> int:
+        """Bytes in RAM, or on the GPU, with ``rows`` more, at most."""
+        ops = self._gpu_ops if on_gpu else self._host_ops
+        specs = self._gpu_specs if on_gpu else self._host_specs
+        return ops.kv_nbytes(specs, _grown_length(self.on(ops), rows))
 
     @property
     def mix(self) -> Mix:
@@ -217,14 +213,14 @@ class Caches:
 
     def _grown(self, cache: KVCache, rows: int) -> int:
         if isinstance(cache, SplitCache):
-            return cache.grown_host_nbytes(rows)
+            return cache.grown_nbytes(rows, on_gpu=False)
         if self._host.kv_nbytes(self._host_specs, cache.length + rows) <= self._in_ram(cache):
             return 0  # there is room already
         return self._host.kv_nbytes(self._host_specs, _grown_length(cache, rows))
 
     def _grown_on_gpu(self, cache: KVCache, rows: int) -> int:
         if isinstance(cache, SplitCache):
-            return cache.grown_gpu_nbytes(rows)
+            return cache.grown_nbytes(rows, on_gpu=True)
         if not self._on_gpu or cache.length + rows <= 0:
             return 0
         length = _grown_length(cache, rows)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from localrt.offload.experts.scheduler import Assignment, Ready, schedule, split_misses
+from localrt.offload.experts.scheduler import Assignment, Ready, schedule
 from localrt.offload.placement import PlacedUnit, Placement, Where
 from localrt.offload.planner.costs import Costs, expert_costs
 from localrt.offload.ring import Chunk, chunks, place
@@ -344,10 +344,7 @@ class _Replay:
         if key not in self.assigned:
             assert self.expert_costs is not None, "see _shared"
             layer = [rows] * (held + missing), [True] * held + [False] * missing
-            if fetched is None:
-                self.assigned[key] = schedule(*layer, self.expert_costs, ready)
-            else:
-                self.assigned[key] = split_misses(fetched, *layer, self.expert_costs, ready)
+            self.assigned[key] = schedule(*layer, self.expert_costs, ready, fetched=fetched)
         return self.assigned[key]
 
     def _unit(self, unit: PlacedUnit, where: Where, rows: int | None = None) -> None:

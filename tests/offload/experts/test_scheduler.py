@@ -16,7 +16,6 @@ from localrt.offload.experts.scheduler import (
     LayerWork,
     Ready,
     schedule,
-    split_misses,
 )
 from tests.offload.experts.rates import Rate
 
@@ -24,7 +23,7 @@ seconds = st.floats(0.01, 10)
 waits = st.floats(0, 10)
 rates = st.builds(Rate, st.floats(0, 5), seconds, st.floats(0, 1))
 all_costs = st.builds(ExpertCosts, cpu=rates, gpu=rates, fetch=seconds, link_load=st.floats(0, 0.9))
-all_ready = st.builds(Ready, cpu=waits, gpu=waits, link=waits, cpu_back=waits, gpu_back=waits)
+all_ready = st.builds(Ready, cpu=waits, link=waits, cpu_back=waits)
 layers = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=12).map(
     lambda experts: tuple(zip(*experts, strict=True))
 )
@@ -51,7 +50,7 @@ def check_times(found: Assignment, rows: tuple[int, ...], costs: ExpertCosts, re
         clock += costs.fetch
         arrived[i] = clock
     assert found.link_end == pytest.approx(clock)
-    clock = ready.gpu
+    clock = 0.0
     for i in found.gpu:
         clock = max(clock, arrived.get(i, 0.0)) + costs.gpu(rows[i])
     assert found.gpu_end == pytest.approx(clock)
@@ -64,7 +63,7 @@ def check_times(found: Assignment, rows: tuple[int, ...], costs: ExpertCosts, re
     least = max(
         min(
             ready.cpu + costs.cpu(n) + ready.cpu_back,
-            ready.gpu + costs.gpu(n) + ready.gpu_back,
+            costs.gpu(n),
         )
         for n in rows
     )
@@ -155,7 +154,6 @@ def test_results_ways_back_count() -> None:
     costs = ExpertCosts(cpu=Rate(0, 10, 0), gpu=Rate(0, 2, 0), fetch=10)
     assert schedule([1], [False], costs).cpu == [0]
     assert schedule([1], [False], costs, Ready(cpu_back=5)).gpu == [0]
-    assert schedule([1], [False], costs, Ready(cpu_back=5, gpu_back=5)).cpu == [0]
 
 
 def test_arrays_are_taken_as_they_come() -> None:
@@ -166,7 +164,7 @@ def test_arrays_are_taken_as_they_come() -> None:
 
 def test_copies_slow_the_cpu_where_they_share_memory() -> None:
     costs = ExpertCosts(cpu=Rate(0, 10, 0), gpu=Rate(0, 1, 0), fetch=20, link_load=0.5)
-    found = split_misses(1, [1, 1], [False, False], costs)
+    found = schedule([1, 1], [False, False], costs, fetched=1)
     assert found.cpu_end == 20  # half as fast for as long as it takes
-    assert split_misses(1, [1] * 4, [False] * 4, costs).cpu_end == 40
-    assert split_misses(1, [1, 1], [False, False], replace(costs, link_load=0.0)).cpu_end == 10
+    assert schedule([1] * 4, [False] * 4, costs, fetched=1).cpu_end == 40
+    assert schedule([1, 1], [False, False], replace(costs, link_load=0.0), fetched=1).cpu_end == 10

@@ -9,7 +9,7 @@ import pytest
 
 from localrt.models.decoder import Decoder
 from localrt.offload.experts.hybrid import HybridExperts
-from localrt.offload.experts.scheduler import ExpertCosts, split_misses
+from localrt.offload.experts.scheduler import ExpertCosts, schedule
 from localrt.offload.placement import Where
 from tests.models.tiny import tokens
 from tests.offload.experts.rates import Rate
@@ -104,7 +104,7 @@ def test_a_slow_cpu_makes_the_gpu_fetch_and_a_slow_link_the_cpu_compute(model: M
 @one_mixture
 def test_idle_links_fill_slots(model: Model) -> None:
     def never(rows: Any, resident: Any, costs: Any, ready: Any) -> Any:
-        return split_misses(0, rows, resident, costs, ready)
+        return schedule(rows, resident, costs, ready, fetched=0)
 
     def hits(fills: bool) -> int:
         with on_gpu(model, places(model, 0.5), expert_costs=COSTS) as placed:
