@@ -398,7 +398,7 @@ def unstreamable_nbytes(shape: ModelShape, placement: Placement) -> int:
     return stays
 
 
-def unstreamable_card_nbytes(shape: ModelShape, placement: Placement) -> int:
+def unstreamable_gpu_nbytes(shape: ModelShape, placement: Placement) -> int:
     """Weights on the GPU that stay there whatever the caches need. Of experts few have to."""
     limit = min(placement.ram_ring, placement.vram_ring)
     on_gpu = [u for u in shape.units if placement.where[u.name] is Where.VRAM]

@@ -41,7 +41,7 @@ from localrt.offload.account import (
     Account,
     MemoryPart,
     ring_for_all_nbytes,
-    unstreamable_card_nbytes,
+    unstreamable_gpu_nbytes,
     unstreamable_nbytes,
 )
 from localrt.offload.kv.tier import KvTier
@@ -121,7 +121,7 @@ def _can_grow(plan: Plan, ctx: int) -> bool:
         kv[place] += nbytes
     memory = plan.memory
     streamed = (memory.nbytes(what, "vram") for what in ("weights", "keys and values"))
-    stays = memory.total("vram") - sum(streamed) + unstreamable_card_nbytes(shape, placement)
+    stays = memory.total("vram") - sum(streamed) + unstreamable_gpu_nbytes(shape, placement)
     on_gpu = not kv["vram"] or stays + kv["vram"] <= plan.request.budgets.vram
     in_ram = unstreamable_nbytes(shape, placement) + kv["ram"] <= plan.for_weights_and_caches()
     return in_ram and on_gpu

@@ -53,7 +53,7 @@ def read(file: BlockFile, length: int) -> tuple[int, Bytes]:
 
 @settings(max_examples=30)
 @given(st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 1500)), min_size=1, max_size=4))
-def test_a_sequence_that_goes_on_or_turns_off_comes_back(steps: list[tuple[int, int]]) -> None:
+def test_any_sequence(steps: list[tuple[int, int]]) -> None:
     with TemporaryDirectory() as folder:
         file, tokens = BlockFile(Path(folder) / "one"), list[int]()
         for number, (keep, more) in enumerate(steps):
@@ -66,7 +66,7 @@ def test_a_sequence_that_goes_on_or_turns_off_comes_back(steps: list[tuple[int, 
             assert np.array_equal(got, blocks_of(tokens))
 
 
-def test_only_new_blocks_are_written(tmp_path: Path) -> None:
+def test_new_blocks_only(tmp_path: Path) -> None:
     file = BlockFile(tmp_path / "one")
     tokens = list(range(1000))
     assert save(file, tokens) == [0, 1, 2, 3]
@@ -84,7 +84,7 @@ def test_a_part_can_be_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "short", "gone"])
-def test_damage_ends_the_reading_before_it(tmp_path: Path, damage: str) -> None:
+def test_damage(tmp_path: Path, damage: str) -> None:
     file = BlockFile(tmp_path / "one")
     save(file, list(range(1000)))
     data = tmp_path / "one" / "blocks.bin"
@@ -109,7 +109,7 @@ _HUGE = (
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"version": 2}', '{"version": 1, "layout": "a", "tokens": [1]}', _HUGE]
 )
-def test_a_description_that_cannot_be_used_is_an_empty_file(tmp_path: Path, text: str) -> None:
+def test_unusable_description(tmp_path: Path, text: str) -> None:
     file = BlockFile(tmp_path / "one")
     save(file, list(range(10)))
     (tmp_path / "one" / "tokens.json").write_text(text)
@@ -130,7 +130,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert save(file, [1, 2, 3]) == [0]
 
 
-def test_blocks_are_read_into_the_cache_itself(tmp_path: Path) -> None:
+def test_read_in_place(tmp_path: Path) -> None:
     """A copy beside it would take memory that nobody has counted."""
     shapes = [(8, 128)] * 4
     tokens = list(range(2 * BLOCK_TOKENS))
@@ -153,9 +153,7 @@ def test_blocks_are_read_into_the_cache_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [0, 1])
-def test_a_cache_that_reads_by_copies_gets_what_is_before_the_damage(
-    tmp_path: Path, damaged: int
-) -> None:
+def test_damage_in_a_torch_cache(tmp_path: Path, damaged: int) -> None:
     torch = pytest.importorskip("torch")
     from localrt.quant.reference.kv import TorchKVCache
 

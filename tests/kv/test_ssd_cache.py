@@ -93,7 +93,7 @@ def extend(decoder: Decoder, *sequences: tuple[Any, list[int]]) -> Any:
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("name", ["qwen2", "gemma3"])  # the latter sees through windows
-def test_chunks_tokens_and_trims_are_bitwise_those_of_ram(
+def test_bits_are_those_of_ram(
     name: str, kv_format: CacheFormat, pairs: Any, tmp_path: Path
 ) -> None:
     pair = pairs(name, kv_format=kv_format)
@@ -128,7 +128,7 @@ def test_chunks_tokens_and_trims_are_bitwise_those_of_ram(
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_order_of_work_equals_ram(data: st.DataObject, pairs: Any) -> None:
+def test_any_order(data: st.DataObject, pairs: Any) -> None:
     """Several sequences, buffers, layers on the SSD, trims and passes that were given up."""
     count = data.draw(st.integers(1, 3))
     pair = pairs(
@@ -183,7 +183,7 @@ def test_a_tree_equals_ram(pairs: Any) -> None:
     assert np.array_equal(results[1], results[3])
 
 
-def test_buffers_for_all_layers_are_read_once(pairs: Any) -> None:
+def test_read_once(pairs: Any) -> None:
     pair = pairs(on_ssd=(0, 2), slots=2)
     cache = pair.ssd.cache(CAPACITY)
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_buffers_for_all_layers_are_read_once(pairs: Any) -> None:
     assert pair.tier.read_bytes == 0
 
 
-def test_what_it_takes_of_ram_is_what_was_said(pairs: Any) -> None:
+def test_ram(pairs: Any) -> None:
     pair = pairs(on_ssd=(1,))
     ops, specs = pair.ssd.ops, pair.ssd.config.attention
     cache = pair.ssd.cache(CAPACITY)
@@ -203,7 +203,7 @@ def test_what_it_takes_of_ram_is_what_was_said(pairs: Any) -> None:
     assert pair.tier.nbytes > 0
 
 
-def test_more_sequences_than_buffers_are_refused(pairs: Any) -> None:
+def test_too_many_sequences(pairs: Any) -> None:
     pair = pairs(slots=2)
     caches = [pair.ssd.cache(CAPACITY) for _ in range(3)]
     with pytest.raises(MemoryBudgetError, match="2 sequences"):
@@ -213,9 +213,7 @@ def test_more_sequences_than_buffers_are_refused(pairs: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", ["write", "read"])
-def test_a_disk_that_fails_costs_one_pass(
-    fault: str, pairs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_disk(fault: str, pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = pairs()
     caches = [pair.ram.cache(CAPACITY), pair.ssd.cache(CAPACITY)]
     ids, other = tokens(600), tokens(300, seed=1)
@@ -236,7 +234,7 @@ def test_a_disk_that_fails_costs_one_pass(
     assert np.array_equal(one, extend(pair.ssd, (caches[1], other)))
 
 
-def test_a_full_disk_is_found_before_the_pass(pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_before_a_pass(pairs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if not hasattr(os, "posix_fallocate"):
         pytest.skip("this system cannot take room on a disk beforehand")
     pair = pairs()
@@ -255,7 +253,7 @@ def test_a_full_disk_is_found_before_the_pass(pairs: Any, monkeypatch: pytest.Mo
     extend(pair.ssd, (cache, tokens(300)))
 
 
-def test_a_folder_that_is_not_there(pairs: Any, tmp_path: Path) -> None:
+def test_missing_folder(pairs: Any, tmp_path: Path) -> None:
     pair = pairs()
     tier = KvTier(
         pair.ssd.config.attention,
@@ -276,7 +274,7 @@ def test_options_are_checked(pairs: Any, tmp_path: Path) -> None:
         KvTier(specs, ["ssd"] * len(specs), tmp_path, capacity=10, kv_format="bf16", slots=0)
 
 
-def test_caches_and_threads_go_away(checkpoints: Path, tmp_path: Path) -> None:
+def test_close(checkpoints: Path, tmp_path: Path) -> None:
     gc.collect()  # what tests before have left
     threads, files = set(threading.enumerate()), _open_files()
     for closed_first in (False, True):
@@ -299,7 +297,7 @@ def _open_files() -> int:
     return len(list(folder.iterdir())) if folder.exists() else 0
 
 
-def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.offload.kv.file._open_direct", lambda name: -1)
     file = KvFile(tmp_path)
     data = np.arange(3 * PAGE, dtype=np.uint8)
@@ -314,7 +312,7 @@ def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.Mon
     file.close()
 
 
-def test_tasks_run_in_order_and_keep_their_errors() -> None:
+def test_task_order() -> None:
     io, seen = IoThread(), []
     tasks = [io.start(lambda n=n: seen.append(1 // n)) for n in (1, 0, 1)]  # type: ignore[misc]
     errors = [task.exception(timeout=60) for task in tasks]
@@ -324,7 +322,7 @@ def test_tasks_run_in_order_and_keep_their_errors() -> None:
     assert isinstance(io.start(lambda: None).exception(timeout=60), StorageError)
 
 
-def test_what_comes_while_the_thread_is_closed_is_refused() -> None:
+def test_task_while_closing() -> None:
     io = IoThread()
     io.start(lambda: None).result(timeout=60)
     put = io._queue.put
@@ -342,7 +340,7 @@ def test_what_comes_while_the_thread_is_closed_is_refused() -> None:
     assert isinstance(late.exception(timeout=60), StorageError)
 
 
-def test_layers_that_share_keys_and_values_keep_them_in_ram(pairs: Any) -> None:
+def test_shared_layers_stay_in_ram(pairs: Any) -> None:
     """Layer 0 of six has a cache that no other layer reads."""
     pair = pairs("gemma4", on_ssd=(0,))
     caches = [pair.ram.cache(CAPACITY), pair.ssd.cache(CAPACITY)]

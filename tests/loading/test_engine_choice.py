@@ -64,14 +64,14 @@ def write_model(path: Path, architecture: str, weight_type: str) -> Path:
     return file
 
 
-def test_native_runs_what_it_knows(tmp_path: Path) -> None:
+def test_native(tmp_path: Path) -> None:
     with localrt.load(write_model(tmp_path / "m.gguf", "llama", "F32")) as model:
         assert model.info.engine == "native"
         assert not any("engine" in note for note in model.info.notes)
         assert len(model.generate("hi", max_tokens=4, ignore_eos=True).token_ids) == 4
 
 
-def test_an_int8_cache_answers_too(tmp_path: Path) -> None:
+def test_int8_cache(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", "llama", "F32")
     with localrt.load(path, kv_format="int8") as model:
         assert len(model.generate("hi", max_tokens=4, ignore_eos=True).token_ids) == 4
@@ -81,9 +81,7 @@ def test_an_int8_cache_answers_too(tmp_path: Path) -> None:
     ("architecture", "weight_type"),
     [("olmo", "F32"), ("llama", "Q1_0")],
 )
-def test_native_refuses_what_it_cannot_run_and_names_the_way_out(
-    tmp_path: Path, architecture: str, weight_type: str
-) -> None:
+def test_unsupported_by_native(tmp_path: Path, architecture: str, weight_type: str) -> None:
     path = write_model(tmp_path / "m.gguf", architecture, weight_type)
     with pytest.raises(localrt.UnsupportedModelError, match="--engine llamacpp") as caught:
         localrt.load(path, engine="native")
@@ -91,7 +89,7 @@ def test_native_refuses_what_it_cannot_run_and_names_the_way_out(
 
 
 @pytest.mark.llamacpp
-def test_the_fallback_generates(tmp_path: Path) -> None:
+def test_fallback(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
     with localrt.load(write_model(tmp_path / "m.gguf", "olmo", "F32"), threads=1) as model:
         assert model.info.engine == "llamacpp"
@@ -100,9 +98,7 @@ def test_the_fallback_generates(tmp_path: Path) -> None:
         assert len(result.token_ids) == 4
 
 
-def test_without_the_extra_the_error_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
     with pytest.raises(localrt.MissingExtraError, match=r"pip install 'localrt\[llamacpp\]'"):
         localrt.load(write_model(tmp_path / "m.gguf", "olmo", "F32"))

@@ -16,7 +16,7 @@ from tests.planner.models import RATE
 torch = pytest.importorskip("torch")
 
 
-def test_a_gpu_is_measured_as_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from localrt.quant.cuda import cuda_memory, measuring
     from localrt.quant.cuda.ops import CudaOps
 

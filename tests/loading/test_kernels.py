@@ -164,7 +164,7 @@ def test_mixtures_latents_and_states(
 
 
 @needs_kernels
-def test_a_gpu_that_computes_a_part_compiles_that_part(gpu: FakeGpu, tmp_path: Path) -> None:
+def test_part_on_gpu(gpu: FakeGpu, tmp_path: Path) -> None:
     """Attention of one layer, MLPs of long passes of the other, the head."""
     from localrt.offload.store import pack_store
     from localrt.quant.formats.tiled import tile_tensor
@@ -202,7 +202,7 @@ def test_a_gpu_that_computes_a_part_compiles_that_part(gpu: FakeGpu, tmp_path: P
     assert {dict(p.macros)["OUT"] for p in long} == {"Bf16"}  # no embedding
 
 
-def test_weights_load_while_kernels_compile(gpu: FakeGpu, tmp_path: Path) -> None:
+def test_progress(gpu: FakeGpu, tmp_path: Path) -> None:
     """Steps are told of at the end, and only of what is left to do."""
     source, steps = synthetic(tmp_path), list[Progress]()
     gpu.may_compile.clear()
@@ -218,7 +218,7 @@ def test_weights_load_while_kernels_compile(gpu: FakeGpu, tmp_path: Path) -> Non
     assert {step.total for step in steps} == {len(gpu.prepared)}
 
 
-def test_what_does_not_compile_and_who_does_not_wait(gpu: FakeGpu, tmp_path: Path) -> None:
+def test_compile_errors(gpu: FakeGpu, tmp_path: Path) -> None:
     source = synthetic(tmp_path)
     gpu.broken = "attention"
     with pytest.raises(LocalrtError, match="the kernel attention does not compile"):
@@ -229,9 +229,7 @@ def test_what_does_not_compile_and_who_does_not_wait(gpu: FakeGpu, tmp_path: Pat
         load_whole(source, cancel=cancel)
 
 
-def test_a_model_says_why_our_kernels_do_not_compute_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_why_not_our_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "make_ops", lambda *_, **__: TorchOps())
     monkeypatch.setattr(native, "why_not_our_kernels", lambda ops, attention, device: "no compiler")
     settings, notes = Settings.from_environment(), list[str]()

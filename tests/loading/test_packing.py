@@ -19,7 +19,7 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "localrt" / "stores"
 
 
-def test_a_packed_copy_is_announced_before_it_is_written(tiny_folder: Path, stores: Path) -> None:
+def test_packing_is_announced(tiny_folder: Path, stores: Path) -> None:
     told: list[tuple[Progress, bool]] = []
 
     def show(progress: Progress) -> None:
@@ -38,9 +38,7 @@ def test_a_packed_copy_is_announced_before_it_is_written(tiny_folder: Path, stor
     assert not any(progress.stage in (NOTE, "pack") for progress, _ in told)
 
 
-def test_a_full_disk_is_said_before_anything_is_written(
-    tiny_folder: Path, stores: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk(tiny_folder: Path, stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(localrt.StorageError, match=r"needs .* more and the disk has 1 kB free"):
         localrt.load(tiny_folder, shrinkable=True)
@@ -56,7 +54,7 @@ def test_a_full_disk_is_said_before_anything_is_written(
         ("num_hidden_layers", 9, "tensor .* is missing"),
     ],
 )
-def test_wrong_shapes_are_said_before_packing_is_announced(
+def test_wrong_shapes(
     tmp_path: Path, tiny_folder: Path, stores: Path, key: str, value: int, told: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "wrong"))

@@ -46,9 +46,7 @@ def test_names(of: Any, name: str) -> None:
         assert label.label == name, "as the list has it"
 
 
-def test_show_and_a_loaded_model_agree(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_and_loaded_model(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(tiny_folder), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["quantization"]
     with localrt.load(str(tiny_folder)) as model:

@@ -39,7 +39,7 @@ def make(source: SyntheticCheckpoint, stores: Path, **options: object) -> tuple[
         return store.path, written
 
 
-def test_a_store_is_named_after_its_model_and_made_once(tmp_path: Path) -> None:
+def test_made_once(tmp_path: Path) -> None:
     source = SyntheticCheckpoint(tmp_path / "My model, 2 (best)")
     stores = tmp_path / "not there yet" / "stores"
     path, written = make(source, stores)
@@ -50,7 +50,7 @@ def test_a_store_is_named_after_its_model_and_made_once(tmp_path: Path) -> None:
     assert make(source, stores) == (path, [])
 
 
-def test_another_model_of_the_same_name_gets_its_own(tmp_path: Path) -> None:
+def test_another_model_of_the_same_name(tmp_path: Path) -> None:
     path = tmp_path / "model"
     folders = {
         make(SyntheticCheckpoint(path, **options), tmp_path / "stores")[0]  # type: ignore[arg-type]
@@ -60,20 +60,20 @@ def test_another_model_of_the_same_name_gets_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "...", "a/../b", "ü" * 100, "x" * 200])
-def test_any_name_gives_a_folder_in_stores(tmp_path: Path, name: str) -> None:
+def test_any_name(tmp_path: Path, name: str) -> None:
     folder = store_folder(SyntheticCheckpoint(tmp_path / name), tmp_path / "stores")
     assert folder.parent == tmp_path / "stores"
     assert 0 < len(folder.name.encode()) < 200
     assert not folder.name.startswith(".")
 
 
-def test_a_file_is_named_without_its_ending(tmp_path: Path) -> None:
+def test_file_name(tmp_path: Path) -> None:
     (tmp_path / "tiny.Q4_K_M.gguf").touch()
     folder = store_folder(SyntheticCheckpoint(tmp_path / "tiny.Q4_K_M.gguf"), tmp_path)
     assert folder.name.startswith("tiny.Q4_K_M-")
 
 
-def test_a_store_is_its_own_packed_form(tmp_path: Path) -> None:
+def test_store_of_a_store(tmp_path: Path) -> None:
     path, _ = make(SyntheticCheckpoint(tmp_path / "m"), tmp_path / "stores")
     with closing(open_checkpoint(path)) as store:
         assert cached_store(store, tmp_path / "other") is store
@@ -81,7 +81,7 @@ def test_a_store_is_its_own_packed_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["manifest", "truncated", "missing", "newer"])
-def test_what_is_damaged_is_made_again(tmp_path: Path, damage: str) -> None:
+def test_damaged_store(tmp_path: Path, damage: str) -> None:
     source = SyntheticCheckpoint(tmp_path / "m")
     path, _ = make(source, tmp_path / "stores")
     whole = contents(path)
@@ -101,7 +101,7 @@ def test_what_is_damaged_is_made_again(tmp_path: Path, damage: str) -> None:
     assert contents(again) == whole
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_folder(tmp_path: Path) -> None:
     source = SyntheticCheckpoint(tmp_path / "m")
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="file/stores cannot be made"):
@@ -112,9 +112,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         make(source, tmp_path)
 
 
-def test_a_full_disk_leaves_nothing_half_written_and_room_lets_it_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, stores = SyntheticCheckpoint(tmp_path / "m"), tmp_path / "stores"
     for step in (1, 5, 9):
         with monkeypatch.context() as patch:
@@ -130,7 +128,7 @@ def test_a_full_disk_leaves_nothing_half_written_and_room_lets_it_go_on(
     assert sorted(each.name for each in stores.iterdir()) == [path.name, path.name + ".lock"]
 
 
-def test_waiting_for_another_process_can_be_cancelled(tmp_path: Path) -> None:
+def test_cancelled_while_waiting(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
     source, cancel = SyntheticCheckpoint(tmp_path / "m"), threading.Event()
     folder = store_folder(source, tmp_path)
@@ -164,7 +162,7 @@ CHILD = """
 
 
 @needs_kernels
-def test_processes_that_want_the_same_store_make_it_once_and_share_it(tmp_path: Path) -> None:
+def test_processes_share_a_store(tmp_path: Path) -> None:
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(CHILD), str(tmp_path / "stores")],

@@ -22,7 +22,7 @@ class Hands:
 
 
 @given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
-def test_busy_is_the_union_of_tasks(spans: list[tuple[int, int]]) -> None:
+def test_busy(spans: list[tuple[int, int]]) -> None:
     hands = Hands()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", hands)
@@ -46,7 +46,7 @@ def test_busy_is_the_union_of_tasks(spans: list[tuple[int, int]]) -> None:
         }
 
 
-def test_a_task_that_runs_counts_up_to_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_now(monkeypatch: pytest.MonkeyPatch) -> None:
     hands = Hands()
     monkeypatch.setattr(time, "perf_counter", hands)
     clock = Clock()
@@ -67,7 +67,7 @@ def test_a_task_that_runs_counts_up_to_now(monkeypatch: pytest.MonkeyPatch) -> N
     assert clock.tasks() == [], "none is kept until asked for"
 
 
-def test_the_latest_tasks_are_kept() -> None:
+def test_kept_tasks() -> None:
     clock = Clock(keep=3)
 
     def work(name: str) -> None:

@@ -45,7 +45,7 @@ class Asked:
         return self.reader.ask(unit, memory, urgent=urgent, ends=self.ended)
 
 
-def test_a_demand_waits_for_the_piece_that_is_being_read_and_for_no_more() -> None:
+def test_urgent_load() -> None:
     source = Slow()
     asked = Asked(source)
     try:

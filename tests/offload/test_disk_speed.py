@@ -23,7 +23,7 @@ def files(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_some_way_is_best_and_nothing_stays_open(files: list[Path]) -> None:
+def test_measure_disk(files: list[Path]) -> None:
     before = psutil.Process().num_fds()
     profile = measure_disk(files, sample=2 << 20, rounds=2)
     assert profile.read_bytes_s > 1e6
@@ -33,24 +33,22 @@ def test_some_way_is_best_and_nothing_stays_open(files: list[Path]) -> None:
     assert psutil.Process().num_fds() == before
 
 
-def test_a_sample_may_be_larger_than_the_files(files: list[Path]) -> None:
+def test_sample_larger_than_files(files: list[Path]) -> None:
     assert measure_disk(files[:1], sample=64 << 20, rounds=1).read_bytes_s > 0
 
 
-def test_a_file_that_cannot_be_read_is_one_line(files: list[Path], tmp_path: Path) -> None:
+def test_unreadable_file(files: list[Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"none\.bin cannot be read: No such file"):
         measure_disk([*files, tmp_path / "none.bin"])
 
 
-def test_a_profile_survives_its_way_through_json() -> None:
+def test_profile_as_json() -> None:
     profile = DiskProfile(ReadMode(direct=True, threads=4, block=1 << 20), 1.5e9, 1e-10)
     assert DiskProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
 
 
 @pytest.mark.parametrize("names", [[], ["small"]])
-def test_where_there_is_nothing_to_read_a_speed_is_assumed(
-    tmp_path: Path, names: list[str]
-) -> None:
+def test_nothing_to_read(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).write_bytes(b"x" * 100)
     profile = measure_disk([tmp_path / name for name in names])

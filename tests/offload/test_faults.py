@@ -124,7 +124,7 @@ def settled(before: tuple[int, int]) -> bool:
 
 
 @pytest.mark.parametrize("change", ["touch", "truncate", "append"])
-def test_a_store_that_changes_while_it_runs_is_noticed(model: Model, change: str) -> None:
+def test_changed_store(model: Model, change: str) -> None:
     with model.placed(passing(model.store)) as decoder:
         cache = decoder.cache(50)
         before = extend(decoder, cache, TEXT)
@@ -145,7 +145,7 @@ def test_a_store_that_changes_while_it_runs_is_noticed(model: Model, change: str
         assert np.array_equal(extend(decoder, cache, TEXT), before)
 
 
-def test_a_file_cut_short_between_the_check_and_the_read(model: Model) -> None:
+def test_truncated_file(model: Model) -> None:
     files = bad_files(model)
     with model.placed(passing(model.store), files=files, slack=0) as decoder:
         files.checked = False
@@ -160,7 +160,7 @@ def test_a_file_cut_short_between_the_check_and_the_read(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ["layers.1.mlp", "head.0", "embedding"])
-def test_damage_is_found_where_the_unit_is_resident(model: Model, name: str) -> None:
+def test_damage_in_a_resident_unit(model: Model, name: str) -> None:
     damage(model, name)
     before = threads_and_files()
     with (
@@ -172,7 +172,7 @@ def test_damage_is_found_where_the_unit_is_resident(model: Model, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["layers.0.attention", "layers.1.mlp", "head.0"])
-def test_damage_is_found_where_the_unit_is_streamed(model: Model, name: str) -> None:
+def test_damage_in_a_streamed_unit(model: Model, name: str) -> None:
     damage(model, name)
     with model.placed(passing(model.store)) as decoder:
         cache = decoder.cache(50)
@@ -183,13 +183,13 @@ def test_damage_is_found_where_the_unit_is_streamed(model: Model, name: str) -> 
             assert cache.length == 0
 
 
-def test_sums_are_left_out_on_request(model: Model) -> None:
+def test_without_sums(model: Model) -> None:
     damage(model, "layers.1.mlp")
     with model.placed(passing(model.store), verify=False) as decoder:
         extend(decoder, decoder.cache(50), TEXT)
 
 
-def test_what_failed_ahead_of_a_pass_is_tried_again(model: Model) -> None:
+def test_failed_reads_are_tried_again(model: Model) -> None:
     files, right = bad_files(model), expected(model)
     with model.placed(passing(model.store), files=files) as decoder:
         cache, reader = decoder.cache(100), decoder.weights.cpu.reader
@@ -210,7 +210,7 @@ def test_what_failed_ahead_of_a_pass_is_tried_again(model: Model) -> None:
 
 
 @pytest.mark.parametrize("error", [CancelledError("cancelled"), CheckpointError("cannot be read")])
-def test_loading_that_ends_early_leaves_nothing(model: Model, error: Exception) -> None:
+def test_loading_ends_early(model: Model, error: Exception) -> None:
     before = threads_and_files()
     loaded = 0
 
@@ -226,7 +226,7 @@ def test_loading_that_ends_early_leaves_nothing(model: Model, error: Exception) 
 
 
 @pytest.mark.parametrize("what", ["layer", "embedding"])
-def test_a_disk_that_stalls_ends_the_pass_not_the_model(model: Model, what: str) -> None:
+def test_stalled_disk(model: Model, what: str) -> None:
     files, right = bad_files(model), expected(model)
     awake = threading.Event()
     streamed = [*passing(model.store), "embedding"]
@@ -255,7 +255,7 @@ def test_a_disk_that_stalls_ends_the_pass_not_the_model(model: Model, what: str)
 
 
 @pytest.mark.parametrize("what", ["layer", "embedding"])
-def test_cancelling_while_the_disk_is_silent(model: Model, what: str) -> None:
+def test_cancel_while_stalled(model: Model, what: str) -> None:
     files = bad_files(model)
     awake, cancel = threading.Event(), threading.Event()
 
@@ -281,7 +281,7 @@ def test_cancelling_while_the_disk_is_silent(model: Model, what: str) -> None:
         awake.set()
 
 
-def test_a_decoder_that_nobody_closes_is_freed(model: Model) -> None:
+def test_unclosed_decoder_is_freed(model: Model) -> None:
     before = threads_and_files()
     placement = place(model.store, passing(model.store))
     decoder = open_decoder(
@@ -293,7 +293,7 @@ def test_a_decoder_that_nobody_closes_is_freed(model: Model) -> None:
     assert settled(before)
 
 
-def test_a_closed_decoder_leaves_nothing_for_the_collector(model: Model) -> None:
+def test_closed_decoder_is_freed_at_once(model: Model) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -307,7 +307,7 @@ def test_a_closed_decoder_leaves_nothing_for_the_collector(model: Model) -> None
         gc.enable()
 
 
-def test_loading_and_closing_a_hundred_times_leaves_nothing(model: Model) -> None:
+def test_load_a_hundred_times(model: Model) -> None:
     def once(direct: bool = False) -> None:
         mode = ReadMode(direct=direct, threads=2, block=4 * PAGE)
         with model.placed(["layers.0.mlp", "head.0", "embedding"], mode=mode) as decoder:

@@ -39,7 +39,7 @@ def test_ranges_are_what_lies_there(tmp_path: Path, direct: bool) -> None:
                 assert out.tobytes() == data[start : start + count]
 
 
-def test_what_direct_reads_cannot_do_goes_through_the_cache(tmp_path: Path) -> None:
+def test_odd_direct_reads(tmp_path: Path) -> None:
     data = write(tmp_path, size=PAGE + 100)
     with closing(StoreFiles(tmp_path, ["a.bin"], direct=True)) as files:
         out = np.empty(50, np.uint8)
@@ -51,7 +51,7 @@ def test_what_direct_reads_cannot_do_goes_through_the_cache(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not IN_MEMORY.is_dir(), reason="no file system in memory")
-def test_a_file_system_that_refuses_direct_reads_is_read(tmp_path: Path) -> None:
+def test_direct_reads_refused(tmp_path: Path) -> None:
     folder = IN_MEMORY / f"localrt-test-{os.getpid()}"
     folder.mkdir()
     try:
@@ -64,9 +64,7 @@ def test_a_file_system_that_refuses_direct_reads_is_read(tmp_path: Path) -> None
         shutil.rmtree(folder)
 
 
-def test_direct_reads_that_are_refused_at_opening(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_direct_open_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, real = write(tmp_path), os.open
 
     def refuse(path: str, flags: int, *rest: int) -> int:
@@ -82,9 +80,7 @@ def test_direct_reads_that_are_refused_at_opening(
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_disk_that_fails_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
-) -> None:
+def test_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     data = write(tmp_path)
     with closing(StoreFiles(tmp_path, ["a.bin"], direct=direct)) as files:
         out = aligned_buffer(PAGE)
@@ -100,9 +96,7 @@ def test_a_disk_that_fails_is_one_line(
         assert out.tobytes() == data[:PAGE]
 
 
-def test_a_file_that_is_gone_when_the_cache_is_needed_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
     with closing(StoreFiles(tmp_path, ["a.bin"], direct=True)) as files:
 
@@ -116,7 +110,7 @@ def test_a_file_that_is_gone_when_the_cache_is_needed_is_one_line(
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_file_that_was_cut_short_is_said_so(tmp_path: Path, direct: bool) -> None:
+def test_truncated_file(tmp_path: Path, direct: bool) -> None:
     write(tmp_path)
     with closing(StoreFiles(tmp_path, ["a.bin"], direct=direct)) as files:
         files.check_unchanged()
@@ -151,7 +145,7 @@ def test_without_positioned_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert out.tobytes() == data[3 * PAGE : 5 * PAGE]
 
 
-def test_a_missing_file_leaves_no_other_open(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
     write(tmp_path)
     before = psutil.Process().num_fds()
     with pytest.raises(CheckpointError, match=r"none\.bin cannot be read: No such file"):

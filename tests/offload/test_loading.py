@@ -190,7 +190,7 @@ def assert_streamed(answer: dict[str, Any]) -> None:
     assert 0 < answer["predicted"] <= answer["ceiling"]
 
 
-def test_a_budget_below_the_model_streams_and_says_the_same(place: Place) -> None:
+def test_small_budget(place: Place) -> None:
     """The least is what the refusal of a smaller one names."""
     whole = place.run(ctx=512)
     assert whole["answers"][0]["read"] is None
@@ -207,7 +207,7 @@ def test_a_budget_below_the_model_streams_and_says_the_same(place: Place) -> Non
     assert store.parent.name.startswith(place.model.name)
 
 
-def test_a_context_that_grows_takes_its_room_from_the_weights(place: Place) -> None:
+def test_growing_context(place: Place) -> None:
     """The keys and values of 2,048 tokens are 8 MB; at first most of that holds weights."""
     prompts = [[token % 1900 + 3 for token in range(0, 7 * count, 7)] for count in (40, 1900)]
     ram = place.least(ctx=2048) + 3
@@ -219,7 +219,7 @@ def test_a_context_that_grows_takes_its_room_from_the_weights(place: Place) -> N
     assert small["peak"] <= ram * 1_000_000
 
 
-def test_the_context_follows_the_budget(place: Place) -> None:
+def test_context_follows_budget(place: Place) -> None:
     least = place.least(ctx=512)
     small = place.run(ram=f"{least + 4}MB")
     assert 512 <= small["ctx"] < 8192
@@ -227,7 +227,7 @@ def test_the_context_follows_the_budget(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_damage_in_the_packed_copy_is_mended_from_the_model(place: Place) -> None:
+def test_damaged_copy_is_mended(place: Place) -> None:
     """Whether loading finds it or a pass does, within the budget; the next run finds none."""
     ram = f"{place.least(ctx=512) + 4}MB"
     whole = place.run(ram=ram, ctx=512)
@@ -245,7 +245,7 @@ def test_damage_in_the_packed_copy_is_mended_from_the_model(place: Place) -> Non
 
 
 @pytest.mark.slow
-def test_loading_again_and_again_leaves_nothing(place: Place) -> None:
+def test_load_again_and_again(place: Place) -> None:
     ram = place.least(ctx=512) + 10
     held = place.run(cycles=12, ctx=512, ram=f"{ram}MB")["held"]
     (files, threads, rss), *_ = held[4:]
@@ -256,7 +256,7 @@ def test_loading_again_and_again_leaves_nothing(place: Place) -> None:
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_a_real_model_streams_within_its_budget(tmp_path: Path) -> None:
+def test_real_model(tmp_path: Path) -> None:
     """Once with everything measured."""
     place = Place(real_model("smollm2"), tmp_path)
     prompts = [[1, 4093, 198, 1780, 3575, 1187, 346, 11542, 30, 2], list(range(100, 500))]

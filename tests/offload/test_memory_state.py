@@ -15,19 +15,19 @@ GB = 10**9
 MARGIN = 6 << 20  # within a hard limit, for what is counted in pages
 
 
-def test_the_users_word_counts_where_there_is_that_much() -> None:
+def test_users_budget() -> None:
     state = MemoryState(total=16 * GB, available=10 * GB)
     assert ram_budget(4 * GB, state=state, rss=GB) == 4 * GB
     assert ram_budget(40 * GB, state=state, rss=GB) == 11 * GB
 
 
-def test_without_a_word_the_desktop_keeps_its_room() -> None:
+def test_desktop_keeps_room() -> None:
     small, large = (MemoryState(total=n, available=n // 2) for n in (8 * GB, 64 * GB))
     assert ram_budget(None, state=small, rss=0) == 4 * GB - GB * 8 // 10
     assert ram_budget(None, state=large, rss=0) == 32 * GB - (2 << 30)
 
 
-def test_a_limit_binds_in_any_case() -> None:
+def test_limit_binds() -> None:
     state = MemoryState(total=GB, available=GB // 2, limit=GB)
     for word in (None, 8 * GB):
         assert ram_budget(word, state=state, rss=GB // 4) == GB * 3 // 4 - MARGIN
@@ -42,9 +42,7 @@ def test_a_limit_binds_in_any_case() -> None:
     rss=st.integers(0, GB),
     limited=st.booleans(),
 )
-def test_a_budget_is_never_negative_nor_more_than_there_is(
-    ram: int | None, total: int, share: float, rss: int, limited: bool
-) -> None:
+def test_any_budget(ram: int | None, total: int, share: float, rss: int, limited: bool) -> None:
     available = int(total * share)
     state = MemoryState(total, available, total if limited else None)
     budget = ram_budget(ram, state=state, rss=rss)
@@ -68,14 +66,14 @@ def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
     return root
 
 
-def test_without_cgroups_memory_is_the_machines(tmp_path: Path) -> None:
+def test_without_cgroups(tmp_path: Path) -> None:
     state = memory_state(tmp_path)
     assert state.limit is None
     assert state.total == psutil.virtual_memory().total
     assert 0 < state.available <= state.total
 
 
-def test_linux_says_itself_how_much_memory_is_available(tmp_path: Path) -> None:
+def test_meminfo(tmp_path: Path) -> None:
     text = (
         "MemTotal:       2000 kB\nMemFree:   100 kB\nMemAvailable:   1500 kB\nHugePages_Total: 0\n"
     )

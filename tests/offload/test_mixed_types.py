@@ -78,7 +78,7 @@ def decoder(checkpoint: Checkpoint, ops: Ops) -> Decoder:
     return load_decoder(checkpoint, ops, read_config(checkpoint))
 
 
-def test_a_model_of_every_type_in_parts(tmp_path: Path) -> None:
+def test_every_type_in_parts(tmp_path: Path) -> None:
     parts = write_gguf(tmp_path / "m.gguf", "llama", METADATA, every_type(), tensors_per_part=40)
     assert len(parts) > 3
     with closing(open_checkpoint(parts[0])) as checkpoint:

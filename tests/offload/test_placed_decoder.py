@@ -62,18 +62,14 @@ def test_any_placement_computes_the_same(
 
 @settings(max_examples=10)
 @given(data=st.data())
-def test_a_head_that_is_the_embedding_is_read_by_row_where_it_is_not_in_ram(
-    tied: Model, data: st.DataObject
-) -> None:
+def test_tied_head(tied: Model, data: st.DataObject) -> None:
     streamed = data.draw(st.sets(st.sampled_from(passing(tied.store)), min_size=1))
     with tied.placed(streamed) as decoder:
         assert_same(conversation(decoder), tied.expected)
 
 
 @pytest.mark.parametrize(("threads", "kv_format"), [(2, "bf16"), (1, "int8"), (2, "int8")])
-def test_threads_and_cache_formats_stream_alike(
-    model: Model, threads: int, kv_format: CacheFormat
-) -> None:
+def test_threads_and_cache_formats(model: Model, threads: int, kv_format: CacheFormat) -> None:
     with closing(Model(model.store.path, threads=threads, kv_format=kv_format)) as other:
         with other.placed(passing(model.store)) as decoder:
             assert_same(conversation(decoder), conversation(other.resident))
@@ -81,7 +77,7 @@ def test_threads_and_cache_formats_stream_alike(
             assert_same(conversation(other.resident), model.expected)
 
 
-def test_a_pass_reads_what_is_streamed_once(model: Model) -> None:
+def test_bytes_read(model: Model) -> None:
     streamed = passing(model.store)
     size = sum(unit.nbytes for unit in model.store.manifest.units if unit.name in streamed)
     with model.placed(streamed) as decoder:
@@ -99,7 +95,7 @@ def test_a_pass_reads_what_is_streamed_once(model: Model) -> None:
         assert all(seconds > 0 for seconds in counts.busy_s.values())
 
 
-def test_prefill_without_logits_reads_no_head(model: Model) -> None:
+def test_prefill_reads_no_head(model: Model) -> None:
     with model.placed(passing(model.store), slack=0) as decoder:
         cache = decoder.cache(200)
         decoder.weights.tasks(10_000)
@@ -119,7 +115,7 @@ def budget_for(model: Model, streamed: list[str], extra: int) -> int:
     return sum(unit.nbytes for unit in kept) + extra
 
 
-def test_caches_that_grow_take_the_room_of_weights(model: Model) -> None:
+def test_growing_caches(model: Model) -> None:
     largest = max(unit.nbytes for unit in model.store.manifest.units)
     kv = model.ops.kv_nbytes(model.config.attention, 256)
     budget = budget_for(model, [], kv + PAGE)
@@ -145,7 +141,7 @@ def test_caches_that_grow_take_the_room_of_weights(model: Model) -> None:
         assert given_back[0] < given_back[-1] < len(decoder.weights.stages)
 
 
-def test_caches_that_are_gone_take_no_room(model: Model) -> None:
+def test_freed_caches(model: Model) -> None:
     largest = max(unit.nbytes for unit in model.store.manifest.units)
     kv = model.ops.kv_nbytes(model.config.attention, 256)
     with model.placed([], largest=largest, budget=budget_for(model, [], kv + PAGE)) as decoder:
@@ -155,7 +151,7 @@ def test_caches_that_are_gone_take_no_room(model: Model) -> None:
         assert all(stage.where is Where.RAM for stage in decoder.weights.stages)
 
 
-def test_what_was_given_back_returns_when_there_is_room(model: Model) -> None:
+def test_evicted_units_return(model: Model) -> None:
     largest = max(unit.nbytes for unit in model.store.manifest.units)
     with model.placed(["layers.1.mlp"], largest=largest) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
@@ -168,7 +164,7 @@ def test_what_was_given_back_returns_when_there_is_room(model: Model) -> None:
         assert [s.name for s in decoder.weights.stages if s.where is Where.SSD] == ["layers.1.mlp"]
 
 
-def test_what_does_not_fit_stays_given_back(model: Model) -> None:
+def test_evicted_units_stay_away(model: Model) -> None:
     largest = max(unit.nbytes for unit in model.store.manifest.units)
     with model.placed([], largest=largest, budget=budget_for(model, [], PAGE)) as decoder:
         cache, twin = decoder.cache(100), model.resident.cache(100)
@@ -180,7 +176,7 @@ def test_what_does_not_fit_stays_given_back(model: Model) -> None:
         assert all(each == places[0] for each in places), "units do not go to and fro"
 
 
-def test_a_context_that_cannot_fit_is_refused_and_the_cache_stays(model: Model) -> None:
+def test_context_beyond_budget(model: Model) -> None:
     largest = max(unit.nbytes for unit in model.store.manifest.units)
     kv = model.ops.kv_nbytes(model.config.attention, 256)
     embedding = next(u for u in model.store.manifest.units if u.name == "embedding").nbytes
@@ -202,7 +198,7 @@ def test_a_context_that_cannot_fit_is_refused_and_the_cache_stays(model: Model) 
         assert_same([ours], [theirs])
 
 
-def test_what_is_given_back_is_little_more_than_asked(model: Model) -> None:
+def test_evict_little_more(model: Model) -> None:
     with model.placed([], largest=max(u.nbytes for u in model.store.manifest.units)) as decoder:
         smallest = min(stage.unit.nbytes for stage in decoder.weights.stages)
         freed = decoder.weights.memory.evict(1)

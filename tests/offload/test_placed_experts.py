@@ -53,7 +53,7 @@ def answers(decoder: Decoder, count: int = 12) -> list[np.ndarray]:
     return found
 
 
-def test_dense_units_and_experts_stream_together(model: Model) -> None:
+def test_dense_units_and_experts(model: Model) -> None:
     streamed = [*experts(model.store, 0.7), "layers.0.attention", "layers.1.mlp", "head.0"]
     with model.placed(streamed) as placed, model.placed([]) as whole:
         for ours, want in zip(answers(placed), answers(whole), strict=True):
@@ -86,7 +86,7 @@ def test_everything_in_memory_is_read_once(model: Model) -> None:
         assert placed.weights.counts().ssd_read_bytes == read
 
 
-def test_a_pass_can_be_cancelled_in_any_layer(model: Model) -> None:
+def test_cancel_in_any_layer(model: Model) -> None:
     with model.placed(experts(model.store)) as placed, model.placed([]) as whole:
         want = answers(whole)
         for layer in range(3):
@@ -116,7 +116,7 @@ class Failing(StoreFiles):
         super().read_into(name, offset, out)
 
 
-def test_a_failed_read_ends_the_pass_and_is_tried_again(model: Model) -> None:
+def test_failed_read(model: Model) -> None:
     names = {unit.file for unit in model.store.manifest.units}
     files = Failing(model.store.path, names)
     with model.placed(experts(model.store), files=files) as placed, model.placed([]) as whole:
@@ -130,7 +130,7 @@ def test_a_failed_read_ends_the_pass_and_is_tried_again(model: Model) -> None:
             np.testing.assert_array_equal(ours, expected)
 
 
-def test_a_budget_below_one_expert_says_the_least(model: Model) -> None:
+def test_budget_below_one_expert(model: Model) -> None:
     with (
         pytest.raises(MemoryBudgetError, match="at least"),
         model.placed(experts(model.store), largest=0, slack=0, budget=PLENTY),

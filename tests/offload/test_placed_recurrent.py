@@ -43,7 +43,7 @@ def model(
         yield opened
 
 
-def test_a_cancelled_pass_leaves_states_as_they_were(model: Model) -> None:
+def test_cancelled_pass(model: Model) -> None:
     cache, twin = model.resident.cache(64), model.resident.cache(64)
     for part in (tokens(10), tokens(1)):
         extend(model.resident, cache, part)
@@ -59,7 +59,7 @@ def test_a_cancelled_pass_leaves_states_as_they_were(model: Model) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_gpu_computes_the_same(model: Model, late: bool) -> None:
+def test_on_gpu(model: Model, late: bool) -> None:
     """With the first layer's state in RAM, the others on the card."""
     names = [unit.name for unit in model.store.manifest.units]
     here = model.resident.cache(64)
@@ -72,7 +72,7 @@ def test_a_gpu_computes_the_same(model: Model, late: bool) -> None:
             np.testing.assert_array_equal(extend(placed, there, part), want)
 
 
-def test_keys_and_values_on_the_ssd_leave_states_in_ram(model: Model, tmp_path: Path) -> None:
+def test_kv_on_ssd(model: Model, tmp_path: Path) -> None:
     ops = NativeOps(threads=1)
     specs, _ = split_layers(model.config.memory)
     tier = KvTier(specs, ["ssd"] * len(specs), tmp_path, capacity=600, kv_format="bf16")

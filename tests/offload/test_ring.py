@@ -96,9 +96,7 @@ TestRing.settings = settings(max_examples=60, stateful_step_count=40)
 
 @settings(max_examples=50)
 @given(unit=st.integers(2, 12), slack=st.integers(1, 12), turns=st.integers(2, 9))
-def test_a_little_more_than_a_unit_is_filled_while_the_unit_is_computed(
-    unit: int, slack: int, turns: int
-) -> None:
+def test_filled_while_computing(unit: int, slack: int, turns: int) -> None:
     slack = min(slack, unit)
     ring = Ring((unit + slack) * PAGE, PAGE)
 
@@ -119,7 +117,7 @@ def test_a_little_more_than_a_unit_is_filled_while_the_unit_is_computed(
         before = lease
 
 
-def test_sizes_that_cannot_be_are_refused() -> None:
+def test_sizes() -> None:
     for nbytes, chunk in ((PAGE + 1, PAGE), (PAGE, 100), (PAGE, 0)):
         with pytest.raises(ValueError, match="multiples of 4096"):
             Ring(nbytes, chunk)
@@ -135,7 +133,7 @@ def test_sizes_that_cannot_be_are_refused() -> None:
     slack=st.integers(0, 12),
     chunk=st.integers(1, 5),
 )
-def test_chunk_waits_for_all_events_of_its_bytes(units: list[int], slack: int, chunk: int) -> None:
+def test_events(units: list[int], slack: int, chunk: int) -> None:
     """Events are those of one stream: numbers that grow."""
     ring = Ring((max(units) + slack) * PAGE, chunk * PAGE)
     used = np.zeros(ring.nbytes // PAGE)  # when each page was used last
@@ -162,7 +160,7 @@ def test_chunk_waits_for_all_events_of_its_bytes(units: list[int], slack: int, c
         live.append((lease, event))
 
 
-def test_memory_is_page_aligned_and_writable() -> None:
+def test_aligned_buffer() -> None:
     for nbytes in (0, PAGE, 3 << 20):
         buffer = aligned_buffer(nbytes)
         assert buffer.nbytes == nbytes

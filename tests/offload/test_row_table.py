@@ -62,7 +62,7 @@ def rows(model: Model, table: RowTable, ids: list[int]) -> np.ndarray:
 
 @settings(max_examples=20)
 @given(passes=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8), max_size=12))
-def test_rows_do_not_depend_on_what_was_kept(model: Model, passes: list[list[int]]) -> None:
+def test_kept_tiles(model: Model, passes: list[list[int]]) -> None:
     kept, _ = open_table(model)
     with closing(kept):
         for ids in passes:

@@ -55,7 +55,7 @@ class Moving:
 
 
 @pytest.mark.parametrize("places", [6, 50])
-def test_norms_are_made_once_wherever_the_unit_lies(tmp_path: Path, places: int) -> None:
+def test_norms_are_made_once(tmp_path: Path, places: int) -> None:
     store = open_checkpoint(pack_synthetic(tmp_path, vocab=64, layers=1))
     assert isinstance(store, StoreCheckpoint)
     try:

@@ -64,7 +64,7 @@ def test_none_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("name", [*STREAMED.values(), "nemotron-h-latent"])
-def test_streaming_changes_no_bit(name: str, tmp_path: Path) -> None:
+def test_streamed(name: str, tmp_path: Path) -> None:
     with closing(Model(pack_tiny(name, tmp_path))) as model:
         # The others of the experts are what their cache has room for.
         streamed = [n for n in passing(model.store) if not n.endswith(("expert.0", "expert.1"))]

@@ -73,7 +73,7 @@ def reader_threads() -> list[threading.Thread]:
         max_size=5,
     ),
 )
-def test_every_pass_gets_its_units_whatever_came_before(
+def test_any_passes(
     pages: list[int],
     slack: int,
     chunk: int,
@@ -104,7 +104,7 @@ def test_every_pass_gets_its_units_whatever_came_before(
             use(reader, unit)
 
 
-def test_the_next_round_begins_while_the_last_unit_is_in_use() -> None:
+def test_next_round() -> None:
     units = make_units([4, 4, 4])
     source = FakeSource()
     with reading(source, units, slack=2) as reader:
@@ -116,7 +116,7 @@ def test_the_next_round_begins_while_the_last_unit_is_in_use() -> None:
         use(reader, units[0])
 
 
-def test_nothing_is_begun_between_a_stop_and_the_next_order() -> None:
+def test_stop() -> None:
     units = make_units([2, 2, 2])
     go = threading.Event()
 
@@ -143,7 +143,7 @@ def test_nothing_is_begun_between_a_stop_and_the_next_order() -> None:
         reader.close()
 
 
-def test_leaving_units_out_right_after_a_pass_was_given_up() -> None:
+def test_skip_after_rewind() -> None:
     """The reads of the old pass are still on their way when the new one says what it wants."""
     units = make_units([4, 4, 4])
     for _ in range(20):
@@ -157,7 +157,7 @@ def test_leaving_units_out_right_after_a_pass_was_given_up() -> None:
                 use(reader, unit)
 
 
-def test_a_unit_that_is_not_read_is_a_mistake() -> None:
+def test_unknown_unit() -> None:
     with (
         reading(FakeSource(), make_units([1])) as reader,
         pytest.raises(ValueError, match="u7 is not among"),
@@ -176,9 +176,7 @@ def test_a_unit_that_is_not_read_is_a_mistake() -> None:
         (RuntimeError("who knows"), "file.safetensors cannot be read: who knows"),
     ],
 )
-def test_a_failed_read_reaches_the_pass_and_the_next_pass_works(
-    error: Exception, message: str
-) -> None:
+def test_failed_read(error: Exception, message: str) -> None:
     units = make_units([3, 3, 3])
     source = FakeSource()
 
@@ -199,14 +197,14 @@ def test_a_failed_read_reaches_the_pass_and_the_next_pass_works(
                 use(reader, unit)
 
 
-def test_a_slow_disk_is_not_a_silent_one() -> None:
+def test_slow_disk() -> None:
     units = make_units([8])
     source = FakeSource(fault=lambda *_: time.sleep(0.2))
     with reading(source, units, threads=1, stall_s=1.2) as reader:
         use(reader, units[0])  # 1.6 s
 
 
-def test_closing_ends_the_threads_and_every_wait() -> None:
+def test_close() -> None:
     before = len(reader_threads())
     with reading(FakeSource(), make_units([2, 2]), threads=4) as reader:
         assert len(reader_threads()) == before + 4
@@ -218,7 +216,7 @@ def test_closing_ends_the_threads_and_every_wait() -> None:
     reader.close()
 
 
-def test_a_read_that_hangs_does_not_keep_close_from_ending() -> None:
+def test_close_while_a_read_hangs() -> None:
     before = len(reader_threads())
     awake = threading.Event()
     source = FakeSource(fault=lambda *_: (awake.wait(60), None)[1])
@@ -230,7 +228,7 @@ def test_a_read_that_hangs_does_not_keep_close_from_ending() -> None:
     wait_for(lambda: len(reader_threads()) == before)
 
 
-def test_who_comes_late_takes_what_has_arrived_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     units = make_units([2, 2])
     with reading(FakeSource(delay_s=0.05), units, stall_s=0.2) as reader:
         here, wait = threading.current_thread(), threading.Condition.wait
@@ -248,7 +246,7 @@ def test_who_comes_late_takes_what_has_arrived_meanwhile(monkeypatch: pytest.Mon
             use(reader, unit)
 
 
-def test_who_has_given_up_takes_nothing() -> None:
+def test_cancelled_pass_takes_nothing() -> None:
     units = make_units([2, 2])
     with reading(FakeSource(), units) as reader:
 

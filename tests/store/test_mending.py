@@ -24,7 +24,7 @@ def packed(model: Path, out: Path) -> StoreCheckpoint:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe", pytest.param("", marks=pytest.mark.real)])
-def test_every_unit_is_mended(name: str, tmp_path: Path) -> None:
+def test_mend(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     if name:
         model.mkdir()
@@ -47,7 +47,7 @@ def test_every_unit_is_mended(name: str, tmp_path: Path) -> None:
         assert path.stat().st_mtime_ns >= time
 
 
-def test_another_model_is_refused_and_the_store_is_packed_anew(tmp_path: Path) -> None:
+def test_another_model(tmp_path: Path) -> None:
     models = [tmp_path / "one", tmp_path / "other"]
     for seed, folder in enumerate(models):
         folder.mkdir()
@@ -63,9 +63,7 @@ def test_another_model_is_refused_and_the_store_is_packed_anew(tmp_path: Path) -
         open_checkpoint(out)
 
 
-def test_what_cannot_be_written_is_one_clear_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are read again by the next pass, and are not looked at then."""
     model, out = tmp_path / "model", tmp_path / "store"
     model.mkdir()

@@ -44,7 +44,7 @@ def packed(source: Checkpoint, out: Path) -> StoreCheckpoint:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_value_survives_and_every_row_can_be_had(tmp_path: Path, tied: bool) -> None:
+def test_values_and_rows(tmp_path: Path, tied: bool) -> None:
     source = SyntheticCheckpoint(
         tmp_path,
         vocab=5003,
@@ -81,7 +81,7 @@ def large_store(large: SyntheticCheckpoint) -> Iterator[StoreCheckpoint]:
         yield store
 
 
-def test_units_are_aligned_ranges_with_their_digests(large_store: StoreCheckpoint) -> None:
+def test_ranges_and_digests(large_store: StoreCheckpoint) -> None:
     store = large_store
     ends: dict[str, int] = {}
     for unit in store.manifest.units:
@@ -102,9 +102,7 @@ def test_units_are_aligned_ranges_with_their_digests(large_store: StoreCheckpoin
     ]
 
 
-def test_the_safetensors_package_reads_every_file(
-    large: SyntheticCheckpoint, large_store: StoreCheckpoint
-) -> None:
+def test_read_by_safetensors(large: SyntheticCheckpoint, large_store: StoreCheckpoint) -> None:
     source, store = large, large_store
     found: dict[str, np.ndarray] = {}
     for path in store.path.glob("*.safetensors"):
@@ -126,7 +124,7 @@ def test_the_safetensors_package_reads_every_file(
     cuts=st.lists(st.integers(0, 70), max_size=6),
     name=st.sampled_from(["q4_0", "q8_0", "bf16", "q6_k"]),
 )
-def test_blocks_of_any_size_make_the_same_tiles(rows: int, cuts: list[int], name: str) -> None:
+def test_blocks_of_any_size(rows: int, cuts: list[int], name: str) -> None:
     whole = random_tensor(name, rows, 256)
     bounds = [0, *sorted(cut for cut in cuts if cut < rows), rows]
     blocks = [
@@ -139,7 +137,7 @@ def test_blocks_of_any_size_make_the_same_tiles(rows: int, cuts: list[int], name
 
 
 @pytest.mark.slow
-def test_memory_is_bounded_by_a_block_not_by_the_model(tmp_path: Path) -> None:
+def test_bounded_memory(tmp_path: Path) -> None:
     source = SyntheticCheckpoint(tmp_path, vocab=16_000, hidden=256, inner=512, layers=1)
     biggest = 0
 
@@ -159,7 +157,7 @@ def test_memory_is_bounded_by_a_block_not_by_the_model(tmp_path: Path) -> None:
     assert peak < embedding / 3
 
 
-def test_the_tokenizer_and_the_template_come_along(tiny_folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_and_template(tiny_folder: Path, tmp_path: Path) -> None:
     with (
         closing(open_checkpoint(tiny_folder)) as source,
         closing(packed(source, tmp_path / "s")) as store,
@@ -182,7 +180,7 @@ def same_text(source: Checkpoint, store: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in CONFIGS if "-" not in n])
-def test_a_store_computes_what_its_source_does(name: str, tmp_path: Path) -> None:
+def test_same_logits_as_source(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path / "model")
     with (
         closing(open_checkpoint(tmp_path / "model")) as source,
@@ -202,7 +200,7 @@ def _logits(checkpoint: Checkpoint, ops: Any) -> np.ndarray:
 @pytest.mark.slow
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2"])
-def test_a_gguf_file_keeps_its_widths_values_and_text(name: str, tmp_path: Path) -> None:
+def test_gguf_file(name: str, tmp_path: Path) -> None:
     path = real_model(name)
     with (
         closing(open_checkpoint(path)) as source,
@@ -232,7 +230,7 @@ def test_a_gguf_file_keeps_its_widths_values_and_text(name: str, tmp_path: Path)
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def test_every_format_that_can_be_read_can_be_packed(tmp_path: Path) -> None:
+def test_every_format(tmp_path: Path) -> None:
     names = list(FORMATS)
     for start in range(0, len(names), len(MATRICES)):
         formats = dict(zip(MATRICES, names[start:], strict=False))

@@ -43,7 +43,7 @@ def edit_manifest(store: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_a_flipped_bit_anywhere_in_a_unit_names_the_unit(packed: Path, store: Path) -> None:
+def test_flipped_bit(packed: Path, store: Path) -> None:
     with closing(StoreCheckpoint(packed)) as checkpoint:
         units = checkpoint.manifest.units
     for unit in units:
@@ -60,7 +60,7 @@ def test_a_flipped_bit_anywhere_in_a_unit_names_the_unit(packed: Path, store: Pa
     read_everything(store)
 
 
-def test_files_cut_short_or_missing_are_refused_on_opening(store: Path) -> None:
+def test_truncated_or_missing_files(store: Path) -> None:
     path = store / "layer-0001.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
@@ -71,7 +71,7 @@ def test_files_cut_short_or_missing_are_refused_on_opening(store: Path) -> None:
         open_checkpoint(store)
 
 
-def test_newer_versions_and_layouts_are_refused(store: Path) -> None:
+def test_newer_versions(store: Path) -> None:
     edit_manifest(store, localrt_store=2)
     with pytest.raises(UnsupportedModelError, match=r"store of version 2.*update localrt"):
         open_checkpoint(store)
@@ -81,7 +81,7 @@ def test_newer_versions_and_layouts_are_refused(store: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../up.safetensors", "/etc/passwd", "manifest.json"])
-def test_units_outside_of_the_folder_are_refused(store: Path, name: str) -> None:
+def test_files_outside(store: Path, name: str) -> None:
     units = json.loads((store / "manifest.json").read_text())["units"]
     units[0]["file"] = name
     edit_manifest(store, units=units)
@@ -90,7 +90,7 @@ def test_units_outside_of_the_folder_are_refused(store: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("block", [8, 256])
-def test_rotations_that_kernels_do_not_know_are_refused(store: Path, block: int) -> None:
+def test_unknown_rotations(store: Path, block: int) -> None:
     units = json.loads((store / "manifest.json").read_text())["units"]
     tensors = [tensor for unit in units for tensor in unit["tensors"]]
     next(t for t in tensors if len(t["shape"]) == 2)["hadamard"] = block
@@ -113,9 +113,7 @@ JUNK = st.one_of(
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_no_damaged_manifest_does_worse_than_one_line(
-    packed: Path, store: Path, data: st.DataObject
-) -> None:
+def test_damaged_manifest(packed: Path, store: Path, data: st.DataObject) -> None:
     manifest = json.loads((packed / "manifest.json").read_text())
     manifest = copy.deepcopy(manifest)
     place: Any = manifest
@@ -135,7 +133,7 @@ def test_no_damaged_manifest_does_worse_than_one_line(
         read_everything(store)
 
 
-def test_a_matrix_is_used_where_it_was_read_to(packed: Path) -> None:
+def test_matrix_in_place(packed: Path) -> None:
     with closing(StoreCheckpoint(packed)) as checkpoint:
         gate, up = (
             next(checkpoint.blocks(f"model.layers.0.mlp.{name}_proj.weight"))
@@ -150,7 +148,7 @@ def test_a_matrix_is_used_where_it_was_read_to(packed: Path) -> None:
         assert gate.data.base.nbytes == unit.nbytes
 
 
-def test_what_is_not_there_is_said(packed: Path) -> None:
+def test_missing_tensor(packed: Path) -> None:
     checkpoint = open_checkpoint(packed)
     with pytest.raises(CheckpointError, match="has no tensor 'nothing'"):
         next(iter(checkpoint.blocks("nothing")))

@@ -20,7 +20,7 @@ def units_of(checkpoint: SyntheticCheckpoint) -> tuple[Unit, ...]:
     return list_units(checkpoint.tensors, read_config(checkpoint))
 
 
-def test_a_layer_is_attention_and_mlp_and_every_tensor_has_its_unit() -> None:
+def test_units_of_a_layer() -> None:
     checkpoint = SyntheticCheckpoint(Path("m"))
     units = {unit.name: unit for unit in units_of(checkpoint)}
     assert list(units)[:5] == [
@@ -43,7 +43,7 @@ def test_a_layer_is_attention_and_mlp_and_every_tensor_has_its_unit() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_head_is_cut_into_whole_tiles_and_pages_no_larger_than_an_mlp(tied: bool) -> None:
+def test_slices_of_the_head(tied: bool) -> None:
     checkpoint = SyntheticCheckpoint(Path("m"), vocab=50_001, hidden=256, inner=1024, tied=tied)
     units = units_of(checkpoint)
     mlp = max(
@@ -68,7 +68,7 @@ def test_the_head_is_cut_into_whole_tiles_and_pages_no_larger_than_an_mlp(tied: 
     assert ("embedding" in {unit.name for unit in units}) is not tied
 
 
-def test_what_does_not_belong_or_is_missing_is_named() -> None:
+def test_stray_and_missing_tensors() -> None:
     checkpoint = SyntheticCheckpoint(Path("m"))
     stray = TensorInfo("model.layers.0.mlp.extra.weight", (3, 4), F32, 48)
     checkpoint.tensors[stray.name] = stray
@@ -80,7 +80,7 @@ def test_what_does_not_belong_or_is_missing_is_named() -> None:
         units_of(checkpoint)
 
 
-def test_rotary_factors_are_kept_and_towers_are_not() -> None:
+def test_ignored_tensors() -> None:
     checkpoint = SyntheticCheckpoint(Path("m"))
     for name in ("rope_freqs.weight", "vision_tower.a.weight"):
         checkpoint.tensors[name] = TensorInfo(name, (8,), F32, 32)

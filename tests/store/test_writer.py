@@ -68,7 +68,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) ->
     return lambda: count
 
 
-def test_an_end_at_any_step_is_made_good_by_the_next_run(
+def test_end_at_any_step(
     source: SyntheticCheckpoint,
     finished: Path,
     tmp_path: Path,
@@ -98,9 +98,7 @@ def test_an_end_at_any_step_is_made_good_by_the_next_run(
     assert step > 10
 
 
-def test_a_killed_process_leaves_what_the_next_one_goes_on_with(
-    finished: Path, tmp_path: Path
-) -> None:
+def test_killed_process(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "store"
     code = f"""
         import os
@@ -130,7 +128,7 @@ def test_a_killed_process_leaves_what_the_next_one_goes_on_with(
     assert contents(out) == contents(finished)
 
 
-def test_finished_files_are_kept_and_damaged_ones_written_again(
+def test_resume(
     source: SyntheticCheckpoint, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "store"
@@ -152,9 +150,7 @@ def test_finished_files_are_kept_and_damaged_ones_written_again(
     assert contents(out) == contents(finished)
 
 
-def test_cancelling_stops_at_once_and_the_next_run_goes_on(
-    source: SyntheticCheckpoint, finished: Path, tmp_path: Path
-) -> None:
+def test_cancel(source: SyntheticCheckpoint, finished: Path, tmp_path: Path) -> None:
     out, cancel = tmp_path / "store", threading.Event()
     done: list[int] = []
 
@@ -181,7 +177,7 @@ def test_cancelling_stops_at_once_and_the_next_run_goes_on(
     assert contents(out) == contents(finished)
 
 
-def test_another_model_or_other_options_begin_again(
+def test_another_model(
     source: SyntheticCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "store"
@@ -195,7 +191,7 @@ def test_another_model_or_other_options_begin_again(
     assert contents(out) == contents(again)
 
 
-def test_too_little_room_is_said_before_anything_is_packed(
+def test_too_little_room(
     source: SyntheticCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
@@ -203,9 +199,7 @@ def test_too_little_room_is_said_before_anything_is_packed(
         pack_store(source, tmp_path / "store", tiler=tile_tensor)
 
 
-def test_what_is_there_already_is_never_touched(
-    source: SyntheticCheckpoint, finished: Path, tmp_path: Path
-) -> None:
+def test_existing_folders(source: SyntheticCheckpoint, finished: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="exists already"):
         pack_store(source, finished, tiler=tile_tensor)
     foreign = partial_folder(tmp_path / "store")
@@ -216,9 +210,7 @@ def test_what_is_there_already_is_never_touched(
     assert (foreign / "thesis.txt").read_text() == "precious"
 
 
-def test_two_writers_of_one_store_do_not_meet(
-    source: SyntheticCheckpoint, finished: Path, tmp_path: Path
-) -> None:
+def test_two_writers(source: SyntheticCheckpoint, finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "store"
     manifest = replace(open_checkpoint(finished).manifest, units=())  # type: ignore[attr-defined]
     with (
@@ -228,7 +220,7 @@ def test_two_writers_of_one_store_do_not_meet(
         pack_store(source, out, tiler=tile_tensor)
 
 
-def test_a_damaged_source_leaves_no_store(tmp_path: Path) -> None:
+def test_damaged_source(tmp_path: Path) -> None:
     class Damaged(SyntheticCheckpoint):
         def blocks(self, name: str, max_bytes: int = 64 << 10):  # type: ignore[no-untyped-def]
             if "layers.1.mlp.down" in name:

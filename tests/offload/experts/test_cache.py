@@ -50,7 +50,7 @@ def route(*experts: int) -> tuple[np.ndarray, np.ndarray]:
 
 @settings(max_examples=60)
 @given(trace=traces, policy=policies, data=st.data())
-def test_it_is_a_cache(trace: Trace, policy: type[LRU] | None, data: st.DataObject) -> None:
+def test_any_trace(trace: Trace, policy: type[LRU] | None, data: st.DataObject) -> None:
     """Never too full, nothing in use evicted, the counts right: whatever happens."""
     every = [(layer, e) for layer in range(trace.layers) for e in range(trace.count)]
     capacity = data.draw(st.integers(1, len(every) + 2))
@@ -105,7 +105,7 @@ def test_memory_pressure(trace: Trace, policy: type[LRU] | None, smaller: int) -
     assert not resize(cache, len(before))
 
 
-def test_what_is_in_use_outlives_pressure() -> None:
+def test_experts_in_use() -> None:
     cache = ExpertCache(2, 4, 2, 4)
     cache.touch(0, *route(0, 1, 2, 3))
     for expert in (0, 1):
@@ -119,7 +119,7 @@ def test_what_is_in_use_outlives_pressure() -> None:
     assert len(resize(cache, 1)) == 1
 
 
-def test_what_was_computed_can_make_room_for_the_rest() -> None:
+def test_finish() -> None:
     cache = ExpertCache(1, 8, 4, 2)
     cache.touch(0, *route(0, 1, 2, 3))
     cache.admit(0, 0)
@@ -133,7 +133,7 @@ def test_what_was_computed_can_make_room_for_the_rest() -> None:
     assert cache.room == 2
 
 
-def test_held_experts_stay_until_let_go() -> None:
+def test_hold() -> None:
     cache = ExpertCache(1, 4, 1, 2)
     cache.admit(0, 2)
     cache.hold(0, [2])
@@ -144,7 +144,7 @@ def test_held_experts_stay_until_let_go() -> None:
     assert admit(cache, 0, 1) == (0, 2)
 
 
-def test_a_cancelled_load_gives_its_slot_back() -> None:
+def test_drop() -> None:
     cache = ExpertCache(1, 4, 1, 1)
     slot = cache.admit(0, 2)
     cache.drop(0, 2)
@@ -152,7 +152,7 @@ def test_a_cancelled_load_gives_its_slot_back() -> None:
     assert cache.admit(0, 1) is slot
 
 
-def test_a_candidate_is_well_worth_what_it_replaces() -> None:
+def test_candidate() -> None:
     cache = ExpertCache(1, 4, 1, 1, policy=Uses(1, 4))
     assert cache.candidate(0) is not None  # there is room
     cache.admit(0, 0)
@@ -168,7 +168,7 @@ def test_a_candidate_is_well_worth_what_it_replaces() -> None:
     assert cache.candidate(0) is None
 
 
-def test_a_prompt_does_not_evict_what_its_next_layers_need() -> None:
+def test_prompts_evict_their_own_layers() -> None:
     layers, count, used = 4, 16, 2
     cache = ExpertCache(layers, count, used, 32)
     for layer in range(layers):

@@ -15,7 +15,7 @@ def touch(policy: object, layer: int, experts: np.ndarray, scores: np.ndarray, u
     policy.touch(layer, chosen, rows, experts, scores)  # type: ignore[attr-defined]
 
 
-def test_the_size_of_scores_does_not_favour_a_layer() -> None:
+def test_scale_of_scores() -> None:
     policy = Learned(2, 4, 1)
     for _ in range(5):
         for layer, scale in ((0, 0.01), (1, 1.0)):
@@ -23,14 +23,14 @@ def test_the_size_of_scores_does_not_favour_a_layer() -> None:
     assert np.allclose(policy.value[0], policy.value[1], atol=0.02)
 
 
-def test_scores_of_nothing_are_no_trouble() -> None:
+def test_zero_scores() -> None:
     policy = Learned(1, 4, 1)
     for rows in (1, 3):
         touch(policy, 0, np.array([[2, 1]] * rows), np.zeros((rows, 2)), 1)
     assert np.isfinite(policy.value).all()
 
 
-def test_learned_copes_with_nothing_to_learn() -> None:
+def test_nothing_to_learn() -> None:
     """Every expert used by every row, for long: all that it goes by is the same."""
     policy = Learned(2, 4, 4)
     policy.FORGET = 0.5  # type: ignore[misc]
@@ -41,7 +41,7 @@ def test_learned_copes_with_nothing_to_learn() -> None:
     assert np.ptp(policy.value) < 1e-6
 
 
-def test_a_sweep_over_the_layers_defeats_lru_but_not_the_learned_policy() -> None:
+def test_sweep() -> None:
     """There are fewer slots than one pass asks for."""
     trace = random_trace(layers=12, count=4, used=1, passes=(1,) * 300, skew=1.5)
     lru, learned = hit_rates(trace, 10)
@@ -49,7 +49,7 @@ def test_a_sweep_over_the_layers_defeats_lru_but_not_the_learned_policy() -> Non
     assert learned > lru + 0.3
 
 
-def test_learned_finds_out_what_a_workload_goes_by() -> None:
+def test_workloads() -> None:
     """Experts that stay popular, or that are so in long phases: it does well on both."""
     steady = random_trace(layers=4, count=16, used=2, passes=(1,) * 800, skew=1.2)
     steps = (
@@ -62,7 +62,7 @@ def test_learned_finds_out_what_a_workload_goes_by() -> None:
         assert learned > lru + least
 
 
-def test_scores_of_experts_that_were_not_used_beat_recency() -> None:
+def test_drifting_scores() -> None:
     """Scores that drift: of 32 experts, a rank just behind the used ones is used soon."""
     random = np.random.default_rng(0)
     lasting, steps = random.standard_normal((4, 32)), []

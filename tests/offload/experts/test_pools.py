@@ -33,7 +33,7 @@ def units(*sizes: int, experts: int = 4) -> dict[tuple[int, int], StoredUnit]:
         ([1000, 1000, 1000, 1064], [[0, 1, 2], [3]]),  # Q4_K_S: few are larger
     ],
 )
-def test_layers_of_one_size_share_a_pool(sizes: list[int], classes: list[list[int]]) -> None:
+def test_size_classes(sizes: list[int], classes: list[list[int]]) -> None:
     assert size_classes(units(*sizes)) == classes
 
 
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
 
 @needs_kernels
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6])
-def test_logits_and_memory_are_those_of_one_pool(model: Model, share: float) -> None:
+def test_several_pools(model: Model, share: float) -> None:
     with model.placed(experts(model.store, share)) as placed, model.placed([]) as whole:
         memory = placed.weights.sparse["cpu"].memory
         assert len(memory.pools) > 1
@@ -72,7 +72,7 @@ def test_logits_and_memory_are_those_of_one_pool(model: Model, share: float) -> 
 
 
 @needs_kernels
-def test_with_few_slots_there_is_one_pool(model: Model) -> None:
+def test_one_pool(model: Model) -> None:
     with model.placed(experts(model.store)) as placed:
         assert len(placed.weights.sparse["cpu"].memory.pools) == 1
 

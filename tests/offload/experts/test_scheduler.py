@@ -32,7 +32,7 @@ EXACT = 1e-9
 
 @settings(max_examples=300)
 @given(layer=layers, costs=all_costs, ready=all_ready)
-def test_an_assignment_is_one(layer: tuple, costs: ExpertCosts, ready: Ready) -> None:
+def test_assignment(layer: tuple, costs: ExpertCosts, ready: Ready) -> None:
     rows, resident = layer
     found = schedule(rows, resident, costs, ready)
     everyone = list(range(len(rows)))
@@ -72,9 +72,7 @@ def check_times(found: Assignment, rows: tuple[int, ...], costs: ExpertCosts, re
 
 @settings(max_examples=300)
 @given(layer=layers, costs=all_costs, ready=all_ready)
-def test_no_assignment_of_its_shape_ends_sooner(
-    layer: tuple, costs: ExpertCosts, ready: Ready
-) -> None:
+def test_soonest(layer: tuple, costs: ExpertCosts, ready: Ready) -> None:
     """A static placement, and copying all that is absent, are of that shape."""
     work = LayerWork(*layer, costs, ready)
     end = schedule(*layer, costs, ready).end + EXACT
@@ -106,9 +104,7 @@ small = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_s
 
 @settings(max_examples=150)
 @given(used=small, cpu=rates, gpu=seconds, fetch=seconds)
-def test_balanced_is_the_best_for_decoding(
-    used: tuple, cpu: Rate, gpu: float, fetch: float
-) -> None:
+def test_best_for_decoding(used: tuple, cpu: Rate, gpu: float, fetch: float) -> None:
     """All experts alike: nothing of any shape ends sooner."""
     resident = used[1]
     rows = (1,) * len(resident)
@@ -116,7 +112,7 @@ def test_balanced_is_the_best_for_decoding(
     assert schedule(rows, resident, costs).end == pytest.approx(shortest(rows, resident, costs))
 
 
-def test_how_far_from_the_best_it_is_for_prompts() -> None:
+def test_near_the_best_for_prompts() -> None:
     """Random layers whose loads differ, at costs like those of a small card."""
     random = np.random.default_rng(0)
     costs = ExpertCosts(cpu=Rate(8, 55, 7), gpu=Rate(10, 11, 1), fetch=220)
@@ -131,7 +127,7 @@ def test_how_far_from_the_best_it_is_for_prompts() -> None:
     assert max(ratios) < 1.6
 
 
-def test_decoding_with_a_slow_link() -> None:
+def test_slow_link() -> None:
     """Copies take three times what the CPU needs: of four misses one is copied."""
     costs = ExpertCosts(cpu=Rate(0, 75, 75), gpu=Rate(0, 20, 1), fetch=221)
     found = schedule([1] * 8, [True] * 4 + [False] * 4, costs)
@@ -150,19 +146,19 @@ def test_ties_go_to_the_gpu() -> None:
     assert schedule([1], [False], costs).fetch == [0]
 
 
-def test_results_ways_back_count() -> None:
+def test_way_back() -> None:
     costs = ExpertCosts(cpu=Rate(0, 10, 0), gpu=Rate(0, 2, 0), fetch=10)
     assert schedule([1], [False], costs).cpu == [0]
     assert schedule([1], [False], costs, Ready(cpu_back=5)).gpu == [0]
 
 
-def test_arrays_are_taken_as_they_come() -> None:
+def test_arrays() -> None:
     costs = ExpertCosts(cpu=Rate(0, 10, 1), gpu=Rate(0, 2, 1), fetch=30)
     rows, resident = np.array([3, 1, 9]), np.array([True, False, False])
     assert schedule(rows, resident, costs) == schedule([3, 1, 9], [True, False, False], costs)
 
 
-def test_copies_slow_the_cpu_where_they_share_memory() -> None:
+def test_link_load() -> None:
     costs = ExpertCosts(cpu=Rate(0, 10, 0), gpu=Rate(0, 1, 0), fetch=20, link_load=0.5)
     found = schedule([1, 1], [False, False], costs, fetched=1)
     assert found.cpu_end == 20  # half as fast for as long as it takes

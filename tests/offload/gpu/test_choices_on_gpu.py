@@ -159,7 +159,7 @@ def turns_of(
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_layer_starts_what_is_there_and_waits_once(
+def test_layer_waits_once(
     gpu: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     costs = ExpertCosts(cpu=Rate(0.0, 1e-6, 0.0), gpu=Rate(0.0, 1e-7, 0.0), fetch=1e-6)
@@ -171,7 +171,7 @@ def test_a_layer_starts_what_is_there_and_waits_once(
     assert all(re.match("send GPU wait (GPU )*(cpu )?$", turn) for turn in turns[2 * LAYERS :])
 
 
-def test_a_layer_that_is_all_on_the_gpu_waits_for_nothing(
+def test_layer_on_gpu_does_not_wait(
     gpu: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetches = ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
@@ -193,7 +193,7 @@ def test_a_layer_that_is_all_on_the_gpu_waits_for_nothing(
     assert after.expert_hits - before.expert_hits == 4 * LAYERS * USED
 
 
-def test_no_choice_is_copied_to_the_gpu(
+def test_choices_stay_on_gpu(
     gpu: Choosing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a layer only the rows that the CPU computed."""
@@ -217,7 +217,7 @@ def test_no_choice_is_copied_to_the_gpu(
     assert len(uploads) <= 2 + len(of_layers)  # the pass's own numbers
 
 
-def test_copies_that_come_late_change_no_bit(gpu: Choosing, tmp_path: Path) -> None:
+def test_late_copies(gpu: Choosing, tmp_path: Path) -> None:
     """All by the GPU: slots are filled, read before anybody knows of what, and filled anew."""
     fetches = ExpertCosts(cpu=Rate(1.0, 0.0, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
     seen = []

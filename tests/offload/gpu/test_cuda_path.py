@@ -84,7 +84,7 @@ def all_in_turn(model: Model) -> dict[str, Where]:
     return {name: order[n % 5] for n, name in enumerate(passing(model.store))}
 
 
-def test_lanes_of_two_devices_compute_one_model(model: Model) -> None:
+def test_two_devices(model: Model) -> None:
     with on_cuda(model, all_in_turn(model)) as decoder:
         cache, twin = decoder.cache(40), model.resident.cache(40)
         assert isinstance(cache, SplitCache)
@@ -118,7 +118,7 @@ def test_a_batch_and_a_cancelled_pass(model: Model) -> None:
     assert not pipeline_threads()
 
 
-def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
+def test_matrix_in_place(model: Model) -> None:
     gpu = cuda_gpu(Clock())
     lane = Lane(model.store, gpu.ops, Clock(), gpu=gpu)
     unit = next(u for u in model.store.manifest.units if u.name == "head.0")
@@ -130,7 +130,7 @@ def test_a_matrix_in_the_ring_is_used_in_place(model: Model) -> None:
     assert part.data.data_ptr() == memory.data_ptr() + 4096 + unit.tensors[0].offset
 
 
-def test_a_full_gpu_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
 
@@ -143,7 +143,7 @@ def test_a_full_gpu_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> Non
     assert gpu.used == 0
 
 
-def test_what_copies_reach_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_memory, "_SAMPLE", 32 << 20)
     link, memory = CudaCopies(device="cpu").measure()
     assert link > 1e7
@@ -151,7 +151,7 @@ def test_what_copies_reach_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_experts_are_computed_by_both(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_experts_on_both(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = pack_tiny("qwen3-moe", tmp_path_factory.mktemp("moe"))
     # Both have some of them to do, and the GPU fetches some.
     costs = ExpertCosts(cpu=Rate(1e-3, 0.0, 0.0), gpu=Rate(4e-4, 0.0, 0.0), fetch=5e-4)
@@ -175,7 +175,7 @@ def test_experts_are_computed_by_both(tmp_path_factory: pytest.TempPathFactory) 
     assert busy["cpu"] > 0
 
 
-def test_ram_that_cannot_be_pinned_is_counted_and_used_all_the_same(
+def test_unpinned_ram(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     copies = CudaCopies(device="cpu")

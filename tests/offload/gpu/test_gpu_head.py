@@ -63,9 +63,7 @@ def logits(decoder: Decoder, emulator: Emulator) -> tuple[list[np.ndarray], int]
     return seen, names.count("linear")
 
 
-def test_slices_that_stay_are_one_product_and_few_where_they_pass(
-    model: Model, emulator: Emulator
-) -> None:
+def test_products_of_the_head(model: Model, emulator: Emulator) -> None:
     head = head_of(model)
     assert len(head) == 5
     where = dict.fromkeys(passing(model.store), Where.RAM)

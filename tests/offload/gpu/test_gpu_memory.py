@@ -68,7 +68,7 @@ def generate(decoder: Decoder, count: int) -> Iterator[np.ndarray]:
         yield extend(decoder, cache, [token])
 
 
-def test_the_scratch_of_attention_is_counted(model: Model) -> None:
+def test_attention_scratch(model: Model) -> None:
     """By the plan as by the pipeline that follows it."""
     sizes = PassSizes.of_config(model.config)
     assert shape_from_checkpoint(model.store).pass_sizes == sizes
@@ -82,7 +82,7 @@ def test_the_scratch_of_attention_is_counted(model: Model) -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 10_000), max_size=300))
-def test_units_share_about_so_many_slabs(sizes: list[int]) -> None:
+def test_share_slabs(sizes: list[int]) -> None:
     named = {str(n): size for n, size in enumerate(sizes)}
     groups = share_slabs(named)
     assert sorted(name for names in groups for name in names) == sorted(named)
@@ -91,7 +91,7 @@ def test_units_share_about_so_many_slabs(sizes: list[int]) -> None:
     assert all(len(names) == 1 for names in groups if any(named[n] >= target for n in names))
 
 
-def test_a_slab_is_freed_with_its_last_unit() -> None:
+def test_slab() -> None:
     gpu = FakeGpu(Clock(), NativeOps(threads=1), capacity=PLENTY)
     slab = Slab(gpu, 30, 3)
     parts = [slab.take(10) for _ in range(3)]
@@ -107,9 +107,7 @@ def test_a_slab_is_freed_with_its_last_unit() -> None:
 
 @settings(max_examples=15)
 @given(data=st.data(), room=st.integers(0, 400_000), slack=st.integers(0, 40))
-def test_the_peak_is_never_above_what_may_be_used(
-    model: Model, data: st.DataObject, room: int, slack: int
-) -> None:
+def test_peak(model: Model, data: st.DataObject, room: int, slack: int) -> None:
     where = data.draw(placements(passing(model.store)))
     placement = place_on_gpu(model.store, where, slack=(slack, slack))
     resident = sum(u.nbytes for u in model.store.manifest.units if where.get(u.name) is Where.VRAM)
@@ -122,7 +120,7 @@ def test_the_peak_is_never_above_what_may_be_used(
         assert gpu.used + gpu.held <= gpu.peak <= capacity
 
 
-def test_keys_and_values_on_the_gpu_take_the_place_of_weights(model: Model) -> None:
+def test_cache_evicts_weights(model: Model) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     resident = sum(u.nbytes for u in model.store.manifest.units if u.name in where)
     placement = place_on_gpu(model.store, where)
@@ -140,7 +138,7 @@ def test_keys_and_values_on_the_gpu_take_the_place_of_weights(model: Model) -> N
         assert gpu_of(decoder).peak <= capacity
 
 
-def test_what_cannot_be_given_back_is_said(model: Model) -> None:
+def test_nothing_to_evict(model: Model) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     with on_gpu(model, where) as decoder:
         gpu_of(decoder).capacity = 1000
@@ -148,7 +146,7 @@ def test_what_cannot_be_given_back_is_said(model: Model) -> None:
             extend(decoder, decoder.cache(10), [3])
 
 
-def test_memory_beyond_the_capacity_is_refused() -> None:
+def test_alloc_beyond_capacity() -> None:
     gpu = FakeGpu(Clock(), NativeOps(threads=1), capacity=10_000_000, name="small GPU")
     one = gpu.alloc(6_000_000)
     with pytest.raises(MemoryBudgetError, match=r"small GPU: 5 MB more .* 10 MB .*, of which 6 MB"):
@@ -160,7 +158,7 @@ def test_memory_beyond_the_capacity_is_refused() -> None:
     assert gpu.used == 0
 
 
-def test_a_placement_beyond_the_capacity_leaves_nothing_behind(model: Model) -> None:
+def test_placement_beyond_capacity(model: Model) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     placement = place_on_gpu(model.store, where)
     size = sum(u.nbytes for u in model.store.manifest.units if u.name in where)
@@ -185,9 +183,7 @@ def test_a_placement_beyond_the_capacity_leaves_nothing_behind(model: Model) -> 
 
 @settings(max_examples=12)
 @given(data=st.data(), drops=st.lists(st.floats(0.3, 1.0), min_size=1, max_size=4))
-def test_less_of_the_gpu_in_the_middle_of_a_generation(
-    model: Model, data: st.DataObject, drops: list[float]
-) -> None:
+def test_shrinking_capacity(model: Model, data: st.DataObject, drops: list[float]) -> None:
     late = data.draw(st.booleans())
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     where |= data.draw(placements(data.draw(st.permutations(passing(model.store)))[:3]))
@@ -204,7 +200,7 @@ def test_less_of_the_gpu_in_the_middle_of_a_generation(
                 gpu.capacity = least + weights + beside_weights(model, 32)
 
 
-def test_memory_that_others_give_back_is_for_keys_and_values(model: Model) -> None:
+def test_memory_that_comes_back(model: Model) -> None:
     """As much as was allowed at first; what was streamed meanwhile is streamed on."""
     where, needed = dict.fromkeys(passing(model.store), Where.VRAM), [0]
     with on_gpu(model, where, shortage=lambda: (0, needed[0]), capacity=1 << 30) as one:
@@ -218,7 +214,7 @@ def test_memory_that_others_give_back_is_for_keys_and_values(model: Model) -> No
                 assert gpu.capacity == min(before + capacity, 1 << 30)
 
 
-def test_a_gpu_is_asked_what_is_free() -> None:
+def test_memory_pressure_on_gpu() -> None:
     free = [0]
     pressure = MemoryPressure(free_vram=lambda: free[0])
 
@@ -230,7 +226,7 @@ def test_a_gpu_is_asked_what_is_free() -> None:
     assert pressure() == (0, 0)  # just now
 
 
-def test_experts_slots_are_given_back_too(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_evicted_slots(tmp_path_factory: pytest.TempPathFactory) -> None:
     with closing(wide_mixture(tmp_path_factory.mktemp("wide"), 4)) as model:
         for late in (False, True):
             with on_gpu(model, places(model, 0.7), expert_costs=COSTS, late=late) as decoder:
@@ -247,9 +243,7 @@ def test_experts_slots_are_given_back_too(tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_pass_for_which_the_gpu_had_no_memory_is_tried_once_more(
-    model: Model, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_retry_without_memory(model: Model, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     where = dict.fromkeys(passing(model.store), Where.VRAM)
     with on_gpu(model, where) as decoder:
         gpu = gpu_of(decoder)
@@ -295,7 +289,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return pinned
 
 
-def test_a_ring_that_is_made_larger_is_pinned_like_the_one_before(
+def test_larger_ring_is_pinned(
     model: Model, pinned: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which is freed, when nothing is copied from it any more."""
@@ -317,7 +311,7 @@ def test_a_ring_that_is_made_larger_is_pinned_like_the_one_before(
         assert "more of the weights are read" in memory.note
 
 
-def test_ram_of_experts_that_are_given_back_is_unpinned(
+def test_evicted_experts_are_unpinned(
     tmp_path_factory: pytest.TempPathFactory, pinned: dict[int, int]
 ) -> None:
     """Else the GPU's driver would keep it."""

@@ -63,7 +63,7 @@ def stages(placed: Decoder) -> HybridExperts:
 
 
 @pytest.mark.parametrize(("share", "ssd"), [(0.2, 0.0), (0.5, 0.0), (1.0, 0.0), (0.3, 0.6)])
-def test_logits_are_those_of_the_model_in_memory(model: Model, share: float, ssd: float) -> None:
+def test_same_logits(model: Model, share: float, ssd: float) -> None:
     want = conversation(model.resident)
     with on_gpu(model, places(model, share, ssd=ssd), expert_costs=COSTS) as placed:
         assert_same(conversation(placed), want)
@@ -85,7 +85,7 @@ def test_slots_and_cpu_share_the_work(model: Model) -> None:
 
 
 @one_mixture
-def test_a_slow_cpu_makes_the_gpu_fetch_and_a_slow_link_the_cpu_compute(model: Model) -> None:
+def test_costs_choose_who_computes(model: Model) -> None:
     def fetched(costs: ExpertCosts) -> int:
         with on_gpu(model, places(model, 0.5), expert_costs=costs) as placed:
             stages(placed).fills = False

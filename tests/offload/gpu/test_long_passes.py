@@ -74,7 +74,7 @@ def test_any_mix_of_long_and_short_passes(
 
 
 @pytest.mark.parametrize("where", [Where.RAM, Where.SSD])
-def test_the_rows_of_a_pass_say_who_computes(model: Model, where: Where) -> None:
+def test_rows_say_who_computes(model: Model, where: Where) -> None:
     mlps = [name for name in passing(model.store) if name.endswith("mlp")]
     others = dict.fromkeys(passing(model.store), Where.VRAM)
     with crossing(model, others | dict.fromkeys(mlps, where)) as decoder:
@@ -93,9 +93,7 @@ def test_the_rows_of_a_pass_say_who_computes(model: Model, where: Where) -> None
 
 @settings(max_examples=12)
 @given(data=st.data(), slack=st.tuples(st.integers(0, 60), st.integers(0, 60)))
-def test_a_cancelled_long_pass_leaves_the_next_one_whole(
-    model: Model, data: st.DataObject, slack: tuple[int, int]
-) -> None:
+def test_cancelled_long_pass(model: Model, data: st.DataObject, slack: tuple[int, int]) -> None:
     where = data.draw(placements(passing(model.store)))
     stops = data.draw(
         st.lists(st.tuples(st.integers(1, 8), st.sampled_from([1, LONG])), min_size=2, max_size=6)
@@ -113,7 +111,7 @@ def test_a_cancelled_long_pass_leaves_the_next_one_whole(
             )
 
 
-def test_fewer_rows_than_verifying_has_never_cross() -> None:
+def test_least_rows() -> None:
     with pytest.raises(ValueError, match="gpu_rows must be 0 or at least 65, is 64"):
         Placement(where={}, kv=(), gpu_rows=64)
 
@@ -137,7 +135,7 @@ def batching(
     return on_gpu(model, where, placement=placement, expert_costs=COSTS, **options)
 
 
-def test_absent_experts_of_a_layer_are_one_launch(mixture: Model) -> None:
+def test_absent_experts_are_one_launch(mixture: Model) -> None:
     with batching(mixture, 0.5) as decoder:
         stage: Any = stages(decoder)
         launches: list[int] = []

@@ -107,9 +107,7 @@ def test_everything_in_one_place(model: Model, where: Where) -> None:
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["attention here", "attention there"])
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
-def test_inputs_and_streams_move_with_the_residual_stream(
-    name: str, gpu: bool, tmp_path: Path
-) -> None:
+def test_inputs_and_streams_move(name: str, gpu: bool, tmp_path: Path) -> None:
     """Layers share keys and values: attention is on one processor, MLPs are anywhere."""
     with closing(Model(pack_tiny(name, tmp_path))) as model:
         attention = ORDER[:3] if gpu else ORDER[3:]
@@ -123,9 +121,7 @@ def test_inputs_and_streams_move_with_the_residual_stream(
 
 @settings(max_examples=10)
 @given(data=st.data(), slack=st.tuples(st.integers(0, 200), st.integers(0, 200)))
-def test_passes_without_logits_in_any_mix(
-    model: Model, data: st.DataObject, slack: tuple[int, int]
-) -> None:
+def test_passes_without_logits(model: Model, data: st.DataObject, slack: tuple[int, int]) -> None:
     """Heads that are read, copied, both, or on their way when a pass does without them."""
     where = data.draw(placements(passing(model.store)))
     wanted = data.draw(st.lists(st.booleans(), min_size=6, max_size=14))
@@ -141,7 +137,7 @@ def test_passes_without_logits_in_any_mix(
                 time.sleep(0.002)  # so that reads and copies get ahead by different amounts
 
 
-def test_prefill_without_logits_copies_little_of_the_head(model: Model) -> None:
+def test_prefill_copies_little_of_the_head(model: Model) -> None:
     with on_gpu(model, dict.fromkeys(passing(model.store), Where.SSD_LINK)) as decoder:
         cache = decoder.cache(200)
         for seed in range(8):
@@ -153,7 +149,7 @@ def test_prefill_without_logits_copies_little_of_the_head(model: Model) -> None:
             assert heads < len(tasks) / 4
 
 
-def test_order_holds_when_reads_and_copies_take_their_time(model: Model) -> None:
+def test_slow_reads(model: Model) -> None:
     class SlowFiles(StoreFiles):
         def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
             time.sleep(0.0005 * (hash((name, offset, time.perf_counter())) % 4))
@@ -169,7 +165,7 @@ def test_order_holds_when_reads_and_copies_take_their_time(model: Model) -> None
 # -- what ends early -------------------------------------------------------------------------------
 
 
-def test_cancelling_while_the_disk_is_silent(model: Model) -> None:
+def test_cancel_while_stalled(model: Model) -> None:
     """Copies wait for a read that does not come; a cancelled pass does not."""
     hangs, awake = threading.Event(), threading.Event()
 
@@ -207,7 +203,7 @@ def test_cancelling_while_the_disk_is_silent(model: Model) -> None:
         assert_same(seen, expected)
 
 
-def test_an_unreadable_unit_on_its_way_to_the_gpu(model: Model) -> None:
+def test_unreadable_unit(model: Model) -> None:
     unit: list[StoredUnit] = []
 
     class FailingFiles(StoreFiles):
@@ -239,7 +235,7 @@ def test_an_unreadable_unit_on_its_way_to_the_gpu(model: Model) -> None:
             assert_same([extend(decoder, cache, [4])], [extend(model.resident, twin, [4])])
 
 
-def test_closing_ends_all_threads_at_once(model: Model) -> None:
+def test_closing(model: Model) -> None:
     before, took = pipeline_threads(), []
     for offset in range(5):
         with on_gpu(model, spread(model, offset)) as decoder:
@@ -254,7 +250,7 @@ def test_closing_ends_all_threads_at_once(model: Model) -> None:
 # -- memory that is given back ---------------------------------------------------------------------
 
 
-def test_all_of_the_gpu_and_of_its_ram_can_be_given_back(model: Model) -> None:
+def test_evict_everything(model: Model) -> None:
     names = passing(model.store)
     where = {name: (Where.VRAM, Where.LINK)[n % 2] for n, name in enumerate(names)}
     sizes = {u.name: u.nbytes for u in model.store.manifest.units}

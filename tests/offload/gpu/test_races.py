@@ -72,7 +72,7 @@ def late_gpu() -> LateGpu:
     return LateGpu(Clock(), NativeOps(threads=1), capacity=PLENTY)
 
 
-def test_bytes_arrive_when_they_are_waited_for_and_not_before() -> None:
+def test_late_gpu_copies() -> None:
     gpu = late_gpu()
     out, source = gpu.alloc(8), np.arange(8, dtype=np.uint8)
     gpu.copy_in("a", source, out, None)
@@ -94,7 +94,7 @@ def test_bytes_arrive_when_they_are_waited_for_and_not_before() -> None:
     assert not gpu.faults
 
 
-def test_a_copy_that_waits_for_too_little_is_found() -> None:
+def test_late_gpu_finds_races() -> None:
     gpu = late_gpu()
     memory, source = gpu.alloc(8), np.zeros(8, np.uint8)
     early = gpu.record(memory[:4])
@@ -129,7 +129,7 @@ def hold_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threa
     return go, held
 
 
-def test_ram_is_freed_when_no_copy_reads_it(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ram_freed_after_copies(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_in, free_host, forget = Gpu.copy_in, LateGpu.free_host, LinkSource.forget
     reading, faults = dict[int, Any](), list[str]()
     go, copying = hold_copies(monkeypatch)
@@ -166,9 +166,7 @@ def test_ram_is_freed_when_no_copy_reads_it(model: Model, monkeypatch: pytest.Mo
         assert_same(conversation(decoder), model.expected)
 
 
-def test_a_copy_that_ends_while_copying_is_given_up_again_loses_no_unit(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_ends_between_rewinds(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be missing in the order that begins again: pass and copies wait for each other."""
     fetch, acquire = LinkSource.fetch, UnitReader.acquire
     go, held = hold_copies(monkeypatch)
@@ -213,9 +211,7 @@ def test_a_copy_that_ends_while_copying_is_given_up_again_loses_no_unit(
 # -- mixtures --------------------------------------------------------------------------------------
 
 
-def test_what_a_pass_that_failed_has_begun_to_copy_is_waited_for(
-    mixture: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_of_a_failed_pass(mixture: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = ExpertCosts(cpu=Rate(0.0, 1e-2, 0.0), gpu=Rate(1e-6, 0.0, 0.0), fetch=1e-6)
     compute, failed = HybridExperts._at_once, list[int]()
 
@@ -240,7 +236,7 @@ def test_what_a_pass_that_failed_has_begun_to_copy_is_waited_for(
 
 @settings(some, max_examples=8)
 @given(data=st.data(), slack=PAGES)
-def test_any_placement_of_a_mixture_computes_the_same(
+def test_any_placement_of_a_mixture(
     mixture: Model, data: st.DataObject, slack: tuple[int, int]
 ) -> None:
     cpu, gpu, fetch = (data.draw(st.sampled_from([1e-6, 1e-4, 1e-2])) for _ in range(3))
