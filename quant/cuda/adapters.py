@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.launch import launch, pointer, upload
+from localrt.quant.cuda.launch import launch, pointers, upload
 from localrt.quant.cuda.products import MOST_ROWS, OUT, Records
 from localrt.quant.cuda.programs import Program
 from localrt.quant.ops.adapters import (
@@ -74,10 +74,7 @@ def add_low_rank(
     first = _Down(changes.data_ptr(), data.data_ptr(), between.data_ptr(), stride, columns, rank)
     launch(y.device, down, (count, -(-32 * rank // _THREADS), 1), _THREADS, first)
     second = _Up(
-        changes.data_ptr(),
-        between.data_ptr(),
-        pointer(bias),
-        y.data_ptr(),
+        *pointers(changes, between, bias, y),
         y.stride(0),
         rank,
     )
@@ -206,9 +203,8 @@ class CudaAdapters:
             return None
         array = (Change * len(found))()
         for place, (row, first, low) in enumerate(found):
-            factors = pointer(low.factors)
-            a, b = low.a.data_ptr(), low.b.data_ptr()
-            array[place] = Change(a, b, factors, len(low.a), len(low.b), row, first)
+            places = pointers(low.a, low.b, low.factors)
+            array[place] = Change(*places, len(low.a), len(low.b), row, first)
         lows = [low for _, _, low in found]
         return _Changes(
             upload(np.frombuffer(bytes(array), np.uint8), self._device),

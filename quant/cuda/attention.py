@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.launch import launch, pointer
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import MOST_ROWS, Records, empty_records
 from localrt.quant.cuda.programs import Program
@@ -119,15 +119,7 @@ def rope_append(
     groups = k_cache.shape[0]
     step = 2 * size if gated else size
     args = _RopeAppend(
-        qkv.data_ptr(),
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        held.data_ptr(),
-        pointer(cos),
-        pointer(sin),
-        pointer(q_norm),
-        pointer(k_norm),
+        *pointers(qkv, q, k_cache, v_cache, held, cos, sin, q_norm, k_norm),
         _bytes_of_group(k_cache),
         _bytes_of_group(v_cache),
         qkv.stride(0),
@@ -185,16 +177,7 @@ def attend(
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            q=q.data_ptr(),
-            k=k.data_ptr(),
-            v=v.data_ptr(),
-            held=held.data_ptr(),
-            positions=positions.data_ptr(),
-            tree=pointer(mask),
-            sinks=pointer(sinks),
-            out=target.data_ptr(),
-            partial=pointer(partial),
-            stats=pointer(stats),
+            *pointers(q, k, v, held, positions, mask, sinks, target, partial, stats),
             k_group=_bytes_of_group(k),
             v_group=_bytes_of_group(v),
             run_stride=chunk * heads * value,

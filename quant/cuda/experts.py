@@ -22,7 +22,7 @@ from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.formats import HEAVY, format_macros
-from localrt.quant.cuda.launch import launch
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import (
     GATES,
@@ -130,9 +130,7 @@ def plan_slots(chosen: Tensor, wanted: npt.NDArray[np.bool_]) -> Plan:
     order = torch.empty(slots, dtype=torch.int32, device=chosen.device)
     bits = np.packbits(wanted, bitorder="little")
     args = _Plan(
-        chosen.data_ptr(),
-        parts.data_ptr(),
-        order.data_ptr(),
+        *pointers(chosen, parts, order),
         slots,
         used,
         chosen.stride(0),
@@ -201,11 +199,7 @@ def _launch(
 ) -> None:
     tiles, steps = -(-side.rows // 16), side.columns // 32
     args = _Grouped(
-        x.data.data_ptr(),
-        y.data_ptr(),
-        table.data_ptr(),
-        plan.parts.data_ptr(),
-        plan.slots.data_ptr(),
+        *pointers(x.data, y, table, plan.parts, plan.slots),
         _tile_bytes(side.format, side.columns),
         x.stride,
         y.stride(0),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.attention import Attention, Rotations, numbers, partial_results
-from localrt.quant.cuda.launch import launch, pointer
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.linear import linear, multiply_heads, normed_for
 from localrt.quant.cuda.products import MOST_ROWS, OUT
 from localrt.quant.cuda.programs import Program
@@ -69,14 +69,7 @@ def latent_append(
     n, heads, width = q.shape
     half = cos.shape[1]
     args = _LatentAppend(
-        q.data_ptr(),
-        wide.data_ptr(),
-        queries.data_ptr(),
-        cache.data_ptr(),
-        held.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        norm.data_ptr(),
+        *pointers(q, wide, queries, cache, held, cos, sin, norm),
         q.stride(0),
         wide.stride(0),
         heads,
@@ -116,14 +109,7 @@ def attend_latent_rows(
     for first in range(0, n, chunk):
         rows = min(chunk, n - first)
         args = Attention(
-            q=q.data_ptr(),
-            k=cache.data_ptr(),
-            held=held.data_ptr(),
-            positions=positions.data_ptr(),
-            tree=pointer(mask),
-            out=out.data_ptr(),
-            partial=partial.data_ptr(),
-            stats=stats.data_ptr(),
+            *pointers(q, cache, None, held, positions, mask, None, out, partial, stats),
             run_stride=chunk * heads * latent,
             n=n,
             first=first,

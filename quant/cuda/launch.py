@@ -71,9 +71,9 @@ def launch(
     _launcher(device).launch(program, grid, threads, args)
 
 
-def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Where it lies, if there is one."""
-    return None if tensor is None else tensor.data_ptr()
+def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
+    """Where each of them lies, as far as there is one: a kernel's arguments in their order."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @contextmanager

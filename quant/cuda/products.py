@@ -20,7 +20,7 @@ from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
 from localrt.quant.cuda.formats import HEAVY, format_macros, steps_at_once
-from localrt.quant.cuda.launch import launch, pointer
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.programs import Program
 from localrt.quant.cuda.variants import (
     Case,
@@ -138,8 +138,7 @@ def quantize(x: Tensor, *, fine: bool = False) -> Records:
     rows, columns = x.shape[-2:]
     records = empty_records(heads, rows, columns, x.device, fine=fine)
     args = _Quantize(
-        x.data_ptr(),
-        records.data.data_ptr(),
+        *pointers(x, records.data),
         x.stride(0) if heads > 1 else 0,
         records.data.stride(0),
         x.stride(-2),
@@ -191,13 +190,7 @@ def product(
         arrived = _counters(out.device)
         assert blocks * grid[2] <= len(arrived), "only short products are shared out"
     args = _Linear(
-        x.data.data_ptr(),
-        weight.data.data_ptr(),
-        out.data_ptr(),
-        pointer(bias),
-        pointer(weight.factor),
-        pointer(partial),
-        pointer(arrived),
+        *pointers(x.data, weight.data, out, bias, weight.factor, partial, arrived),
         x.stride * x.data.shape[-2],
         out.stride(0) if heads > 1 else 0,
         weight.tile_bytes,
@@ -222,10 +215,7 @@ def dense_product(x: Tensor, weight: Tensor, out: Tensor, *, bias: Tensor | None
     heads = x.shape[0] if x.dim() == 3 else 1
     rows, count = weight.shape[0] // heads, x.shape[-2]
     args = _Dense(
-        x.data_ptr(),
-        weight.data_ptr(),
-        out.data_ptr(),
-        pointer(bias),
+        *pointers(x, weight, out, bias),
         x.stride(0) if heads > 1 else 0,
         out.stride(0) if heads > 1 else 0,
         x.stride(-2),
@@ -304,10 +294,7 @@ def unpack_rows(
     """
     n, steps = len(out), weight.shape[1] // 32
     args = _Unpack(
-        weight.data.data_ptr(),
-        pointer(weight.factor),
-        pointer(index),
-        out.data_ptr(),
+        *pointers(weight.data, weight.factor, index, out),
         weight.tile_bytes,
         n,
         first,

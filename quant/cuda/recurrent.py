@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.launch import launch, pointer, upload
+from localrt.quant.cuda.launch import launch, pointers, upload
 from localrt.quant.cuda.linear import linear, normed_for, reads_records
 from localrt.quant.cuda.products import Records, empty_records
 from localrt.quant.cuda.programs import Program
@@ -68,18 +68,9 @@ def mix_rows(
     scratch = torch.empty(sequences.prepared if recurrent else 0, stride, device=device)
     count, layers = sequences.positions.shape
     args = _Recurrent(
-        sequences=sequences.records.data_ptr(),
-        positions=sequences.positions.data_ptr(),
-        parents=sequences.parents.data_ptr(),
-        mixed=mixed.data_ptr(),
-        scratch=scratch.data_ptr(),
-        seen=seen.data_ptr(),
-        out=(records.data if records else out).data_ptr(),
-        taps=weights.taps.data_ptr(),
-        taps_bias=pointer(weights.taps_bias),
-        decay=pointer(weights.decay),
-        decay_bias=pointer(weights.decay_bias),
-        skip=pointer(weights.skip),
+        *pointers(sequences.records, sequences.positions, sequences.parents),
+        *pointers(mixed, scratch, seen, records.data if records else out),
+        *pointers(weights.taps, weights.taps_bias, weights.decay, weights.decay_bias, weights.skip),
         state_at=places[0],
         row_at=places[1],
         layer=layer,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.launch import launch, pointer, upload
+from localrt.quant.cuda.launch import launch, pointers, upload
 from localrt.quant.cuda.products import OUT
 from localrt.quant.cuda.programs import Program
 from localrt.quant.ops.experts import RouterSpec, Routing
@@ -150,9 +150,7 @@ def choose(
     results = torch.empty(2 * plane + rows * spec.used, dtype=torch.int32, device=logits.device)
     address = results.data_ptr()
     args = _Choose(
-        logits.data_ptr(),
-        pointer(gate_bias),
-        pointer(choice_bias),
+        *pointers(logits, gate_bias, choice_bias),
         address,
         address + 4 * plane,
         address + 8 * plane,
@@ -186,10 +184,7 @@ def combined(slots: Tensor, weights: Tensor, shared: Tensor | None) -> Tensor:
     width = slots.shape[1]
     y = torch.empty(rows, width, dtype=torch.float32, device=slots.device)
     args = _Combine(
-        slots.data_ptr(),
-        weights.data_ptr(),
-        pointer(shared),
-        y.data_ptr(),
+        *pointers(slots, weights, shared, y),
         used,
         width,
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from localrt.quant.cpu.abi import fields
-from localrt.quant.cuda.launch import launch, pointer
+from localrt.quant.cuda.launch import launch, pointers
 from localrt.quant.cuda.products import (
     GATES,
     OUT,
@@ -84,10 +84,7 @@ def _norm(
 ) -> None:
     assert pending is None or pending.is_contiguous(), "rows of a sum follow one another"
     args = _Norm(
-        x.data_ptr(),
-        pointer(pending),
-        weight.data_ptr(),
-        y.data_ptr(),
+        *pointers(x, pending, weight, y),
         x.shape[1],
         x.stride(0),
         stride,
@@ -116,10 +113,7 @@ def norm_gate(
     size = size or width
     out = torch.empty(0 if records else rows, width, dtype=torch.bfloat16, device=seen.device)
     args = _NormGate(
-        seen=seen.data_ptr(),
-        gates=gates.data_ptr(),
-        norm=pointer(weight),
-        out=(records.data if records else out).data_ptr(),
+        *pointers(seen, gates, weight, records.data if records else out),
         width=width,
         size=size,
         norm_width=0 if weight is None else len(weight),
