@@ -73,7 +73,7 @@ def test_logits_are_those_of_peft(tiny_folder: Path, adapters: dict[str, str]) -
     assert np.abs(found - wanted).max() / np.abs(wanted).max() < 1e-4
 
 
-def test_a_prompt_is_kept_for_the_adapter_it_was_read_with(model: localrt.Model) -> None:
+def test_cache_per_adapter(model: localrt.Model) -> None:
     first = model.generate(PROMPT, adapter="first", **GREEDY)
     assert model.generate(PROMPT, **GREEDY).metrics.cached_tokens == 0
     again = model.generate(PROMPT, adapter="first", **GREEDY)
@@ -81,7 +81,7 @@ def test_a_prompt_is_kept_for_the_adapter_it_was_read_with(model: localrt.Model)
     assert again.token_ids == first.token_ids
 
 
-def test_a_chat_that_changes_its_adapter_reads_again(model: localrt.Model) -> None:
+def test_chat_changes_adapter(model: localrt.Model) -> None:
     changing, fresh = (model.chat(adapter=name, **GREEDY) for name in ("first", "second"))
     changing.send("hi")
     changing.clear()
@@ -106,7 +106,7 @@ def test_adapters_come_and_go(model: localrt.Model, adapters: dict[str, str]) ->
         model.add_adapter("x", str(model.info.path))
 
 
-def test_an_answer_ends_when_its_adapter_is_removed(model: localrt.Model) -> None:
+def test_removed_adapter_ends_answer(model: localrt.Model) -> None:
     chunks = model.stream(PROMPT, adapter="first", **(GREEDY | {"max_tokens": 32}))
     next(chunks)
     model.remove_adapter("first")
@@ -116,7 +116,7 @@ def test_an_answer_ends_when_its_adapter_is_removed(model: localrt.Model) -> Non
 
 
 @needs_kernels
-def test_a_batch_of_different_adapters_says_what_each_says_alone(model: localrt.Model) -> None:
+def test_batch_of_adapters(model: localrt.Model) -> None:
     chosen = [None, "first", "second", "first"]
     alone = [model.generate(PROMPT, adapter=name, **GREEDY).token_ids for name in chosen]
     with model.live() as live:
@@ -126,7 +126,7 @@ def test_a_batch_of_different_adapters_says_what_each_says_alone(model: localrt.
 
 
 @needs_kernels
-def test_guesses_change_nothing(model: localrt.Model) -> None:
+def test_drafts_change_nothing(model: localrt.Model) -> None:
     options = GREEDY | {"max_tokens": 48}
     want = model.generate(PROMPT, adapter="first", **options).token_ids
     got = model.generate(PROMPT, adapter="first", draft="ngram", **options)
@@ -134,9 +134,7 @@ def test_guesses_change_nothing(model: localrt.Model) -> None:
 
 
 @needs_kernels
-def test_where_room_is_short_the_idle_one_leaves(
-    model: localrt.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_idle_adapter_leaves(model: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, taken = engine_of(model), [0]
     model.generate(PROMPT, adapter="first", **GREEDY)
     model.generate(PROMPT, adapter="second", **GREEDY)
@@ -164,7 +162,7 @@ def test_where_room_is_short_the_idle_one_leaves(
 
 
 @needs_kernels
-def test_each_adapter_is_a_model_of_the_server(model: localrt.Model) -> None:
+def test_adapters_on_server(model: localrt.Model) -> None:
     fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
     with serving(model, name="tiny") as server:
         _, listed, _ = server.request("GET", "/v1/models")
@@ -187,7 +185,7 @@ def test_each_adapter_is_a_model_of_the_server(model: localrt.Model) -> None:
 
 
 @needs_kernels
-def test_an_adapter_of_the_models_name_has_both(model: localrt.Model) -> None:
+def test_adapter_with_model_name(model: localrt.Model) -> None:
     with serving(model, name="first") as server:
         _, listed, _ = server.request("GET", "/v1/models")
         assert [one["id"] for one in listed["data"]] == ["first", "first+first", "second"]
@@ -222,9 +220,7 @@ def test_the_command_line(
 
 
 @needs_kernels
-def test_an_adapter_is_merged_and_packed(
-    tiny_folder: Path, adapters: dict[str, str], tmp_path: Path
-) -> None:
+def test_quantize_with_adapter(tiny_folder: Path, adapters: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "merged"
     command = ["quantize", str(tiny_folder), "--adapter", adapters["first"], "--out", str(out)]
     assert main([*command, "--format", "bf16"]) == 0

@@ -21,7 +21,7 @@ from tests.conftest import write_tiny_model
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
-def test_public_names_are_there_and_lazy() -> None:
+def test_public_names_are_lazy() -> None:
     for name in localrt.__all__:
         assert getattr(localrt, name) is not None
     completer = rlcompleter.Completer({"localrt": localrt})
@@ -35,7 +35,7 @@ def test_public_names_are_there_and_lazy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_help_of_the_package_is_an_overview() -> None:
+def test_package_help() -> None:
     text = pydoc.plain(pydoc.render_doc(localrt))
     assert len(text.splitlines()) < 100
     assert "load_in_background" in text
@@ -50,7 +50,7 @@ def test_stream_equals_generate(tiny: localrt.Model) -> None:
     assert whole.metrics.completion_tokens == 8
 
 
-def test_a_string_is_one_user_turn_through_the_template(tiny: localrt.Model) -> None:
+def test_string_prompt(tiny: localrt.Model) -> None:
     rendered = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     ids = tiny.tokenizer.encode(rendered, parse_special=True)
     expected = tiny.generate(token_ids=ids, **GREEDY)
@@ -91,9 +91,7 @@ def test_same_seed_same_text(tiny: localrt.Model) -> None:
         ({"logprobs": 1000}, "logprobs"),
     ],
 )
-def test_bad_options_are_refused_before_any_work(
-    tiny: localrt.Model, options: dict[str, object], message: str
-) -> None:
+def test_bad_options(tiny: localrt.Model, options: dict[str, object], message: str) -> None:
     with pytest.raises(localrt.OptionError, match=message):
         tiny.stream("hi", **options)
 
@@ -110,9 +108,7 @@ def test_bad_prompts(tiny: localrt.Model) -> None:
         tiny.generate([{"role": "user"}])
 
 
-def test_a_prompt_that_is_much_too_long_is_refused_by_its_length(
-    tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_much_too_long_prompt(tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(tiny.tokenizer), "encode", None)  # nothing is tokenized
     text = "a" * 200_000
     asked: list[dict[str, object]] = [
@@ -128,7 +124,7 @@ def test_a_prompt_that_is_much_too_long_is_refused_by_its_length(
         tiny.embed([text])
 
 
-def test_an_old_turn_that_is_much_too_long_is_dropped(tiny: localrt.Model) -> None:
+def test_much_too_long_old_turn(tiny: localrt.Model) -> None:
     messages = [
         {"role": "user", "content": "a" * 200_000},
         {"role": "assistant", "content": "yes"},
@@ -141,9 +137,7 @@ def test_an_old_turn_that_is_much_too_long_is_dropped(tiny: localrt.Model) -> No
     assert found.text == tiny.generate([*rules, messages[-1]], **GREEDY).text
 
 
-def test_a_prompt_that_is_being_read_can_be_cancelled(
-    tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancel_tokenizing(tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     cancel = threading.Event()
     least = type(tiny.tokenizer).least_tokens
 
@@ -156,7 +150,7 @@ def test_a_prompt_that_is_being_read_can_be_cancelled(
         tiny.generate("a" * 5_000, cancel=cancel)
 
 
-def test_closing_the_iterator_stops_and_frees_the_session(tiny: localrt.Model) -> None:
+def test_closed_iterator(tiny: localrt.Model) -> None:
     stream = tiny.stream("a question of its own", temperature=0, ignore_eos=True)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
@@ -164,7 +158,7 @@ def test_closing_the_iterator_stops_and_frees_the_session(tiny: localrt.Model) -
     assert again.metrics.cached_tokens == again.metrics.prompt_tokens - 1
 
 
-def test_cancel_from_another_thread(tiny: localrt.Model) -> None:
+def test_cancel_from_thread(tiny: localrt.Model) -> None:
     cancel = threading.Event()
     threading.Timer(0.05, cancel.set).start()
     result = tiny.generate("hi", cancel=cancel, temperature=0, ignore_eos=True)
@@ -196,7 +190,7 @@ async def test_async_streams(tiny: localrt.Model) -> None:
     assert both[0].text == expected.text
 
 
-async def test_leaving_an_async_stream_cancels_it(tiny: localrt.Model) -> None:
+async def test_left_async_stream(tiny: localrt.Model) -> None:
     async for _ in tiny.astream("leave me", temperature=0, ignore_eos=True):
         break
     await asyncio.sleep(0.05)
@@ -204,7 +198,7 @@ async def test_leaving_an_async_stream_cancels_it(tiny: localrt.Model) -> None:
     assert result.metrics.completion_tokens == 8
 
 
-def test_a_model_without_a_tokenizer_still_computes(tmp_path: Path) -> None:
+def test_model_without_tokenizer(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
@@ -222,7 +216,7 @@ def test_a_model_without_a_tokenizer_still_computes(tmp_path: Path) -> None:
                 work()
 
 
-def test_a_model_without_a_template_chats_plainly_and_says_so(tmp_path: Path) -> None:
+def test_model_without_template(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, template=None)
     with localrt.load(folder) as model:
         assert not model.info.has_chat_template
@@ -230,7 +224,7 @@ def test_a_model_without_a_template_chats_plainly_and_says_so(tmp_path: Path) ->
         assert model.generate("hi", **GREEDY).token_ids
 
 
-def test_context_and_memory_are_checked_before_loading(tiny_folder: Path) -> None:
+def test_context_and_memory_limits(tiny_folder: Path) -> None:
     with localrt.load(tiny_folder, ctx=1024) as model:
         assert model.info.ctx == 1024
         assert any("512" in note for note in model.info.notes)
@@ -269,7 +263,7 @@ def test_bad_load_options(tiny_folder: Path, options: dict[str, object], message
         localrt.load(tiny_folder, **options)  # type: ignore[arg-type]
 
 
-def test_loading_reports_progress_and_can_be_cancelled(tiny_folder: Path) -> None:
+def test_load_progress_and_cancel(tiny_folder: Path) -> None:
     steps: list[localrt.common.progress.Progress] = []  # type: ignore[name-defined]
     localrt.load(tiny_folder, progress=steps.append).close()
     load = [step for step in steps if step.stage == "load"]
@@ -281,7 +275,7 @@ def test_loading_reports_progress_and_can_be_cancelled(tiny_folder: Path) -> Non
         localrt.load(tiny_folder, cancel=cancel)
 
 
-def test_a_closed_model_says_so(tiny_folder: Path) -> None:
+def test_closed_model(tiny_folder: Path) -> None:
     model = localrt.load(tiny_folder)
     model.close()
     with pytest.raises(localrt.LocalrtError, match="closed"):
@@ -293,7 +287,7 @@ def test_a_closed_model_says_so(tiny_folder: Path) -> None:
             work()  # type: ignore[operator]
 
 
-def test_what_is_no_prompt_is_said_in_one_line(tiny: localrt.Model) -> None:
+def test_wrong_arguments(tiny: localrt.Model) -> None:
     for prompt, options, says in (
         (5, {}, "a prompt is a string or a list of messages, is 5"),
         (None, {"token_ids": [1.5]}, r"token_ids must be a list of integers, is \[1\.5\]"),

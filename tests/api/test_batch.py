@@ -50,7 +50,7 @@ def one_by_one(model: localrt.Model, prompts: list[Any], **options: Any) -> list
 @needs_kernels
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, {**SAMPLED, "stop": ["e", "a"]}])
 @pytest.mark.parametrize("batch_size", [None, 1, 2])
-def test_a_batch_is_each_prompt_alone(
+def test_batch_equals_generate(
     packed: localrt.Model, options: dict[str, Any], batch_size: int | None
 ) -> None:
     together = packed.generate_batch(PROMPTS, batch_size=batch_size, **options)
@@ -59,7 +59,7 @@ def test_a_batch_is_each_prompt_alone(
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["llama", "qwen2-window", "gemma3-softcap"])
-def test_every_kind_of_attention_keeps_sequences_apart(name: str, tmp_path: Path) -> None:
+def test_attention_keeps_sequences_apart(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     with localrt.load(tmp_path) as model:
 
@@ -86,7 +86,7 @@ def test_every_kind_of_attention_keeps_sequences_apart(name: str, tmp_path: Path
 
 
 @needs_kernels
-def test_prompts_longer_than_a_pass_are_cut_and_joined(tmp_path: Path) -> None:
+def test_prompts_longer_than_pass(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", "llama", "F32")
     with localrt.load(path, ctx=2048, kv_format="int8") as model:
         prompts = [[1 + (i * n) % 250 for i in range(300 * n)] for n in (1, 3, 2)]
@@ -95,7 +95,7 @@ def test_prompts_longer_than_a_pass_are_cut_and_joined(tmp_path: Path) -> None:
             assert same(chunk, model.generate(token_ids=ids, **GREEDY))
 
 
-def test_a_stream_says_which_prompt_a_chunk_is_of(tiny: localrt.Model) -> None:
+def test_stream_batch(tiny: localrt.Model) -> None:
     parts: dict[int, str] = {0: "", 1: ""}
     last = {}
     for index, chunk in tiny.stream_batch(["hi", "ho"], **GREEDY):
@@ -119,7 +119,7 @@ def test_messages_raw_text_and_ids(tiny: localrt.Model) -> None:
     assert tiny.generate_batch([], **GREEDY) == []
 
 
-def test_a_prompt_that_cannot_run_stops_all_or_none(tiny: localrt.Model) -> None:
+def test_bad_prompt_in_batch(tiny: localrt.Model) -> None:
     prompts = ["hi", "x" * 600, "", "ho"]
     with pytest.raises(localrt.ContextOverflowError, match=r"^prompt 1 .*holds 512"):
         tiny.generate_batch(prompts, **GREEDY)
@@ -151,14 +151,12 @@ def test_a_prompt_that_cannot_run_stops_all_or_none(tiny: localrt.Model) -> None
         ({"prompts": ["hi"], "temprature": 1}, "did you mean temperature"),
     ],
 )
-def test_bad_arguments_are_refused_before_any_work(
-    tiny: localrt.Model, arguments: dict[str, Any], message: str
-) -> None:
+def test_bad_arguments(tiny: localrt.Model, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(localrt.OptionError, match=message):
         tiny.stream_batch(**arguments)
 
 
-def test_a_model_without_a_tokenizer_takes_ids(tmp_path: Path) -> None:
+def test_batch_without_tokenizer(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     with localrt.load(tmp_path) as model:
         assert len(model.generate_batch(token_ids=[[5], [6, 7]], **GREEDY)) == 2
@@ -175,7 +173,7 @@ def test_memory_bounds_the_batch(tiny: localrt.Model, monkeypatch: pytest.Monkey
         tiny.generate_batch(["a", "b"], batch_size=2, **GREEDY)
 
 
-def test_cancelling_from_another_thread(tiny: localrt.Model) -> None:
+def test_cancel_batch(tiny: localrt.Model) -> None:
     cancel = threading.Event()
     timer = threading.Timer(0.05, cancel.set)
     last = {}
@@ -203,7 +201,7 @@ async def test_async_batches(tiny: localrt.Model) -> None:
     assert (await tiny.agenerate("hi", **GREEDY)).metrics.completion_tokens == 8
 
 
-def test_batches_and_streams_share_a_model(tiny: localrt.Model) -> None:
+def test_batches_beside_streams(tiny: localrt.Model) -> None:
     alone = tiny.generate("hi", **GREEDY).token_ids
     streams = [tiny.stream_batch(["hi", "ho"], **GREEDY), tiny.stream_batch(["hi"], **GREEDY)]
     said: list[int] = []
@@ -215,7 +213,7 @@ def test_batches_and_streams_share_a_model(tiny: localrt.Model) -> None:
 
 
 @pytest.mark.llamacpp
-def test_llamacpp_runs_one_after_another(tmp_path: Path) -> None:
+def test_llamacpp_batch(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp")
     path = write_model(tmp_path / "m.gguf", "llama", "F32")
     with localrt.load(path, engine="llamacpp", ctx=128) as model:
@@ -226,7 +224,7 @@ def test_llamacpp_runs_one_after_another(tmp_path: Path) -> None:
 
 @pytest.mark.real
 @needs_kernels
-def test_smollm2_says_the_same_in_company() -> None:
+def test_smollm2_batch() -> None:
     with localrt.load(real_model("smollm2"), ctx=1024) as model:
         prompts = [
             "Name three rivers.",

@@ -21,21 +21,21 @@ from localrt.offload.account import Account, check_fits
         (4096, 4096),
     ],
 )
-def test_sizes_are_read_as_people_write_them(text: str | int, size: int) -> None:
+def test_parse_size(text: str | int, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize(
     "text", ["", "GB", "8 apples", "-1GB", "0", 0, -5, "1e9", "nan", "1.2.3MB", True, None, 1.5]
 )
-def test_nonsense_is_an_option_error_of_one_line(text: object) -> None:
+def test_parse_size_errors(text: object) -> None:
     with pytest.raises(OptionError) as caught:
         parse_size(text)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
 @given(st.text(max_size=12))
-def test_any_text_is_a_size_or_an_option_error(text: str) -> None:
+def test_parse_any_text(text: str) -> None:
     try:
         assert parse_size(text) > 0
     except LocalrtError:
@@ -43,7 +43,7 @@ def test_any_text_is_a_size_or_an_option_error(text: str) -> None:
 
 
 @given(st.integers(1, 10**14))
-def test_a_formatted_size_reads_back_within_its_digits(count: int) -> None:
+def test_size_round_trip(count: int) -> None:
     assert parse_size(format_bytes(count)) == pytest.approx(count, rel=0.06)
 
 
@@ -60,11 +60,11 @@ def _account(weights: int, kv: int, scratch: int = 0) -> Account:
     )
 
 
-def test_what_fits_passes_in_silence() -> None:
+def test_fits() -> None:
     check_fits(_account(weights=10, kv=5, scratch=1), 16, "a model")
 
 
-def test_what_does_not_fit_names_the_numbers_and_the_context_that_would() -> None:
+def test_does_not_fit() -> None:
     estimate = _account(weights=100_000_000, kv=2_000_000_000, scratch=20_000_000)
     with pytest.raises(MemoryBudgetError) as caught:
         check_fits(estimate, 1_000_000_000, "smollm2", ctx=8192)
@@ -75,6 +75,6 @@ def test_what_does_not_fit_names_the_numbers_and_the_context_that_would() -> Non
     check_fits(_account(100_000_000, 2_000_000_000 * 3584 // 8192, 20_000_000), 1_000_000_000, "it")
 
 
-def test_weights_alone_too_large_suggests_a_smaller_model() -> None:
+def test_weights_too_large() -> None:
     with pytest.raises(MemoryBudgetError, match="smaller model"):
         check_fits(_account(weights=10**9, kv=10**6), 10**8, "it", ctx=4096)

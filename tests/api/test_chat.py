@@ -15,7 +15,7 @@ from localrt.common.progress import Progress
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
 
 
-def test_turns_are_remembered_and_not_recomputed(tiny: localrt.Model) -> None:
+def test_prefix_reuse(tiny: localrt.Model) -> None:
     chat = tiny.chat(system="Be brief.", **GREEDY)
     first = chat.send("hello")
     assert [m["role"] for m in chat.messages] == ["system", "user", "assistant"]
@@ -28,7 +28,7 @@ def test_turns_are_remembered_and_not_recomputed(tiny: localrt.Model) -> None:
     assert fresh.text == second.text
 
 
-def test_several_chats_keep_their_own_caches(tiny: localrt.Model) -> None:
+def test_chats_keep_own_caches(tiny: localrt.Model) -> None:
     one, two = tiny.chat("First.", **GREEDY), tiny.chat("Second.", **GREEDY)
     for text in ("a", "b", "c"):
         for chat in (one, two):
@@ -37,7 +37,7 @@ def test_several_chats_keep_their_own_caches(tiny: localrt.Model) -> None:
                 assert result.metrics.cached_tokens > result.metrics.prompt_tokens // 2
 
 
-def test_the_system_prompt_can_change_and_clear_keeps_it(tiny: localrt.Model) -> None:
+def test_system_prompt_and_clear(tiny: localrt.Model) -> None:
     chat = tiny.chat(**GREEDY)
     assert chat.system is None
     chat.send("hi")
@@ -49,7 +49,7 @@ def test_the_system_prompt_can_change_and_clear_keeps_it(tiny: localrt.Model) ->
     assert chat.messages == []
 
 
-def test_cancel_keeps_the_text_so_far(tiny: localrt.Model) -> None:
+def test_cancel_keeps_text(tiny: localrt.Model) -> None:
     chat = tiny.chat(temperature=0, ignore_eos=True)
     shown = ""
     for chunk in chat.stream("go on"):
@@ -62,7 +62,7 @@ def test_cancel_keeps_the_text_so_far(tiny: localrt.Model) -> None:
     assert chat.send("next", max_tokens=2).finish_reason == "length"
 
 
-def test_leaving_a_stream_keeps_the_turn(tiny: localrt.Model) -> None:
+def test_left_stream_keeps_turn(tiny: localrt.Model) -> None:
     chat = tiny.chat(temperature=0, ignore_eos=True)
     stream = chat.stream("go on")
     text = next(stream).text
@@ -81,7 +81,7 @@ def test_one_answer_at_a_time(tiny: localrt.Model) -> None:
     chat.send("two")
 
 
-def test_a_failed_turn_leaves_the_history_alone(tiny: localrt.Model) -> None:
+def test_failed_turn(tiny: localrt.Model) -> None:
     chat = tiny.chat(**GREEDY)
     chat.send("hi")
     before = list(chat.messages)
@@ -93,7 +93,7 @@ def test_a_failed_turn_leaves_the_history_alone(tiny: localrt.Model) -> None:
     chat.send("still works")
 
 
-def test_overflow_drops_oldest_turns_and_keeps_the_system_prompt(tiny: localrt.Model) -> None:
+def test_overflow_drops_oldest(tiny: localrt.Model) -> None:
     chat = tiny.chat("S" * 40, overflow="drop_oldest", **GREEDY)
     for i in range(12):
         result = chat.send(f"{i:02d}" + "x" * 60)
@@ -103,7 +103,7 @@ def test_overflow_drops_oldest_turns_and_keeps_the_system_prompt(tiny: localrt.M
         chat.send("y" * 600)
 
 
-def test_options_are_checked_when_set(tiny: localrt.Model) -> None:
+def test_set_options(tiny: localrt.Model) -> None:
     chat = tiny.chat()
     chat.set(temperature=0.5, max_tokens=3)
     with pytest.raises(localrt.OptionError):
@@ -124,7 +124,7 @@ def test_save_and_load(tiny: localrt.Model, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_files_that_cannot_be_used(tiny: localrt.Model, tmp_path: Path) -> None:
+def test_bad_files(tiny: localrt.Model, tmp_path: Path) -> None:
     chat = tiny.chat(**GREEDY)
     with pytest.raises(localrt.StorageError, match="cannot write"):
         chat.save(tmp_path / "missing" / "chat.json")
@@ -137,7 +137,7 @@ def test_files_that_cannot_be_used(tiny: localrt.Model, tmp_path: Path) -> None:
         tiny.load_chat(tmp_path / "none.json")
 
 
-def test_cancel_from_another_thread_during_prefill(tiny: localrt.Model) -> None:
+def test_cancel_prefill(tiny: localrt.Model) -> None:
     chat = tiny.chat(temperature=0, ignore_eos=True)
 
     def cancel(progress: Progress) -> None:

@@ -23,7 +23,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
         yield model
 
 
-def test_a_parked_conversation_goes_on_with_the_same_tokens(model: Model) -> None:
+def test_parked_chat_goes_on(model: Model) -> None:
     options = {"max_tokens": 12, "temperature": 0.0}
     stayed, parked = model.chat(), model.chat()
     for chat in (stayed, parked):
@@ -37,7 +37,7 @@ def test_a_parked_conversation_goes_on_with_the_same_tokens(model: Model) -> Non
     assert answers[0].metrics.cached_tokens == answers[1].metrics.cached_tokens > 100
 
 
-def test_it_survives_the_app(model: Model, tmp_path: Path) -> None:
+def test_parked_chat_after_restart(model: Model, tmp_path: Path) -> None:
     chat = model.chat()
     chat.send(PROMPT, max_tokens=8, temperature=0.0)
     chat.park()
@@ -48,14 +48,14 @@ def test_it_survives_the_app(model: Model, tmp_path: Path) -> None:
         assert answer.metrics.cached_tokens > 100
 
 
-def test_a_short_conversation_is_not_worth_it(model: Model) -> None:
+def test_short_chat_is_not_parked(model: Model) -> None:
     chat = model.chat(system="Go.")
     chat.send("Hi", max_tokens=2)
     assert chat.park() == 0
     assert chat.kv_nbytes > 0
 
 
-def test_an_answer_is_not_parked(model: Model) -> None:
+def test_answering_chat_is_not_parked(model: Model) -> None:
     chat = model.chat()
     chunks = chat.stream(PROMPT, max_tokens=20)
     next(chunks)
@@ -65,7 +65,7 @@ def test_an_answer_is_not_parked(model: Model) -> None:
     list(chunks)
 
 
-def test_short_memory_parks_who_waits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_memory_parks_idle_chat(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = model.chat()
     chat.send(PROMPT, max_tokens=4)
     assert chat.kv_nbytes
@@ -75,7 +75,7 @@ def test_short_memory_parks_who_waits(model: Model, monkeypatch: pytest.MonkeyPa
     assert chat.send("Go on.", max_tokens=4).metrics.cached_tokens > 100
 
 
-def test_no_disk_for_caches_means_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parking_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
     with localrt.load(real_model("smollm2"), ctx=2048) as model:
         chat = model.chat()
@@ -85,7 +85,7 @@ def test_no_disk_for_caches_means_none(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "cache" / "kv").exists()
 
 
-def test_a_running_batch_parks_what_nobody_uses(model: Model) -> None:
+def test_park_idle_caches_of_batch(model: Model) -> None:
     options = {"max_tokens": 8, "temperature": 0.0}
     with model.live() as live:
         before = live.generate(PROMPT, **options)

@@ -36,7 +36,7 @@ def hidden(reference: Any, tokens: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "granite-moe", "phi3"])
-def test_vectors_are_transformers(name: str, tmp_path: Path) -> None:
+def test_vectors_as_transformers(name: str, tmp_path: Path) -> None:
     reference = save_tiny(name, tmp_path)
     with localrt.load(tmp_path, format="f32") as model:
         for pooling in ("mean", "last"):
@@ -49,7 +49,7 @@ def test_vectors_are_transformers(name: str, tmp_path: Path) -> None:
             assert np.allclose(np.linalg.norm(unit, axis=1), 1.0, atol=1e-5)
 
 
-def test_other_texts_do_not_matter_and_long_texts_go_on(tiny_folder: Path) -> None:
+def test_embed_together_and_alone(tiny_folder: Path) -> None:
     texts = ["a" * n for n in (3, 500, 40, 511, 1)]
     with localrt.load(tiny_folder) as model:
         together = model.embed(texts)
@@ -64,7 +64,7 @@ def test_other_texts_do_not_matter_and_long_texts_go_on(tiny_folder: Path) -> No
         assert model.generate("hi", max_tokens=3, ignore_eos=True).token_ids
 
 
-def test_pooling_follows_the_models_own_files(tmp_path: Path) -> None:
+def test_pooling_of_model(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     with localrt.load(folder) as model:
         assert (model.embed(["abc"]) == model.embed(["abc"], pooling="mean")).all()
@@ -81,7 +81,7 @@ def test_pooling_follows_the_models_own_files(tmp_path: Path) -> None:
         assert model.embed(["abc"], pooling="last").shape == (1, 64)
 
 
-def test_what_cannot_be_embedded(tiny: localrt.Model) -> None:
+def test_embed_errors(tiny: localrt.Model) -> None:
     for texts, options, kind, message in (
         ("one text", {}, localrt.OptionError, "a list of texts"),
         (["a", ""], {}, localrt.OptionError, "text 1"),
@@ -100,7 +100,7 @@ def test_what_cannot_be_embedded(tiny: localrt.Model) -> None:
 
 @pytest.mark.llamacpp
 @pytest.mark.real
-def test_both_engines_agree_on_a_real_model_and_streaming_changes_nothing() -> None:
+def test_engines_agree() -> None:
     pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
     path = real_model("smollm2")
     texts = ["A cat sleeps.", "A kitten is asleep.", "The stock market fell by two percent. " * 40]
@@ -114,7 +114,7 @@ def test_both_engines_agree_on_a_real_model_and_streaming_changes_nothing() -> N
 
 
 @needs_kernels
-def test_a_streamed_model_embeds_alike(tmp_path: Path) -> None:
+def test_embed_streamed(tmp_path: Path) -> None:
     model = StoredModel(pack_tiny("llama", tmp_path))
     info: Any = None  # not asked
     resident = NativeEngine(model.resident, info)

@@ -39,7 +39,7 @@ def model(
         yield loaded
 
 
-def test_what_the_store_says_are_the_defaults(model: localrt.Model) -> None:
+def test_defaults_of_store(model: localrt.Model) -> None:
     assert model.info.ctx == 64
     assert model.info.has_chat_template
     kept = {name: model.defaults.get(name) for name in ("temperature", "top_k", "stop", "min_p")}
@@ -47,7 +47,7 @@ def test_what_the_store_says_are_the_defaults(model: localrt.Model) -> None:
     assert kept["min_p"] != "odd"  # what cannot be used is left out
 
 
-def test_the_system_prompt_is_that_of_conversations_without_one(model: localrt.Model) -> None:
+def test_system_prompt_of_store(model: localrt.Model) -> None:
     def shown(*messages: dict[str, str]) -> str:
         assert model.tokenizer is not None
         return model.tokenizer.decode(model._core.requests.render(messages))
@@ -63,5 +63,5 @@ def test_the_system_prompt_is_that_of_conversations_without_one(model: localrt.M
 
 
 @pytest.mark.parametrize("model", [{"ctx": 128}], indirect=True)
-def test_a_context_that_is_given_counts(model: localrt.Model) -> None:
+def test_given_context(model: localrt.Model) -> None:
     assert model.info.ctx == 128

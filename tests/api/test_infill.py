@@ -26,7 +26,7 @@ def filling(tiny: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> localrt.Mod
     return tiny
 
 
-def test_the_model_is_shown_both_sides(filling: localrt.Model) -> None:
+def test_fill_in(filling: localrt.Model) -> None:
     before, behind = filling.tokenize("def f(", add_special=False), filling.tokenize("):\n")
     ids = [MARKS["pre"], *before, MARKS["suf"], *behind, MARKS["mid"]]
     expected = filling.generate(token_ids=ids, **SHORT)
@@ -36,7 +36,7 @@ def test_the_model_is_shown_both_sides(filling: localrt.Model) -> None:
     assert filling.generate("", suffix="", **SHORT).metrics.prompt_tokens == 3
 
 
-def test_what_does_not_fit_is_an_error_unless_it_may_be_dropped(filling: localrt.Model) -> None:
+def test_fill_in_overflow(filling: localrt.Model) -> None:
     ctx = filling.info.ctx
     with pytest.raises(ContextOverflowError):
         filling.generate("a" * ctx, suffix="b", **SHORT)
@@ -61,15 +61,13 @@ def test_what_does_not_fit_is_an_error_unless_it_may_be_dropped(filling: localrt
         ({"prompt": "a", "suffix": "b", "tool_choice": "required"}, "needs messages"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    filling: localrt.Model, given: dict[str, Any], message: str
-) -> None:
+def test_refused(filling: localrt.Model, given: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         filling.generate(**given)
 
 
 @pytest.mark.usefixtures("nothing_on_stdin")
-def test_a_model_that_cannot_says_so(
+def test_infill_unsupported(
     tiny: localrt.Model, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(OptionError, match="no tokens to fill in the middle"):
@@ -81,7 +79,7 @@ def test_a_model_that_cannot_says_so(
 
 
 @pytest.mark.slow
-def test_a_real_model_fills_in_and_stops(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fill_in_real_model(capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "def mean(values):\n    total = 0\n    for v in values:\n        {}\n    return total / n\n"
     )

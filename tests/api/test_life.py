@@ -47,7 +47,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_loading_tells_how_far_it_is(tiny_folder: Path) -> None:
+def test_background_progress(tiny_folder: Path) -> None:
     seen: list[tuple[str, bool]] = []
     begin = threading.Event()
 
@@ -71,7 +71,7 @@ def test_loading_tells_how_far_it_is(tiny_folder: Path) -> None:
     assert seen[-1] == ("load", True)
 
 
-def test_what_fails_comes_out_of_result(tmp_path: Path) -> None:
+def test_background_failure(tmp_path: Path) -> None:
     with pytest.raises(localrt.LocalrtError, match="no such file"):
         localrt.load_in_background(tmp_path / "none").result(60)
     with pytest.raises(localrt.OptionError, match="engine must be"):
@@ -80,7 +80,7 @@ def test_what_fails_comes_out_of_result(tmp_path: Path) -> None:
         localrt.load_in_background(tmp_path, progress=print)
 
 
-def test_loading_can_be_cancelled(tiny_folder: Path, gate: threading.Event) -> None:
+def test_background_cancel(tiny_folder: Path, gate: threading.Event) -> None:
     loading = localrt.load_in_background(tiny_folder)
     loading.cancel()
     gate.set()
@@ -94,7 +94,7 @@ def test_loading_can_be_cancelled(tiny_folder: Path, gate: threading.Event) -> N
         model.generate("hi")
 
 
-async def test_loading_for_asyncio(tiny_folder: Path, gate: threading.Event) -> None:
+async def test_background_asyncio(tiny_folder: Path, gate: threading.Event) -> None:
     loading = localrt.load_in_background(tiny_folder)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(loading.aresult(), 1e-6)
@@ -105,9 +105,7 @@ async def test_loading_for_asyncio(tiny_folder: Path, gate: threading.Event) -> 
 # -- unloading -----------------------------------------------------------------------------------
 
 
-def test_an_unloaded_model_says_so_and_its_chats_let_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unload_ends_chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.service.core._PATIENCE_S", 60.0)
     model = localrt.load(write_tiny_model(tmp_path))
     chat, other = model.chat(max_tokens=3), model.chat(max_tokens=400, ignore_eos=True)
@@ -169,7 +167,7 @@ def REAL() -> Path:  # noqa: N802
 
 @pytest.mark.real
 @pytest.mark.skipif(sys.platform != "linux", reason="memory that is free may be kept elsewhere")
-def test_unloading_returns_the_memory(tmp_path: Path) -> None:
+def test_unload_returns_memory(tmp_path: Path) -> None:
     found = child(
         """
         held = []
@@ -195,7 +193,7 @@ def test_unloading_returns_the_memory(tmp_path: Path) -> None:
 @pytest.mark.real
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="see above")
-def test_a_smaller_budget_in_the_middle_changes_no_token(tmp_path: Path) -> None:
+def test_smaller_budget_while_answering(tmp_path: Path) -> None:
     found = child(
         """
         out = {"rss": [], "read": [], "why": [], "same": []}
@@ -254,7 +252,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredModel]:
 
 
 @needs_kernels
-def test_units_go_and_stay_as_the_budget_says(tmp_path: Path) -> None:
+def test_budget_moves_units(tmp_path: Path) -> None:
     model = StoredModel(pack_synthetic(tmp_path, layers=6))
     prompt = tokens(9)
     wanted = extend(model.resident, model.resident.cache(64), prompt)
@@ -298,7 +296,7 @@ def test_units_go_and_stay_as_the_budget_says(tmp_path: Path) -> None:
 @needs_kernels
 @settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_no_budget_changes_a_bit(data: st.DataObject, stored: StoredModel) -> None:
+def test_any_budgets(data: st.DataObject, stored: StoredModel) -> None:
     names = passing(stored.store)
     streamed = data.draw(st.sets(st.sampled_from(names), min_size=1))
     at_most = sum(unit.nbytes for unit in stored.store.manifest.units) + 400_000
@@ -320,7 +318,7 @@ def test_no_budget_changes_a_bit(data: st.DataObject, stored: StoredModel) -> No
 
 
 @needs_kernels
-def test_a_card_gives_memory_back(stored: StoredModel) -> None:
+def test_gpu_gives_memory_back(stored: StoredModel) -> None:
     names = passing(stored.store)
     where = dict.fromkeys(names, Where.VRAM)
     with on_gpu(stored, where) as placed:
@@ -335,7 +333,7 @@ def test_a_card_gives_memory_back(stored: StoredModel) -> None:
 
 
 @needs_kernels
-def test_a_new_budget_bounds_the_trees_of_a_model_that_was_loaded_whole(tiny_folder: Path) -> None:
+def test_budget_bounds_trees(tiny_folder: Path) -> None:
     with localrt.load(tiny_folder) as model, closing(core_of(model).new_session()) as session:
         rows = [session.tree_rows or 0]
         for room in (32 << 20, 256 << 20):
@@ -344,7 +342,7 @@ def test_a_new_budget_bounds_the_trees_of_a_model_that_was_loaded_whole(tiny_fol
     assert 0 < rows[1] < rows[2] < rows[0]
 
 
-def test_budgets_of_a_model_that_was_loaded_whole(tiny: localrt.Model) -> None:
+def test_budget_of_whole_model(tiny: localrt.Model) -> None:
     tiny.set_budget(ram="900GB")
     with pytest.raises(localrt.MemoryBudgetError, match="loaded whole"):
         tiny.set_budget(ram="1MB")
@@ -356,9 +354,7 @@ def test_budgets_of_a_model_that_was_loaded_whole(tiny: localrt.Model) -> None:
 
 
 @needs_kernels
-def test_a_model_that_fits_leaves_its_memory_and_takes_it_back(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leave_ram(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     options = {"max_tokens": 4, "ignore_eos": True, "temperature": 0.0}
     with localrt.load(tiny_folder, shrinkable=True, ctx=512) as model:
@@ -376,5 +372,5 @@ def test_a_model_that_fits_leaves_its_memory_and_takes_it_back(
     assert read[0] == read[-1] == 0 < read[1]
 
 
-def test_a_model_that_was_loaded_whole_leaves_nothing(tiny: localrt.Model) -> None:
+def test_leave_ram_of_whole_model(tiny: localrt.Model) -> None:
     assert tiny.spare_ram == tiny.leave_ram(1 << 20) == 0

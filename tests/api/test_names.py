@@ -30,9 +30,7 @@ from localrt.common.errors import OptionError
         (localrt.preview, {"model": "smollm2", "gpu_memroy": "8GB"}, "gpu_memory"),
     ],
 )
-def test_unknown_arguments_say_what_was_meant(
-    call: Callable[..., Any], options: dict[str, Any], meant: str
-) -> None:
+def test_unknown_arguments(call: Callable[..., Any], options: dict[str, Any], meant: str) -> None:
     with pytest.raises(OptionError, match=f"did you mean {meant}\\?"):
         call(**options)
 
@@ -53,20 +51,18 @@ def test_unknown_arguments_say_what_was_meant(
         ("n_gpu_layers", "gpu_memory"),
     ],
 )
-def test_unknown_options_of_an_answer_say_what_was_meant(
-    tiny: localrt.Model, name: str, meant: str
-) -> None:
+def test_unknown_options(tiny: localrt.Model, name: str, meant: str) -> None:
     with pytest.raises(OptionError, match=f"did you mean {meant}\\?"):
         tiny.generate("hi", **{name: 1})
 
 
-def test_an_argument_that_is_like_none_lists_those_that_there_are() -> None:
+def test_unknown_argument_lists_known() -> None:
     with pytest.raises(OptionError, match="load has no argument 'zzz': known: model, adapters"):
         localrt.load(zzz=1)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("way", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_pickling_is_refused_at_once(tiny: localrt.Model, way: Callable[[object], object]) -> None:
+def test_pickling(tiny: localrt.Model, way: Callable[[object], object]) -> None:
     for each in (tiny, tiny.chat()):
         with pytest.raises(TypeError, match="cannot be pickled or copied: each process opens its"):
             way(each)

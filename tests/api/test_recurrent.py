@@ -31,7 +31,7 @@ def model(folder: Path) -> Iterator[Model]:
         yield loaded
 
 
-def test_an_answer_that_is_regenerated_reads_one_token(model: Model) -> None:
+def test_regenerate(model: Model) -> None:
     first = model.generate(token_ids=PROMPT, **OPTIONS)
     again = model.generate(token_ids=PROMPT, **OPTIONS)
     assert again.token_ids == first.token_ids
@@ -39,7 +39,7 @@ def test_an_answer_that_is_regenerated_reads_one_token(model: Model) -> None:
 
 
 @pytest.mark.parametrize("at", [1290, 1100, 700, 600])
-def test_an_edit_reads_from_the_nearest_state(folder: Path, model: Model, at: int) -> None:
+def test_edited_prompt(folder: Path, model: Model, at: int) -> None:
     """One is kept behind every 512 tokens of a prompt."""
     edited = PROMPT[:at] + tokens(30, seed=9)
     model.generate(token_ids=PROMPT, **OPTIONS)
@@ -49,7 +49,7 @@ def test_an_edit_reads_from_the_nearest_state(folder: Path, model: Model, at: in
         assert other.generate(token_ids=edited, **OPTIONS).token_ids == changed.token_ids
 
 
-def test_guesses_change_nothing(model: Model) -> None:
+def test_drafts_change_nothing(model: Model) -> None:
     repeating = tokens(40) * 5
     plain = model.generate(token_ids=repeating, **{**OPTIONS, "max_tokens": 60})
     for budget in (3, 16):
@@ -91,7 +91,7 @@ def test_draft_models_change_nothing(
                 prompt = said + tokens(7, seed=turn)
 
 
-def test_several_at_once_get_what_each_gets_alone(model: Model) -> None:
+def test_recurrent_batch(model: Model) -> None:
     prompts = [tokens(count, seed=count) for count in (5, 30, 90)]
     alone = [model.generate(token_ids=prompt, **OPTIONS).token_ids for prompt in prompts]
     together = model.generate_batch(token_ids=prompts, **OPTIONS)

@@ -30,7 +30,7 @@ def status(**changes: object) -> Status:
     return Status(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_a_resident_model_tells_memory_and_tokens(tiny: localrt.Model) -> None:
+def test_status(tiny: localrt.Model) -> None:
     before = tiny.status()
     chat = tiny.chat()
     for _ in chat.stream("Hi", max_tokens=5, ignore_eos=True):
@@ -57,7 +57,7 @@ def test_a_resident_model_tells_memory_and_tokens(tiny: localrt.Model) -> None:
     assert tiny.status().kv.used <= after.kv.used  # type: ignore[union-attr]
 
 
-def test_a_closed_early_stream_counts_as_ended(tiny: localrt.Model) -> None:
+def test_status_of_closed_stream(tiny: localrt.Model) -> None:
     stream = tiny.stream("Hi", max_tokens=5, ignore_eos=True)
     next(stream)
     assert tiny.status().generating
@@ -65,7 +65,7 @@ def test_a_closed_early_stream_counts_as_ended(tiny: localrt.Model) -> None:
     assert not tiny.status().generating
 
 
-def test_a_snapshot_waits_for_no_pass(tiny: localrt.Model) -> None:
+def test_status_waits_for_no_pass(tiny: localrt.Model) -> None:
     engine = engine_of(tiny)
     with engine._turn:  # type: ignore[attr-defined]
         found: list[Status] = []
@@ -99,20 +99,20 @@ def test_many_threads(tiny: localrt.Model) -> None:
     assert not errors
 
 
-def test_a_closed_model_can_be_asked(tiny_folder: Path) -> None:
+def test_status_of_closed_model(tiny_folder: Path) -> None:
     model = localrt.load(tiny_folder, format="f32")
     model.close()
     assert model.status().kv is None
 
 
-def test_advice_of_a_resident_model(tiny: localrt.Model) -> None:
+def test_advise(tiny: localrt.Model) -> None:
     found = tiny.advise()
     assert found.token_bytes is not None
     assert found.token_bytes > 0
     assert tiny.status().token_bytes == found.token_bytes
 
 
-def test_rates_and_the_sentence_of_a_streamed_model() -> None:
+def test_flow() -> None:
     then = status(
         streamed=True,
         passes=0,
@@ -146,7 +146,7 @@ def test_rates_and_the_sentence_of_a_streamed_model() -> None:
     assert now.share_of_ceiling(flow.tok_s) == 0.5
 
 
-def test_nothing_passes_between_two_snapshots_of_one_moment() -> None:
+def test_flow_of_no_time() -> None:
     flow = status().since(status())
     assert flow.tok_s is None
     assert flow.ssd_bytes_s is None
@@ -161,7 +161,7 @@ def a_pass(start: float, *, head: bool = True) -> list[Task]:
     return tasks
 
 
-def test_the_last_finished_pass() -> None:
+def test_last_pass() -> None:
     tasks = [*a_pass(0.0), *a_pass(1.0), *a_pass(2.0)[:2]]
     found = last_pass(tasks)
     assert found is not None
@@ -173,7 +173,7 @@ def test_the_last_finished_pass() -> None:
     assert lanes["cpu"].spans[0] == (0.0, pytest.approx(0.1))
 
 
-def test_a_pass_of_a_prompt_without_the_head_counts_when_another_follows() -> None:
+def test_last_pass_of_prompt() -> None:
     prompt = a_pass(0.0, head=False)
     assert last_pass(prompt) is None
     assert last_pass([*prompt, *a_pass(1.0)[:2]]) is not None
@@ -181,7 +181,7 @@ def test_a_pass_of_a_prompt_without_the_head_counts_when_another_follows() -> No
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 1)), max_size=20))
-def test_lanes_lie_within_the_pass(reads: list[tuple[float, float]]) -> None:
+def test_lanes_within_pass(reads: list[tuple[float, float]]) -> None:
     tasks = [Task("ssd", "x", at, at + long) for at, long in reads]
     tasks += a_pass(3.0)
     found = last_pass(sorted(tasks, key=lambda task: task.end))
@@ -195,7 +195,7 @@ def test_lanes_lie_within_the_pass(reads: list[tuple[float, float]]) -> None:
     assert 0 <= found.waited_s <= found.seconds
 
 
-def test_recording_follows_the_wish(tmp_path: Path) -> None:
+def test_record_lanes(tmp_path: Path) -> None:
     """The pipeline remembers tasks between a call with lanes=True and one with False."""
     from localrt.service.status import Watch
 
@@ -217,7 +217,7 @@ def test_recording_follows_the_wish(tmp_path: Path) -> None:
     assert [keep for keep in asked if keep is not None] == [4096, 0]
 
 
-def test_it_is_cheap(tiny: localrt.Model) -> None:
+def test_status_is_cheap(tiny: localrt.Model) -> None:
     tiny.status()
     best = min(_timed(tiny) for _ in range(20))
     assert best < 0.001

@@ -48,7 +48,7 @@ def loaded(folder: Path, template: str) -> localrt.Model:
     return localrt.load(write_tiny_model(folder, template=template), format="f32")
 
 
-def test_the_limit_ends_the_thinking_and_the_answer_follows_as_from_a_text(
+def test_limit_ends_thinking(
     thinker: localrt.Model,
 ) -> None:
     answer = thinker.generate("hi", thinking_tokens=7, **GREEDY)
@@ -69,7 +69,7 @@ def test_the_limit_ends_the_thinking_and_the_answer_follows_as_from_a_text(
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 30, 59, 60, 61])
-def test_guesses_change_nothing(thinker: localrt.Model, limit: int) -> None:
+def test_drafts_change_nothing(thinker: localrt.Model, limit: int) -> None:
     plain = thinker.generate("hi hi hi", thinking_tokens=limit, draft="off", **GREEDY)
     for size in ({}, {"draft": "ngram", "tree_budget": 8}):
         guessed = thinker.generate("hi hi hi", thinking_tokens=limit, **size, **GREEDY)
@@ -78,7 +78,7 @@ def test_guesses_change_nothing(thinker: localrt.Model, limit: int) -> None:
         assert guessed.metrics.thinking_tokens == min(limit, 60)
 
 
-def test_batches_and_streams_have_the_same_limit(thinker: localrt.Model) -> None:
+def test_limit_in_batches(thinker: localrt.Model) -> None:
     limits = [3, 9, None]
     alone = [thinker.generate("hi", thinking_tokens=limit, **GREEDY) for limit in limits]
     with thinker.live() as live:
@@ -110,15 +110,13 @@ def prompt_end(model: localrt.Model, **options: Any) -> str:
         ({"json_schema": True, "thinking": True}, "\n<think>\n"),
     ],
 )
-def test_the_prompt_begins_or_closes_the_thinking(
-    thinker: localrt.Model, options: dict[str, Any], end: str
-) -> None:
+def test_prompt_end(thinker: localrt.Model, options: dict[str, Any], end: str) -> None:
     if "json_schema" in options:
         pytest.importorskip("llguidance")
     assert prompt_end(thinker, **options) == end
 
 
-def test_a_template_that_cannot_be_told_gets_an_empty_thinking(tmp_path: Path) -> None:
+def test_template_without_variables(tmp_path: Path) -> None:
     with loaded(tmp_path / "a", ALWAYS) as model:
         assert prompt_end(model) == prompt_end(model, thinking=True) == "\n"
         assert prompt_end(model, thinking=False) == "\n<think>\n\n</think>\n\n"
@@ -132,7 +130,7 @@ def test_a_template_that_cannot_be_told_gets_an_empty_thinking(tmp_path: Path) -
         assert localrt.split_thinking(answer.text).thinking == ""
 
 
-def test_a_model_that_never_thinks(tiny: localrt.Model) -> None:
+def test_model_without_thinking(tiny: localrt.Model) -> None:
     assert prompt_end(tiny, thinking=False) == prompt_end(tiny) == "\n"
     assert tiny.generate("hi", thinking_tokens=2, max_tokens=8).metrics.thinking_tokens == 0
     with pytest.raises(OptionError, match="this model does not think"):
@@ -140,14 +138,14 @@ def test_a_model_that_never_thinks(tiny: localrt.Model) -> None:
 
 
 @pytest.mark.parametrize("value", [1, "max", 0.5, ["low"]])
-def test_what_thinking_may_be(tiny: localrt.Model, value: Any) -> None:
+def test_wrong_thinking(tiny: localrt.Model, value: Any) -> None:
     with pytest.raises(OptionError, match="thinking must be on, off, low, medium or high"):
         tiny.generate("hi", thinking=value)
     with pytest.raises(OptionError, match="thinking_tokens"):
         tiny.generate("hi", thinking_tokens=-1)
 
 
-def test_a_bound_answer_may_be_thought_about(thinker: localrt.Model) -> None:
+def test_bound_answer_after_thinking(thinker: localrt.Model) -> None:
     pytest.importorskip("llguidance")
     options = {"regex": "[ab]{3}", "thinking": True, "thinking_tokens": 5, "max_tokens": 60}
     for seed in range(4):
@@ -161,7 +159,7 @@ def test_a_bound_answer_may_be_thought_about(thinker: localrt.Model) -> None:
     assert without.text.strip("ab") == ""
 
 
-def test_channels_end_with_the_message_that_answers(tmp_path: Path) -> None:
+def test_harmony_channels(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     with loaded(tmp_path / "channels", HARMONY) as model:
         options = {"regex": "[ab]{3}", "max_tokens": 120}
@@ -173,7 +171,7 @@ def test_channels_end_with_the_message_that_answers(tmp_path: Path) -> None:
         assert localrt.split_thinking(answer.text).answer.strip("ab") == ""
 
 
-def test_a_conversation_goes_on_after_a_limit(thinker: localrt.Model) -> None:
+def test_limit_in_chat(thinker: localrt.Model) -> None:
     chat = thinker.chat(thinking_tokens=4, **GREEDY)
     for _ in range(2):
         answer = chat.send("hi")
@@ -184,7 +182,7 @@ def test_a_conversation_goes_on_after_a_limit(thinker: localrt.Model) -> None:
 
 
 @pytest.mark.usefixtures("nothing_on_stdin")
-def test_on_the_command_line(
+def test_command_line(
     thinker: localrt.Model, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(thinker.info.path)
@@ -200,7 +198,7 @@ def test_on_the_command_line(
         assert error.count("\n") == 1
 
 
-def test_a_picture_in_a_batch_is_one_line(
+def test_picture_in_batch(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "cat.png"}}]
@@ -222,7 +220,7 @@ def test_a_picture_in_a_batch_is_one_line(
     ],
 )
 @pytest.mark.parametrize("template", ["strings", "parts"])
-def test_a_picture_is_refused(
+def test_picture(
     tiny: localrt.Model, thinker: localrt.Model, tmp_path: Path, part: Any, template: str
 ) -> None:
     messages: Any = [
@@ -249,7 +247,7 @@ WITH_PARTS = (
 # -- the beginning of an answer --------------------------------------------------------------------
 
 
-def test_an_answer_goes_on_from_a_beginning_that_is_given(thinker: localrt.Model) -> None:
+def test_prefix(thinker: localrt.Model) -> None:
     begun = {"role": "assistant", "content": "Well, <|im_end|>", "prefix": True}
     found = thinker.generate([*ASK, begun], **GREEDY)
     prompt = core_of(thinker).requests.render(ASK, options=read_options({"thinking": False}))
@@ -264,7 +262,7 @@ def test_an_answer_goes_on_from_a_beginning_that_is_given(thinker: localrt.Model
         thinker.generate([*ASK, begun], json_schema=True)
 
 
-def test_tokens_are_counted_as_they_are_read(thinker: localrt.Model) -> None:
+def test_count(thinker: localrt.Model) -> None:
     options: dict[str, Any] = {"thinking": False, "tools": TOOLS}
     read = thinker.generate(ASK, max_tokens=1, **options).metrics.prompt_tokens
     assert thinker.count(ASK, **options) == read

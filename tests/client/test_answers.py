@@ -28,7 +28,7 @@ from tests.server.conftest import Running, serving
 # -- our own server --------------------------------------------------------------------------------
 
 
-def test_answers_are_those_of_the_model_itself(model: localrt.Model, server: Running) -> None:
+def test_same_answers_as_local(model: localrt.Model, server: Running) -> None:
     here = model.chat(system="Be brief.")
     with connect(server.url) as remote:
         assert remote.info.name == "tiny"
@@ -59,7 +59,7 @@ async def test_asyncio(server: Running) -> None:
         ).metrics.completion_tokens == 4
 
 
-def test_a_key_is_wanted_and_never_shown(
+def test_api_key(
     model: localrt.Model, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(model, name="tiny", api_key=KEY) as running:
@@ -81,7 +81,7 @@ def test_a_key_is_wanted_and_never_shown(
     assert KEY not in out + err
 
 
-def test_a_conversation_that_is_too_long(server: Running) -> None:
+def test_too_long_conversation(server: Running) -> None:
     with connect(server.url) as remote:
         chat = remote.chat()
         with pytest.raises(ContextOverflowError, match="too long for the server"):
@@ -99,7 +99,7 @@ def test_saved_chats(server: Running, tmp_path: Path) -> None:
         assert again.send("go on").metrics.completion_tokens == 4
 
 
-def test_two_answers_at_once_are_refused(server: Running) -> None:
+def test_one_answer_at_a_time(server: Running) -> None:
     with connect(server.url) as remote:
         chat = remote.chat()
         stream = chat.stream("hi", max_tokens=8, temperature=0.0)
@@ -113,7 +113,7 @@ def test_two_answers_at_once_are_refused(server: Running) -> None:
 # -- what is sent ----------------------------------------------------------------------------------
 
 
-def test_options_that_were_chosen_are_sent_and_no_others() -> None:
+def test_sent_options() -> None:
     reply = HEAD + delta("stop", content="yes") + DONE
     with saying(reply) as running, connect(running.url) as remote:
         chat = remote.chat(system="S", top_k=5, temperature=0.8)
@@ -139,7 +139,7 @@ def test_options_that_were_chosen_are_sent_and_no_others() -> None:
     assert "authorization" not in running.asked[0].headers
 
 
-def test_options_of_this_machine_are_refused() -> None:
+def test_local_options() -> None:
     with saying(HEAD) as running, connect(running.url) as remote:
         chat = remote.chat()
         for options in ({"draft": "ngram"}, {"regex": "a+"}, {"overflow": "drop_oldest"}):
@@ -154,7 +154,7 @@ def test_options_of_this_machine_are_refused() -> None:
         assert chat.options == {}
 
 
-def test_the_first_model_is_taken_and_the_others_told() -> None:
+def test_choice_of_model() -> None:
     with fake(lambda asked, connection: listed("org/a", "b", max_model_len=4096)) as running:
         with connect(running.url) as remote:
             assert remote.info.name == "org/a"
@@ -176,7 +176,7 @@ def test_the_first_model_is_taken_and_the_others_told() -> None:
 # -- what comes ------------------------------------------------------------------------------------
 
 
-def test_thinking_of_its_own_field_is_folded_into_the_text() -> None:
+def test_reasoning_fields() -> None:
     body = delta(reasoning="Two") + delta(reasoning_content=" and two.") + delta(content="Four.")
     with saying(HEAD + body + delta("stop") + DONE) as running:
         text = answer(running).text
@@ -187,7 +187,7 @@ def test_thinking_of_its_own_field_is_folded_into_the_text() -> None:
     assert last.finish_reason == "length"
 
 
-def test_tool_calls_come_in_pieces() -> None:
+def test_tool_calls_in_pieces() -> None:
     def call(**fields: Any) -> bytes:
         return delta(tool_calls=[{"index": 0, **fields}])
 
@@ -207,7 +207,7 @@ def test_tool_calls_come_in_pieces() -> None:
     assert sent["tools"][0]["function"]["name"] == "add"
 
 
-def test_counts_are_the_servers_where_it_tells() -> None:
+def test_usage() -> None:
     usage = {
         "prompt_tokens": 100,
         "completion_tokens": 40,
@@ -225,7 +225,7 @@ def test_counts_are_the_servers_where_it_tells() -> None:
 
 
 @given(st.lists(st.integers(1, 200)), st.booleans())
-def test_events_do_not_depend_on_how_the_bytes_are_cut(cuts: list[int], crlf: bool) -> None:
+def test_events_in_any_pieces(cuts: list[int], crlf: bool) -> None:
     data = b": a comment\n\nevent: x\nid: 3\n" + event(a="ä€🙂") + b'data: {"b":\ndata: 1}\n\n'
     data += DONE + b"data: never read\n\n"
     data = data.replace(b"\n", b"\r\n") if crlf else data
@@ -250,7 +250,7 @@ def _hang(begin: bytes) -> Callable[[Asked, socket.socket], bytes | None]:
 
 
 @pytest.mark.parametrize("begin", [b"", HEAD, HEAD + delta(content="some")])
-def test_cancelling_takes_no_time_and_keeps_the_text(begin: bytes) -> None:
+def test_cancel(begin: bytes) -> None:
     begun, gone = threading.Event(), threading.Event()
 
     def reply(asked: Asked, connection: socket.socket) -> bytes | None:
@@ -286,7 +286,7 @@ def test_cancelling_takes_no_time_and_keeps_the_text(begin: bytes) -> None:
         assert gone.wait(60)  # the server is told by the closed connection
 
 
-def test_leaving_the_stream_or_closing_the_model_ends_the_request() -> None:
+def test_close() -> None:
     with saying(_hang(HEAD + delta(content="a"))) as running:
         remote = connect(running.url)
         chat = remote.chat()
@@ -301,7 +301,7 @@ def test_leaving_the_stream_or_closing_the_model_ends_the_request() -> None:
         chat.close()
 
 
-def test_progress_is_asked_while_waiting_and_may_stop_it() -> None:
+def test_progress_may_cancel() -> None:
     def stop(progress: Any) -> None:
         raise CancelledError("no more")
 

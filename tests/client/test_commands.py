@@ -94,7 +94,7 @@ async def test_the_app_chats_through_it(server: Running) -> None:
         await until(pilot, lambda: "localrt chat MODEL" in "\n".join(screen.notices(app)))
 
 
-async def test_the_app_tells_that_a_server_went_away() -> None:
+async def test_app_without_server() -> None:
     from localrt.tui import ChatApp
 
     replies = [HEAD + delta(content="Half a")]

@@ -51,7 +51,7 @@ BUSY = {"error": {"message": "too many requests.", "code": None}}
         (whole(302), "does not speak OpenAI's protocol"),
     ],
 )
-def test_a_server_that_fails_is_one_line(reply: bytes, said: str) -> None:
+def test_failures_are_one_line(reply: bytes, said: str) -> None:
     with saying(reply) as running, connect(running.url) as remote:
         chat = remote.chat(system="S")
         with pytest.raises(LocalrtError, match=said) as caught:
@@ -76,7 +76,7 @@ CUT = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
         (HEAD + delta(content="so far") + event(object="error", message="oh"), "failed: oh"),
     ],
 )
-def test_a_stream_that_breaks_off_keeps_its_text(reply: bytes, said: str) -> None:
+def test_broken_stream_keeps_text(reply: bytes, said: str) -> None:
     with saying(reply) as running, connect(running.url) as remote:
         chat = remote.chat()
         came = []
@@ -86,7 +86,7 @@ def test_a_stream_that_breaks_off_keeps_its_text(reply: bytes, said: str) -> Non
         assert chat.messages[-1]["content"] == "so far"
 
 
-def test_an_end_that_is_lost_loses_nothing() -> None:
+def test_lost_end() -> None:
     body = CUT + b"Content-Length: 9999\r\n\r\n" + delta(content="all") + delta("stop")
     with saying(body) as running:
         last = answer(running)
@@ -95,7 +95,7 @@ def test_an_end_that_is_lost_loses_nothing() -> None:
         assert answer(running).finish_reason == "stop"
 
 
-def test_a_key_in_a_refusal_is_hidden() -> None:
+def test_key_in_refusal() -> None:
     body = {"error": {"message": f"Incorrect API key provided: {KEY}"}}
     said = pytest.raises(LocalrtError, match=r"Incorrect API key provided: \.\.\.")
     with fake(lambda asked, connection: whole(401, body)) as running, said as caught:
@@ -104,7 +104,7 @@ def test_a_key_in_a_refusal_is_hidden() -> None:
     assert KEY not in str(caught.value.__cause__)
 
 
-def test_redirections_stay_at_home() -> None:
+def test_redirects() -> None:
     def moving(asked: Asked, connection: socket.socket) -> bytes:
         if asked.path.startswith("/v1"):
             return whole(308, Location="/api" + asked.path)
@@ -212,13 +212,13 @@ def test_addresses(url: str, origin: str, base: str) -> None:
         "http://h/é",
     ],
 )
-def test_no_addresses(url: str) -> None:
+def test_invalid_addresses(url: str) -> None:
     with pytest.raises(OptionError) as caught:
         connect(url)
     assert str(caught.value).isprintable()
 
 
-def test_keys_that_cannot_be() -> None:
+def test_invalid_keys() -> None:
     for key in ("a b", "a\r\nX: y", "schlüssel"):
         with pytest.raises(OptionError, match="API key"):
             connect("http://localhost", api_key=key)

@@ -20,7 +20,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     return Settings.from_environment()
 
 
-def test_a_server_is_found_while_it_runs(settings: Settings) -> None:
+def test_announced_server(settings: Settings) -> None:
     server = LocalServer("http://127.0.0.1:1/v1", os.getpid(), "s3cret", {"tiny": "/a/tiny"})
     with announced(server, settings):
         assert local_servers(settings) == [server]
@@ -30,7 +30,7 @@ def test_a_server_is_found_while_it_runs(settings: Settings) -> None:
     assert local_servers(settings) == []
 
 
-def test_what_is_left_of_others_is_no_server(settings: Settings) -> None:
+def test_stale_files(settings: Settings) -> None:
     folder = settings.data_dir / "servers"
     folder.mkdir(parents=True)
     gone = subprocess.Popen([sys.executable, "-c", ""])

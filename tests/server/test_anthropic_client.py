@@ -40,7 +40,7 @@ def client(server: Running) -> Any:
         yield made
 
 
-def test_models_and_what_is_none_in_anthropics_form(client: Any) -> None:
+def test_models_and_missing_model(client: Any) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     with pytest.raises(anthropic.NotFoundError) as caught:
         client.models.retrieve("nothing")
@@ -63,7 +63,7 @@ def test_events_of_a_message(client: Any, silence: bool) -> None:
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
 
 
-def test_thinking_is_a_block_of_its_own(thinker: Running) -> None:
+def test_thinking_block(thinker: Running) -> None:
     thinking = {"type": "enabled", "budget_tokens": 5}
     fields: dict[str, Any] = {"model": thinker.name, "messages": HI, "max_tokens": 40}
     with client_of(thinker) as client:
@@ -77,7 +77,7 @@ def test_thinking_is_a_block_of_its_own(thinker: Running) -> None:
         assert [block.type for block in plain.content] == ["text"]
 
 
-def test_the_stop_sequence_that_was_met_is_named(client: Any) -> None:
+def test_stop_sequence(client: Any) -> None:
     text = client.messages.create(messages=HI, **GREEDY).content[0].text
     got = client.messages.create(messages=HI, stop_sequences=["@@@", text[3]], **GREEDY)
     assert (got.stop_reason, got.stop_sequence) == ("stop_sequence", text[3])
@@ -125,9 +125,7 @@ def test_the_key_may_be_anthropics(server: Running) -> None:
 
 @pytest.mark.parametrize("blocks", [True, False])
 @pytest.mark.parametrize("dialect", ["messages", "chat"])
-def test_a_header_that_changes_with_every_request_is_no_part_of_the_prompt(
-    dialect: str, blocks: bool
-) -> None:
+def test_billing_header_is_left_out(dialect: str, blocks: bool) -> None:
     def prompts(build: str) -> Any:
         first, rest = (
             f"x-anthropic-billing-header: cc_version=2.1; cch={build};",

@@ -114,7 +114,7 @@ def test_what_the_model_cannot_take(server: Running) -> None:
         )
 
 
-def test_errors_are_spelled_for_clients() -> None:
+def test_error_spelling() -> None:
     """Files are told without their folders, and what is the server's to choose as its flag."""
     for text, told in (
         ("/home/jane/a.gguf: damaged; see /b/c.gguf", "a.gguf: damaged; see c.gguf"),
@@ -152,9 +152,7 @@ def test_what_is_no_json(server: Running) -> None:
         {"prompt": ['\\",' * 1000, [{}] * 300_000]},
     ],
 )
-def test_bodies_of_too_many_values_are_refused_unread(
-    body: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_values(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps(body).encode()
     monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(ApiError, match="too many values"):
@@ -170,12 +168,12 @@ def test_bodies_of_too_many_values_are_refused_unread(
     ],
     ids=["text of JSON", "texts with marks", "ids"],
 )
-def test_large_bodies_of_few_values_are_read(body: Any) -> None:
+def test_large_body_of_few_values(body: Any) -> None:
     assert parse_json(json.dumps(body).encode()) == body
 
 
 @pytest.mark.parametrize("prompt", [[[1]] * 20_000, ["a"] * 20_000])
-def test_more_prompts_than_any_client_sends_are_refused(prompt: Any) -> None:
+def test_too_many_prompts(prompt: Any) -> None:
     for kind, name in (("COMPLETION", "prompt"), ("EMBEDDINGS", "input")):
         with pytest.raises(ApiError, match="lists of at most 16384"):
             check_fields(kind, {name: prompt})
@@ -183,25 +181,25 @@ def test_more_prompts_than_any_client_sends_are_refused(prompt: Any) -> None:
         assert check_fields(kind, {name: [1] * 20_000})
 
 
-def test_no_number_of_a_body_is_infinite() -> None:
+def test_numbers_are_finite() -> None:
     most = sys.float_info.max
     assert parse_json(b'{"a": [1e999, -1e999, 1e308, 0.5]}') == {"a": [most, -most, 1e308, 0.5]}
 
 
-def test_many_biases_are_refused_by_their_number(server: Running) -> None:
+def test_too_many_biases(server: Running) -> None:
     bias = {str(token): 1000 for token in range(5000)}
     answer = server.request("POST", "/v1/completions", {"prompt": "a", "logit_bias": bias})
     refused(answer, 400, "logit_bias must have at most 4096 fields")
 
 
-def test_half_a_character_pair_becomes_a_mark(server: Running) -> None:
+def test_lone_surrogate(server: Running) -> None:
     body = b'{"prompt": "a\\ud83d b \\ud83d\\ude00", "echo": true, "max_tokens": 1}'
     status, got, _ = server.request("POST", "/v1/completions", body)
     assert status == 200
     assert got["choices"][0]["text"].startswith("a� b \U0001f600")
 
 
-def test_unknown_fields_and_nulls_are_ignored(server: Running) -> None:
+def test_unknown_fields_and_nulls(server: Running) -> None:
     fields = {
         "metadata": {"a": "b"},
         "user": "me",
@@ -227,13 +225,13 @@ def test_paths_and_methods(server: Running) -> None:
     refused(server.request("POST", "/v1/models", {}), 405)
 
 
-def test_paths_in_the_log_move_no_cursor(server: Running) -> None:
+def test_control_characters_in_log(server: Running) -> None:
     server.request("GET", "/v1/x%1b%5b2J%0a%c2%9b%e2%80%ae%7f%c3%a9")
     wait_for(lambda: "x" in server.log[-1].path)
     assert server.log[-1].path == r"/v1/x\x1b[2J\n\x9b\u202e\x7f\xe9"
 
 
-def test_large_requests_are_cut_off(model: Any) -> None:
+def test_large_requests(model: Any) -> None:
     with serving(model, max_body=2000, max_header=2048, read_timeout_s=0.5) as running:
         long = {"messages": [{"role": "user", "content": "x" * 3000}]}
         refused(running.request("POST", "/v1/chat/completions", long), 413, "2000 bytes")
@@ -251,7 +249,7 @@ def test_large_requests_are_cut_off(model: Any) -> None:
         assert running.request("GET", "/health")[0] == 200
 
 
-def test_a_request_that_does_not_come_is_given_up(model: Any) -> None:
+def test_read_timeout(model: Any) -> None:
     with serving(model, read_timeout_s=1.0) as running:
         with socket.create_connection(("127.0.0.1", running.port), timeout=120) as raw:
             raw.sendall(
@@ -274,7 +272,7 @@ def test_keys(model: Any) -> None:
         assert "s3cret" not in repr(running.service.options)
 
 
-def test_pages_of_the_web_may_not_ask(server: Running, model: Any) -> None:
+def test_web_pages(server: Running, model: Any) -> None:
     evil = {"Origin": "https://evil.example"}
     refused(server.request("POST", "/v1/completions", {"prompt": "a"}, evil), 403, "evil.example")
     rebound = {"Host": "evil.example"}
@@ -294,7 +292,7 @@ def test_pages_of_the_web_may_not_ask(server: Running, model: Any) -> None:
         assert found["access-control-allow-origin"] == "https://app.example"
 
 
-def test_options_of_a_server_are_checked() -> None:
+def test_server_options() -> None:
     for wrong in (
         {"port": 70000},
         {"port": True},
@@ -315,7 +313,7 @@ def test_options_of_a_server_are_checked() -> None:
 
 @settings(max_examples=200)
 @given(st.binary(max_size=60))
-def test_any_bytes_are_json_or_refused(data: bytes) -> None:
+def test_any_bytes(data: bytes) -> None:
     with _refusing():
         json.dumps(parse_json(data)).encode("ascii")
 
@@ -336,14 +334,14 @@ _JSON = st.recursive(
         optional={"stop": _JSON, "n": _JSON, "tools": _JSON, "logit_bias": _JSON, "seed": _JSON},
     ),
 )
-def test_any_value_follows_the_schema_or_is_refused(kind: str, value: Any) -> None:
+def test_any_value(kind: str, value: Any) -> None:
     with _refusing():
         fields = check_fields(kind, value)
         if kind != "EMBEDDINGS":
             (chat_call if kind == "CHAT" else completion_call)(fields).submissions()
 
 
-def test_requests_find_their_checks_compiled(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_are_compiled_at_start(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several that come first at once would each compile them, in megabytes."""
     bodies._validator.cache_clear()
     with serving(model) as running:

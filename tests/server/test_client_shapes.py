@@ -160,7 +160,7 @@ def test_part_becomes_text(part: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("part", [part for part, _ in PARTS if isinstance(part, dict)])
-def test_part_in_any_dialect_is_no_error(part: Any) -> None:
+def test_part_in_any_dialect(part: Any) -> None:
     words = text_of([part], unnoted)
     content = [text("Look:"), part]
     for kind, joint in (("CHAT", "\n"), ("MESSAGES", "\n\n"), ("RESPONSES", "\n")):
@@ -173,7 +173,7 @@ def test_part_in_any_dialect_is_no_error(part: Any) -> None:
     assert shown["content"] == "\n\n".join(filter(None, ("Look:", words)))
 
 
-def test_deep_content_is_no_error() -> None:
+def test_deep_content() -> None:
     part: Any = text("a")
     for _ in range(900):
         part = block("document", content=[part])
@@ -614,7 +614,7 @@ def test_tools_become_functions(kind: str, tools: Any, functions: Any) -> None:
         ("RESPONSES", block("local_shell"), "local_shell"),
     ],
 )
-def test_tools_of_clients_have_parameters(kind: str, tool: Any, name: str) -> None:
+def test_vendor_tools_have_parameters(kind: str, tool: Any, name: str) -> None:
     (found,) = read(kind, tools=[tool]).prompts[0]["tools"]
     assert found["function"]["name"] == name
     assert "command" in found["function"]["parameters"]["properties"]
@@ -686,7 +686,7 @@ def test_tool_choice(kind: str, tools: Any, given: Any, choice: str, names: str)
         {"tool_choice": {"type": "function", "function": {"name": "h"}}, "tools": FG},
     ],
 )
-def test_tool_choice_without_such_a_tool_is_refused(fields: Any) -> None:
+def test_tool_choice_without_tool(fields: Any) -> None:
     with pytest.raises(ApiError, match="tool_choice"):
         read("CHAT", **fields)
 
@@ -708,7 +708,7 @@ def test_tool_choice_without_such_a_tool_is_refused(fields: Any) -> None:
         ),
     ],
 )
-def test_tool_with_a_grammar_takes_a_text(kind: str, tool: Any) -> None:
+def test_tool_with_grammar(kind: str, tool: Any) -> None:
     (found,) = read(kind, tools=[tool]).prompts[0]["tools"]
     function = found["function"]
     assert list(function["parameters"]["properties"]) == ["input"]
@@ -779,7 +779,7 @@ def test_history_is_answered(server: Running, kind: str, given: Any, expected: A
     assert status == 200, got
 
 
-def test_what_is_left_out_is_noted_once(server: Running) -> None:
+def test_notes_of_left_out_parts(server: Running) -> None:
     server.notes.clear()
     part = block("hologram", data="x")
     for _ in range(2):
@@ -802,7 +802,7 @@ def test_what_is_left_out_is_noted_once(server: Running) -> None:
         ("/api/embed", [], 0),
     ],
 )
-def test_empty_inputs_are_embedded(server: Running, path: str, given: Any, count: int) -> None:
+def test_embed_empty_input(server: Running, path: str, given: Any, count: int) -> None:
     status, got, _ = server.request("POST", path, {"model": "tiny", "input": given})
     assert status == 200, got
     vectors = [one["embedding"] for one in got["data"]] if "data" in got else got["embeddings"]
@@ -818,7 +818,7 @@ COLOUR = {
 }
 
 
-def test_former_functions_are_called(server: Running) -> None:
+def test_former_function_call(server: Running) -> None:
     pytest.importorskip("llguidance", reason="needs the structured extra")
     body = {
         "functions": [takes("paint", COLOUR)],
@@ -840,7 +840,7 @@ PATCH = {
 }
 
 
-def test_custom_tool_of_a_chat_is_called(server: Running) -> None:
+def test_custom_tool_call(server: Running) -> None:
     pytest.importorskip("llguidance", reason="needs the structured extra")
     wanted = {"max_tokens": 300, "temperature": 0, "tool_choice": "required"}
     wanted["parallel_tool_calls"] = False
@@ -888,7 +888,7 @@ THING = _things(_things(_JSON))
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(list(PATHS)), THING, THING, THING)
-def test_any_thing_is_read_or_refused(kind: str, content: Any, tool: Any, choice: Any) -> None:
+def test_any_content_and_tools(kind: str, content: Any, tool: Any, choice: Any) -> None:
     """Whatever a body holds, it is a call, or an error that names a field."""
     fields: dict[str, Any] = {"tools": [tool], "tool_choice": choice}
     asked = [user(content), said(content)]

@@ -44,7 +44,7 @@ ROUTES = (
 
 @pytest.mark.parametrize("name", ["claude-haiku-4-5", "gpt-5-mini", "openai/tiny", "TINY:latest"])
 @pytest.mark.parametrize("path", BODIES)
-def test_any_name_of_a_model_is_answered_and_echoed(server: Running, path: str, name: str) -> None:
+def test_any_model_name_is_echoed(server: Running, path: str, name: str) -> None:
     fields = {"max_tokens": 4, **BODIES[path], "model": name}
     status, body, _ = server.request("POST", path, fields)
     assert (status, body["model"]) == (200, name)
@@ -54,7 +54,7 @@ def test_any_name_of_a_model_is_answered_and_echoed(server: Running, path: str, 
 
 
 @pytest.mark.parametrize("path", [*BODIES, "/v1/embeddings"])
-def test_strict_models_refuse_unknown_names(model: localrt.Model, path: str) -> None:
+def test_strict_models(model: localrt.Model, path: str) -> None:
     fields = {"max_tokens": 4, "input": "hi", **BODIES.get(path, {})}
     with serving(model, name="tiny", strict_models=True) as running:
         status, body, _ = running.request("POST", path, {**fields, "model": "gpt-5"})
@@ -77,7 +77,7 @@ def test_strict_models_refuse_unknown_names(model: localrt.Model, path: str) -> 
         ("a/phi", "a/phi"),
     ],
 )
-def test_a_publisher_may_be_left_out_or_added(name: str, found: str | None) -> None:
+def test_publisher_is_optional(name: str, found: str | None) -> None:
     assert meant(name, ["qwen3", "google/Gemma:Q4_K_M", "a/phi", "b/phi"]) == found
 
 
@@ -93,7 +93,7 @@ def test_a_publisher_may_be_left_out_or_added(name: str, found: str | None) -> N
         ({"a": ()}, {"strict_models": True}, "gpt-5", None),
     ],
 )
-def test_of_several_models_an_alias_says_which(
+def test_alias_of_any_name(
     names: dict[str, tuple[str, ...]], options: dict[str, Any], asked: str, found: str | None
 ) -> None:
     files = [LocalFile(name, name, 1, aliases=aliases) for name, aliases in names.items()]
@@ -140,7 +140,7 @@ def test_paths_that_base_urls_make(given: str, found: str) -> None:
     assert Paths(ROUTES).meant(given) == found
 
 
-def test_paths_are_the_same_for_keys_and_for_the_log(model: localrt.Model) -> None:
+def test_paths_of_keys_and_log(model: localrt.Model) -> None:
     with serving(model, name="tiny", api_key="k") as running:
         key = {"Authorization": "Bearer k"}
         for path in ("//v1/models", "/v1/v1/models/", "/models"):
@@ -256,7 +256,7 @@ def test_pages_can_read_refusals(
         assert "access-control-allow-origin" not in found
 
 
-def test_a_preflight_for_a_private_network_is_answered(model: localrt.Model) -> None:
+def test_private_network_preflight(model: localrt.Model) -> None:
     asked = {
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Private-Network": "true",
@@ -296,9 +296,7 @@ def small(tiny_folder: Path) -> Iterator[Running]:
         ("POST", "/tokenize", ["max_model_len"]),
     ],
 )
-def test_the_served_context_is_where_clients_look(
-    small: Running, method: str, path: str, where: list[Any]
-) -> None:
+def test_served_context(small: Running, method: str, path: str, where: list[Any]) -> None:
     body = {"model": "tiny", "prompt": "a"} if method == "POST" else None
     status, found, _ = small.request(method, path, body)
     assert status == 200
@@ -318,7 +316,7 @@ def test_what_show_and_props_say(server: Running) -> None:
     assert (found["id"], found["state"], found["type"]) == ("tiny", "loaded", "llm")
 
 
-def test_pulling_a_model_that_is_here_succeeds(server: Running) -> None:
+def test_pull_present_model(server: Running) -> None:
     for fields in ({"model": "tiny"}, {"name": "Tiny:latest", "stream": False}):
         status, text, _ = server.request("POST", "/api/pull", fields)
         last = text if isinstance(text, dict) else json.loads(text.splitlines()[-1])
@@ -345,7 +343,7 @@ OVERFLOWS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "fields", "words"), OVERFLOWS)
-def test_an_overflow_has_the_words_that_clients_match(
+def test_overflow_words(
     server: Running, silence: bool, path: str, fields: dict[str, Any], words: str, stream: bool
 ) -> None:
     body = {"model": "tiny", "max_tokens": 4, **fields, "stream": stream}
@@ -363,7 +361,7 @@ def test_an_overflow_has_the_words_that_clients_match(
         assert error["n_ctx"] == 512 <= error["n_prompt_tokens"]
 
 
-def test_a_streamed_response_fails_with_the_code_that_agents_match(server: Running) -> None:
+def test_overflow_of_streamed_response(server: Running) -> None:
     body = {"input": LONG, "stream": True}
     status, text, _ = server.request("POST", "/v1/responses", body)
     last = json.loads(text.strip().rpartition("data: ")[2])
@@ -391,7 +389,7 @@ def loading(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runn
 
 
 @pytest.mark.parametrize("path", SIGNS)
-def test_a_stream_begins_while_the_model_loads(loading: Running, path: str) -> None:
+def test_stream_while_loading(loading: Running, path: str) -> None:
     fields = {**BODIES[path], "stream": True, "max_tokens": 4}
     status, text, _ = loading.request("POST", path, {**fields, "model": "tiny"})
     assert status == 200
@@ -402,7 +400,7 @@ def test_a_stream_begins_while_the_model_loads(loading: Running, path: str) -> N
     wait_for(lambda: not loading.service._inside)
 
 
-def test_a_client_that_leaves_while_the_model_loads_leaves_nothing(loading: Running) -> None:
+def test_disconnect_while_loading(loading: Running) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", loading.port, timeout=60)
     connection.request("POST", "/v1/completions", '{"prompt": "hi", "stream": true}')
     assert connection.getresponse().status == 200
@@ -410,7 +408,7 @@ def test_a_client_that_leaves_while_the_model_loads_leaves_nothing(loading: Runn
     wait_for(lambda: not loading.service._inside)
 
 
-def test_facts_of_a_file_that_was_exchanged(tmp_path: Path) -> None:
+def test_facts_of_replaced_file(tmp_path: Path) -> None:
     path, found = tmp_path / "model.gguf", []
     for width in (32, 64):
         tensors = {"output_norm.weight": (np.zeros(8, np.float32), "f32")}

@@ -47,7 +47,7 @@ def answered(port: int, sent: bytes) -> bytes:
 # -- too many --------------------------------------------------------------------------------------
 
 
-def test_health_beside_idle_connections(tiny_folder: Path) -> None:
+def test_health_with_idle_connections(tiny_folder: Path) -> None:
     """The server raises its own limit of open files as far as the system lets it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     count = 1200 if hard == resource.RLIM_INFINITY else min(1200, hard - 200)
@@ -101,7 +101,7 @@ def health(port: int) -> int:
         return asking.getresponse().status
 
 
-def test_health_beside_too_many_requests(model: Any) -> None:
+def test_health_with_too_many_requests(model: Any) -> None:
     with serving(model, max_connections=2) as running, ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(connected(running.port, UNFINISHED))
@@ -114,7 +114,7 @@ def test_health_beside_too_many_requests(model: Any) -> None:
         wait_for(lambda: running.request("GET", "/v1/models")[0] == 200)
 
 
-def test_a_process_without_open_files_goes_on_and_is_silent(tiny_folder: Path) -> None:
+def test_open_file_limit(tiny_folder: Path) -> None:
     limited = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160));"
         "from localrt.cli import main; sys.exit(main())"
@@ -142,7 +142,7 @@ def test_a_process_without_open_files_goes_on_and_is_silent(tiny_folder: Path) -
     ],
     ids=["a header", "many headers", "a long URL", "more than is read at once"],
 )
-def test_a_large_head_is_refused_however_it_comes(server: Running, head: bytes) -> None:
+def test_large_head(server: Running, head: bytes) -> None:
     received = answered(server.port, head + b"\r\n\r\n").lower()
     # By uvicorn or by us; a client that has more to send may only see that it is closed.
     assert received.startswith((b"http/1.1 400 ", b"http/1.1 431 ")) or not received
@@ -159,7 +159,7 @@ def test_a_large_head_is_refused_however_it_comes(server: Running, head: bytes) 
         UNFINISHED.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked") + b"zz\r\n",
     ],
 )
-def test_what_is_no_http_is_refused(server: Running, sent: bytes) -> None:
+def test_invalid_http(server: Running, sent: bytes) -> None:
     assert answered(server.port, sent).startswith(b"HTTP/1.1 400 ")
     assert server.request("GET", "/health")[0] == 200
 
@@ -189,22 +189,20 @@ CHUNKED = UNFINISHED.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked"
         UNFINISHED.replace(b"\r\n\r\n", b"\r\nContent-Length: 8\r\n\r\n") + b"x" * 9,
     ],
 )
-def test_what_a_proxy_may_read_differently_is_refused_and_closed(
-    server: Running, sent: bytes
-) -> None:
+def test_request_smuggling(server: Running, sent: bytes) -> None:
     hidden = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     received = answered(server.port, sent + hidden)
     assert received.startswith(b"HTTP/1.1 400 ")
     assert received.count(b"HTTP/1.1") == received.lower().count(b"connection: close") == 1
 
 
-def test_chunks_with_extensions_and_trailers_are_read(server: Running) -> None:
+def test_chunk_extensions_and_trailers(server: Running) -> None:
     sent = CHUNKED + b'2;a="b"\r\n{}\r\n0;c\r\nX: y\r\n\r\n'
     received = answered(server.port, sent.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
     assert b"must have" in received
 
 
-def test_addresses_that_are_none(server: Running) -> None:
+def test_malformed_addresses(server: Running) -> None:
     refused(server.request("GET", "/health", headers={"Host": "[::1"}), 403)
     refused(server.request("GET", "/health", headers={"Origin": "http://[::1"}), 403)
 
@@ -222,7 +220,7 @@ def pieces() -> Iterator[bytes]:
 
 @pytest.mark.parametrize("headers", [{}, {"Connection": "close"}], ids=["kept", "closed"])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_refusal_is_seen_by_who_sends_all_first(
+def test_refusal_of_unread_body(
     server: Running, model: Any, headers: dict[str, str], chunked: bool
 ) -> None:
     path, body = "/v1/completions", pieces() if chunked else b"x" * LARGE
@@ -236,7 +234,7 @@ def test_a_refusal_is_seen_by_who_sends_all_first(
     assert httpx2.post(server.url + path, content=content, headers=evil).status_code == 403
 
 
-def test_what_is_discarded_is_bounded(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discard_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "_MOST_DISCARDED", 1_000_000)
     for path in (b"/v1/completions", b"/nothing"):
         head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n"
@@ -244,7 +242,7 @@ def test_what_is_discarded_is_bounded(server: Running, monkeypatch: pytest.Monke
             raw.sendall(b"x" * 90_000_000)
 
 
-def test_a_short_body_that_nobody_reads_leaves_the_connection(server: Running) -> None:
+def test_unread_body_keeps_connection(server: Running) -> None:
     with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)) as asking:
         asking.request("POST", "/nothing", b"x" * 100_000)
         assert asking.getresponse().read()
@@ -254,7 +252,7 @@ def test_a_short_body_that_nobody_reads_leaves_the_connection(server: Running) -
         assert asking.sock is used
 
 
-def test_large_bodies_that_do_not_end_are_bounded_together(model: Any) -> None:
+def test_room_for_large_bodies(model: Any) -> None:
     with serving(model, max_body=1 << 20) as running, ExitStack() as stack:
         head = UNFINISHED.replace(b"9", str(1 << 20).encode())
         for _ in range(12):
@@ -280,9 +278,7 @@ def panicking(*_: Any, **__: Any) -> Any:
     raise PanicException("index out of bounds")
 
 
-def test_a_panic_is_an_error_of_the_server(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_panic(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     for place, name in ((server.service.models, "find"), (bodies, "check_fields")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, panicking)

@@ -40,7 +40,7 @@ def filling(model: localrt.Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     model._core.requests.__dict__.pop("_infill", None)
 
 
-def test_a_completion_may_have_a_suffix(server: Running) -> None:
+def test_completion_with_suffix(server: Running) -> None:
     expected = server.model.generate("def f(", suffix="):\n", **GREEDY)
     body = {"prompt": "def f(", "suffix": "):\n", **GREEDY}
     status, answer, _ = server.request("POST", "/v1/completions", body)
@@ -53,7 +53,7 @@ def test_a_completion_may_have_a_suffix(server: Running) -> None:
     assert (status, error["error"]["param"]) == (400, "suffix")
 
 
-def test_a_sign_of_life_is_a_piece_without_text(server: Running) -> None:
+def test_infill_sign_of_life(server: Running) -> None:
     call = Generation(prompts=[], options={})
     sign = InfillReply(call, "tiny", server.model.tokenizer, fields={}).alive().decode()
     found = json.loads(sign.removeprefix("data: "))
@@ -94,7 +94,7 @@ def test_llama_cpps_infill(server: Running) -> None:
     assert [each["stop"] for each in events] == [False] * (len(events) - 1) + [True]
 
 
-def test_an_editor_may_only_have_its_files_read(server: Running) -> None:
+def test_infill_only_reads(server: Running) -> None:
     body = {**VIM, "input_prefix": "", "input_suffix": "", "prompt": "", "n_predict": 0}
     status, answer, _ = server.request("POST", "/infill", {**body, "response_fields": [""]})
     assert (status, answer) == (200, {})
@@ -102,7 +102,7 @@ def test_an_editor_may_only_have_its_files_read(server: Running) -> None:
     assert (answer["content"], answer["tokens_predicted"]) == ("", 0)
 
 
-def test_lines_of_an_outer_block_end_it(server: Running) -> None:
+def test_infill_min_indent(server: Running) -> None:
     body = {**VIM, "n_predict": 200, "top_k": 0, "temperature": 1.5, "seed": 3}
     _, whole, _ = server.request("POST", "/infill", body)
     _, answer, _ = server.request("POST", "/infill", {**body, "n_indent": 1})
@@ -110,7 +110,7 @@ def test_lines_of_an_outer_block_end_it(server: Running) -> None:
     assert not any(line[:1].strip() for line in answer["content"].split("\n")[1:])
 
 
-def test_what_does_not_fit_is_cut_at_its_far_ends(server: Running) -> None:
+def test_infill_overflow(server: Running) -> None:
     ctx = server.model.info.ctx
     body = {**VIM, "input_prefix": "a" * ctx, "input_suffix": "b" * ctx}
     status, answer, _ = server.request("POST", "/infill", body)
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_cut_at_its_far_ends(server: Running) -> None:
     assert answer["tokens_evaluated"] == ctx - 12
 
 
-def test_a_model_that_cannot_says_so(
+def test_infill_unsupported(
     server: Running, model: localrt.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model.tokenizer, "infill_ids", {})
@@ -132,7 +132,7 @@ def test_a_model_that_cannot_says_so(
         assert "no tokens to fill in the middle" in error["error"]["message"]
 
 
-def test_a_grammar_and_its_errors(server: Running) -> None:
+def test_grammar(server: Running) -> None:
     body = {"grammar": 'root ::= "yes" | "no"', "temperature": 1}
     status, answer, _ = server.chat("hi", **body)
     assert status == 200

@@ -75,7 +75,7 @@ LARGE = {"type": "object", "description": "a" * 40_000}
     ],
     ids=["prompt", "schema"],
 )
-def test_what_takes_long_to_read_keeps_no_short_request_waiting(
+def test_long_prompts_delay_no_short_ones(
     server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], status: int
 ) -> None:
     submit, go_on = LiveModel.submit, threading.Event()
@@ -114,7 +114,7 @@ def test_client_disconnects(slow: None, server: Running, path: str, stream: bool
     assert server.log[-1].status == 499
 
 
-def test_who_waits_in_the_queue_may_go_away(slow: None, model: Any) -> None:
+def test_disconnect_in_queue(slow: None, model: Any) -> None:
     with serving(model, max_running=1) as running:
         first, second = send(running, LONG), send(running, LONG)
         wait_for(lambda: running.live.stats().waiting == 1)
@@ -125,7 +125,7 @@ def test_who_waits_in_the_queue_may_go_away(slow: None, model: Any) -> None:
         wait_for(running.idle)
 
 
-def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
+def test_client_that_never_reads(model: Any) -> None:
     fat = {**LONG, "stream": True, "logprobs": True, "top_logprobs": 20, "n": 8}
     with serving(model, write_timeout_s=1.0, max_running=9) as running:
         # The listening socket's buffer is what accepted ones begin with.
@@ -141,15 +141,13 @@ def test_who_never_reads_holds_up_nobody_and_is_cut_off(model: Any) -> None:
 
 
 @pytest.mark.parametrize("path", SIGNS)
-def test_a_stream_shows_signs_of_life(
-    slow: None, server: Running, silence: bool, path: str
-) -> None:
+def test_signs_of_life(slow: None, server: Running, silence: bool, path: str) -> None:
     status, text, _ = server.request("POST", path, {**BODIES[path], "stream": True})
     assert status == 200
     assert (text.count(SIGNS[path]) > 1) is silence
 
 
-def test_a_stream_shows_signs_of_life_while_a_call_is_written(
+def test_signs_of_life_within_call(
     slow: None, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens come all the time, but there is nothing to show of them before the call's end."""
@@ -168,7 +166,7 @@ def test_a_stream_shows_signs_of_life_while_a_call_is_written(
     assert text.count('"delta":{}') > 3
 
 
-def test_too_many_are_told_to_come_back(slow: None, model: Any) -> None:
+def test_queue_is_full(slow: None, model: Any) -> None:
     with serving(model, max_running=1, max_queued=1) as running:
         inside = [send(running, LONG), send(running, LONG)]
         wait_for(lambda: running.service._inside == 2)
@@ -186,7 +184,7 @@ def test_too_many_are_told_to_come_back(slow: None, model: Any) -> None:
         assert running.chat(max_tokens=2)[0] == 200
 
 
-def test_numbers_for_prometheus(model: Any) -> None:
+def test_prometheus_metrics(model: Any) -> None:
     with serving(model, name="tiny") as running:
         assert running.chat(max_tokens=5, ignore_eos=True)[0] == 200
         assert running.request("GET", "/v1/secret-path")[0] == 404
@@ -209,7 +207,7 @@ def test_numbers_for_prometheus(model: Any) -> None:
         assert len(names) == text.count("# TYPE")
 
 
-def test_stopping_lets_answers_finish(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graceful_stop(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[Any] = []
     engine: Any = engine_of(model)
     extend = engine.extend_batch
@@ -231,7 +229,7 @@ def test_stopping_lets_answers_finish(model: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stopping_cuts_off_what_takes_too_long(slow: None, model: Any, stream: bool) -> None:
+def test_stop_after_drain(slow: None, model: Any, stream: bool) -> None:
     began = time.monotonic()
     with serving(model, drain_s=0.3) as running:
         raw = send(running, {**LONG, "stream": stream})
@@ -265,7 +263,7 @@ def start(folder: Path, *args: str, **environment: str) -> tuple[subprocess.Pope
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_serves_until_a_signal(tiny_folder: Path, number: int) -> None:
+def test_serve_until_signal(tiny_folder: Path, number: int) -> None:
     process, url = start(tiny_folder, "--name", "me", "--max-tokens", "4", LOCALRT_API_KEY="k")
     connection = http.client.HTTPConnection(url.split("/")[2], timeout=120)
     connection.request(
@@ -285,7 +283,7 @@ def test_the_command_serves_until_a_signal(tiny_folder: Path, number: int) -> No
     assert (line["event"], line["status"], line["path"]) == ("request", 200, "/v1/chat/completions")
 
 
-def test_a_second_signal_does_not_wait(tiny_folder: Path) -> None:
+def test_second_signal(tiny_folder: Path) -> None:
     process, url = start(tiny_folder, "--drain", "60")
     address = "127.0.0.1", int(url.split("/")[2].split(":")[1])
     with socket.create_connection(address, timeout=120) as raw:
@@ -325,7 +323,7 @@ def failed(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_port_in_use_is_one_line(tiny_folder: Path, server: Running) -> None:
+def test_port_in_use(tiny_folder: Path, server: Running) -> None:
     result = failed(str(tiny_folder), "--port", str(server.port))
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
@@ -336,7 +334,7 @@ def test_a_port_in_use_is_one_line(tiny_folder: Path, server: Running) -> None:
         assert result.stderr.count("\n") == 1
 
 
-def test_an_open_address_without_a_key_is_told(tiny_folder: Path) -> None:
+def test_open_address_warning(tiny_folder: Path) -> None:
     process, _ = start(tiny_folder, "--host", "0.0.0.0", "--quiet")
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=120)
@@ -345,7 +343,7 @@ def test_an_open_address_without_a_key_is_told(tiny_folder: Path) -> None:
     assert "LOCALRT_API_KEY" in error
 
 
-def test_notes_are_logged_once_a_kind(model: localrt.Model) -> None:
+def test_notes_once(model: localrt.Model) -> None:
     notes: list[str] = []
     service = Service(OneModel(model, ServeOptions()), ServeOptions(), notes.append)
     for kind, text in (("a", "first"), ("a", "again"), ("b", "line\x1b[2J\nend")):

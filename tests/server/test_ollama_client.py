@@ -38,7 +38,7 @@ def test_form_of_a_chat(client: Any) -> None:
     assert got.total_duration >= got.eval_duration > 0
 
 
-def test_a_prompt_with_and_without_the_template(client: Any, server: Running) -> None:
+def test_generate_raw(client: Any, server: Running) -> None:
     got = client.generate(prompt="hi", system="Be brief.", **GREEDY)
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, *HI]
     expected = server.model.generate(messages, temperature=0, max_tokens=12)
@@ -55,7 +55,7 @@ def test_answers_that_are_json(client: Any) -> None:
     assert some.response.lstrip()[0] == "{"
 
 
-def test_num_ctx_bounds_conversation_and_answer(client: Any, server: Running) -> None:
+def test_num_ctx(client: Any, server: Running) -> None:
     messages = [*HI, {"role": "assistant", "content": "a" * 60}, *HI]
     options = {"temperature": 0, "num_predict": 200}
     alone = client.chat(model="tiny", messages=HI, options={**options, "num_predict": 1})
@@ -100,7 +100,7 @@ def test_what_there_is(client: Any, server: Running) -> None:
     assert str(server.model.info.path) not in body
 
 
-def test_loading_alone_and_how_long_it_stays(client: Any) -> None:
+def test_load_and_keep_alive(client: Any) -> None:
     assert client.generate(model="tiny", keep_alive="10m").done_reason == "load"
     assert client.chat(model="tiny", keep_alive=0).done_reason == "unload"
     assert [keep_alive_s(given) for given in (None, 5, "5m", "-1", "-1m")] == [
@@ -122,9 +122,7 @@ def test_errors_have_ollamas_form(client: Any, fields: Any, words: str) -> None:
         client.chat(**{"messages": HI, **GREEDY, **fields})
 
 
-def test_models_are_pulled_where_that_is_allowed(
-    client: Any, server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pull(client: Any, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ollama.ResponseError, match="--allow-pull"):
         client.pull("org/name")
     cancelled = threading.Event()
@@ -161,9 +159,7 @@ def test_models_are_pulled_where_that_is_allowed(
         puller._client.close()
 
 
-def test_downloads_take_turns_and_leave_room_for_answers(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pulls_take_turns(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     going_on, begun = threading.Event(), list[str]()
 
     def resolve(name: str, **_: Any) -> ResolvedModel:

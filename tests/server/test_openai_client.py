@@ -45,7 +45,7 @@ def test_form_of_a_chat(client: Any, silence: bool) -> None:
     assert plain[-1].choices[0].finish_reason == "length"
 
 
-def test_choices_differ_by_seed_and_repeat(client: Any) -> None:
+def test_choices_and_seed(client: Any) -> None:
     options: dict[str, Any] = {**GREEDY, "temperature": 1.5, "seed": 7, "n": 3}
     one = client.chat.completions.create(model="tiny", messages=HI, **options)
     two = client.chat.completions.create(model="tiny", messages=HI, **options)
@@ -151,7 +151,7 @@ def test_embeddings(client: Any, server: Running) -> None:
 # -- forms of the answer ---------------------------------------------------------------------------
 
 
-def test_answers_that_follow_a_schema(client: Any) -> None:
+def test_response_format(client: Any) -> None:
     some = client.chat.completions.create(
         model="tiny", messages=HI, response_format={"type": "json_object"}, max_tokens=9
     )
@@ -166,7 +166,7 @@ def test_answers_that_follow_a_schema(client: Any) -> None:
 
 
 @pytest.mark.llamacpp
-def test_an_engine_that_cannot_share_passes_serves_too(tmp_path: Path) -> None:
+def test_llamacpp_engine(tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
     path = write_model(tmp_path / "m.gguf", "llama", "F32")
     with localrt.load(path, engine="llamacpp", ctx=128) as model:
@@ -183,7 +183,7 @@ def test_an_engine_that_cannot_share_passes_serves_too(tmp_path: Path) -> None:
             assert [one.choices[0].text for one in answers] == [expected.text] * 3
 
 
-def test_a_schema_that_is_followed_in_part_says_so(server: Running) -> None:
+def test_loosened_schema(server: Running) -> None:
     pytest.importorskip("llguidance")
     schema = {"enum": ["ab", "b"], "pattern": "^(?=a)ab"}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}

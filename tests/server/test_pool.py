@@ -63,7 +63,7 @@ async def tended(pool: Pool) -> None:
     await pool.pool._tending
 
 
-async def test_a_model_is_loaded_when_it_is_asked_for_and_stays(pool: Pool) -> None:
+async def test_load_on_request(pool: Pool) -> None:
     assert pool.states == {"a": "unloaded", "b": "unloaded"}
     for _ in range(2):
         async with pool.pool.using("b") as served:
@@ -75,7 +75,7 @@ async def test_a_model_is_loaded_when_it_is_asked_for_and_stays(pool: Pool) -> N
     assert pool.loaded == [("b", False)]
 
 
-async def test_many_who_ask_at_once_wait_for_one_loading(pool: Pool) -> None:
+async def test_one_load_for_many_requests(pool: Pool) -> None:
     async def ask() -> str:
         async with pool.pool.using("a") as served:
             return served.name
@@ -96,7 +96,7 @@ async def test_many_who_ask_at_once_wait_for_one_loading(pool: Pool) -> None:
     assert len(pool.loaded) == 1
 
 
-async def test_a_failed_load_is_told_without_paths_and_tried_again(pool: Pool) -> None:
+async def test_failed_load(pool: Pool) -> None:
     def fail(name: str) -> None:
         raise localrt.CheckpointError("/home/jane/models/b.gguf: truncated")
 
@@ -113,7 +113,7 @@ async def test_a_failed_load_is_told_without_paths_and_tried_again(pool: Pool) -
         assert served.live.generate("hi", **GREEDY).token_ids
 
 
-def test_names_as_clients_of_ollama_write_them(tiny_folder: Path) -> None:
+def test_ollama_names(tiny_folder: Path) -> None:
     pool = Pool(tiny_folder, names=("org/Model:Q4_K_M", "org/Model:Q8_0", "plain"))
     for given, name in (
         ("org/model:q8_0", "org/Model:Q8_0"),
@@ -128,7 +128,7 @@ def test_names_as_clients_of_ollama_write_them(tiny_folder: Path) -> None:
             pool.pool.find(given)
 
 
-async def test_closing_gives_up_what_is_being_loaded(pool: Pool) -> None:
+async def test_close_while_loading(pool: Pool) -> None:
     began = threading.Event()
 
     def load(name: str, shrinkable: bool, cancel: threading.Event) -> localrt.Model:
@@ -152,7 +152,7 @@ async def test_closing_gives_up_what_is_being_loaded(pool: Pool) -> None:
     assert pool.pool.at_work() == []
 
 
-async def test_it_waits_for_answers_of_others_where_memory_is_short(pool: Pool) -> None:
+async def test_wait_for_memory(pool: Pool) -> None:
     order: list[str] = []
     refused = threading.Event()
 
@@ -175,7 +175,7 @@ async def test_it_waits_for_answers_of_others_where_memory_is_short(pool: Pool) 
     assert pool.states == {"b": "loaded", "a": "unloaded"}
 
 
-async def test_nobody_waits_for_ever_where_it_fits_in_no_case(pool: Pool) -> None:
+async def test_too_large_model(pool: Pool) -> None:
     def refuse(name: str) -> None:
         raise MemoryBudgetError("it is too large")
 
@@ -185,7 +185,7 @@ async def test_nobody_waits_for_ever_where_it_fits_in_no_case(pool: Pool) -> Non
             pass
 
 
-async def test_a_model_that_nobody_uses_gives_its_memory_back(tiny_folder: Path) -> None:
+async def test_unload_idle_model(tiny_folder: Path) -> None:
     pool = Pool(tiny_folder, keep_alive_s=0)
     with closing(pool.pool):
         async with pool.pool.using("b"):
@@ -198,7 +198,7 @@ async def test_a_model_that_nobody_uses_gives_its_memory_back(tiny_folder: Path)
         assert pool.states == {"b": "loaded", "a": "unloaded"}
 
 
-async def test_a_keep_alive_of_a_client_is_for_one_loading(pool: Pool) -> None:
+async def test_client_keep_alive(pool: Pool) -> None:
     """A model that was only idle is loaded as before: no packed copy is written for it."""
 
     async def used() -> float | None:
@@ -216,7 +216,7 @@ async def test_a_keep_alive_of_a_client_is_for_one_loading(pool: Pool) -> None:
     assert pool.loaded == [("a", False), ("a", False)]
 
 
-def test_unloading_what_is_not_loaded_leaves_the_next_one_time(pool: Pool) -> None:
+def test_unload_what_is_not_loaded(pool: Pool) -> None:
     with serving(pool.pool) as running:
         body = {"model": "a", "keep_alive": 0}
         status, said, _ = running.request("POST", "/api/generate", body)
@@ -228,7 +228,7 @@ def test_unloading_what_is_not_loaded_leaves_the_next_one_time(pool: Pool) -> No
 
 
 @pytest.mark.parametrize("seconds", ["1e12", "1e999", "-1"])
-def test_what_is_kept_for_ever_says_no_time(pool: Pool, seconds: str) -> None:
+def test_keep_alive_for_ever(pool: Pool, seconds: str) -> None:
     with serving(pool.pool) as running:
         body = b'{"model": "a", "keep_alive": %s}' % seconds.encode()
         assert running.request("POST", "/api/generate", body)[0] == 200
@@ -238,7 +238,7 @@ def test_what_is_kept_for_ever_says_no_time(pool: Pool, seconds: str) -> None:
         assert running.request("GET", "/v1/models")[0] == 200
 
 
-def test_a_server_without_a_model_offers_all(pool: Pool) -> None:
+def test_offer_all_models(pool: Pool) -> None:
     with serving(pool.pool) as running:
         status, listed, _ = running.request("GET", "/v1/models")
         assert status == 200
@@ -284,7 +284,7 @@ def by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
 
 @pytest.mark.real
 @needs_kernels
-async def test_models_that_do_not_fit_together_shrink_by_turns(by_turns: Pool) -> None:
+async def test_shrink_by_turns(by_turns: Pool) -> None:
     tokens: dict[str, list[tuple[int, ...]]] = {"a": [], "b": []}
     cached: dict[str, list[int]] = {"a": [], "b": []}
 

@@ -59,7 +59,7 @@ def test_tokens_are_counted_exactly(client: Any) -> None:
     assert counted.input_tokens == got.usage.input_tokens
 
 
-def test_a_streamed_response_is_the_same(client: Any, silence: bool) -> None:
+def test_streamed_events(client: Any, silence: bool) -> None:
     whole = client.responses.create(input="hi", **GREEDY)
     with client.responses.stream(input="hi", **GREEDY) as stream:
         events = list(stream)
@@ -84,7 +84,7 @@ def test_log_probabilities(client: Any) -> None:
     assert all(len(one.top_logprobs) == 2 for one in found)
 
 
-def test_a_response_follows_on_an_earlier_one(client: Any) -> None:
+def test_previous_response(client: Any) -> None:
     first = client.responses.create(input="hi", **GREEDY)
     follows = {"previous_response_id": first.id}
     second = client.responses.create(input="why?", instructions="Be brief.", **follows, **GREEDY)
@@ -115,7 +115,7 @@ def test_a_response_follows_on_an_earlier_one(client: Any) -> None:
         client.responses.retrieve(unkept.id)
 
 
-def test_a_function_is_called_and_its_output_read(client: Any) -> None:
+def test_function_call_output(client: Any) -> None:
     pytest.importorskip("llguidance", reason="needs the structured extra")
     got = client.responses.create(input="hi", **{**GREEDY, **FORCED})
     (call,) = got.output
@@ -130,7 +130,7 @@ def test_a_function_is_called_and_its_output_read(client: Any) -> None:
         assert after.usage.output_tokens
 
 
-def test_reasoning_is_an_item_of_its_own(thinker: Running) -> None:
+def test_reasoning_item(thinker: Running) -> None:
     fields: dict[str, Any] = {"model": thinker.name, "input": "hi", "max_output_tokens": 30}
     with client_of(thinker) as client:
         got = client.responses.create(reasoning={"effort": "low"}, **fields)
@@ -151,12 +151,12 @@ def test_reasoning_is_an_item_of_its_own(thinker: Running) -> None:
         ({"input": ""}, "nothing to answer"),
     ],
 )
-def test_what_is_not_supported_is_refused(client: Any, fields: Any, words: str) -> None:
+def test_unsupported_fields(client: Any, fields: Any, words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=words):
         client.responses.create(**{"input": "hi", **GREEDY, **fields})
 
 
-def test_items_of_a_kept_response_are_found(client: Any) -> None:
+def test_input_items(client: Any) -> None:
     first = client.responses.create(input="hi", **GREEDY)
     second = client.responses.create(input="why?", previous_response_id=first.id, **GREEDY)
     items = list(client.responses.input_items.list(second.id, order="asc", limit=2))
@@ -178,7 +178,7 @@ def test_items_of_a_kept_response_are_found(client: Any) -> None:
         client.responses.input_items.list(first.id, limit=0)
 
 
-def test_nothing_new_goes_on_from_an_earlier_response(client: Any) -> None:
+def test_previous_response_without_input(client: Any) -> None:
     first = client.responses.create(input="hi", **GREEDY)
     then = client.responses.create(previous_response_id=first.id, **GREEDY)
     assert then.usage.input_tokens > first.usage.input_tokens
@@ -186,7 +186,7 @@ def test_nothing_new_goes_on_from_an_earlier_response(client: Any) -> None:
     assert done.output_text == first.output_text
 
 
-def test_sign_of_life_is_small(slow: None, client: Any, silence: bool) -> None:
+def test_small_sign_of_life(slow: None, client: Any, silence: bool) -> None:
     long = "Be brief. " * 15
     with client.responses.stream(input="hi", instructions=long, **GREEDY) as stream:
         events = list(stream)
@@ -221,7 +221,7 @@ CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("tool", "expected"), CALLS)
-def test_call_has_the_type_of_its_tool(client: Any, tool: Any, expected: Any) -> None:
+def test_call_types(client: Any, tool: Any, expected: Any) -> None:
     pytest.importorskip("llguidance", reason="needs the structured extra")
     fields = {**GREEDY, **ONE_CALL, "tools": [tool]}
     got = client.responses.create(input="hi", **fields)
@@ -236,7 +236,7 @@ def test_call_has_the_type_of_its_tool(client: Any, tool: Any, expected: Any) ->
     assert after.usage.output_tokens
 
 
-def test_the_store_is_bounded() -> None:
+def test_store_limits() -> None:
     now = 0.0
     store = ResponseStore(most=2, most_bytes=500, seconds=10, now=lambda: now)
     for name in "abc":

@@ -52,7 +52,7 @@ def test_echo_with_log_probabilities(server: Running, form: str, max_tokens: int
     assert got["usage"]["completion_tokens"] in (0, max_tokens * len(texts))
 
 
-def test_a_stream_begins_with_the_prompt(server: Running) -> None:
+def test_streamed_echo(server: Running) -> None:
     fields = {"prompt": "hi", "echo": True, "logprobs": 2, "max_tokens": 3, "temperature": 0}
     _, whole, _ = server.request("POST", "/v1/completions", fields)
     _, text, _ = server.request("POST", "/v1/completions", {**fields, "stream": True})
@@ -73,7 +73,7 @@ def test_a_stream_begins_with_the_prompt(server: Running) -> None:
         ({"echo": True, "max_tokens": 0, "n": 2}, "hi"),
     ],
 )
-def test_nothing_need_be_written(server: Running, fields: dict[str, Any], text: str) -> None:
+def test_max_tokens_zero(server: Running, fields: dict[str, Any], text: str) -> None:
     status, got, _ = server.request("POST", "/v1/completions", {"prompt": "hi", **fields})
     assert status == 200
     if fields.get("stream"):
@@ -83,7 +83,7 @@ def test_nothing_need_be_written(server: Running, fields: dict[str, Any], text: 
     assert len(got["choices"]) == fields.get("n", 1)
 
 
-def test_the_token_that_ends_an_answer_is_counted(server: Running) -> None:
+def test_end_token_is_counted(server: Running) -> None:
     """lm-eval takes one token away from each answer: one must be there, whatever it is."""
     end = min(server.model.tokenizer.eos_ids)
     bias = {"logit_bias": {str(end): 100}, "temperature": 0, "max_tokens": 1}
@@ -95,7 +95,7 @@ def test_the_token_that_ends_an_answer_is_counted(server: Running) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_a_set_of_choices_scores_as_in_the_library(server: Running, max_tokens: int) -> None:
+def test_lm_eval_scores(server: Running, max_tokens: int) -> None:
     context = server.model.tokenize("It started to rain, so the people in the street")
     ends = (" opened their umbrellas.", " umbrella started the.", " were eaten.")
     prompts = [context + server.model.tokenize(end, add_special=False) for end in ends]

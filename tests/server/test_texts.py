@@ -26,16 +26,14 @@ QUERY, DOCUMENTS = "What is the capital of France?", ["Paris.", "A cat sleeps.",
         ({"prompt": "hi there", "add_special_tokens": False}, False),
     ],
 )
-def test_tokens_of_a_text(
-    server: Running, path: str, fields: dict[str, Any], special: bool
-) -> None:
+def test_tokenize(server: Running, path: str, fields: dict[str, Any], special: bool) -> None:
     expected = server.model.tokenize("hi there", add_special=special)
     status, got, _ = server.request("POST", path, {"model": "any", **fields})
     assert (status, got["tokens"], got["count"]) == (200, expected, len(expected))
     assert got["max_model_len"] == server.model.info.ctx
 
 
-def test_tokens_with_their_pieces(server: Running) -> None:
+def test_tokenize_pieces(server: Running) -> None:
     ids = server.model.tokenize("hi", add_special=False)
     _, got, _ = server.request("POST", "/tokenize", {"content": "hi", "with_pieces": True})
     assert [one["id"] for one in got["tokens"]] == ids
@@ -45,14 +43,14 @@ def test_tokens_with_their_pieces(server: Running) -> None:
     assert server.request("POST", "/tokenize", {"content": ""})[1]["tokens"] == []
 
 
-def test_tokens_of_a_conversation_are_those_that_it_is_answered_with(server: Running) -> None:
+def test_tokenize_conversation(server: Running) -> None:
     _, got, _ = server.request("POST", "/tokenize", {"messages": HI})
     _, chat, _ = server.chat("hi", max_tokens=1)
     assert got["count"] == chat["usage"]["prompt_tokens"] == server.model.count(HI)
     assert got["tokens"] == server.model.tokenize(HI)
 
 
-def test_control_tokens_are_read_as_other_servers_read_them(server: Running) -> None:
+def test_tokenize_control_tokens(server: Running) -> None:
     tokenizer = server.model.tokenizer
     _, info, _ = server.request("GET", "/tokenizer_info")
     assert info["model_max_length"] == server.model.info.ctx
@@ -65,7 +63,7 @@ def test_control_tokens_are_read_as_other_servers_read_them(server: Running) -> 
     assert got["tokens"] == tokenizer.encode(end, add_special=False) != [min(tokenizer.eos_ids)]
 
 
-def test_text_of_tokens(server: Running) -> None:
+def test_detokenize(server: Running) -> None:
     ids = server.model.tokenize("hi <there>")
     status, got, _ = server.request("POST", "/detokenize", {"tokens": ids})
     assert (status, got) == (200, {"content": "hi <there>", "prompt": "hi <there>"})
@@ -116,9 +114,7 @@ def expected_scores(model: localrt.Model) -> list[float]:
         ("/v1/rerank/", {"documents": DOCUMENTS, "top_n": 2}),
     ],
 )
-def test_documents_by_how_well_they_answer(
-    ranking: Running, path: str, fields: dict[str, Any]
-) -> None:
+def test_rerank(ranking: Running, path: str, fields: dict[str, Any]) -> None:
     body = {"model": "any", "query": QUERY, "return_documents": True, **fields}
     status, got, _ = ranking.request("POST", path, body)
     assert (status, got["model"]) == (200, "any")

@@ -12,7 +12,7 @@ from tests.fake_endpoint import DONE, HEAD, delta, event, saying
 from tests.server.conftest import Running
 
 
-def test_answers_think_as_long_as_they_are_told(thinker: Running) -> None:
+def test_thinking_limits(thinker: Running) -> None:
     for fields, thought in (
         ({}, 40),
         ({"thinking_tokens": 5}, 5),
@@ -31,7 +31,7 @@ def test_answers_think_as_long_as_they_are_told(thinker: Running) -> None:
         chat.close()
 
 
-def test_thoughts_have_a_field_of_their_own_both_ways(thinker: Running) -> None:
+def test_reasoning_content(thinker: Running) -> None:
     messages: list[dict[str, str]] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "ho", "reasoning_content": "zq thought"},
@@ -53,7 +53,7 @@ def test_thoughts_have_a_field_of_their_own_both_ways(thinker: Running) -> None:
     assert with_thought - without["usage"]["prompt_tokens"] > len("zq thought")
 
 
-def test_what_cannot_be_is_refused(server: Running) -> None:
+def test_refused(server: Running) -> None:
     status, got, _ = server.chat(chat_template_kwargs={"enable_thinking": True})
     assert (status, got["error"]["message"][:26]) == (400, "this model does not think:")
     for fields in (
@@ -84,9 +84,7 @@ def test_what_cannot_be_is_refused(server: Running) -> None:
         ),
     ],
 )
-def test_other_servers_are_told_in_their_words(
-    options: dict[str, Any], fields: dict[str, Any]
-) -> None:
+def test_thinking_of_other_servers(options: dict[str, Any], fields: dict[str, Any]) -> None:
     usage = {"completion_tokens": 4, "completion_tokens_details": {"reasoning_tokens": 3}}
     body = HEAD + delta(content="a") + delta("stop") + event(choices=[], usage=usage) + DONE
     with saying(body) as running, connect(running.url) as model:
