@@ -1,7 +1,7 @@
 """``localrt doctor``: what this machine is, what is installed, where things lie, what is missing.
 
-``--quick`` tells only what is known at once; without it memory, disk and graphics cards are asked
-and measured, which takes a few seconds. Neither imports torch or any other heavy package.
+``--quick`` tells only what is known at once; without it memory and disk are measured
+and the GPU is asked, which takes a few seconds. Neither imports torch or any other heavy package.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ EXAMPLES: Examples = (
 )
 
 _PACKAGES = (
-    ("torch", "gpu", "NVIDIA cards, and computing in bf16 or f32"),
-    ("cuda-bindings", "gpu", "compiles kernels for NVIDIA cards"),
-    ("bitsandbytes", "gpu", "kernels on NVIDIA cards without CUDA's compiler"),
+    ("torch", "gpu", "NVIDIA GPUs, and computing in bf16 or f32"),
+    ("cuda-bindings", "gpu", "compiles kernels for NVIDIA GPUs"),
+    ("bitsandbytes", "gpu", "kernels on NVIDIA GPUs without CUDA's compiler"),
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
     ("torch", "quantize", "quantizing with calibration"),
     ("transformers", "bench", "an engine to compare with in bench"),
@@ -86,7 +86,7 @@ def _examine(*, quick: bool) -> dict[str, Any]:
         "quick": quick,
         "machine": machine.to_dict(),
         "kernels": isa and f"compiled, {isa}",
-        "card": _card(settings.cache_dir, machine.gpus[0].name) if machine.gpus else None,
+        "gpu": _gpu_state(settings.cache_dir, machine.gpus[0].name) if machine.gpus else None,
         "packages": [
             {"name": name, "version": versions[name], "extra": extra, "use": use}
             for name, extra, use in _PACKAGES
@@ -97,8 +97,8 @@ def _examine(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def _card(cache: Path, name: str) -> dict[str, Any]:
-    """What is compiled for the first card and measured of it; a model that is loaded does both."""
+def _gpu_state(cache: Path, name: str) -> dict[str, Any]:
+    """What is compiled for the first GPU and measured on it; loading a model does both."""
     kept, rates = kept_of(cache, name), known_rates(cache, name)
     key, cuts = kept.get("key"), kept.get("cuts")
     cases = cuts.get("cases") if isinstance(cuts, dict) else None
@@ -189,8 +189,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     if disk:
         rows.append(["disk", f"reads {format_bytes(disk['read_bytes_s'])}/s ({disk['method']})"])
     rows += [["GPU", _gpu_text(gpu)] for gpu in machine["gpus"]] or [["GPU", "none found"]]
-    if report["card"]:
-        rows += _card_rows(report["card"])
+    if report["gpu"]:
+        rows += _gpu_rows(report["gpu"])
     rows.append(["kernels", report["kernels"] or "none: see below"])
     yield _aligned(rows)
     yield "\nPackages, by the extra that installs them (pip install 'localrt[EXTRA]')"
@@ -222,16 +222,16 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
     return ", ".join(part for part in (gpu["name"], total, free, driver) if part)
 
 
-def _card_rows(card: dict[str, Any]) -> Iterator[list[str]]:
+def _gpu_rows(gpu: dict[str, Any]) -> Iterator[list[str]]:
     """Two lines at most: kernels, rates."""
-    with_ = ", ".join(part for part in card["measured_with"] if part.startswith(("driver", "NV")))
-    text = f"{card['compiled_kernels']} compiled"
-    if card["measured_products"]:
-        text += f", variants of {card['measured_products']} products measured"
-        if card["best_gain"] > 1:
-            text += f", up to {card['best_gain']:.2g} times as fast as by rule"
+    with_ = ", ".join(part for part in gpu["measured_with"] if part.startswith(("driver", "NV")))
+    text = f"{gpu['compiled_kernels']} compiled"
+    if gpu["measured_products"]:
+        text += f", variants of {gpu['measured_products']} products measured"
+        if gpu["best_gain"] > 1:
+            text += f", up to {gpu['best_gain']:.2g} times as fast as by rule"
     yield ["GPU kernels", f"{text} ({with_})" if with_ else text]
-    if rates := card["rates"]:
+    if rates := gpu["rates"]:
         link, memory = rates["to_gpu_bytes_s"], rates["memory_bytes_s"]
         yield [
             "GPU rates",

@@ -144,7 +144,7 @@ def _value(action: argparse.Action) -> str:
 _VERBS = {
     "download": "downloading",
     "verify": "checking",
-    "measure": "measuring the card",
+    "measure": "measuring the GPU",
     "pack": "packing",
     "load": "loading",
     "compile": "compiling",

@@ -57,8 +57,7 @@ _BATCH_HELP = (
     "one wrong line refuses the whole file (default: none)"
 )
 _SUFFIX_HELP = (
-    "write fill in what comes between the prompt and TEXT, with a model that fills in the middle "
-    "(default: none)"
+    "fill in what comes between the prompt and TEXT, with a model that can (default: none)"
 )
 _FLAGS: tuple[Flag, ...] = (
     ("--batch", str, "FILE", _BATCH_HELP),
@@ -194,11 +193,10 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk]) -> int:
 def _stats(m: Metrics) -> str:
     cached = f", {m.cached_tokens} reused" if m.cached_tokens else ""
     thought = f" ({m.thinking_tokens} of thinking)" if m.thinking_tokens else ""
-    clock = " (simulated)" if m.simulated else ""
     lines = [
         f"prompt {m.prompt_tokens} tokens{cached}, first token after {format_seconds(m.ttft_s)}, "
         f"prefill {format_rate(m.prefill_tok_s)} tok/s; answer {m.completion_tokens} tokens"
-        f"{thought}, {format_rate(m.decode_tok_s)} tok/s{clock}"
+        f"{thought}, {format_rate(m.decode_tok_s)} tok/s"
     ]
     if m.predicted_tok_s is not None and m.pipeline_efficiency is not None:
         lines.append(

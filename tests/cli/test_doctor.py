@@ -122,7 +122,7 @@ def test_quick_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
 
 
-def test_a_card_tells_what_was_compiled_and_measured(
+def test_gpu_tells_what_was_compiled_and_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "_gpus_at_a_glance", lambda root: (hardware.Gpu("RTX 4060"),))
@@ -137,6 +137,6 @@ def test_a_card_tells_what_was_compiled_and_measured(
     assert "1 compiled, variants of 2 products measured, up to 1.2 times as fast" in text
     assert "(driver for CUDA 12.8, NVRTC 12.8)" in text
     assert "memory 250 GB/s, link 12 GB/s, products in int4-g32" in text
-    assert _doctor(capsys)["card"]["rates"]["launch_s"] == RATE.launch_s
+    assert _doctor(capsys)["gpu"]["rates"]["launch_s"] == RATE.launch_s
     (cache / "cards.json").write_text('{"RTX 4060": {"cuts": 1, "rates": [], "key": 3}}')
     assert "1 compiled\n" in _doctor(capsys, as_json=False)
