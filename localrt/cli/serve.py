@@ -72,7 +72,7 @@ _STRICT_HELP = (
     "refuse requests for models that are not here (default: one model answers to any name, of "
     "several the one of `localrt alias '*' MODEL`)"
 )
-# Say something of one model
+# Flags for a single model.
 _ALONE = ("name", "adapter", "chat_template", "pre_tokenizer", "revision")
 _FLAGS: tuple[Flag, ...] = (
     ("--host", str, None, _HOST_HELP),
