@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,70 +77,6 @@ def test_stacked_packed_experts_of_gguf_are_ranges_of_the_file(tmp_path: Path) -
     assert len(model.tensors) == 4 * EXPERTS + 3
     assert model.tensors[f"{LAYER}mlp.shared_expert_gate.weight"].shape == (1, 8)
     assert model.tensors[f"{LAYER}mlp.gate.e_score_correction_bias"].shape == (EXPERTS,)
-
-
-def test_parameters_of_gguf_mixtures(tmp_path: Path) -> None:
-    keys = {
-        "expert_count": EXPERTS,
-        "expert_used_count": 2,
-        "expert_feed_forward_length": 96,
-        "expert_shared_feed_forward_length": 48,
-        "expert_weights_norm": True,
-        "expert_gating_func": 2,
-        "expert_weights_scale": 2.5,
-    }
-    metadata = {f"llama.{key}": value for key, value in keys.items()}
-    model = gguf(tmp_path, {"output_norm.weight": (values(8), "f32")}, **metadata)
-    expected = {
-        "num_local_experts": EXPERTS,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 96,
-        "shared_expert_intermediate_size": 48,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "routed_scaling_factor": 2.5,
-    }
-    assert {key: model.config[key] for key in expected} == expected
-    with pytest.raises(CheckpointError, match=r"'llama.expert_weights_norm' is not true or false"):
-        gguf(tmp_path, {"output_norm.weight": (values(8), "f32")}, **{
-            "llama.expert_weights_norm": 1})  # fmt: skip
-
-
-def test_mixtral_of_hugging_face(tmp_path: Path) -> None:
-    tensors = {
-        f"block_sparse_moe.experts.{e}.{w}.weight": torch.randn(ROWS, COLUMNS)
-        for e in range(EXPERTS)
-        for w in ("w1", "w2", "w3")
-    }
-    gate = {"block_sparse_moe.gate.weight": torch.randn(EXPERTS, COLUMNS)}
-    model = hugging_face(tmp_path, "MixtralForCausalLM", {**tensors, **gate})
-    for name, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")):
-        expected = tensors[f"block_sparse_moe.experts.1.{theirs}.weight"].numpy()
-        np.testing.assert_array_equal(unpack(model.read(own(name, 1))), expected)
-    assert f"{LAYER}mlp.gate.weight" in model.tensors
-    assert len(model.tensors) == 3 * EXPERTS + 1
-
-
-def test_granite_stacks_gate_before_up(tmp_path: Path) -> None:
-    stacked = torch.randn(EXPERTS, 2 * ROWS, COLUMNS)
-    shared = torch.randn(2 * ROWS, COLUMNS)
-    model = hugging_face(
-        tmp_path,
-        "GraniteMoeSharedForCausalLM",
-        {
-            "block_sparse_moe.input_linear.weight": stacked,
-            "block_sparse_moe.output_linear.weight": torch.randn(EXPERTS, COLUMNS, ROWS),
-            "block_sparse_moe.router.layer.weight": torch.randn(EXPERTS, COLUMNS),
-            "shared_mlp.input_linear.weight": shared,
-            "shared_mlp.output_linear.weight": torch.randn(COLUMNS, ROWS),
-        },
-    )
-    up = stacked[2, ROWS:].numpy()
-    np.testing.assert_array_equal(unpack(model.read(own("up", 2))), up)
-    np.testing.assert_array_equal(unpack(model.read(own("up", 2), 4, 6)), up[4:6])
-    gate = unpack(model.read(f"{LAYER}mlp.shared_experts.gate_proj.weight"))
-    np.testing.assert_array_equal(gate, shared[:ROWS].numpy())
-    assert model.tensors[own("down", 0)].shape == (COLUMNS, ROWS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -229,11 +164,6 @@ def test_any_rows_of_packed_experts(gpt_oss: Any, data: st.DataObject) -> None:
     np.testing.assert_array_equal(np.concatenate(pieces), theirs[expert, 1::2])
 
 
-def test_rows_that_are_not_there_are_an_error(gpt_oss: Any) -> None:
-    with pytest.raises(ValueError, match="has 10 rows: 9 to 11"):
-        gpt_oss[0].read(own("up", 0), 9, 11)
-
-
 def test_only_the_rows_asked_for_are_read(gpt_oss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = gpt_oss
     counts: list[int] = []
@@ -303,18 +233,3 @@ def test_other_models_in_mxfp4_are_refused(tmp_path: Path) -> None:
     tensors = {"mlp.gate_proj.weight": torch.zeros(4, 8)}
     with pytest.raises(UnsupportedModelError, match="quantized with mxfp4"):
         hugging_face(tmp_path, "LlamaForCausalLM", tensors, **MXFP4_CONFIG)
-
-
-def test_the_table_of_many_experts_is_quickly_there(tmp_path: Path) -> None:
-    layers, experts = 48, 128
-    stack = np.zeros((experts, 2, 32), np.float32)
-    tensors = {
-        f"blk.{layer}.ffn_{kind}_exps.weight": (stack, "f32")
-        for layer in range(layers)
-        for kind in ("gate", "up", "down")
-    }
-    (path,) = write_gguf(tmp_path / "m.gguf", "qwen3moe", {"qwen3moe.expert_count": 128}, tensors)
-    before = time.process_time()
-    model = GgufCheckpoint(path)
-    assert time.process_time() - before < 1.0
-    assert len(model.tensors) == layers * experts * 3

@@ -86,11 +86,6 @@ def test_blocks_of_reordered_rows(rotary_model, max_bytes):
     assert all(block.nbytes <= max(max_bytes, 4 * HIDDEN) for block in blocks)
 
 
-def test_rows_outside_a_reordered_tensor_are_an_error(rotary_model):
-    with pytest.raises(ValueError, match="has 32 rows: 30 to 33"):
-        rotary_model.read(PREFIX + "q_proj.weight", 30, 33)
-
-
 def test_packed_rows_are_reordered_without_unpacking(tmp_path):
     packed = packed_rows("q4_k", 32, 256)
     model = open_model(tmp_path, "llama", {"blk.0.attn_q.weight": (in_pairs(packed, 4), "q4_k")})
@@ -334,6 +329,7 @@ def test_generation_config(tmp_path):
         ("qwen3.block_count", ["a"], "'qwen3.block_count' is not a list of numbers"),
         ("qwen3.rope.scaling.type", 3, "'qwen3.rope.scaling.type' is not text"),
         ("tokenizer.ggml.eos_token_id", 0.5, "is not a whole number"),
+        ("qwen3.expert_weights_norm", 1, "'qwen3.expert_weights_norm' is not true or false"),
     ],
 )
 def test_parameters_of_a_wrong_type_are_refused(tmp_path, key, value, message):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from contextlib import closing
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import pack_store
@@ -23,7 +22,6 @@ from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import (
-    MIXTURES,
     edited,
     load_ours,
     logits_of,
@@ -32,21 +30,16 @@ from tests.models.tiny import (
     save_tiny,
     tokens,
 )
+from tests.models.tiny_configs import DEEPSEEK_SPARSE, MIXTURES
 
 TOLERANCE = 1e-4
 LENGTH = 40
 
 
-@pytest.fixture(scope="module", params=sorted(MIXTURES))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(name, folder, transformers' model)."""
-    path = tmp_path_factory.mktemp(request.param)
-    return request.param, path, save_tiny(request.param, path)
-
-
-def test_routers_choose_what_transformers_routers_choose(folder: Any) -> None:
-    _, path, theirs = folder
-    ours, ids = load_ours(path, context=LENGTH), tokens(LENGTH, seed=5)
+@pytest.mark.parametrize("name", sorted(MIXTURES | DEEPSEEK_SPARSE))
+def test_routers_choose_what_transformers_routers_choose(name: str, tmp_path: Path) -> None:
+    theirs = save_tiny(name, tmp_path)
+    ours, ids = load_ours(tmp_path, context=LENGTH), tokens(LENGTH, seed=5)
     found: list[Routing] = []
     ours.weights.watch_routing(lambda place, routing: found.append(routing))
     expected: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -64,7 +57,9 @@ def test_routers_choose_what_transformers_routers_choose(folder: Any) -> None:
     for handle in handles:
         handle.remove()
     assert len(found) == len(expected) == len(routers) > 0
-    biased = any(spec is not None and spec.choice_bias for spec in ours.config.mixtures)
+    # Where a bias or groups count too, ranks are by other numbers than logits.
+    mixtures = [spec for spec in ours.config.mixtures if spec is not None]
+    by_logits = all(not spec.choice_bias and spec.router.groups == 1 for spec in mixtures)
     for routing, (logits, weights, experts) in zip(found, expected, strict=True):
         # Some of theirs give them in no order.
         got, wanted = (
@@ -74,28 +69,13 @@ def test_routers_choose_what_transformers_routers_choose(folder: Any) -> None:
         np.testing.assert_array_equal(got[0], wanted[0])
         np.testing.assert_allclose(got[1], wanted[1], atol=1e-5)
         assert routing.loads(logits.shape[1]).sum() == experts.size
-        if biased:  # ranks are by other numbers than logits
+        if not by_logits:
             continue
         ranked = np.argsort(-logits, axis=1, kind="stable")[:, : routing.experts.shape[1]]
         np.testing.assert_array_equal(routing.experts, ranked)
         shares = torch.tensor(logits).softmax(-1).numpy()
         expected_scores = np.take_along_axis(shares, ranked, 1)
         np.testing.assert_allclose(routing.scores, expected_scores, atol=1e-5)
-
-
-def test_a_packed_mixture_gives_the_same_logits(folder: Any, tmp_path: Path) -> None:
-    _, path, _ = folder
-    with closing(open_checkpoint(path)) as source:
-        store = pack_store(source, tmp_path / "store", tiler=tile_tensor)
-        count = read_config(source).mixtures
-        names = set(source.tensors)
-    with closing(open_checkpoint(store)) as opened:
-        units = [unit.name for unit in opened.manifest.units]
-        assert set(opened.tensors) == names
-    experts = sum(spec.router.count for spec in count if spec is not None)
-    assert sum(".expert." in unit for unit in units) == experts
-    ids = tokens(LENGTH, seed=6)
-    np.testing.assert_array_equal(logits_of(store, ids), logits_of(path, ids))
 
 
 def test_experts_one_by_one_as_in_the_first_gguf_files(tmp_path: Path) -> None:
@@ -149,35 +129,6 @@ def test_qwen3_vl_as_published(tmp_path: Path) -> None:
     assert relative_error(logits_of(tmp_path, ids), oracle(theirs, ids)) < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("qwen3-moe")
-    save_tiny("qwen3-moe", path)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_experts_per_tok": 9}, r"9 experts for each token \(top-k\) cannot be chosen of 8"),
-        ({"num_experts": 0}, "num_experts must be an integer from 1"),
-        ({"num_experts": 9}, r"mlp\.gate\.weight \(8, 64\); the config asks for \(9, 64\)"),
-        ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported"),
-        ({"scoring_func": "entmax"}, "scoring_func 'entmax' is not supported"),
-        ({"mlp_only_layers": ["0"]}, "mlp_only_layers"),
-        ({"mlp_only_layers": [0]}, "gate_proj.weight is missing"),
-        ({"moe_intermediate_size": 48}, "wrong shape"),
-    ],
-)
-def test_a_bad_config_is_one_clear_line(
-    written: Path, change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    copytree(written, tmp_path, dirs_exist_ok=True)
-    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
-        load_ours(edited(tmp_path, **change))
-    assert "\n" not in str(caught.value)
-
-
 def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     save_tiny("qwen3-moe", tmp_path)
     file = tmp_path / "model.safetensors"
@@ -193,24 +144,6 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     ):
         pack_store(source, tmp_path / "store", tiler=tile_tensor)
     assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
-        ("gpt-oss", {"swiglu_alpha": 1.5}, "swiglu_alpha"),
-        ("gpt-oss", {"num_local_experts": 6}, "holds 8 experts, the config says 6"),
-        ("granite-moe", {"num_local_experts": 12}, "holds 8 experts, the config says 12"),
-    ],
-)
-def test_what_an_architecture_refuses(
-    name: str, change: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    save_tiny(name, tmp_path)
-    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
-        load_ours(edited(tmp_path, **change))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture
