@@ -280,6 +280,17 @@ class StoredTensor(RowSource):
         return self.file.read(self.offset + start * self.row_bytes, (stop - start) * self.row_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class DerivedRows(RowSource):
+    """Rows made of those of ``whole``, whose values are times the same."""
+
+    whole: RowSource
+
+    @property
+    def scale(self) -> float:
+        return self.whole.scale
+
+
 class SourcedCheckpoint:
     """How a ``Checkpoint`` whose tensors are ``RowSource``s by their names is read."""
 

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
+from localrt.models.checkpoints.base import DerivedRows, RowSource, StoredTensor, TensorInfo
 from localrt.models.checkpoints.rows import StackedRows
 from localrt.quant.formats import (
     BF16,
@@ -119,19 +119,14 @@ def _split(
 
 
 @dataclass(frozen=True, slots=True)
-class _PartsOfGroups(RowSource):
+class _PartsOfGroups(DerivedRows):
     """Some rows of each of the equal ``groups`` of ``whole``: ``runs`` are (first row, count).
 
     All groups' rows of the first run come first.
     """
 
-    whole: RowSource
     groups: int
     runs: tuple[tuple[int, int], ...]
-
-    @property
-    def scale(self) -> float:
-        return self.whole.scale
 
     def _read(self, start: int, stop: int) -> Bytes:
         pieces = [self.whole.read(*rows).data for rows in self._places(start, stop)]
@@ -215,15 +210,10 @@ def _by_layer(tensor: RowSource, width: int) -> RowSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _ShorterRows(RowSource):
+class _ShorterRows(DerivedRows):
     """The rows of ``whole``, each as ``parts`` rows."""
 
-    whole: RowSource
     parts: int
-
-    @property
-    def scale(self) -> float:
-        return self.whole.scale
 
     @property
     def rows_together(self) -> int:
@@ -279,7 +269,7 @@ def _joined(tensor: RowSource) -> RowSource:
     """Matrices of all heads as one: their rows follow one another already."""
     info = tensor.info
     if isinstance(tensor, StackedRows):
-        return replace(tensor.flat, info=replace(tensor.flat.info, name=info.name))
+        return replace(tensor.whole, info=replace(tensor.whole.info, name=info.name))
     if len(info.shape) != 3 or not isinstance(tensor, StoredTensor):
         return tensor
     heads, rows, columns = info.shape

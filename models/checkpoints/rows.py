@@ -21,7 +21,13 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RangedFile, RowSource, StoredTensor, TensorInfo
+from localrt.models.checkpoints.base import (
+    DerivedRows,
+    RangedFile,
+    RowSource,
+    StoredTensor,
+    TensorInfo,
+)
 from localrt.quant.formats import GGML_UNREAD, NVFP4, TQ2_0, Format, PackedTensor
 from localrt.quant.formats.packed import Bytes
 
@@ -109,10 +115,8 @@ def check_stack(info: TensorInfo, dims: int, count: int | None) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class StackedRows(RowSource):
-    """All experts' matrices (experts, rows, columns); ``flat`` has their rows in one matrix."""
-
-    flat: RowSource
+class StackedRows(DerivedRows):
+    """All experts' matrices (experts, rows, columns); ``whole`` has their rows in one matrix."""
 
     @classmethod
     def of(cls, flat: RowSource, experts: int) -> StackedRows:
@@ -120,13 +124,9 @@ class StackedRows(RowSource):
         rows, columns = flat.info.shape
         return cls(replace(flat.info, shape=(experts, rows // experts, columns)), flat)
 
-    @property
-    def scale(self) -> float:
-        return self.flat.scale
-
     def _read(self, start: int, stop: int) -> Bytes:
         rows = self.info.shape[1]
-        return self.flat.read(start * rows, stop * rows).data
+        return self.whole.read(start * rows, stop * rows).data
 
 
 def split_rows(
@@ -139,7 +139,7 @@ def split_rows(
     """
     info, parts = tensor.info, len(stack.names)
     experts = check_stack(info, 3, count) if "{}" in stack.names[0] else 1
-    flat = tensor.flat if isinstance(tensor, StackedRows) else tensor
+    flat = tensor.whole if isinstance(tensor, StackedRows) else tensor
     size = flat.info.shape[0] // experts
     if stack.transposed or size % parts:
         raise CheckpointError(
@@ -156,16 +156,11 @@ def split_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class _SomeRows(RowSource):
+class _SomeRows(DerivedRows):
     """Rows ``first``, ``first + step``, ... of ``whole``."""
 
-    whole: RowSource
     first: int
     step: int
-
-    @property
-    def scale(self) -> float:
-        return self.whole.scale
 
     def _read(self, start: int, stop: int) -> Bytes:
         first, last = self.first + start * self.step, self.first + (stop - 1) * self.step
@@ -230,15 +225,10 @@ def rotary_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class _RotaryRows(RowSource):
-    """The rows of ``stored``, a matrix or a vector of ``heads``, halves in the place of pairs."""
+class _RotaryRows(DerivedRows):
+    """The rows of ``whole``, a matrix or a vector of ``heads``, halves in the place of pairs."""
 
-    stored: RowSource
     heads: int
-
-    @property
-    def scale(self) -> float:
-        return self.stored.scale
 
     @property
     def rows_together(self) -> int:
@@ -248,10 +238,10 @@ class _RotaryRows(RowSource):
     def _read(self, start: int, stop: int) -> Bytes:
         size = self.info.shape[0] // self.heads
         if len(self.info.shape) == 1:
-            data = self.stored.read(start, stop).data
+            data = self.whole.read(start, stop).data
             return data.reshape(-1, size // 2, 2, self.info.format.block_bytes).swapaxes(1, 2)
         first = start // size * size
-        data = self.stored.read(first, -(-stop // size) * size).data
+        data = self.whole.read(first, -(-stop // size) * size).data
         halves = data.reshape(-1, size // 2, 2, self.row_bytes).swapaxes(1, 2)
         return halves.reshape(-1, self.row_bytes)[start - first : stop - first]
 
@@ -269,23 +259,18 @@ def regrouped(source: RowSource) -> RowSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Regrouped(RowSource):
-    """Rows of ``source``, converted block by block."""
+class _Regrouped(DerivedRows):
+    """Rows of ``whole``, converted block by block."""
 
-    source: RowSource
     convert: Callable[[Bytes], Bytes]
 
     @property
-    def scale(self) -> float:
-        return self.source.scale
-
-    @property
     def rows_together(self) -> int:
-        return self.source.rows_together
+        return self.whole.rows_together
 
     def _read(self, start: int, stop: int) -> Bytes:
-        data = self.source.read(start, stop).data
-        return self.convert(data.reshape(-1, self.source.info.format.block_bytes))
+        data = self.whole.read(start, stop).data
+        return self.convert(data.reshape(-1, self.whole.info.format.block_bytes))
 
 
 def _nvfp4(blocks: Bytes) -> Bytes:

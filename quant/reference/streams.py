@@ -30,7 +30,7 @@ _LEAST_SQUARE = 1e-5  # of what is brought to another's magnitude
 
 
 def rows_of_tokens(ids: Tensor, each: int, rows: int) -> Tensor:
-    """See ``layer_inputs.rows_of_tokens``; ``ids`` may be on a device."""
+    """See ``quant.ops.streams.rows_of_tokens``; ``ids`` may be on a device."""
     known = torch.where(ids < rows // each, ids, 0)
     return (known[:, None] * each + torch.arange(each, device=ids.device)).flatten()
 

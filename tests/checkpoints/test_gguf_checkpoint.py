@@ -257,44 +257,55 @@ def test_config_of_a_plain_model(tmp_path):
     assert model.generation_config == {}
 
 
-def test_a_model_without_a_head_is_tied(tmp_path):
-    model = open_model(tmp_path, "qwen3", {"token_embd.weight": (values(40, HIDDEN), "f32")})
-    assert model.config["tie_word_embeddings"] is True
+NORM = {"output_norm.weight": (values(8), "f32")}
 
 
-def test_vocabulary_size_falls_back_on_the_tokens(tmp_path):
-    metadata = {"tokenizer.ggml.tokens": ["a", "b", "c"]}
-    model = open_model(tmp_path, "qwen3", {"output_norm.weight": (values(8), "f32")}, metadata)
-    assert model.config["vocab_size"] == 3
-
-
-def test_parameters_of_each_layer(tmp_path):
-    sizes = SIZES | {
-        "block_count": 3,
-        "attention.head_count_kv": [2, 2, 2],
-        "feed_forward_length": [96, 64, 96],
-        "attention.sliding_window_pattern": [True, True, False],
-    }
-    model = open_model(tmp_path, "qwen3", {"output_norm.weight": (values(8), "f32")}, sizes=sizes)
-    assert model.config["num_key_value_heads"] == 2
-    assert model.config["intermediate_size"] == [96, 64, 96]
-    assert model.config["layer_types"] == ["sliding_attention"] * 2 + ["full_attention"]
-
-
-def test_yarn_scaling(tmp_path):
-    metadata = {
-        "qwen2.rope.scaling.type": "yarn",
-        "qwen2.rope.scaling.factor": 4.0,
-        "qwen2.rope.scaling.original_context_length": 32,
-        "qwen2.rope.scaling.yarn_beta_fast": 16.0,
-    }
-    model = open_model(tmp_path, "qwen2", {"output_norm.weight": (values(8), "f32")}, metadata)
-    assert model.config["rope_scaling"] == {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "beta_fast": 16.0,
-    }
+@pytest.mark.parametrize(
+    ("tensors", "keys", "found"),
+    [
+        (
+            {"token_embd.weight": (values(40, HIDDEN), "f32")},
+            {},
+            {"tie_word_embeddings": True, "vocab_size": 40},
+        ),
+        (NORM, {"tokenizer.ggml.tokens": ["a", "b", "c"]}, {"vocab_size": 3}),
+        (
+            NORM,
+            {
+                "qwen3.block_count": 3,
+                "qwen3.attention.head_count_kv": [2, 2, 2],
+                "qwen3.feed_forward_length": [96, 64, 96],
+                "qwen3.attention.sliding_window_pattern": [True, True, False],
+            },
+            {
+                "num_key_value_heads": 2,
+                "intermediate_size": [96, 64, 96],
+                "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+            },
+        ),
+        (
+            NORM,
+            {
+                "qwen3.rope.scaling.type": "yarn",
+                "qwen3.rope.scaling.factor": 4.0,
+                "qwen3.rope.scaling.original_context_length": 32,
+                "qwen3.rope.scaling.yarn_beta_fast": 16.0,
+            },
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                    "beta_fast": 16.0,
+                }
+            },
+        ),
+    ],
+    ids=["tied", "vocabulary", "lists", "yarn"],
+)
+def test_config(tmp_path, tensors, keys, found):
+    config = open_model(tmp_path, "qwen3", tensors, keys).config
+    assert {key: config[key] for key in found} == found
 
 
 def test_generation_config(tmp_path):

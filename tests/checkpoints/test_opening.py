@@ -29,11 +29,24 @@ def test_a_gguf_file_whatever_its_name(tmp_path):
     assert checkpoint.path == renamed
 
 
-def test_a_folder_with_one_gguf(tmp_path):
+@pytest.mark.parametrize(
+    ("others", "kind", "opened"),
+    [
+        (["README.md", "mmproj-m.gguf"], "gguf", "m.gguf"),
+        (["config.json"], "gguf", "m.gguf"),
+        (["config.json", "model.safetensors", "pytorch_model.bin"], "safetensors", ""),
+    ],
+)
+def test_what_a_folder_is(tmp_path, others, kind, opened):
     add_gguf(tmp_path / "m.gguf")
-    (tmp_path / "README.md").write_text("hello")
-    (tmp_path / "mmproj-m.gguf").write_bytes(b"a vision tower")
-    assert open_checkpoint(tmp_path).path == tmp_path / "m.gguf"
+    for name in others:
+        (tmp_path / name).write_bytes(b"\x80\x02")
+    if "config.json" in others:
+        add_config(tmp_path)
+    if "model.safetensors" in others:
+        save_file({"model.norm.weight": TENSOR}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert (checkpoint.kind, checkpoint.path) == (kind, tmp_path / opened)
 
 
 def test_a_folder_with_one_split_gguf(tmp_path):
@@ -41,21 +54,6 @@ def test_a_folder_with_one_split_gguf(tmp_path):
     assert len(parts) == 2
     assert open_checkpoint(tmp_path).path == parts[0]
     assert open_checkpoint(parts[1]).path == parts[0]
-
-
-def test_a_hugging_face_folder(tmp_path):
-    add_config(tmp_path)
-    save_file({"model.norm.weight": TENSOR}, tmp_path / "model.safetensors")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x02")
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.kind == "safetensors"
-    assert checkpoint.architecture == "Qwen3ForCausalLM"
-
-
-def test_a_config_beside_a_gguf(tmp_path):
-    add_config(tmp_path)
-    add_gguf(tmp_path / "m.gguf")
-    assert open_checkpoint(tmp_path).kind == "gguf"
 
 
 def test_several_ggufs_are_listed(tmp_path):

@@ -151,6 +151,12 @@ def _numbers(metadata: GgufMetadata, key: str) -> Any:
     return values[0] if values.count(values[0]) == len(values) else values
 
 
+def _listed(metadata: GgufMetadata, key: str) -> list[Any]:
+    """An array of one entry a layer, or so; empty where there is none, or far too many."""
+    listed = key in metadata and metadata.is_array(key)
+    return list(metadata[key]) if listed and metadata.count(key) <= _MOST_LAYERS else []
+
+
 def _add_routing(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
     """How a router's scores are made. An unknown number stays, for the architecture to refuse."""
     if (normalized := metadata.flag(f"{architecture}.expert_weights_norm")) is not None:
@@ -217,13 +223,11 @@ def _add_rope_scaling(
 
 def _add_layer_types(config: dict[str, Any], key: str, metadata: GgufMetadata) -> None:
     """Which layers see a window only: every n-th sees all, or one flag for each layer."""
-    if key not in metadata:
-        return
-    if not metadata.is_array(key):
+    if key in metadata and not metadata.is_array(key):
         config["sliding_window_pattern"] = metadata.integer(key)
-    elif metadata.count(key) <= _MOST_LAYERS:
+    elif flags := _listed(metadata, key):
         config["layer_types"] = [
-            "sliding_attention" if flag else "full_attention" for flag in metadata[key]
+            "sliding_attention" if flag else "full_attention" for flag in flags
         ]
 
 
@@ -315,16 +319,11 @@ def _add_connections(
     config["output_gate_type"] = "sigmoid"
     for key, name in CONNECTION_KEYS.items():
         config[name] = metadata.integer(f"qwen4exp.{key}")
-
-    def listed(key: str) -> list[Any]:
-        key = f"qwen4exp.{key}"
-        listed = key in metadata and metadata.is_array(key)
-        return list(metadata[key]) if listed and metadata.count(key) <= _MOST_LAYERS else []
-
-    config["indexer_compress_ratio"] = max(listed("attention.compress_ratios"), default=None)
-    config["ple_layer_ids"] = [layer + 1 for layer in listed("ple.layers")]
+    ratios = _listed(metadata, "qwen4exp.attention.compress_ratios")
+    config["indexer_compress_ratio"] = max(ratios, default=None)
+    config["ple_layer_ids"] = [layer + 1 for layer in _listed(metadata, "qwen4exp.ple.layers")]
     for key in ("layer_multipliers", "head_vocab_sizes"):
-        config[f"ngram_{key}"] = listed(f"ple.{key}")
+        config[f"ngram_{key}"] = _listed(metadata, f"qwen4exp.ple.{key}")
     if (table := tensors.get("model.ngram_embedding.weight")) is not None:
         config["ngram_rows"] = table.rows
     width = config.pop("hidden_size_per_layer_input", None)
@@ -334,10 +333,9 @@ def _add_connections(
 
 def _add_bases(config: dict[str, Any], metadata: GgufMetadata) -> None:
     """Which layers have a rotary embedding: Hugging Face gives the others 0 as its base."""
-    key = "granite_swa.attention.rope_pattern"
-    if key in metadata and metadata.is_array(key) and metadata.count(key) <= _MOST_LAYERS:
+    if flags := _listed(metadata, "granite_swa.attention.rope_pattern"):
         base = config.get("rope_theta")
-        config["layer_rope_theta"] = [base if flag else 0 for flag in metadata[key]]
+        config["layer_rope_theta"] = [base if flag else 0 for flag in flags]
 
 
 def _add_gemma(
@@ -353,10 +351,8 @@ def _add_gemma(
     """
     if (table := tensors.get("model.embed_tokens_per_layer.weight")) is not None:
         config["vocab_size_per_layer_input"] = table.rows
-    key = f"{architecture}.activation_sparsity_scale"
-    if key in metadata and metadata.is_array(key) and metadata.count(key) <= _MOST_LAYERS:
-        cut = [value if value > 0 else None for value in metadata[key]]
-        config["activation_sparsity_scale"] = cut
+    if deviations := _listed(metadata, f"{architecture}.activation_sparsity_scale"):
+        config["activation_sparsity_scale"] = [n if n > 0 else None for n in deviations]
     if (left := tensors.get("model.layers.0.laurel.linear_left.weight")) is not None:
         config["laurel_rank"] = left.rows
     if architecture == "gemma3n":

@@ -4,12 +4,8 @@ Most architectures are called what Llama's parts are called, and keep their name
 in how they name and stack their experts: tables of what stands below ``model.layers.N.``, where
 ``{}`` is an expert's number. Every expert appears by itself: ``mlp.experts.E.gate_proj.weight``.
 
-gpt-oss's experts as published, in MXFP4: blocks and scales in two tensors, as rows of ours.
-
-``..._blocks`` (experts, rows, groups, 16) has two neighbouring columns in each byte, the first in
-its low nibble; ``..._scales`` (experts, rows, groups) the exponents. Our block, which is ggml's
-(``quant/formats/fp4.py``), is the exponent and 16 bytes with columns j and j + 16: bits move, no
-value changes.
+gpt-oss's experts are published in MXFP4: ``..._blocks`` (experts, rows, groups, 16) has two
+neighbouring columns in each byte, ``..._scales`` (experts, rows, groups) the exponents.
 """
 
 from __future__ import annotations
@@ -29,6 +25,7 @@ from localrt.models.checkpoints.rows import (
     split_rows,
     split_stack,
 )
+from localrt.models.checkpoints.schemes.floats import regrouped_nibbles
 from localrt.quant.formats import MXFP4
 from localrt.quant.formats.packed import Bytes
 
@@ -74,9 +71,7 @@ class _Mxfp4Rows(RowSource):
         out[:, :, 0] = self._rows(self.scales, start, stop, groups)
         pairs = self._rows(self.nibbles, start, stop, groups * _HALF)
         pairs = pairs.reshape(count, groups, _HALF)
-        low, high = pairs[:, :, : _HALF // 2], pairs[:, :, _HALF // 2 :]
-        out[:, :, 1::2] = (low & 15) | (high << 4)  # even columns
-        out[:, :, 2::2] = (low >> 4) | (high & 0xF0)  # odd ones
+        out[:, :, 1:] = regrouped_nibbles(pairs)
         return out
 
     def _rows(self, tensor: StoredTensor, start: int, stop: int, width: int) -> Bytes:
@@ -97,26 +92,25 @@ _CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 _SHARED_GATE_UP = ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
 _OURS: Mapping[str, str] = {
     # localrt's name; ``{}`` in both is the same number
-    # Qwen
-    "mlp.shared_expert.gate_proj.weight": _SHARED_GATE_UP[0],
-    "mlp.shared_expert.up_proj.weight": _SHARED_GATE_UP[1],
-    "mlp.shared_expert.down_proj.weight": "mlp.shared_experts.down_proj.weight",
-    # Mixtral
+    # Qwen, Kimi
+    **{
+        f"{shared}.{kind}_proj.weight": f"mlp.shared_experts.{kind}_proj.weight"
+        for shared in ("mlp.shared_expert", "block_sparse_moe.shared_experts")
+        for kind in ("gate", "up", "down")
+    },
+    # Mixtral, LFM2-MoE
+    **{
+        f"{mlp}.experts.{{}}.{theirs}.weight": ours
+        for mlp in ("block_sparse_moe", "mlp", "feed_forward")
+        for theirs, ours in zip(("w1", "w3", "w2"), (*_GATE_UP, *_DOWN), strict=True)
+    },
     "block_sparse_moe.gate.weight": "mlp.gate.weight",
-    "block_sparse_moe.experts.{}.w1.weight": _GATE_UP[0],
-    "block_sparse_moe.experts.{}.w3.weight": _GATE_UP[1],
-    "block_sparse_moe.experts.{}.w2.weight": _DOWN[0],
-    "mlp.experts.{}.w1.weight": _GATE_UP[0],
-    "mlp.experts.{}.w3.weight": _GATE_UP[1],
-    "mlp.experts.{}.w2.weight": _DOWN[0],
     # Kimi; transformers calls dense layers so too
-    "block_sparse_moe.gate_proj.weight": "mlp.gate_proj.weight",
-    "block_sparse_moe.up_proj.weight": "mlp.up_proj.weight",
-    "block_sparse_moe.down_proj.weight": "mlp.down_proj.weight",
+    **{
+        f"block_sparse_moe.{kind}_proj.weight": f"mlp.{kind}_proj.weight"
+        for kind in ("gate", "up", "down")
+    },
     "block_sparse_moe.gate.e_score_correction_bias": _CHOICE_BIAS,
-    "block_sparse_moe.shared_experts.gate_proj.weight": _SHARED_GATE_UP[0],
-    "block_sparse_moe.shared_experts.up_proj.weight": _SHARED_GATE_UP[1],
-    "block_sparse_moe.shared_experts.down_proj.weight": "mlp.shared_experts.down_proj.weight",
     # Granite
     "block_sparse_moe.router.layer.weight": "mlp.gate.weight",
     "block_sparse_moe.router.weight": "mlp.gate.weight",
@@ -131,9 +125,6 @@ _OURS: Mapping[str, str] = {
     # LFM2-MoE
     "feed_forward.gate.weight": "mlp.gate.weight",
     "feed_forward.expert_bias": _CHOICE_BIAS,
-    "feed_forward.experts.{}.w1.weight": _GATE_UP[0],
-    "feed_forward.experts.{}.w3.weight": _GATE_UP[1],
-    "feed_forward.experts.{}.w2.weight": _DOWN[0],
     # Nemotron-H
     "mixer.gate.weight": "mlp.gate.weight",
     "mixer.gate.e_score_correction_bias": _CHOICE_BIAS,
@@ -149,19 +140,14 @@ _OURS: Mapping[str, str] = {
 }
 _STACKS: Mapping[str, Stack] = {
     # What transformers 5 makes of experts in memory, and some publish: stacked, gate before up
-    "mlp.experts.gate_up_proj": Stack(_GATE_UP),
-    "mlp.experts.down_proj": Stack(_DOWN),
-    # Gemma 4
-    "experts.gate_up_proj": Stack(_GATE_UP),
-    "experts.down_proj": Stack(_DOWN),
-    # LFM2-MoE
-    "feed_forward.experts.gate_up_proj": Stack(_GATE_UP),
-    "feed_forward.experts.down_proj": Stack(_DOWN),
+    **{
+        f"{mlp}experts.{kind}_proj": Stack(names)
+        for mlp in ("mlp.", "", "feed_forward.", "block_sparse_moe.")  # without: Gemma 4
+        for kind, names in (("gate_up", _GATE_UP), ("down", _DOWN))
+    },
     # Granite
     "block_sparse_moe.input_linear.weight": Stack(_GATE_UP),
     "block_sparse_moe.output_linear.weight": Stack(_DOWN),
-    "block_sparse_moe.experts.gate_up_proj": Stack(_GATE_UP),
-    "block_sparse_moe.experts.down_proj": Stack(_DOWN),
     "shared_mlp.input_linear.weight": Stack(_SHARED_GATE_UP),
     # MLX
     **{

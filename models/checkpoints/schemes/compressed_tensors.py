@@ -30,6 +30,7 @@ from localrt.models.checkpoints.schemes.rows import (
     CodedRows,
     Grid,
     codes_in_rows,
+    column_groups,
     group_of,
     symmetric_codec,
     symmetric_scales,
@@ -177,7 +178,7 @@ def _whole_numbers(
 ) -> RowSource:
     scales, zeros, groups = parts.need(_SCALE), parts.find(_ZEROS), parts.find(_GROUPS)
     grid = Grid.of(scales, rows, columns, None)
-    order = None if groups is None else _order(groups, columns, columns // grid.width)
+    order = column_groups(groups, columns, columns // grid.width, may_be_unset=True)
     group = group_of(grid.width, columns) if order is None else 0
     if zeros is None:
         codec = symmetric_codec(bits, group, scales.info.format)
@@ -190,19 +191,6 @@ def _whole_numbers(
             require_shape(zeros, INT32, -(-rows * bits // 32), count)
     info = weight_info(parts.name, rows, columns, codec.format)
     return _WholeNumbers(info, codec, codes, grid, zeros, order, bits)
-
-
-def _order(groups: StoredTensor, columns: int, count: int) -> tuple[int, ...] | None:
-    """Each column's group; None where they follow one another."""
-    require_shape(groups, INT32, columns)
-    order = groups.read().data.view("<i4").reshape(-1)
-    if order.size and order.min() < 0:  # not calibrated
-        return None
-    if order.max(initial=0) >= count:
-        raise wrong(groups, f"names a group that is not there: {order.max()} of {count}")
-    if np.array_equal(order, np.arange(columns) // (columns // count)):
-        return None
-    return tuple(order.tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.models.checkpoints.base import RowSource, StoredTensor, TensorInfo
-from localrt.models.checkpoints.safetensors.header import EXPONENTS, RAW_BYTES
-from localrt.models.checkpoints.schemes.weights import wrong
+from localrt.models.checkpoints.safetensors.header import EXPONENTS, INT32, RAW_BYTES
+from localrt.models.checkpoints.schemes.weights import require_shape, wrong
 from localrt.quant.formats import (
     AFFINE,
     BF16,
@@ -131,6 +131,23 @@ def numbers(tensor: PackedTensor) -> Floats:
     if tensor.format in (RAW_BYTES, EXPONENTS):
         return _POWERS[tensor.data].reshape(tensor.shape)
     return unpack(tensor)
+
+
+def column_groups(
+    groups: StoredTensor | None, columns: int, count: int, *, may_be_unset: bool = False
+) -> tuple[int, ...] | None:
+    """Each column's group of ``count``; None where they follow one another, or are not set."""
+    if groups is None:
+        return None
+    require_shape(groups, INT32, columns)
+    order = groups.read().data.view("<i4").reshape(-1)
+    if may_be_unset and order.min(initial=0) < 0:
+        return None
+    if not 0 <= order.min(initial=0) <= order.max(initial=0) < count:
+        raise wrong(groups, f"names groups that are not among the {count} there are")
+    if np.array_equal(order, np.arange(columns) // (columns // count)):
+        return None
+    return tuple(order.tolist())
 
 
 def weight_info(name: str, rows: int, columns: int, format_: Format) -> TensorInfo:

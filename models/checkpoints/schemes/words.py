@@ -22,6 +22,7 @@ from localrt.models.checkpoints.schemes.rows import (
     CodedRows,
     Codes,
     codes_in_rows,
+    column_groups,
     group_of,
     symmetric_codec,
     symmetric_scales,
@@ -254,7 +255,7 @@ class Gptq:
         if rows % each:
             raise wrong(words, f"has {rows} rows, whose zero points do not fill words of {each}")
         require_shape(zeros, INT32, columns // group, rows // each)
-        order = _order(groups, columns, group)
+        order = column_groups(groups, columns, columns // group)
         fitting = group_of(group) if order is None else 0
         if self.symmetric:
             codec = symmetric_codec(bits, fitting, scales.info.format)
@@ -273,19 +274,6 @@ class Gptq:
             self.symmetric,
             self.lacking[bits],
         )
-
-
-def _order(groups: StoredTensor | None, columns: int, group: int) -> tuple[int, ...] | None:
-    """Each column's group; None where they follow one another."""
-    if groups is None:
-        return None
-    require_shape(groups, INT32, columns)
-    order = groups.read().data.view("<i4").reshape(-1)
-    if order.min() < 0 or order.max() >= columns // group:
-        raise wrong(groups, f"names groups that are not among the {columns // group} there are")
-    if np.array_equal(order, np.arange(columns) // group):
-        return None
-    return tuple(order.tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from safetensors.torch import save
 pytest.importorskip("compressed_tensors")
 
 from tests.checkpoints.published.schemes import SCHEMES, Published
-from tests.checkpoints.test_fuzz import EXAMPLES, bounded, exercise
+from tests.checkpoints.test_fuzz import EXAMPLES, bounded, exercise, mutations
 
 FUZZ = settings(
     max_examples=max(20, EXAMPLES // 4),
@@ -30,8 +30,6 @@ KINDS = [
 STEMS = ("model.layers.0.mlp.experts.0.up_proj", "model.layers.0.self_attn.q_proj")
 NUMBERS = [0, 1, -1, 3, 7, 31, 1 << 20, 1 << 31, 1 << 62, -(1 << 40)]
 VALUES = st.sampled_from([*NUMBERS, 0.5, "", None, True, [], {}, [[]], {"a": {}}, {"a": 1}])
-PIECES = st.binary(max_size=12) | st.sampled_from(NUMBERS[:-2]).map(lambda n: str(n).encode())
-EDITS = st.lists(st.tuples(st.floats(0, 1), st.integers(0, 16), PIECES), min_size=1, max_size=4)
 TYPES = ["F32", "I32", "U32", "F16", "BF16", "U8", "I8", "F8_E4M3", "F8_E5M2", "I64"]
 CHANGES = st.lists(
     st.tuples(
@@ -69,14 +67,6 @@ def valid(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return folder, scheme, data
 
 
-def edited(data: bytes, edits: list[tuple[float, int, bytes]]) -> bytes:
-    """``data`` with pieces cut out and put in, at shares of its length."""
-    for share, removed, inserted in edits:
-        at = int(share * len(data))
-        data = data[:at] + inserted + data[at + removed :]
-    return data
-
-
 def written(folder: Path, config: bytes, data: bytes) -> None:
     (folder / "config.json").write_bytes(config)
     (folder / "model.safetensors").write_bytes(data)
@@ -84,12 +74,12 @@ def written(folder: Path, config: bytes, data: bytes) -> None:
 
 
 @FUZZ
-@given(edits=EDITS)
-def test_headers(valid: Any, edits: list[tuple[float, int, bytes]]) -> None:
+@given(draw=st.data())
+def test_headers(valid: Any, draw: st.DataObject) -> None:
     folder, scheme, data = valid
     start = 8 + int.from_bytes(data[:8], "little")
     config = json.dumps(config_of(scheme)).encode()
-    written(folder, config, edited(data[:start], edits) + data[start:])
+    written(folder, config, draw.draw(mutations(data[:start])) + data[start:])
 
 
 @FUZZ
@@ -133,10 +123,10 @@ def test_data(valid: Any, share: float, piece: bytes) -> None:
 
 
 @FUZZ
-@given(edits=EDITS)
-def test_configs(valid: Any, edits: list[tuple[float, int, bytes]]) -> None:
+@given(draw=st.data())
+def test_configs(valid: Any, draw: st.DataObject) -> None:
     folder, scheme, data = valid
-    written(folder, edited(json.dumps(config_of(scheme)).encode(), edits), data)
+    written(folder, draw.draw(mutations(json.dumps(config_of(scheme)).encode())), data)
 
 
 @FUZZ
@@ -152,12 +142,10 @@ def test_keys(valid: Any, which: int, value: Any) -> None:
 
 
 @FUZZ
-@given(edits=EDITS)
-def test_modelopts_own_file(
-    edits: list[tuple[float, int, bytes]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@given(draw=st.data())
+def test_modelopts_own_file(draw: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     scheme, folder = SCHEMES["ModelOpt NVFP4"], tmp_path_factory.mktemp("modelopt")
     described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
-    data = edited(json.dumps(described).encode(), edits)
+    data = draw.draw(mutations(json.dumps(described).encode()))
     (folder / "hf_quant_config.json").write_bytes(data)
     written(folder, b'{"architectures": ["Qwen3MoeForCausalLM"]}', file_of(scheme))

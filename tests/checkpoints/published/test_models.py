@@ -20,46 +20,41 @@ from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.offload.store import pack_store
 from localrt.quant.formats import unpack
 from localrt.quant.formats.tiled import TiledTensor, untile
-from localrt.quant.ops.protocol import Batch
 from tests.checkpoints.published.models import SMALL, publish
 from tests.checkpoints.published.schemes import SCHEMES, Tensors
 from tests.models import tiny
-from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
+from tests.models.tiny import logits_of, oracle, relative_error, save_tiny, tokens
 from tests.offload.placed import Model, extend, needs_kernels, passing
 
 # One scale a row is that of the largest groups that divide it; one group is always in order.
 ALSO = {"W8A8": ("int8-g64b", "int8-g128b"), "GPTQ ordered": ("int4-g32",)}
 
 
-def error_of(folder: Path, oracle: Any) -> float:
+def error_of(folder: Path, theirs: Any) -> float:
     """Of our logits against transformers'."""
     ids = tokens(20)
-    decoder = load_ours(folder)
-    logits = decoder.forward(Batch.extend([(decoder.cache(len(ids)), ids)]))
-    with torch.no_grad():
-        theirs = oracle(torch.tensor([ids])).logits[0].float().numpy()
-    return relative_error(logits, theirs)
+    return relative_error(logits_of(folder, ids), oracle(theirs, ids))
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_logits_are_those_of_the_same_values(name: str, tmp_path: Path) -> None:
-    folder, oracle, formats = publish(tmp_path, "qwen3-moe", SMALL[name], shards=3)
+    folder, theirs, formats = publish(tmp_path, "qwen3-moe", SMALL[name], shards=3)
     with closing(open_checkpoint(folder)) as model:
         for key, info in model.tensors.items():
             wanted = formats.get(key, "f32")
             assert info.format.name in (wanted, *ALSO.get(name, ()) * (key in formats))
         assert set(formats) <= set(model.tensors)
     assert any(".experts.7.up_proj" in key for key in formats)
-    assert error_of(folder, oracle) < 2e-5
+    assert error_of(folder, theirs) < 2e-5
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "mixtral", "qwen2-moe", "granite-moe-shared",
                                   "qwen3.5-moe", "falcon-h1", "ernie-moe", "lfm2-moe"])  # fmt: skip
 @pytest.mark.parametrize("kind", ["W4A16", "ModelOpt NVFP4"])
 def test_other_architectures_names(name: str, kind: str, tmp_path: Path) -> None:
-    folder, oracle, formats = publish(tmp_path, name, SMALL[kind])
+    folder, theirs, formats = publish(tmp_path, name, SMALL[kind])
     assert formats
-    assert error_of(folder, oracle) < 2e-5
+    assert error_of(folder, theirs) < 2e-5
 
 
 @pytest.mark.parametrize("kind", ["W4A16", "MLX"])
@@ -74,12 +69,12 @@ def test_a_quantized_head_tied_to_a_whole_embedding(
     def taken(name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and "embed_tokens" not in name
 
-    folder, oracle, formats = publish(tmp_path, "qwen2", SMALL[kind], taken=taken)
+    folder, theirs, formats = publish(tmp_path, "qwen2", SMALL[kind], taken=taken)
     assert "lm_head.weight" in formats
     published = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**published, "tie_word_embeddings": True}))
-    oracle.lm_head.weight = oracle.model.embed_tokens.weight
-    assert error_of(folder, oracle) < 2e-5
+    theirs.lm_head.weight = theirs.model.embed_tokens.weight
+    assert error_of(folder, theirs) < 2e-5
 
 
 @pytest.mark.parametrize("kind", ["FP8", "W4A16"])
@@ -87,7 +82,7 @@ def test_latent_attention_is_taken_apart_exactly(kind: str, tmp_path: Path) -> N
     def taken(name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and ("kv_b_proj" in name or "mlp" in name) and "gate." not in name
 
-    folder, oracle, formats = publish(tmp_path, "deepseek-v3", SMALL[kind], taken=taken)
+    folder, theirs, formats = publish(tmp_path, "deepseek-v3", SMALL[kind], taken=taken)
     assert any("kv_b_proj" in name for name in formats)
     with closing(open_checkpoint(folder)) as model:
         kinds = {
@@ -95,7 +90,7 @@ def test_latent_attention_is_taken_apart_exactly(kind: str, tmp_path: Path) -> N
             for part in "kv"
         }
         assert kinds == {"k": "f32", "v": SMALL[kind].format}
-    assert error_of(folder, oracle) < 2e-5
+    assert error_of(folder, theirs) < 2e-5
 
 
 @pytest.mark.parametrize("kind", ["MLX", "MLX f16"])
@@ -109,10 +104,10 @@ def test_experts_that_mlx_stacks(kind: str, tmp_path: Path) -> None:
                 found[name.replace(".experts.0.", ".switch_mlp.")] = whole.view(parts[0].dtype)
         return found
 
-    folder, oracle, formats = publish(tmp_path, "qwen3-moe", SMALL[kind], renamed=stacked)
+    folder, theirs, formats = publish(tmp_path, "qwen3-moe", SMALL[kind], renamed=stacked)
     with closing(open_checkpoint(folder)) as model:
         assert set(formats) <= set(model.tensors)
-    assert error_of(folder, oracle) < 2e-5
+    assert error_of(folder, theirs) < 2e-5
 
 
 def test_gpt_oss_of_mlx(tmp_path: Path) -> None:
@@ -121,7 +116,7 @@ def test_gpt_oss_of_mlx(tmp_path: Path) -> None:
     plain, out = tmp_path / "plain", tmp_path / "mlx"
     plain.mkdir()
     out.mkdir()
-    oracle = save_tiny("gpt-oss", plain)
+    theirs = save_tiny("gpt-oss", plain)
     kept = load_file(plain / "model.safetensors")
     tensors: Tensors = {}
     for name, tensor in list(kept.items()):
@@ -149,8 +144,8 @@ def test_gpt_oss_of_mlx(tmp_path: Path) -> None:
     quantization = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
     (out / "config.json").write_text(json.dumps({**config, "quantization": quantization}))
     save_file(tensors, out / "model.safetensors")
-    oracle = type(oracle).from_pretrained(plain, dtype=torch.float32).eval()
-    assert error_of(out, oracle) < 2e-5
+    theirs = type(theirs).from_pretrained(plain, dtype=torch.float32).eval()
+    assert error_of(out, theirs) < 2e-5
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
@@ -165,8 +160,8 @@ def test_norms_that_mlx_adds_one_to(name: str, tmp_path: Path) -> None:
                 found[key] = tensor.movedim(2, 1).contiguous()
         return found
 
-    folder, oracle, _ = publish(tmp_path, name, SMALL["MLX"], renamed=converted)
-    assert error_of(folder, oracle) < 2e-5
+    folder, theirs, _ = publish(tmp_path, name, SMALL["MLX"], renamed=converted)
+    assert error_of(folder, theirs) < 2e-5
 
 
 def test_factors_that_mlx_multiplies_in_are_refused(tmp_path: Path) -> None:
@@ -203,15 +198,15 @@ def test_latent_attention_as_mlx_takes_it_apart(tmp_path: Path) -> None:
         return found
 
     sizes = "deepseek-v3-plain"
-    folder, oracle, _ = publish(tmp_path, sizes, SMALL["MLX"], renamed=converted)
+    folder, theirs, _ = publish(tmp_path, sizes, SMALL["MLX"], renamed=converted)
     with closing(open_checkpoint(folder)) as model:
         ((key, values),) = made.items()
         assert model.tensors[key].format.name == "int4-g32b"
         np.testing.assert_array_equal(unpack(model.read(key)), values)
-    both = oracle.model.layers[0].self_attn.kv_b_proj.weight.data
+    both = theirs.model.layers[0].self_attn.kv_b_proj.weight.data
     heads = both.view(4, -1, both.shape[1])
     heads[:, 32:] = torch.from_numpy(values).view(4, -1, both.shape[1])
-    assert error_of(folder, oracle) < 2e-5
+    assert error_of(folder, theirs) < 2e-5
 
 
 def test_a_table_of_all_layers_is_cut_into_theirs(
@@ -224,9 +219,9 @@ def test_a_table_of_all_layers_is_cut_into_theirs(
     def taken(name: str, shape: tuple[int, ...]) -> bool:
         return "embed_tokens_per_layer" in name
 
-    folder, oracle, formats = publish(tmp_path, "gemma3n", SMALL["MLX"], taken=taken)
+    folder, theirs, formats = publish(tmp_path, "gemma3n", SMALL["MLX"], taken=taken)
     assert formats
-    assert error_of(folder, oracle) < 2e-5
+    assert error_of(folder, theirs) < 2e-5
 
 
 def test_fp8_experts_that_transformers_stacks(tmp_path: Path) -> None:
@@ -247,10 +242,10 @@ def test_fp8_experts_that_transformers_stacks(tmp_path: Path) -> None:
             found[f"{head}.experts.{target}{part}"] = torch.stack(whole).to(tensors[name].dtype)
         return found
 
-    folder, oracle, formats = publish(tmp_path, "qwen3-moe", SMALL["FP8"], renamed=stacked)
+    folder, theirs, formats = publish(tmp_path, "qwen3-moe", SMALL["FP8"], renamed=stacked)
     with closing(open_checkpoint(folder)) as model:
         assert set(formats) <= set(model.tensors)
-    assert error_of(folder, oracle) < 2e-5
+    assert error_of(folder, theirs) < 2e-5
 
 
 @pytest.mark.parametrize("name", SMALL)
