@@ -193,8 +193,12 @@ async def test_panel_during_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.tui.chat.panel._QUIET_S", 0.05)
     model = WatchedModel()
     async with running(model, size=(100, 30)) as (app, pilot):
-        await asked(pilot, "Hi")
+        model.hold()
+        await screen.say(pilot, "Hi")
+        await asyncio.sleep(0.3)
         assert model.looks == []  # hidden: nobody looks
+        model.allow(100)
+        await until(pilot, lambda: idle(app))
         model.hold()
         await pilot.press("ctrl+l")
         await screen.say(pilot, "Hi")

@@ -47,6 +47,10 @@ def test_footer(width: int, shown: list[str], dropped: list[str]) -> None:
     assert len(line) <= max(width, len(" answering "))
 
 
+def test_footer_sides_apart() -> None:
+    assert all("  " in footer_line(STATUS, width).plain.strip() for width in range(50, 130))
+
+
 def test_footer_guesses() -> None:
     sources = {"model": 0.41, "ngram": 0.18, "said": 0.0}
     guessing = replace(STATUS, metrics=metrics(2.43, sources))
