@@ -43,6 +43,7 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         self.fill()
 
     def on_input_changed(self, event: Input.Changed) -> None:
+        event.prevent_default()  # search when the typing pauses
         if self._wait is not None:
             self._wait.stop()
         self._wait = self.set_timer(_PAUSE, lambda: self.find(self.line.value))
