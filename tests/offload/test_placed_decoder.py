@@ -28,15 +28,6 @@ pytestmark = needs_kernels
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """Three layers and a head of four slices, its own matrix."""
-    folder = pack_synthetic(tmp_path_factory.mktemp("llama"), vocab=1500, layers=3, hidden=128)
-    with closing(Model(folder)) as model:
-        assert sum(name.startswith("head") for name in passing(model.store)) >= 3
-        yield model
-
-
-@pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     """Its embedding is the slices of its head."""
     folder = pack_synthetic(tmp_path_factory.mktemp("tied"), vocab=1500, layers=2, tied=True)

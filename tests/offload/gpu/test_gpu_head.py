@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-
 import numpy as np
-import pytest
 
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
-from localrt.quant.cuda.launch import emulate
 from tests.offload.gpu.fake_cuda import on_late_gpu
 from tests.offload.placed import (
     Model,
     extend,
     needs_kernels,
-    pack_synthetic,
     passing,
     tokens,
 )
@@ -26,31 +20,8 @@ from tests.ops.cuda.emulator import Emulator
 pytestmark = needs_kernels
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """One layer and a head of five slices."""
-    folder = pack_synthetic(
-        tmp_path_factory.mktemp("llama"),
-        vocab=2100,
-        hidden=128,
-        inner=64,
-        layers=1,
-        formats={"": "int4-g32"},
-    )
-    with closing(Model(folder)) as model:
-        yield model
-
-
-@pytest.fixture
-def emulator() -> Iterator[Emulator]:
-    emulator = Emulator()
-    before = emulate(emulator)
-    yield emulator
-    emulate(before)
-
-
-def head_of(model: Model) -> list[str]:
-    return [name for name in passing(model.store) if name.startswith("head")]
+def head_of(coded: Model) -> list[str]:
+    return [name for name in passing(coded.store) if name.startswith("head")]
 
 
 def logits(decoder: Decoder, emulator: Emulator) -> tuple[list[np.ndarray], int]:
@@ -63,21 +34,21 @@ def logits(decoder: Decoder, emulator: Emulator) -> tuple[list[np.ndarray], int]
     return seen, names.count("linear")
 
 
-def test_products_of_the_head(model: Model, emulator: Emulator) -> None:
-    head = head_of(model)
+def test_products_of_the_head(coded: Model, emulator: Emulator) -> None:
+    head = head_of(coded)
     assert len(head) == 5
-    where = dict.fromkeys(passing(model.store), Where.RAM)
-    largest = max(u.nbytes for u in model.store.manifest.units if u.name in head)
+    where = dict.fromkeys(passing(coded.store), Where.RAM)
+    largest = max(u.nbytes for u in coded.store.manifest.units if u.name in head)
     passing_through = where | dict.fromkeys(head, Where.LINK)
     room = 4 * largest // PAGE  # in all: two of them while two others come
-    with on_late_gpu(model, where | dict.fromkeys(head, Where.VRAM)) as decoder:
+    with on_late_gpu(coded, where | dict.fromkeys(head, Where.VRAM)) as decoder:
         wanted, products = logits(decoder, emulator)
         assert products == 1
         assert decoder.weights.memory.evict_gpu(1) > 0
         seen, _ = logits(decoder, emulator)
         assert all(map(np.array_equal, seen, wanted))
     for slack, most in ((0, 5), (room, 3)):
-        with on_late_gpu(model, passing_through, slack=(2, slack)) as decoder:
+        with on_late_gpu(coded, passing_through, slack=(2, slack)) as decoder:
             seen, products = logits(decoder, emulator)
             assert all(map(np.array_equal, seen, wanted))
             assert products <= most

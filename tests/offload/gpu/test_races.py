@@ -40,21 +40,12 @@ from tests.offload.placed import (
     conversation,
     extend,
     needs_kernels,
-    pack_synthetic,
     pack_tiny,
     passing,
 )
 from tests.waits import wait_for
 
 pytestmark = needs_kernels
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    """Three layers and a head of slices."""
-    folder = pack_synthetic(tmp_path_factory.mktemp("llama"), vocab=1500, layers=3, hidden=128)
-    with closing(Model(folder)) as model:
-        yield model
 
 
 @pytest.fixture(scope="module", params=["qwen3-moe", "gpt-oss"])

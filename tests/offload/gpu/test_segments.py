@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from tests.offload.placed import (
     cancel_after,
     extend,
     needs_kernels,
-    pack_synthetic,
     passing,
     tokens,
 )
@@ -38,20 +37,6 @@ from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.tape import Steps, Tape
 
 pytestmark = needs_kernels
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
-    folder = pack_synthetic(
-        tmp_path_factory.mktemp("llama"),
-        vocab=200,
-        hidden=128,
-        inner=64,
-        layers=2,
-        formats={"": "int4-g32"},
-    )
-    with closing(Model(folder)) as model:
-        yield model
 
 
 @pytest.fixture(autouse=True)
@@ -64,21 +49,21 @@ def tape(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tape]:
     emulate(before)
 
 
-def mixed(model: Model) -> dict[str, Where]:
+def mixed(coded: Model) -> dict[str, Where]:
     """A unit that comes through the ring, two that stay, one of the CPU's, and the head."""
-    where = dict.fromkeys(passing(model.store), Where.VRAM)
+    where = dict.fromkeys(passing(coded.store), Where.VRAM)
     return where | {"layers.0.attention": Where.LINK, "layers.1.mlp": Where.RAM}
 
 
 Talk = Callable[[Decoder], list[np.ndarray]]
 
 
-def assert_recorded(model: Model, tape: Tape, talk: Talk) -> None:
+def assert_recorded(coded: Model, tape: Tape, talk: Talk) -> None:
     """Replayed, and to the bit what the same placement computes step by step."""
-    with on_late_gpu(model, mixed(model), recorded=False) as plain:
+    with on_late_gpu(coded, mixed(coded), recorded=False) as plain:
         wanted = talk(plain)
     assert "replay" not in tape.events
-    with on_late_gpu(model, mixed(model)) as decoder:
+    with on_late_gpu(coded, mixed(coded)) as decoder:
         seen = talk(decoder)
     assert "replay" in tape.events
     for number, (ours, theirs) in enumerate(zip(seen, wanted, strict=True)):
@@ -99,7 +84,7 @@ def tree(decoder: Decoder, cache: KVCache, mask: np.ndarray) -> np.ndarray:
     return seen
 
 
-def test_tokens_and_trees(model: Model, tape: Tape) -> None:
+def test_tokens_and_trees(coded: Model, tape: Tape) -> None:
     branch = np.tril(np.ones((3, 3), bool))
     branch[2, 1] = False
 
@@ -107,16 +92,16 @@ def test_tokens_and_trees(model: Model, tape: Tape) -> None:
         cache = decoder.cache(40)
         seen = [extend(decoder, cache, tokens(5), [4]), *decode(decoder, cache, 2)]
         seen += [tree(decoder, cache, mask) for mask in (np.eye(3, dtype=bool), branch, branch)]
-        features = np.empty((1, model.config.hidden_size), np.float32)
+        features = np.empty((1, coded.config.hidden_size), np.float32)
         batch = Batch.extend([(cache, [3])])
         seen.append(decoder.forward(batch, features=features))
         return [*seen, features, *decode(decoder, cache, 2)]
 
-    assert_recorded(model, tape, talk)
+    assert_recorded(coded, tape, talk)
     assert len(tape.recorded) == 4  # the two and the head, of tokens and of trees
 
 
-def test_a_cache_that_grows_and_memory_given_back(model: Model, tape: Tape) -> None:
+def test_a_cache_that_grows_and_memory_given_back(coded: Model, tape: Tape) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache = decoder.cache(600)
         seen = decode(decoder, cache, 2)
@@ -135,10 +120,10 @@ def test_a_cache_that_grows_and_memory_given_back(model: Model, tape: Tape) -> N
         assert not any(segment() for segment in segments)  # nothing keeps what was recorded
         return seen
 
-    assert_recorded(model, tape, talk)
+    assert_recorded(coded, tape, talk)
 
 
-def test_sequences_that_take_turns_and_end(model: Model, tape: Tape) -> None:
+def test_sequences_that_take_turns_and_end(coded: Model, tape: Tape) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         one, two = decoder.cache(40), decoder.cache(40)
         seen = [extend(decoder, two, tokens(4), [3])]
@@ -151,10 +136,10 @@ def test_sequences_that_take_turns_and_end(model: Model, tape: Tape) -> None:
             seen += decode(decoder, decoder.cache(40), 2, seed)
         return seen
 
-    assert_recorded(model, tape, talk)
+    assert_recorded(coded, tape, talk)
 
 
-def test_cancelled_passes(model: Model, tape: Tape) -> None:
+def test_cancelled_passes(coded: Model, tape: Tape) -> None:
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache, seen = decoder.cache(40), list[np.ndarray]()
         for stop in (0, 0, 3, 4, 1, 5):
@@ -164,11 +149,11 @@ def test_cancelled_passes(model: Model, tape: Tape) -> None:
             seen += decode(decoder, cache, 1, stop)
         return seen
 
-    assert_recorded(model, tape, talk)
+    assert_recorded(coded, tape, talk)
 
 
 def test_a_pass_that_fails_while_it_is_recorded(
-    model: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
+    coded: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a sum pending, which the next pass must not find."""
     attend, failures = CudaOps.norm_qkv_rope_append, list[int]()
@@ -190,7 +175,7 @@ def test_a_pass_that_fails_while_it_is_recorded(
             seen.append(extend(decoder, cache, [token]))
         return seen
 
-    assert_recorded(model, tape, talk)
+    assert_recorded(coded, tape, talk)
     assert failures
 
 
@@ -202,7 +187,7 @@ ROTARY = ["aten::mul", "aten::cos", "aten::mul", "aten::sin", "aten::mul"]
 
 
 def test_launches_and_waits_of_a_token(
-    model: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
+    coded: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten launches a layer, or one a segment; the host waits only where rows leave the card."""
     waits = list[str]()
@@ -216,7 +201,7 @@ def test_launches_and_waits_of_a_token(
         monkeypatch.setattr(Tensor, name, noted)
     events = list[list[str]]()
     for recorded in (False, True):
-        with on_late_gpu(model, mixed(model), recorded=recorded) as decoder:
+        with on_late_gpu(coded, mixed(coded), recorded=recorded) as decoder:
             cache = decoder.cache(40)
             decode(decoder, cache, 3)
             tape.events.clear()
