@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from localrt.chat_format.argument_types import ABSENT, accepted, parameters_of
+from tests.chat_format.call_templates import tool
 from tests.chat_format.test_call_syntax import fed, known, parser_of
 
 DEFS: dict[str, Any] = {
@@ -132,28 +133,21 @@ PARAMETERS: dict[str, Any] = {
 }
 
 
+CODER = (
+    "<tool_call>\n<function=f>\n<parameter=size>\n10\n</parameter>\n<parameter=count>\n3.0\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>f\n<arg_key>size</arg_key>\n<arg_value>10</arg_value>\n"
+    "<arg_key>count</arg_key>\n<arg_value>3.0</arg_value>\n</tool_call>"
+)
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        (
-            "Qwen Coder, Qwen 3.5, Nemotron 3",
-            "<tool_call>\n<function=f>\n<parameter=size>\n10\n</parameter>\n<parameter=count>\n3.0\n"
-            "</parameter>\n</function>\n</tool_call>",
-        ),
-        (
-            "Hermes, Qwen",
-            "<tool_call>\n<function=f>\n<parameter=size>\n10\n</parameter>\n<parameter=count>\n3.0\n"
-            "</parameter>\n</function>\n</tool_call>",
-        ),
-        (
-            "GLM",
-            "<tool_call>f\n<arg_key>size</arg_key>\n<arg_value>10</arg_value>\n"
-            "<arg_key>count</arg_key>\n<arg_value>3.0</arg_value>\n</tool_call>",
-        ),
-    ],
+    [("Qwen Coder, Qwen 3.5, Nemotron 3", CODER), ("Hermes, Qwen", CODER), ("GLM", GLM)],
 )
 def test_calls_have_the_types_of_their_tools(name: str, text: str) -> None:
-    tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
-    parser = parser_of(*known(name), tools, "")
+    parser = parser_of(*known(name), [tool("f", parameters=PARAMETERS)], "")
     assert fed(parser, text, [7]) == ""
     assert [json.loads(call.arguments) for call in parser.calls] == [{"size": "10", "count": 3}]

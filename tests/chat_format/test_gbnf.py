@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 import localrt
 from localrt.chat_format.gbnf import gbnf_to_lark
 from localrt.chat_format.structured import Grammars
-from localrt.cli import main
 from localrt.common.errors import OptionError
 from localrt.engine.options import read_options
 
@@ -152,13 +150,6 @@ def test_what_could_be_read_in_many_ways_is_read_in_one(grammar: str) -> None:
     assert made.is_accepting()
 
 
-@given(st.text("ab=\n ", max_size=8))
-def test_a_regular_grammar_is_its_expression(text: str) -> None:
-    grammar = 'root ::= (word " "* "=" ws)+ "\\n"?\nword ::= [ab]+ | "b" "a"?\nws ::= [ \\n]*'
-    expected = re.fullmatch(r"(([ab]+|ba?) *=[ \n]*)+\n?", text) is not None
-    assert follows(grammar, text) == expected
-
-
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
@@ -262,23 +253,3 @@ def test_a_chat_refuses_a_malformed_grammar_at_once(tiny: localrt.Model) -> None
     with pytest.raises(OptionError, match="there is no rule 'b'"):
         chat.set(grammar="root ::= b")
     assert chat.options == {}
-
-
-@pytest.mark.usefixtures("nothing_on_stdin")
-def test_command_line(
-    tiny_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    file = tmp_path / "answer.gbnf"
-    file.write_text('root ::= "yes" | "no"')
-    run = ["run", str(tiny_folder), "hi"]
-    for flags in (["--grammar", str(file)], ["--grammar-file", str(file)],
-                  ["--grammar", file.read_text()]):  # fmt: skip
-        assert main([*run, *flags]) == 0
-        assert capsys.readouterr().out.strip() in ("yes", "no")
-    for flags in (["--grammar", "nowhere.gbnf"], ["--grammar", "root ::= a"]):
-        assert main([*run, *flags]) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert "grammar" in error

@@ -11,6 +11,8 @@ from localrt.common.errors import OptionError
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+DEEPSEEK = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
+SANTA = ("<fim-prefix>", "<fim-suffix>", "<fim-middle>")
 PROJECT = ("<|repo_name|>", "<|file_sep|>")
 
 
@@ -58,21 +60,16 @@ def shown(tokenizer: CharacterTokenizer, ids: Sequence[int]) -> str:
     ("marks", "bos", "expected"),
     [
         (QWEN, False, "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"),
-        (
-            ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-            True,
-            "<s><｜fim▁begin｜>a<｜fim▁hole｜>b<｜fim▁end｜>",
-        ),
-        (("<fim-prefix>", "<fim-suffix>", "<fim-middle>"), False, None),
+        (DEEPSEEK, True, "<s><｜fim▁begin｜>a<｜fim▁hole｜>b<｜fim▁end｜>"),
+        (SANTA, False, "<fim-prefix>a<fim-suffix>b<fim-middle>"),
         (("▁<PRE>", "▁<SUF>", "▁<MID>"), True, "<s>▁<PRE>a▁<SUF>b▁<MID>"),
         (("[PREFIX]", "[SUFFIX]", "[MIDDLE]"), True, "<s>[SUFFIX]b[PREFIX]a"),
     ],
 )
 def test_each_family_has_its_marks_and_order(
-    marks: tuple[str, ...], bos: bool, expected: str | None
+    marks: tuple[str, ...], bos: bool, expected: str
 ) -> None:
     tokenizer = CharacterTokenizer(*marks, bos=bos)
-    expected = expected or "<fim-prefix>a<fim-suffix>b<fim-middle>"
     assert shown(tokenizer, Infill(tokenizer).prompt("a", "b")) == expected
 
 

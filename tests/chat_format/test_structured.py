@@ -44,16 +44,12 @@ def follows(text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_answer_follows_its_schema_and_ends_with_it(tiny: localrt.Model, seed: int) -> None:
-    answer = tiny.generate("hi", json_schema=PERSON, seed=seed, temperature=1.5, top_k=0)
+    options: dict[str, Any] = {"seed": seed, "temperature": 1.5, "top_k": 0}
+    answer = tiny.generate("hi", json_schema=PERSON, **options)
     follows(answer.text)
+    assert tiny.generate("hi", json_schema=json.dumps(PERSON), **options).text == answer.text
     assert answer.finish_reason == "stop"
     assert answer.text == tiny.detokenize(answer.token_ids)
-
-
-def test_a_schema_may_be_json_text(tiny: localrt.Model) -> None:
-    options: dict[str, Any] = {"seed": 3, "max_tokens": 200}
-    whole = tiny.generate("hi", json_schema=PERSON, **options)
-    assert tiny.generate("hi", json_schema=json.dumps(PERSON), **options).text == whole.text
 
 
 @pytest.mark.parametrize("schema", [True, {"type": "object"}, "true", '{"type": "array"}'])
@@ -74,34 +70,29 @@ def test_any_json_can_be_asked_for(tiny: localrt.Model, schema: Any) -> None:
     assert ends
 
 
-@pytest.mark.parametrize("regex", [r"\d{3}-\d{4}", "(yes|no), because [a-z ]{5,9}", "^a+b$"])
-def test_an_answer_matches_its_expression(tiny: localrt.Model, regex: str) -> None:
-    bias = {tiny.tokenize("b")[0]: 4.0}
-    answer = tiny.generate("hi", regex=regex, seed=1, logit_bias=bias, max_tokens=400, top_k=0)
-    assert answer.finish_reason == "stop"
-    assert re.fullmatch(regex, answer.text)
-
-
-def test_it_may_go_on_where_it_may_end(tiny: localrt.Model) -> None:
-    """``a*`` is complete at once; what ends it is the model's own end, or nothing else."""
-    answer = tiny.generate("hi", regex="a*", temperature=0, max_tokens=6, ignore_eos=True)
-    assert answer.text == "aaaaaa"
-    assert answer.finish_reason == "length"
-    end = next(iter(tiny.tokenizer.eos_ids))
-    answer = tiny.generate("hi", regex="a*", temperature=0, logit_bias={end: 1000.0})
-    assert (answer.text, answer.finish_reason) == ("", "stop")
-    answer = tiny.generate("hi", regex="ab", temperature=0, logit_bias={end: 1000.0})
-    assert answer.text == "ab"
-
-
-def test_characters_of_several_tokens_are_whole(tiny: localrt.Model) -> None:
-    answer = tiny.generate("hi", regex="[日本🎈]{3}", seed=4)
-    assert re.fullmatch("[日本🎈]{3}", answer.text)
-
-
-def test_limits_and_stops_still_cut(tiny: localrt.Model) -> None:
-    assert tiny.generate("hi", regex="a{50}", max_tokens=7).text == "aaaaaaa"
-    assert tiny.generate("hi", regex="a{3}b{30}", stop="bb").text == "aaa"
+@pytest.mark.parametrize(
+    ("regex", "options", "matches"),
+    [
+        (r"\d{3}-\d{4}", {}, r"\d{3}-\d{4}"),
+        ("(yes|no), because [a-z ]{5,9}", {}, "(yes|no), because [a-z ]{5,9}"),
+        ("^a+b$", {"bias": {"b": 4.0}}, "a+b"),
+        ("[日本🎈]{3}", {}, "[日本🎈]{3}"),  # characters of several tokens
+        ("a{50}", {"max_tokens": 7}, "aaaaaaa"),
+        ("a{3}b{30}", {"stop": "bb"}, "aaa"),
+        # It is complete at once: what ends it is the model's own end, or nothing else.
+        ("a*", {"temperature": 0, "max_tokens": 6, "ignore_eos": True}, "aaaaaa"),
+        ("a*", {"temperature": 0, "bias": {"end": 1000.0}}, ""),
+        ("ab", {"temperature": 0, "bias": {"end": 1000.0}}, "ab"),
+    ],
+)
+def test_regex(tiny: localrt.Model, regex: str, options: dict[str, Any], matches: str) -> None:
+    ids = {"b": tiny.tokenize("b")[0], "end": next(iter(tiny.tokenizer.eos_ids))}
+    bias = {ids[name]: value for name, value in options.get("bias", {}).items()}
+    given = {"seed": 1, "max_tokens": 400, "top_k": 0, **options, "logit_bias": bias}
+    given.pop("bias", None)
+    answer = tiny.generate("hi", regex=regex, **given)
+    assert re.fullmatch(matches, answer.text)
+    assert answer.finish_reason == ("length" if given["max_tokens"] < 10 else "stop")
 
 
 def test_speculation_keeps_within_the_constraint(tiny: localrt.Model) -> None:
@@ -291,25 +282,33 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("nothing_on_stdin")
 def test_command_line(
-    tiny_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    schema = tmp_path / "schema.json"
+    schema, grammar = tmp_path / "schema.json", tmp_path / "answer.gbnf"
     schema.write_text(json.dumps(PERSON))
+    grammar.write_text('root ::= "yes" | "no"')
     run = ["run", str(tiny_folder), "hi", "--seed", "1"]
-    assert main([*run, "--json-schema", str(schema)]) == 0
-    follows(capsys.readouterr().out)
-    assert main([*run, "--json-schema", json.dumps(PERSON)]) == 0
-    follows(capsys.readouterr().out)
-    assert main([*run, "--regex", "(yes|no)"]) == 0
-    assert capsys.readouterr().out.strip() in ("yes", "no")
+    for text in (str(schema), json.dumps(PERSON)):
+        assert main([*run, "--json-schema", text]) == 0
+        follows(capsys.readouterr().out)
+    for flags in (
+        ["--regex", "(yes|no)"],
+        ["--grammar", str(grammar)],
+        ["--grammar-file", str(grammar)],
+        ["--grammar", grammar.read_text()],
+    ):
+        assert main([*run, *flags]) == 0
+        assert capsys.readouterr().out.strip() in ("yes", "no")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("one\ntwo\n")
     batch = ["run", str(tiny_folder), "--batch", str(prompts), "--regex", "[ab]c", "--json"]
     assert main(batch) == 0
     texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
     assert all(re.fullmatch("[ab]c", text) for text in texts)
-    for bad in (["--json-schema", "nowhere.json"], ["--json-schema", "{"], ["--regex", "(a"]):
-        assert main([*run, *bad]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
+    for flag, bad in (
+        *(("json-schema", "nowhere.json"), ("json-schema", "{"), ("regex", "(a")),
+        *(("grammar", "nowhere.gbnf"), ("grammar", "root ::= a")),
+    ):
+        assert main([*run, f"--{flag}", bad]) == 2
+        error = capsys.readouterr().err
+        assert (error.count("\n"), flag.partition("-")[2] in error) == (1, True)

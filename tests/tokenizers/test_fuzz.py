@@ -176,21 +176,6 @@ def test_a_name_that_cannot_be_encoded_is_no_token(tmp_path: Path, key: str) -> 
     assert tokenizer.bos_id == (None if key == "bos_token" else 1)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("tokens", 5), ("tokens", [1, 2]), ("unknown_token_id", "x"), ("pre", [4])],
-)
-def test_a_gguf_tokenizer_of_wrong_types(tmp_path: Path, key: str, value: Any) -> None:
-    metadata = METADATA | {f"tokenizer.ggml.{key}": value}
-    del metadata["general.architecture"]
-    tensors = {"token_embd.weight": (np.zeros((5, 32), np.float32), "f32")}
-    write_gguf(tmp_path / "m.gguf", "llama", metadata, tensors)
-    checkpoint = open_checkpoint(tmp_path / "m.gguf")
-    with pytest.raises(TokenizerError, match=f"{key} must be"):
-        load_tokenizer(checkpoint)
-    checkpoint.close()
-
-
 def test_a_template_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(TemplateError, match="cannot be read"):

@@ -270,6 +270,14 @@ def test_a_pre_tokenizer_that_is_missing_or_unknown(
         (metadata("llama", [("a", 1)], token_type=[]), TokenizerError, "1 tokens but 0 token t"),
         (metadata("llama", [("<0xZZ>", 6)], scores=[0.0]), TokenizerError, "malformed"),
         (metadata("gpt2", [("a", 1)], token_type=[], merges=[]), TokenizerError, "0 token types"),
+        (metadata("gpt2", []) | {"tokenizer.ggml.tokens": 5}, TokenizerError, "tokens must be"),
+        (
+            metadata("gpt2", []) | {"tokenizer.ggml.tokens": [1, 2]},
+            TokenizerError,
+            "tokens must be",
+        ),
+        (metadata("gpt2", [("a", 1)], merges=[], unknown_token_id="x"), TokenizerError, "must be"),
+        (metadata("gpt2", [("a", 1)], merges=[], pre=[4]), TokenizerError, "pre must be"),
     ],
 )
 def test_what_cannot_be_used_is_said_in_one_line(
