@@ -82,13 +82,11 @@ def choice(sequences: Iterable[Sequence[Symbol]]) -> Symbol:
     return only if () not in every else repeated(only, 0, 1)
 
 
-def rules_to_lark(rules: Mapping[str, Symbol], first: str) -> list[str]:
-    """The lines of a grammar that begins with the rule ``first``; ``rules`` has all that occur."""
-    return _Rules(rules).lines(first)
-
-
 class _Rules:
-    """A rule that is one symbol, repeated, is replaced by it; how often stands where it is used."""
+    """The ``lines`` of a grammar of ``rules``, which are all that occur.
+
+    A rule that is one symbol, repeated, is replaced by it; how often stands where it is used.
+    """
 
     def __init__(self, rules: Mapping[str, Symbol]) -> None:
         self._rules = rules
@@ -185,16 +183,16 @@ class _Translation:
 
     def result(self) -> str:
         """See ``gbnf_to_lark``; what is wrong is a ``ValueError``."""
-        self._skip(_SPACE_AND_LINES)
+        self._match(_SPACE_AND_LINES)
         while self._at < len(self._text):
             self._read_rule()
-            self._skip(_SPACE_AND_LINES)
+            self._match(_SPACE_AND_LINES)
         for name, place in self._used.items():
             if name not in self._rules:
                 raise ValueError(f"{place}: there is no rule {name!r}")
         if "root" not in self._rules:
             raise ValueError("there is no rule 'root', which every grammar begins with")
-        return "\n".join(["%llguidance {}", *rules_to_lark(self._rules, "root")])
+        return "\n".join(["%llguidance {}", *_Rules(self._rules).lines("root")])
 
     # -- rules -----------------------------------------------------------------------------------
 
@@ -204,11 +202,11 @@ class _Translation:
         if name is None:
             raise self._error("a rule must begin with its name")
         self._rule = name[0]
-        self._skip(_SPACE)
+        self._match(_SPACE)
         if not self._text.startswith("::=", self._at):
             raise self._error("'::=' must follow the rule's name")
         self._at += len("::=")
-        self._skip(_SPACE_AND_LINES)
+        self._match(_SPACE_AND_LINES)
         self._rules[name[0]] = self._alternatives(nested=False)
         if self._match(_LINE_END) is None:
             raise self._error(f"{self._text[self._at]!r} is not expected here")
@@ -216,7 +214,7 @@ class _Translation:
     def _alternatives(self, *, nested: bool) -> Symbol:
         found = [self._sequence(nested)]
         while self._match(_OR) is not None:
-            self._skip(_SPACE_AND_LINES)
+            self._match(_SPACE_AND_LINES)
             found.append(self._sequence(nested))
         return choice(found)
 
@@ -224,10 +222,10 @@ class _Translation:
         space = _SPACE_AND_LINES if nested else _SPACE
         found = []
         while (symbol := self._symbol()) is not None:
-            self._skip(space)
+            self._match(space)
             while (counts := self._repeats()) is not None:
                 symbol = repeated(symbol, *counts)
-                self._skip(space)
+                self._match(space)
             found.append(symbol)
         return found
 
@@ -257,7 +255,7 @@ class _Translation:
         self._depth += 1
         if self._depth > _DEEPEST:
             raise self._error(f"more than {_DEEPEST} parentheses are open")
-        self._skip(_SPACE_AND_LINES)
+        self._match(_SPACE_AND_LINES)
         inside = self._alternatives(nested=True)
         if not self._text.startswith(")", self._at):
             raise ValueError(f"{opened}: the parenthesis is not closed")
@@ -355,9 +353,6 @@ class _Translation:
         if found is not None:
             self._at = found.end()
         return found
-
-    def _skip(self, pattern: re.Pattern[str]) -> None:
-        self._match(pattern)
 
     def _place(self) -> str:
         line = self._text.count("\n", 0, self._at) + 1

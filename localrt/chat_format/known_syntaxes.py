@@ -25,6 +25,7 @@ from localrt.chat_format.notations import (
     JsonCalls,
     KeywordArguments,
     Mid,
+    Notation,
     PythonCalls,
     QuotedArguments,
     Spelling,
@@ -42,7 +43,6 @@ from localrt.engine.types import ToolCall
 
 TURN_ENDS = ("<|call|>", "<|return|>", "<|eom_id|>", "<|calls|>")
 """Control tokens after which a tool has to be called: of gpt-oss, Llama and Solar."""
-_JSON = (JsonCalls(),)
 _PYTHON_OR_JSON = (JsonCalls(), PythonCalls())
 _TAGGED = (
     JsonCalls(),  # Hermes, Qwen
@@ -91,89 +91,75 @@ HERMES_CALL = Spelling(
 )
 """A call in the way that most models know."""
 _HERMES = CallSyntax("<tool_call>", "</tool_call>", _TAGGED, bare=True, spelling=HERMES_CALL)
-_DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 
 
-def _dsml(section: str) -> CallSyntax:
+def _row(
+    opening: str, closing: str, *notations: Notation, needle: str = "", **more: Any
+) -> tuple[str, CallSyntax]:
+    return needle or opening, CallSyntax(opening, closing, notations, **more)
+
+
+def _dsml(section: str, needle: str = "") -> tuple[str, CallSyntax]:
     """DeepSeek V3.2's and V4's, whose sections have different names."""
-    mark, end = f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"
-    parameter = "</｜DSML｜parameter>"
-    arguments = TaggedArguments(
-        '<｜DSML｜parameter name="',
-        (
-            Mid('" string="true">', parameter, string=True),
-            Mid('" string="false">', parameter, string=False),
-        ),
-        "</｜DSML｜invoke>",
+    closing, parameter = "</｜DSML｜invoke>", "</｜DSML｜parameter>"
+    mids = (
+        Mid('" string="true">', parameter, string=True),
+        Mid('" string="false">', parameter, string=False),
     )
-    opening, closing = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
-    return CallSyntax(mark, end, (Framed(opening, '">', closing, arguments),))
+    arguments = TaggedArguments('<｜DSML｜parameter name="', mids, closing)
+    call = Framed('<｜DSML｜invoke name="', '">', closing, arguments)
+    return _row(f"<｜DSML｜{section}>", f"</｜DSML｜{section}>", call, needle=needle)
 
 
-_KIMI = CallSyntax(
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
-    (
-        Framed(
-            r"<\|tool_call_begin\|>\s*functions\.",
-            r":(?P<index>\d+)\s*<\|tool_call_argument_begin\|>",
-            r"<\|tool_call_end\|>",
-            JsonArguments(),
-            id_form="functions.{name}:{index}",
-        ),
-    ),
-    marks=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+_KIMI = Framed(
+    r"<\|tool_call_begin\|>\s*functions\.",
+    r":(?P<index>\d+)\s*<\|tool_call_argument_begin\|>",
+    r"<\|tool_call_end\|>",
+    JsonArguments(),
+    id_form="functions.{name}:{index}",
 )
-_GEMMA = CallSyntax(
-    "<|tool_call>",
-    "<tool_call|>",
-    (Framed("call:", "", "", QuotedArguments('<|"|>')),),
-    marks=('<|"|>',),
+_LFM = ("<|tool_call_start|>", "<|tool_call_end|>")
+_LFM_CALLS = (
+    Framed("", r"\(", r"\)", KeywordArguments(escaped=True), section=r"\[", between=r",|\]"),
+    *_PYTHON_OR_JSON,
 )
-_LFM = CallSyntax(
-    "<|tool_call_start|>",
-    "<|tool_call_end|>",
-    (
-        Framed("", r"\(", r"\)", KeywordArguments(escaped=True), section=r"\[", between=r",|\]"),
-        *_PYTHON_OR_JSON,
-    ),
-)
-# What a template contains, in the order in which templates are looked through.
+# What a template contains (an opening, if nothing else is said), in the order of looking for it.
 _BY_NEEDLE: tuple[tuple[str, CallSyntax], ...] = (
-    ("<｜DSML｜function_calls>", _dsml("function_calls")),
-    ("<｜DSML｜tool_calls>", _dsml("tool_calls")),
-    ("｜DSML｜", _dsml("function_calls")),
-    (
-        "<｜tool▁calls▁begin｜>",
-        CallSyntax(
-            "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", (_DEEPSEEK,), marks=_DEEPSEEK_MARKS
-        ),
+    _dsml("function_calls"),
+    _dsml("tool_calls"),
+    _dsml("function_calls", "｜DSML｜"),
+    _row(
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        _DEEPSEEK,
+        marks=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
     ),
-    ("[TOOL_CALLS]", CallSyntax("[TOOL_CALLS]", "", _MISTRAL, marks=("[ARGS]", "[CALL_ID]"))),
-    ("<|tool_calls_section_begin|>", _KIMI),
-    ("<tool_call|>", _GEMMA),
-    ("<|tool_call_start|>", _LFM),
-    ("<|tool_list_start|>", _LFM),
+    _row("[TOOL_CALLS]", "", *_MISTRAL, marks=("[ARGS]", "[CALL_ID]")),
+    _row(
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        _KIMI,
+        marks=("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ),
+    _row(
+        *("<|tool_call>", "<tool_call|>"),  # Gemma
+        Framed("call:", "", "", QuotedArguments('<|"|>')),
+        needle="<tool_call|>",
+        marks=('<|"|>',),
+    ),
+    _row(*_LFM, *_LFM_CALLS),
+    _row(*_LFM, *_LFM_CALLS, needle="<|tool_list_start|>"),
     ("<tool_call>", _HERMES),
-    ("functools", CallSyntax("functools[", "", _JSON, kept="[")),
-    ("<|tool_call|>", CallSyntax("<|tool_call|>", "<|/tool_call|>", _JSON)),
-    (
-        "<|START_ACTION|>",
-        CallSyntax(
-            "<|START_ACTION|>",
-            "<|END_ACTION|>",
-            (JsonCalls(name="tool_name", arguments=("parameters",)),),
-        ),
+    _row("functools[", "", JsonCalls(), needle="functools", kept="["),
+    _row("<|tool_call|>", "<|/tool_call|>", JsonCalls()),
+    _row(
+        *("<|START_ACTION|>", "<|END_ACTION|>"),
+        JsonCalls(name="tool_name", arguments=("parameters",)),
     ),
-    (
-        "<|tools_prefix|>",
-        CallSyntax("<|tools_prefix|>", "<|tools_suffix|>", (JsonCalls(name=None),)),
-    ),
-    ("<TOOLCALL>", CallSyntax("<TOOLCALL>", "</TOOLCALL>", _JSON)),
-    ("<tool_calls>", CallSyntax("<tool_calls>", "</tool_calls>", _JSON)),
-    ("<|python_tag|>", CallSyntax("<|python_tag|>", "", _PYTHON_OR_JSON, bare=True)),
-    ("Environment: ipython", CallSyntax("<|python_tag|>", "", _PYTHON_OR_JSON, bare=True)),
-    ("tool_code", CallSyntax("```tool_code", "```", (PythonCalls(),))),
+    _row("<|tools_prefix|>", "<|tools_suffix|>", JsonCalls(name=None)),
+    _row("<TOOLCALL>", "</TOOLCALL>", JsonCalls()),
+    _row("<tool_calls>", "</tool_calls>", JsonCalls()),
+    _row("<|python_tag|>", "", *_PYTHON_OR_JSON, bare=True),
+    _row("<|python_tag|>", "", *_PYTHON_OR_JSON, needle="Environment: ipython", bare=True),
+    _row("```tool_code", "```", PythonCalls(), needle="tool_code"),
 )
 
 
@@ -183,7 +169,7 @@ def known_syntax(
     """The syntax that a template's source speaks of, or else one whose mark is a token of the
     model's vocabulary (``has_token``); Hermes' where there is neither.
 
-    gpt-oss, whose messages all have a channel, is ``localrt.chat_format.known_syntaxes``'s.
+    gpt-oss, whose messages all have a channel, is ``HarmonyParser``'s.
     """
     spoken_of = (syntax for needle, syntax in _BY_NEEDLE if needle in template)
     # Other needles are words of any vocabulary.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from localrt.chat_format.call_probe import (
@@ -41,9 +42,9 @@ from localrt.common.option_names import option
 from localrt.models.tokenizers.base import Tokenizer
 
 _ASK = [{"role": "user", "content": "zq ask"}]
-_PROBED, _SAID = "Zthought zq", "Zsaid zq"
+_THOUGHT, _SAID = "Zthought zq¶", "Zsaid zq"
 _ANSWER = {"role": "assistant", "content": _SAID}
-_THOUGHTS = dict.fromkeys(THOUGHT_FIELDS, _PROBED)
+_THOUGHTS = dict.fromkeys(THOUGHT_FIELDS, _THOUGHT)
 _SWITCHES = ("enable_thinking", "thinking", "reasoning")
 _EFFORTS = ("low", "medium", "high")
 _NO_EFFORTS = ("none", "no_think")
@@ -184,7 +185,7 @@ def _written_tags(
         text = template.render([*_ASK, _ANSWER | _THOUGHTS], add_generation_prompt=False, **on)
     except TemplateError:
         return None
-    before, thought, rest = text.partition(_PROBED)
+    before, thought, rest = text.partition(_THOUGHT)
     close, said, _ = rest.partition(_SAID)
     opened = before.rstrip()
     for opening, closing in frame.thinking if thought and said else ():
@@ -229,8 +230,6 @@ def _no_effort(template: MessageTemplate, tags: ThinkingTags | None) -> str | No
     return None
 
 
-_THOUGHT = "Zthought zq¶"
-_FIELDS = ("reasoning_content", "reasoning", "thinking", "thought")
 _LONGEST = 64  # characters of a mark
 
 
@@ -252,15 +251,11 @@ def probe_frame(written: Written) -> AnswerFrame:
 
 def _thinking(written: Written) -> tuple[str, str] | None:
     """The marks around a thought, where they are not the usual ones."""
-    fields = dict.fromkeys(_FIELDS, _THOUGHT)
+    fields = dict.fromkeys((*THOUGHT_FIELDS, "thought"), _THOUGHT)
     for calls in ((), ((FIRST, {"zqa": "zvc"}),)):
         try:
-            silent = written.calls(*calls, text=TEXT) if calls else written.plain
-            text = (
-                written.calls(*calls, text=TEXT, **fields)
-                if calls
-                else written.message(TEXT, **fields)
-            )
+            say = partial(written.calls, *calls) if calls else written.message
+            silent, text = say(text=TEXT), say(text=TEXT, **fields)
         except TemplateError:
             continue
         before, found, behind = text.partition(_THOUGHT)
@@ -317,7 +312,7 @@ class TemplateSyntax:
     def of(cls, template: MessageTemplate, tokenizer: Tokenizer | None = None) -> TemplateSyntax:
         """That of ``template``, whose model has this tokenizer.
 
-        gpt-oss' channels are ``localrt.chat_format.known_syntaxes``'s.
+        gpt-oss' channels are ``HarmonyParser``'s.
         """
         source = template.tool_source
         if is_harmony(source):
@@ -357,8 +352,3 @@ class TemplateSyntax:
     def answer(self) -> str:
         """What begins an answer where a call could begin as well."""
         return HARMONY_ANSWER if self.calls.spelling is HARMONY_CALL else self.frame.answer
-
-    def opened(self, prompt: str) -> str:
-        """The mark with which the end of a prompt has opened thinking, or nothing."""
-        end = prompt.rstrip()
-        return next((mark for mark, _ in self.frame.thinking if end.endswith(mark)), "")

@@ -266,11 +266,9 @@ class BackendPieces:
         return self._count
 
     def text(self, token: int) -> str:
-        """The piece of ``token``; empty for an id outside the vocabulary."""
         return self._backend.id_to_token(token) or "" if 0 <= token < self._count else ""
 
     def find(self, text: str) -> int | None:
-        """The id of the piece ``text``, if there is one."""
         try:
             found: int | None = self._backend.token_to_id(text)
         except UnicodeEncodeError:  # half a pair of surrogates is no piece

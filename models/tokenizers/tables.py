@@ -74,11 +74,9 @@ class PieceTable:
         return len(self.pieces)
 
     def text(self, token: int) -> str:
-        """The piece of ``token``; empty for an id outside the vocabulary."""
         return self.pieces[token] if 0 <= token < len(self.pieces) else ""
 
     def find(self, text: str) -> int | None:
-        """The id of the piece ``text``, if there is one."""
         piece = text.encode("utf-8", "surrogatepass")
         for token in self._bucket(piece):
             if self.pieces.encoded(token) == piece and (

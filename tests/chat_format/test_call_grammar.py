@@ -145,22 +145,6 @@ _PREFILLED = chat(
 )
 
 
-@pytest.mark.parametrize("name", ["Hermes, Qwen", "GLM", "Gemma 4", "functionary 3.2", "gpt-oss"])
-def test_a_tool_that_must_be_called_is_called(name: str, tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, template=TEMPLATES[name], context=2048)
-    with localrt.load(folder) as model:
-        tools = [_SHORT, TOOLS[1]]
-        for choice in ("required", "paint"):
-            answer = model.generate("?", tools=tools, tool_choice=choice, seed=3, max_tokens=400)
-            call, *others = answer.tool_calls
-            assert not others or choice == "required"
-            assert answer.finish_reason == "tool_calls"
-            assert answer.text == ""
-            given = json.loads(call.arguments)
-            assert call.name in ("paint", "stop-it")[: 1 + (choice == "required")]
-            assert call.name == "stop-it" or given["colour"] in ("red", "blue")
-
-
 def test_a_bound_answer_begins_where_the_template_begins_answers(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, template=TEMPLATES["functionary 3.2"], context=2048)
     with localrt.load(folder) as model:

@@ -101,7 +101,8 @@ def answer_of(
 def parser_of(template: ChatTemplate, syntax: TemplateSyntax, tools: Any, prompt: str) -> Any:
     if is_harmony(template.source):
         return HarmonyParser()
-    opened = syntax.opened(prompt)
+    marks = (mark for mark, _ in syntax.frame.thinking)
+    opened = next((mark for mark in marks if prompt.rstrip().endswith(mark)), "")
     return TextParser(syntax.calls, tools, thinking=opened, frame=syntax.frame)
 
 

@@ -195,12 +195,6 @@ def test_answers_follow_a_grammar(tiny: localrt.Model) -> None:
         answer = tiny.generate("hi", grammar=grammar, seed=seed, temperature=1.5, top_k=0)
         assert re.fullmatch(r"(- [a-z]{1,8}\n){2,3}", answer.text)
         assert answer.finish_reason == "stop"
-    plain = tiny.generate("hi", grammar=grammar, seed=1, draft="off")
-    guessed = tiny.generate("hi", grammar=grammar, seed=1, draft="ngram", tree_budget=8)
-    assert guessed.token_ids == plain.token_ids
-    batch = tiny.generate_batch(["hi", "ho"], grammar=grammar, seed=1)
-    assert batch[0].text == plain.text
-    assert re.fullmatch(r"(- [a-z]{1,8}\n){2,3}", batch[1].text)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ WEATHER = tool(
     },
 )
 PARIS = {"city": "Paris", "days": 2}
+_PARIS = json.dumps(PARIS)
 _JSON = json.dumps({"name": "weather", "arguments": PARIS})
 _LLAMA = json.dumps({"name": "weather", "parameters": PARIS})
 _CODER = (
@@ -44,6 +45,7 @@ _GLM = (
     "weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
 )
+_SEEKS = "<｜tool▁calls▁begin｜>"
 _SEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 
 # The marks of a template, what its model writes, and what of it is shown.
@@ -64,22 +66,18 @@ SPELLINGS: dict[str, tuple[str, str, str]] = {
     "llama, built in": ("<|python_tag|>", '<|python_tag|>weather.call(city="Paris", days=2)', ""),
     "llama, python": ("<|python_tag|>", '[weather(city="Paris", days=2)]', ""),
     "mistral": ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_JSON}]", ""),
-    "mistral, named": ("[TOOL_CALLS]", f"So:[TOOL_CALLS]weather[ARGS]{json.dumps(PARIS)}", "So:"),
+    "mistral, named": ("[TOOL_CALLS]", f"So:[TOOL_CALLS]weather[ARGS]{_PARIS}", "So:"),
     "mistral, numbered": (
         "[TOOL_CALLS]",
-        f"[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{json.dumps(PARIS)}",
+        f"[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{_PARIS}",
         "",
     ),
     "deepseek": (
-        "<｜tool▁calls▁begin｜>",
-        _SEEK.format(f"function<｜tool▁sep｜>weather\n```json\n{json.dumps(PARIS)}\n```"),
+        _SEEKS,
+        _SEEK.format(f"function<｜tool▁sep｜>weather\n```json\n{_PARIS}\n```"),
         "",
     ),
-    "deepseek 3.1": (
-        "<｜tool▁calls▁begin｜>",
-        _SEEK.format(f"weather<｜tool▁sep｜>{json.dumps(PARIS)}"),
-        "",
-    ),
+    "deepseek 3.1": (_SEEKS, _SEEK.format(f"weather<｜tool▁sep｜>{_PARIS}"), ""),
     "phi": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]<|/tool_call|>", ""),
     "granite": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]", ""),
     "functools": ("functools", f"functools[{_JSON}]", ""),
