@@ -36,7 +36,7 @@ from localrt.quant.cuda.products import (
 )
 from localrt.quant.cuda.programs import machine_code
 from localrt.quant.cuda.variants import Case, Cut, best_cut
-from localrt.quant.formats import unpack
+from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.codebook import CODEBOOKS
 from localrt.quant.formats.tiled import tile
 
@@ -56,19 +56,14 @@ BATCHES = (1, 8, 16, 32, 64)
 _REPEATED = 8  # times that the same tiles follow one another where only speed matters
 
 
-def put(name: str, rows: int, columns: int, device: str) -> tuple[TiledMatrix, np.ndarray]:
-    """Random weights as the kernels take them, and their values."""
-    tensor = random_packed(name, rows, columns)
-    data = torch.from_numpy(tile(tensor)).to(device)
+def put(tensor: PackedTensor, device: str, times: int = 1) -> TiledMatrix:
+    """Weights as the kernels take them, so many times one below the other."""
+    rows, columns = times * tensor.shape[0], tensor.shape[1]
+    data = torch.from_numpy(np.tile(tile(tensor).reshape(-1), times)).to(device)
     factor = None
     if tensor.scale != 1.0:
         factor = torch.full((-(-rows // 16),), tensor.scale, device=device)
-    return TiledMatrix(name, (rows, columns), data, factor), unpack(tensor)
-
-
-def copy_of(weight: TiledMatrix) -> TiledMatrix:
-    """The same matrix elsewhere in memory."""
-    return replace(weight, data=weight.data.clone())
+    return TiledMatrix(tensor.format.name, (rows, columns), data, factor)
 
 
 def check_copy(device: str) -> list[Result]:
@@ -93,7 +88,8 @@ def of_each(names: Sequence[str], device: str) -> list[Result]:
 def product(name: str, device: str) -> Result:
     cuda = device.startswith("cuda")
     rows, columns, most = (352, 2048, 64) if cuda else (20, 256, 3)
-    weight, values = put(name, rows, columns, device)
+    tensor = random_packed(name, rows, columns)
+    weight, values = put(tensor, device), unpack(tensor)
     x = torch.randn(most, columns, device=device).bfloat16()
     records = quantize(x)
     wanted = records.values()[0].cpu().numpy() @ values.T.astype(np.float64)
@@ -235,14 +231,9 @@ def check_unpacking(device: str) -> list[Result]:
 def rotating(name: str, rows: int, columns: int, device: str) -> list[TiledMatrix]:
     """Copies of a matrix that together exceed the cache; its tiles repeat themselves."""
     times = _REPEATED if rows % (16 * _REPEATED) == 0 else 1
-    tensor = random_packed(name, rows // times, columns)
-    data = torch.from_numpy(np.tile(tile(tensor).reshape(-1), times)).to(device)
-    factor = None
-    if tensor.scale != 1.0:
-        factor = torch.full((-(-rows // 16),), tensor.scale, device=device)
-    weight = TiledMatrix(name, (rows, columns), data, factor)
+    weight = put(random_packed(name, rows // times, columns), device, times)
     count = copies_beyond_cache(weight.data.nbytes, device)
-    return [weight, *(copy_of(weight) for _ in range(count - 1))]
+    return [weight, *(replace(weight, data=weight.data.clone()) for _ in range(count - 1))]
 
 
 _kept: dict[tuple[str, int, int], list[TiledMatrix]] = {}

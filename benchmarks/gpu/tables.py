@@ -148,19 +148,17 @@ def _whole(results: Sequence[Record]) -> str:
 
 
 def _adapters(results: Sequence[Record]) -> str:
-    """What decoding costs with adapters, and the same of one product's kernels."""
-    rows = []
-    for name, values in _named(results, "adapters, "):
-        start, unit = ("tok_s", "tok/s") if name == "decode" else ("us", "µs")
-        rows += [
-            [
-                f"{name}, {count} at once",
-                f"{values[f'{start}_{count}_plain']:.1f} {unit}",
-                f"{values[f'{start}_{count}_adapted']:.1f} {unit}",
-                f"{values[f'cost_{count}']:.0%}",
-            ]
-            for count in _BATCHES
-            if f"cost_{count}" in values
+    """What decoding costs with adapters."""
+    rows = [
+        [
+            f"decode, {count} at once",
+            f"{values[f'tok_s_{count}_plain']:.1f} tok/s",
+            f"{values[f'tok_s_{count}_adapted']:.1f} tok/s",
+            f"{values[f'cost_{count}']:.0%}",
         ]
+        for _, values in _named(results, "adapters, decode")
+        for count in _BATCHES
+        if f"cost_{count}" in values
+    ]
     headers = ["adapters of rank 16", "without", "with one each", "takes longer by"]
     return _table(headers, rows)

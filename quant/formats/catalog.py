@@ -41,8 +41,6 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
 # uint8 throughout; numpy's stubs lose that in shifts.
 Codes = npt.NDArray[Any]
 _PAIRS = np.array([0, 2, 4, 6], np.uint8)[:, None]
-# Where the two low bits of weights lie that have no more, or one more.
-_PAIRS_AT = {"q2_k": slice(16, 80), "q3_k": slice(32, 96), "tq2_0": slice(0, 64)}
 
 
 def read_codes(name: str, blocks: Codes) -> Codes:
@@ -53,17 +51,13 @@ def read_codes(name: str, blocks: Codes) -> Codes:
     if name == "q8_0":
         flipped: Codes = blocks[:, 2:] ^ 0x80
         return flipped
-    if name in ("q4_0", "q4_1", "iq4_nl"):
+    if name in ("q4_0", "q4_1"):
         return _nibbles(blocks[:, -16:])
     if name == "iq4_xs":
         return _nibbles(blocks[:, -128:].reshape(count, 8, 16)).reshape(count, 256)
-    if name in _PAIRS_AT:  # each half block: 4 runs of 32 share 32 bytes of pairs
-        pairs: Codes = blocks[:, _PAIRS_AT[name]].reshape(count, 2, 1, 32) >> _PAIRS & 3
-        if name == "q3_k":  # byte i of the high bits holds bit 2 of weight i of each group of 32
-            third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-            pairs |= third.reshape(count, 2, 4, 32) << 2
-        three: Codes = pairs.reshape(count, 256)
-        return three
+    if name == "tq2_0":  # each half block: 4 runs of 32 share 32 bytes of pairs
+        pairs: Codes = blocks[:, :64].reshape(count, 2, 1, 32) >> _PAIRS & 3
+        return pairs.reshape(count, 256)
     if name in ("q5_0", "q5_1"):
         codes = np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little")
         codes <<= 4
@@ -91,13 +85,10 @@ def write_codes(name: str, codes: Codes, blocks: Codes) -> None:
         blocks[:, 2:] = codes ^ 0x80
     elif name == "iq4_xs":
         blocks[:, -128:] = _from_nibbles(codes.reshape(count, 8, 32)).reshape(count, 128)
-    elif name in _PAIRS_AT:
-        pairs = (codes & 3).reshape(count, 2, 4, 32) << _PAIRS
-        blocks[:, _PAIRS_AT[name]] = np.bitwise_or.reduce(pairs, axis=2).reshape(count, 64)
-        if name == "q3_k":
-            bits = (codes >> 2).reshape(count, 8, 32).swapaxes(1, 2)
-            blocks[:, :32] = np.packbits(bits, axis=2, bitorder="little")[..., 0]
-    elif name in ("q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"):
+    elif name == "tq2_0":
+        pairs = codes.reshape(count, 2, 4, 32) << _PAIRS
+        blocks[:, :64] = np.bitwise_or.reduce(pairs, axis=2).reshape(count, 64)
+    elif name in ("q4_0", "q4_1", "q5_0", "q5_1"):
         blocks[:, -16:] = _from_nibbles(codes)
         if name in ("q5_0", "q5_1"):
             blocks[:, -20:-16] = np.packbits(codes >> 4, axis=1, bitorder="little")

@@ -80,7 +80,6 @@ def test_check_on_cpu(tmp_path: Path) -> None:
 def test_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     found = {result.name: result for result in check_adapters("cpu")}
     assert all(result.ok for result in found.values()), capsys.readouterr().err
-    assert found["adapters, product of 4 rows"].values["same_bits_alone"]
     assert found["adapters, model"].values["others_keep_their_bits"]
     assert found["adapters, model"].values["changed_by"] > 0.05
     machine = {"device": "a card"}
