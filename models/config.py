@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.arrays import Array, Weight
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
-from localrt.quant.ops.protocol import Array, AttentionSpec, LayerSpec, MlpSpec, Weight
+from localrt.quant.ops.protocol import LayerSpec, MlpSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -17,7 +17,9 @@ from localrt.models.layers.moe import Experts, ResidentExperts, SparseMlp, load_
 from localrt.models.layers.parts import Embedding, GatedMlp, Head, Logits, PassState, joined
 from localrt.models.weight_store import Check, ResidentWeights, WeightStore
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
+from localrt.quant.ops.arrays import Vector
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Ops
 
 
 def load_attention(

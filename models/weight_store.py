@@ -17,7 +17,9 @@ import numpy.typing as npt
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.layers.moe import Experts, RoutingWatch
 from localrt.models.layers.parts import Check, Head, PassState
-from localrt.quant.ops.protocol import Batch, KVCache, Ops, Vector
+from localrt.quant.ops.arrays import Vector
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Ops
 
 __all__ = [
     "Check",

@@ -16,7 +16,8 @@ import numpy.typing as npt
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorSource, WeightBlock
 from localrt.quant.formats import unpack
-from localrt.quant.ops.protocol import Ops, Vector, Weight
+from localrt.quant.ops.arrays import Vector, Weight
+from localrt.quant.ops.protocol import Ops
 
 Transform = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
 """Of a vector's values as published to those that are computed with; equal ones do the same."""

@@ -11,7 +11,8 @@ from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.attention import IndexSpec, LatentSpec
 from localrt.quant.ops.hybrid_cache import split_layers
 from localrt.quant.ops.kv import parse_kv_format
-from localrt.quant.ops.protocol import LayerSpec, Ops, RecurrentSpec
+from localrt.quant.ops.protocol import LayerSpec, Ops
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 _WIDEST = 512  # of a head, latents or rotary numbers: MAX_HEAD in quant/cpu/csrc/kv.h
 

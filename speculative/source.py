@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from localrt.common.errors import LocalrtError
-from localrt.quant.ops.protocol import KVCache
+from localrt.quant.ops.kv import KVCache
 from localrt.speculative.tree import TokenTree
 
 DEPTH = 16

@@ -28,7 +28,8 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
-from localrt.quant.ops.protocol import Batch, KVCache
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 
 RANK = 16

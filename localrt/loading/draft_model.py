@@ -29,7 +29,8 @@ from localrt.engine.speculation import MakeSource, Speculation
 from localrt.loading.draft_family import family_draft
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel
-from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.ngram import Archive, NgramSource, common_length
 from localrt.speculative.source import (
     DEPTH,

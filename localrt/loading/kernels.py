@@ -31,7 +31,8 @@ from localrt.models.weights import WeightLoader
 from localrt.offload.placement import Placement
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
-from localrt.quant.ops.protocol import Array, Batch, Ops
+from localrt.quant.ops.arrays import Array
+from localrt.quant.ops.protocol import Batch, Ops
 
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 

@@ -14,7 +14,8 @@ from localrt.models.config import DecoderConfig, LayerNames
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
-from localrt.quant.ops.protocol import AttentionSpec, MlpSpec, Rope
+from localrt.quant.ops.attention import AttentionSpec, Rope
+from localrt.quant.ops.protocol import MlpSpec
 
 _NAMES = LayerNames(
     attention_post_norm="post_attention_layernorm",

@@ -15,7 +15,7 @@ from localrt.models.config import DecoderConfig
 from localrt.models.layers.altup import AltUp
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, positive_number
-from localrt.quant.ops.protocol import AttentionSpec
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.streams import StreamSpec
 
 _LAYERS, _SHARED = 35, 15

@@ -16,8 +16,8 @@ from localrt.models.config import DecoderConfig, MixtureSpec
 from localrt.models.layers.inputs import GatedInputs, LayerInputs
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
-from localrt.quant.ops.protocol import AttentionSpec
 
 _SOFTCAP = 30.0
 

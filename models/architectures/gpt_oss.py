@@ -12,8 +12,8 @@ from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.experts import ExpertSpec
-from localrt.quant.ops.protocol import AttentionSpec
 
 _ALPHA = 1.702  # of the gate's sigmoid: what ``swiglu_oai`` computes
 

@@ -10,7 +10,7 @@ from localrt.models.config import SHARED_DOWN, SHARED_GATE_UP, DecoderConfig, La
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
-from localrt.quant.ops.protocol import AttentionSpec
+from localrt.quant.ops.attention import AttentionSpec
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:

@@ -12,7 +12,7 @@ from localrt.models.architectures import deepseek
 from localrt.models.config import DecoderConfig, RecurrentNames
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import LatentSpec, Rope
-from localrt.quant.ops.protocol import RecurrentSpec
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 _KINDS = {"linear_attention": False, "full_attention": True}
 _KEYS = {

@@ -11,7 +11,8 @@ from localrt.models.config import DecoderConfig, LayerNames, RecurrentNames
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.attention import Rope
-from localrt.quant.ops.protocol import LayerSpec, RecurrentSpec
+from localrt.quant.ops.protocol import LayerSpec
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 _PUBLISHED = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
 """Liquid AI's own names of two keys, which count where both are there."""

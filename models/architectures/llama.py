@@ -10,8 +10,8 @@ from localrt.models.config import DecoderConfig
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.layers.rope import read_rope, scaling_number
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
-from localrt.quant.ops.attention import AttentionTemperature
-from localrt.quant.ops.protocol import Activation, AttentionSpec, MlpSpec
+from localrt.quant.ops.attention import AttentionSpec, AttentionTemperature
+from localrt.quant.ops.protocol import Activation, MlpSpec
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",

@@ -15,8 +15,10 @@ from localrt.models.config import (
 )
 from localrt.models.layers.block import ResidualBlock
 from localrt.models.raw_config import RawConfig, positive_number
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.experts import ExpertSpec, RouterSpec
-from localrt.quant.ops.protocol import AttentionSpec, LayerSpec, MlpSpec, RecurrentSpec
+from localrt.quant.ops.protocol import LayerSpec, MlpSpec
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 
 def read_mamba(raw: RawConfig, *, eps: float, inner: int) -> RecurrentSpec:

@@ -11,7 +11,7 @@ from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, LayerNames, RecurrentNames
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
-from localrt.quant.ops.protocol import RecurrentSpec
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 RESULT_NORMS = LayerNames(
     attention_norm="",

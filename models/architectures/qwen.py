@@ -7,7 +7,7 @@ from dataclasses import replace
 from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig
 from localrt.models.raw_config import RawConfig, read_mixture, sparse_layers, with_mixture
-from localrt.quant.ops.protocol import AttentionSpec
+from localrt.quant.ops.attention import AttentionSpec
 
 
 def read_qwen2(raw: RawConfig) -> DecoderConfig:

@@ -11,7 +11,7 @@ from localrt.models.architectures import llama
 from localrt.models.config import DecoderConfig, RecurrentNames
 from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, sparse_layers, with_mixture
-from localrt.quant.ops.protocol import RecurrentSpec
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 _IN_GROUPS = "qwen3next"  # whose files keep the value heads of a key head together
 _KINDS = {"linear_attention": False, "full_attention": True, "indexed_attention": True}

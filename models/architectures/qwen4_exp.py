@@ -15,7 +15,7 @@ from localrt.models.layers.hyper_connections import HyperConnections
 from localrt.models.layers.ngrams import NgramLayer, NgramSpec
 from localrt.models.raw_config import RawConfig
 from localrt.quant.ops.attention import IndexSpec
-from localrt.quant.ops.protocol import RecurrentSpec
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 _GATES = {"silu": "silu", "sigmoid": "sigmoid"}
 

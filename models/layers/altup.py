@@ -17,7 +17,7 @@ from localrt.models.config import Block, DecoderConfig, Layer, Part, Places, Tab
 from localrt.models.layers.inputs import InputGate, LayerInputs, load_input_projection
 from localrt.models.layers.parts import Attention, PassState
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.protocol import Weight
+from localrt.quant.ops.arrays import Weight
 from localrt.quant.ops.streams import LowRankWeights, StreamSpec, StreamWeights
 
 _SPLIT, _JOIN = "model.altup_projections.{}.weight", "model.altup_unembed_projections.{}.weight"

@@ -17,8 +17,8 @@ from __future__ import annotations
 from localrt.models.config import DecoderConfig
 from localrt.models.layers.parts import Attention, PassState
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.arrays import Array, Weight
 from localrt.quant.ops.attention import IndexSpec, IndexWeights, LatentSpec, LatentWeights
-from localrt.quant.ops.protocol import Array, Weight
 
 _NORM = "input_layernorm"
 _QUERY = "self_attn.q_proj"

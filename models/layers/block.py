@@ -15,7 +15,8 @@ from localrt.models.layers.parts import Attention, Residual, SideBySide
 from localrt.models.layers.recurrent import Recurrent
 from localrt.models.weights import WeightLoader
 from localrt.quant.ops.attention import LatentSpec
-from localrt.quant.ops.protocol import LayerSpec, RecurrentSpec
+from localrt.quant.ops.protocol import LayerSpec
+from localrt.quant.ops.recurrent import RecurrentSpec
 
 
 def load_mixer(

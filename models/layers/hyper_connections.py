@@ -17,8 +17,9 @@ from localrt.models.layers.ngrams import AddNgrams, NgramLayer
 from localrt.models.layers.parts import Attention, PassState, joined
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.tiled import TILE_ROWS
+from localrt.quant.ops.arrays import Weight
 from localrt.quant.ops.attention import AttentionSpec, IndexSpec
-from localrt.quant.ops.protocol import LayerSpec, Weight
+from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.streams import ConnectionWeights
 
 _ATTENTION, _MLP = "attn_hyper_connection.", "mlp_hyper_connection."

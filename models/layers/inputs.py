@@ -19,7 +19,7 @@ from localrt.models.config import Block, DecoderConfig, Layer, Part, Places, Tab
 from localrt.models.layers.block import load_mixer
 from localrt.models.layers.parts import PassState, Residual, joined
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.protocol import Array, Weight
+from localrt.quant.ops.arrays import Array, Weight
 from localrt.quant.ops.streams import InputGateSpec, InputGateWeights, InputProjection
 
 LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"

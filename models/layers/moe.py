@@ -28,6 +28,7 @@ from localrt.models.config import (
 )
 from localrt.models.layers.parts import GatedMlp, PassState
 from localrt.models.weights import WeightLoader
+from localrt.quant.ops.arrays import Array, Weight
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
@@ -35,7 +36,7 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.protocol import Array, MlpWeights, Ops, Weight
+from localrt.quant.ops.protocol import MlpWeights, Ops
 
 _EXPERT_NORM = "pre_feedforward_layernorm_2"
 _DENSE_POST_NORM = "post_feedforward_layernorm_1"

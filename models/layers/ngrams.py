@@ -24,8 +24,10 @@ import numpy.typing as npt
 from localrt.models.config import DecoderConfig, Part, Table
 from localrt.models.layers.parts import PassState
 from localrt.models.weights import TapsFirst, WeightLoader
+from localrt.quant.ops.arrays import Weight
 from localrt.quant.ops.hybrid_cache import states_of
-from localrt.quant.ops.protocol import Batch, RecurrentSpec, Span, Weight
+from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import tree_parents
 from localrt.quant.ops.streams import NgramWeights
 

@@ -16,18 +16,9 @@ import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig, Layer, Part
 from localrt.models.weights import WeightLoader
-from localrt.quant.ops.arrays import copy_to_host, large_floats
-from localrt.quant.ops.protocol import (
-    Array,
-    AttentionSpec,
-    AttentionWeights,
-    Batch,
-    MlpWeights,
-    Ops,
-    Pass,
-    Vector,
-    Weight,
-)
+from localrt.quant.ops.arrays import Array, Pass, Vector, Weight, copy_to_host, large_floats
+from localrt.quant.ops.attention import AttentionSpec, AttentionWeights
+from localrt.quant.ops.protocol import Batch, MlpWeights, Ops
 
 Logits = npt.NDArray[np.float32]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from localrt.models.config import DecoderConfig, RecurrentNames
 from localrt.models.layers.parts import PassState
 from localrt.models.weights import TapsFirst, WeightLoader
-from localrt.quant.ops.protocol import Array, Vector, Weight
+from localrt.quant.ops.arrays import Array, Vector, Weight
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.raw_config import RawConfig, positive_number
-from localrt.quant.ops.protocol import Rope
+from localrt.quant.ops.attention import Rope
 
 Frequencies = npt.NDArray[np.float64]
 

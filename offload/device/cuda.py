@@ -12,8 +12,9 @@ from typing import Any
 from localrt.offload.device.gpu import Clock, Event, Gpu
 from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Routing
-from localrt.quant.ops.protocol import Array, Ops
+from localrt.quant.ops.protocol import Ops
 
 
 class CudaGpu(Gpu):

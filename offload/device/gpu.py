@@ -18,9 +18,9 @@ from localrt.common.errors import MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.models.weight_store import Resource, Task
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.arrays import aligned_buffer
+from localrt.quant.ops.arrays import Array, aligned_buffer
 from localrt.quant.ops.experts import Routing
-from localrt.quant.ops.protocol import Array, Ops
+from localrt.quant.ops.protocol import Ops
 
 _MOST_TASKS = 200_000  # a long run has millions
 

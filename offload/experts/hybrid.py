@@ -30,8 +30,9 @@ from localrt.offload.experts.scheduler import (
     Ready,
     schedule,
 )
+from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import Routing
-from localrt.quant.ops.protocol import Array, Ops
+from localrt.quant.ops.protocol import Ops
 
 _HELD_SHARE = 4  # of the RAM's slots, what copies ahead may keep from being given away
 

@@ -25,8 +25,9 @@ from localrt.offload.placement import Where
 from localrt.offload.reading.files import ReadMode
 from localrt.offload.reading.reader import DemandReader, Source
 from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.arrays import Array
 from localrt.quant.ops.experts import ExpertTable, ExpertWeights
-from localrt.quant.ops.protocol import Array, Ops
+from localrt.quant.ops.protocol import Ops
 
 _LEAST_SLOTS = 4  # of a pool, for each expert of a row
 _NEAR = 1.02  # sizes that are one class

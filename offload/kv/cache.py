@@ -22,8 +22,8 @@ from localrt.offload.kv.file import PAGE, IoTask, IoThread, KvFile
 from localrt.offload.placement import KvPlace
 from localrt.quant.cpu.kv import NativeKVCache, cache_format, map_zeros, move_rows
 from localrt.quant.formats.packed import Bytes
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv import BLOCK_TOKENS, CacheFormat, block_nbytes, grown_capacity
-from localrt.quant.ops.protocol import AttentionSpec
 
 
 class Slot:

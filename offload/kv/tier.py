@@ -16,8 +16,8 @@ from localrt.offload.kv.cache import SlotPool, SsdKVCache, block_stride
 from localrt.offload.kv.file import IoThread
 from localrt.offload.placement import KvPlace
 from localrt.quant.cpu.kv import NativeKVCache, token_nbytes
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv import BLOCK_TOKENS, CacheFormat, grown_capacity
-from localrt.quant.ops.protocol import AttentionSpec
 
 
 class KvTier:

@@ -14,8 +14,8 @@ import numpy as np
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.adapters import Mix
 from localrt.quant.ops.hybrid_cache import split_layers
-from localrt.quant.ops.kv import BlockCache, ReadBlocks, held_blocks, read_pieces
-from localrt.quant.ops.protocol import Batch, KVCache, LayerSpec, Ops
+from localrt.quant.ops.kv import BlockCache, KVCache, ReadBlocks, held_blocks, read_pieces
+from localrt.quant.ops.protocol import Batch, LayerSpec, Ops
 from localrt.quant.ops.states import SavedState, StateLayout
 
 

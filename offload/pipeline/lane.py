@@ -24,8 +24,8 @@ from localrt.offload.reading.reader import UnitReader
 from localrt.offload.ring import Ring
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.arrays import copy_to_host
-from localrt.quant.ops.protocol import Array, Batch, Ops, Pass, Vector
+from localrt.quant.ops.arrays import Array, Pass, Vector, copy_to_host
+from localrt.quant.ops.protocol import Batch, Ops
 
 
 class Step(Protocol):

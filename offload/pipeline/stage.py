@@ -24,8 +24,7 @@ from localrt.models.weights import VectorKey, WeightLoader
 from localrt.offload.device.gpu import Slab
 from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.placement import Where
-from localrt.quant.ops.arrays import aligned_buffer
-from localrt.quant.ops.protocol import Array, Pass, Vector
+from localrt.quant.ops.arrays import Array, Pass, Vector, aligned_buffer
 
 _KEPT_PLACES = 32
 

@@ -30,7 +30,8 @@ from localrt.offload.pipeline.lane import Lane, StreamedState
 from localrt.offload.pipeline.stage import Joined, Stage
 from localrt.offload.pipeline.tables import RowTable
 from localrt.offload.placement import Placement, Where
-from localrt.quant.ops.protocol import Batch, KVCache, Ops
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Ops
 
 
 class StreamedWeights(WeightStore):

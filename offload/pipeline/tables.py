@@ -27,8 +27,8 @@ from localrt.offload.reading.reader import POLL_S, require_answer
 from localrt.offload.ring import PAGE
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor
-from localrt.quant.ops.arrays import aligned_buffer
-from localrt.quant.ops.protocol import Array, Ops, Pass, Weight
+from localrt.quant.ops.arrays import Array, Pass, Weight, aligned_buffer
+from localrt.quant.ops.protocol import Ops
 from localrt.quant.ops.streams import rows_of_tokens
 
 Ids = npt.NDArray[np.int64]

@@ -31,7 +31,8 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS
 from localrt.quant.formats.tiled import TiledTensor, tile_span
 from localrt.quant.ops.arrays import aligned_buffer
-from localrt.quant.ops.protocol import AttentionSpec, AttentionWeights, Batch
+from localrt.quant.ops.attention import AttentionSpec, AttentionWeights
+from localrt.quant.ops.protocol import Batch
 
 DEFAULT_FORMATS = ("int4-g32", "q4_k", "q6_k", "q8_0")
 WORKING_SET = 96 << 20

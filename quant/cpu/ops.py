@@ -79,8 +79,6 @@ from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateCache, StateLayout
 from localrt.quant.ops.streams import rows_of_tokens
 
-__all__ = ["NativeOps", "NativeWeight", "fast_tiler"]
-
 
 class NativeOps(StreamSteps):
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).

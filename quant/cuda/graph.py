@@ -32,7 +32,8 @@ from localrt.quant.cuda.stream import (
     Stream,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
-from localrt.quant.ops.protocol import Batch, Forward, KVCache, Span
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Forward, Span
 from localrt.quant.reference.kv import kv_of
 
 _RECORDED = 8  # shapes of passes at once

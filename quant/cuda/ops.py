@@ -63,13 +63,7 @@ from localrt.quant.ops.experts import (
     Routing,
 )
 from localrt.quant.ops.kv import KVCache, KvFormat
-from localrt.quant.ops.protocol import (
-    Batch,
-    Forward,
-    LayerSpec,
-    MlpSpec,
-    MlpWeights,
-)
+from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
 from localrt.quant.reference.experts import gated
 
 

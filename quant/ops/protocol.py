@@ -29,7 +29,6 @@ from localrt.quant.ops.attention import (
     IndexWeights,
     LatentSpec,
     LatentWeights,
-    Rope,
 )
 from localrt.quant.ops.experts import (
     ExpertSpec,
@@ -50,28 +49,6 @@ from localrt.quant.ops.streams import (
     StreamSpec,
     StreamWeights,
 )
-
-__all__ = [
-    "Activation",
-    "Array",
-    "AttentionSpec",
-    "AttentionWeights",
-    "Batch",
-    "Forward",
-    "KVCache",
-    "LayerSpec",
-    "MlpSpec",
-    "MlpWeights",
-    "Ops",
-    "Pass",
-    "Recorder",
-    "RecurrentSpec",
-    "RecurrentWeights",
-    "Rope",
-    "Span",
-    "Vector",
-    "Weight",
-]
 
 Activation = Literal["silu", "gelu_tanh", "relu2"]
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from localrt.quant.ops.attention import IndexSpec, LatentSpec, LatentWeights
-from localrt.quant.ops.protocol import AttentionSpec, Span
+from localrt.quant.ops.attention import AttentionSpec, IndexSpec, LatentSpec, LatentWeights
+from localrt.quant.ops.protocol import Span
 from localrt.quant.reference.kv import TorchKVCache, kv_of
 
 # Query rows whose scores over the whole context are held at once on the textbook path.

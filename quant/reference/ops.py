@@ -28,7 +28,15 @@ from localrt.quant.ops.adapters import (
     head_deltas,
     joined,
 )
-from localrt.quant.ops.attention import IndexSpec, IndexWeights, LatentSpec, LatentWeights
+from localrt.quant.ops.attention import (
+    AttentionSpec,
+    AttentionWeights,
+    IndexSpec,
+    IndexWeights,
+    LatentSpec,
+    LatentWeights,
+    Rope,
+)
 from localrt.quant.ops.experts import (
     ExpertSpec,
     ExpertTable,
@@ -38,18 +46,7 @@ from localrt.quant.ops.experts import (
 )
 from localrt.quant.ops.hybrid_cache import begin_states, split_layers
 from localrt.quant.ops.kv import KVCache, grown_capacity
-from localrt.quant.ops.protocol import (
-    AttentionSpec,
-    AttentionWeights,
-    Batch,
-    Forward,
-    LayerSpec,
-    MlpSpec,
-    MlpWeights,
-    Rope,
-    Span,
-    ranges,
-)
+from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights, Span, ranges
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateLayout, StatePass
 from localrt.quant.reference.attention import (

@@ -21,7 +21,8 @@ from localrt.offload.store.pack import pack_store
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.adapters import Adapter, LowRank, Mix
-from localrt.quant.ops.protocol import Batch, KVCache, Ops
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Ops
 from localrt.quant.reference.ops import TorchOps
 from tests.checkpoints.make_gguf import in_pairs, write_gguf
 from tests.models.adapters import make_adapter, peft_logits

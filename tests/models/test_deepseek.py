@@ -14,8 +14,8 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import read_config
 from localrt.quant.formats import F16, unpack
-from localrt.quant.ops.attention import LatentSpec
-from localrt.quant.ops.protocol import Batch, Rope
+from localrt.quant.ops.attention import LatentSpec, Rope
+from localrt.quant.ops.protocol import Batch
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import CONFIGS, edited, load_ours, oracle, relative_error, save_tiny, tokens
 

@@ -19,7 +19,8 @@ from localrt.quant.ops.attention import (
     IndexWeights,
     Rope,
 )
-from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Ops, Span
 
 HIDDEN, EPS = 48, 1e-6
 ROPE = Rope(inv_freq=tuple(10000.0 ** (-i / 4) for i in range(4)))

@@ -11,7 +11,8 @@ import torch
 from localrt.quant.formats import F32, PackedTensor
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.arrays import copy_to_host
-from localrt.quant.ops.protocol import Batch, KVCache, Ops, Span
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Ops, Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 
 HIDDEN = 48

@@ -13,15 +13,9 @@ import pytest
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
-from localrt.quant.ops.kv import KV_FORMATS, CacheFormat, block_nbytes
-from localrt.quant.ops.protocol import (
-    AttentionSpec,
-    AttentionWeights,
-    Batch,
-    KVCache,
-    Rope,
-    Span,
-)
+from localrt.quant.ops.attention import AttentionSpec, AttentionWeights, Rope
+from localrt.quant.ops.kv import KV_FORMATS, CacheFormat, KVCache, block_nbytes
+from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
 from tests.models.tiny_configs import DEEPSEEK_DENSE, DEEPSEEK_SPARSE
 from tests.ops.recurrent_layers import tree_mask

@@ -43,7 +43,8 @@ from localrt.offload.account import PREFILL_ROWS
 from localrt.offload.memory import ram_budget
 from localrt.quant.ops.adapters import Adapter, AdapterTable, LowRank, Mix
 from localrt.quant.ops.arrays import vector_to_host
-from localrt.quant.ops.protocol import Batch, Forward, KVCache, Ops, Span
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Forward, Ops, Span
 from localrt.speculative.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from localrt.offload.account import (
     weight_nbytes,
 )
 from localrt.offload.shapes import ModelShape, PassSizes
-from localrt.quant.ops.protocol import KVCache, Ops
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Ops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 from localrt.offload.device.gpu import Clock, Event, Gpu
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.arrays import aligned_buffer
-from localrt.quant.ops.protocol import Array, Ops
+from localrt.quant.ops.arrays import Array, aligned_buffer
+from localrt.quant.ops.protocol import Ops
 
 __all__ = ["POISON", "FakeGpu", "LateGpu"]
 

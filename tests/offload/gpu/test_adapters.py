@@ -8,7 +8,8 @@ import pytest
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.quant.ops.adapters import Adapter, LowRank
-from localrt.quant.ops.protocol import Batch, KVCache
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import relative_error
 from tests.offload.gpu.test_cuda_path import BOUND, all_in_turn, emulated, model, on_cuda
 from tests.offload.placed import Model, needs_kernels, passing

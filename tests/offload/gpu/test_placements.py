@@ -19,7 +19,8 @@ from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import POLL_S
-from localrt.quant.ops.protocol import Batch, KVCache
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import tokens
 from tests.offload.gpu.placed_on_gpu import (
     PAGES,

@@ -23,7 +23,8 @@ from localrt.offload.placement import Where
 from localrt.quant.cuda import graph
 from localrt.quant.cuda.launch import emulate
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.ops.protocol import Batch, KVCache, Span
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.protocol import Batch, Span
 from tests.offload.gpu.fake_cuda import on_late_gpu
 from tests.offload.placed import (
     Model,

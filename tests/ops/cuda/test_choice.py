@@ -11,8 +11,7 @@ from localrt.common.errors import OptionError
 from localrt.quant import choose
 from localrt.quant.cuda import programs
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.attention import AttentionSpec, LatentSpec
-from localrt.quant.ops.protocol import Rope
+from localrt.quant.ops.attention import AttentionSpec, LatentSpec, Rope
 from tests.ops.packed import random_tensor
 
 pytestmark = pytest.mark.skipif(not programs.has_compiler(), reason="needs CUDA's compiler")

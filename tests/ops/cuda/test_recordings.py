@@ -6,8 +6,9 @@ import pytest
 
 from localrt.quant.cuda.graph import Recordings
 from localrt.quant.cuda.ops import CudaOps
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.kv import KVCache
-from localrt.quant.ops.protocol import AttentionSpec, Batch
+from localrt.quant.ops.protocol import Batch
 
 
 @pytest.fixture
