@@ -141,38 +141,24 @@ def test_kimis_config_as_published(tmp_path: Path) -> None:
     assert relative_error(logits_of(tmp_path, ids), oracle(theirs, ids)) < 1e-4
 
 
-@pytest.mark.llamacpp
-def test_a_block_that_predicts_further_tokens_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["glm4-moe", "nemotron-h-moe"])
+def test_a_block_that_predicts_further_tokens(name: str, tmp_path: Path) -> None:
     """It is neither read nor packed nor counted."""
-    save_tiny("glm4-moe", tmp_path)
+    save_tiny(name, tmp_path)
     paths = [
-        write_tiny_gguf(tmp_path, tmp_path / f"{blocks}.gguf", "glm4-moe", predicting=blocks)
+        write_tiny_gguf(tmp_path, tmp_path / f"{blocks}.gguf", name, predicting=blocks)
         for blocks in (0, 1)
     ]
-    ids = tokens(LENGTH)
-    plain, extended = (logits_of(path, ids) for path in paths)
+    plain, extended = (logits_of(path, tokens(LENGTH)) for path in paths)
     np.testing.assert_array_equal(extended, plain)
-    assert relative_error(extended, llama_cpp_logits(paths[1], ids, monkeypatch)) < 1e-3
     shapes = []
     for path in paths:
         with closing(open_checkpoint(path)) as checkpoint:
             shapes.append(replace(shape_from_checkpoint(checkpoint), name=""))
+            layers = checkpoint.config["num_hidden_layers"]
             store = pack_store(checkpoint, path.with_suffix(""), tiler=tile_tensor)
-        assert not [file for file in store.iterdir() if "3" in file.name]
+        assert not [file for file in store.iterdir() if str(layers) in file.name]
     assert shapes[0] == shapes[1]
-
-
-def test_nemotrons_predicting_block_changes_nothing(tmp_path: Path) -> None:
-    save_tiny("nemotron-h-moe", tmp_path)
-    paths = [
-        write_tiny_gguf(tmp_path, tmp_path / f"{blocks}.gguf", "nemotron-h-moe", predicting=blocks)
-        for blocks in (0, 1)
-    ]
-    ids = tokens(LENGTH)
-    plain, extended = (logits_of(path, ids) for path in paths)
-    np.testing.assert_array_equal(extended, plain)
 
 
 def llama_cpp_logits(path: Path, ids: list[int], monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
