@@ -4,7 +4,7 @@ Start reading at ``tui/app.py``, then ``tui/chat/screen.py``.
 
 Each screen is one class. ``tui/app.py`` loads models, opens windows and quits.
 ``tui/chat/screen.py`` is the chat, made of widgets: the conversation, the composer, the live panel,
-the footer. ``tui/chat/answering.py`` follows a message from waiting to answered.
+the footer. ``tui/chat/message_queue.py`` follows a message from waiting to answered.
 ``tui/screens/`` has the windows over the chat: models, settings, conversations, small dialogs.
 
 ``tui/conversation/`` knows no widget: ``state.py`` holds what is open (the history, a conversation,

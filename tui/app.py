@@ -25,8 +25,8 @@ from localrt import History
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
-from localrt.tui.chat.answering import FRAME_SECONDS
-from localrt.tui.chat.lines import Phase
+from localrt.tui.chat.bars import Phase
+from localrt.tui.chat.message_queue import FRAME_SECONDS
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.screen import ChatScreen
 from localrt.tui.conversation.generation import Task, loading

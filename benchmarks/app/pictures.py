@@ -23,9 +23,9 @@ import localrt
 from benchmarks.app.terminal_svg import Frame, svg
 from benchmarks.common.command import find_model, make_parser
 from localrt.tui import ChatApp
+from localrt.tui.chat.bars import Footer, Phase
 from localrt.tui.chat.blocks import Answer
 from localrt.tui.chat.composer import Composer
-from localrt.tui.chat.lines import Footer, Phase
 from localrt.tui.chat.view import ConversationView
 
 SIZE = (112, 38)

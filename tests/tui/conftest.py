@@ -38,8 +38,8 @@ def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """No line goes, and no thread is given up, before a slow machine has come to look."""
-    monkeypatch.setattr("localrt.tui.chat.lines._CONFIRM_SECONDS", 60.0)
-    monkeypatch.setattr("localrt.tui.chat.lines._FLASH_SECONDS", 60.0)
+    monkeypatch.setattr("localrt.tui.chat.bars._CONFIRM_SECONDS", 60.0)
+    monkeypatch.setattr("localrt.tui.chat.bars._FLASH_SECONDS", 60.0)
     monkeypatch.setattr("localrt.tui.app._GOODBYE_SECONDS", 60.0)
     monkeypatch.setattr("localrt.tui.screens.dialogs._QUIET_SECONDS", 0.0)
     monkeypatch.setattr("textual.app.wait_for_idle", _settled)

@@ -7,9 +7,9 @@ from textual.strip import Strip
 from textual.widgets import Static
 
 from localrt.tui import ChatApp
+from localrt.tui.chat.bars import Footer, Phase
 from localrt.tui.chat.blocks import GUTTER, Answer, Block, Notice, UserTurn
 from localrt.tui.chat.composer import CommandMenu, Composer
-from localrt.tui.chat.lines import Footer, Phase
 from localrt.tui.chat.tool_calls import CallBlock
 from localrt.tui.chat.view import ConversationView
 

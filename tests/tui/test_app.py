@@ -8,7 +8,7 @@ import pytest
 
 from localrt.common.errors import ContextOverflowError, LocalrtError, ModelNotFoundError
 from localrt.common.progress import Progress
-from localrt.tui.chat.lines import Phase
+from localrt.tui.chat.bars import Phase
 from localrt.tui.loading_line import LoadingLine
 from tests.tui import screen
 from tests.tui.conftest import asked, cleared, running, until

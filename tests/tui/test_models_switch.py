@@ -13,7 +13,7 @@ from textual.widgets import OptionList
 from localrt.common.errors import CancelledError, CheckpointError, StorageError
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.tui import ChatApp
-from localrt.tui.chat.lines import Phase
+from localrt.tui.chat.bars import Phase
 from localrt.tui.screens.dialogs import Confirm
 from localrt.tui.screens.models import ModelsScreen
 from tests.tui import screen

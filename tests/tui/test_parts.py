@@ -8,8 +8,8 @@ import pytest
 
 from localrt.common.progress import Progress
 from localrt.engine.types import Metrics
-from localrt.tui.chat.answering import RedrawLimit
-from localrt.tui.chat.lines import Phase, Status, footer_line
+from localrt.tui.chat.bars import Phase, Status, footer_line
+from localrt.tui.chat.message_queue import RedrawLimit
 from localrt.tui.loading_line import loading_line
 from localrt.tui.text import clean, one_line
 

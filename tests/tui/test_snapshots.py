@@ -14,8 +14,8 @@ from textual.widgets import Input, OptionList, Static
 from localrt import History
 from localrt.common.progress import Progress
 from localrt.tui import ChatApp
+from localrt.tui.chat.bars import Phase
 from localrt.tui.chat.blocks import Answer
-from localrt.tui.chat.lines import Phase
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.loading_line import LoadingLine
 from localrt.tui.preferences import Preset

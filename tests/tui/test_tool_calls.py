@@ -13,7 +13,7 @@ from localrt import History
 from localrt.common.errors import LocalrtError
 from localrt.mcp.toolbox import ROUNDS
 from localrt.tui import ChatApp
-from localrt.tui.chat.lines import Phase
+from localrt.tui.chat.bars import Phase
 from localrt.tui.conversation.generation import NO_TOOLS, ROUNDS_OVER
 from localrt.tui.screens.dialogs import AskCall, HelpScreen
 from tests.tui import screen

@@ -10,8 +10,8 @@ from textual.strip import Strip
 from textual.widgets import Input, Static
 
 from localrt.tui import ChatApp
+from localrt.tui.chat.bars import FindBar
 from localrt.tui.chat.blocks import GUTTER, Answer, Block, UserTurn
-from localrt.tui.chat.lines import FindBar
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.screens.dialogs import Choose, TooSmall
 from tests.tui import screen

@@ -20,10 +20,7 @@ from textual.widgets import TextArea
 
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.mcp.toolbox import PendingCall, Toolbox
-from localrt.tui.chat.answering import FRAME_SECONDS, NOT_ANSWERED, MessageQueue
-from localrt.tui.chat.blocks import Kind
-from localrt.tui.chat.composer import CommandMenu, Composer, edited
-from localrt.tui.chat.lines import (
+from localrt.tui.chat.bars import (
     FindBar,
     Footer,
     HintLine,
@@ -33,6 +30,9 @@ from localrt.tui.chat.lines import (
     turn_menu,
     waiting_hint,
 )
+from localrt.tui.chat.blocks import Kind
+from localrt.tui.chat.composer import CommandMenu, Composer, edited
+from localrt.tui.chat.message_queue import FRAME_SECONDS, NOT_ANSWERED, MessageQueue
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.commands import Command, read_line
