@@ -189,8 +189,8 @@ class Model(Closing):
                 conversation.
             token_ids: the prompt's ids as they are, instead of ``prompt``.
             raw: take the string as it is, without the template.
-            suffix: what stands behind the text to write, as ``prompt`` before it, both as they are:
-                a model that has learnt to fill in the middle writes what is between.
+            suffix: the text after the gap, with ``prompt`` as the text before it, both without the
+                template: a model that was trained for it fills in the middle.
             files: with ``suffix``, names and texts of the same project, the most important one
                 last; ``overflow="drop_oldest"`` leaves out what does not fit.
             tools: functions that the model may ask to be called, in OpenAI's form; what it asks
@@ -461,7 +461,7 @@ class Model(Closing):
             OptionError: the name is taken.
             ModelNotFoundError, CheckpointError, UnsupportedModelError: there is none, it is
                 damaged, of another model, or of a kind that is not read.
-            MemoryBudgetError: there is no room for it beside those in use.
+            MemoryBudgetError: there is no room for it with those in use.
         """
         self._check_open()
         check_text("name", name)
@@ -504,7 +504,7 @@ class Model(Closing):
 
         With less, weights that were in memory are read for every token from the next pass on:
         answers stay the same, slower, and ``Metrics.memory`` says why. With more RAM than before,
-        weights stay in memory as they pass. A card takes back nothing that it has given.
+        weights stay in memory as they pass. A GPU takes back nothing that it has given.
 
         Raises:
             OptionError: not a size.
@@ -528,8 +528,8 @@ class Model(Closing):
         if self._closed:
             return 0
         memory = self._core.engine.weights.memory
-        on_card = self.info.device.startswith("cuda") and not memory.streams
-        return memory.ram_nbytes if memory.streams else 0 if on_card else self.info.weight_bytes
+        on_gpu = self.info.device.startswith("cuda") and not memory.streams
+        return memory.ram_nbytes if memory.streams else 0 if on_gpu else self.info.weight_bytes
 
     def leave_ram(self, nbytes: int) -> int:
         """Leave ``nbytes`` of RAM to something else in this process, or as much as can be; below

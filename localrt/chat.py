@@ -322,7 +322,7 @@ class ChatSession:
     def park(self, to: Tier = "disk") -> int:
         """Save the KV cache and free it: the next turn goes on from there.
 
-        ``to`` is ``"disk"``, or ``"ram"``, which frees a card's memory only. Returns the bytes
+        ``to`` is ``"disk"``, or ``"ram"``, which frees GPU memory only. Returns the bytes
         saved. 0: the cache stays where it is, since it is too small to be worth it, or the engine
         cannot.
 

@@ -1,8 +1,8 @@
-"""One HTTP request to a server, made in a thread of its own, so that giving it up takes no time.
+"""One HTTP request to a server, in a thread of its own, so that it can be cancelled at once.
 
-Whoever waits looks up twenty times a second; the thread reads ahead by little, and ends when nobody
-waits any more. Redirections are followed within the address's own origin only, and no proxy is
-asked. Failures of the network become one line here. It does not know what is asked.
+The caller looks twenty times a second whether the answer is still wanted; the thread reads a little
+ahead, and ends when it is not. Redirections are followed within the address's own origin only, and
+no proxy is used. Network failures become one line. What is asked is unknown here.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Exchange(Closing):
         return bytes(found[:limit])
 
     def close(self) -> None:
-        """Nobody waits any more; does not wait either."""
+        """End the request, without waiting for the thread."""
         self._over.set()
         with self._lock:
             if self._socket is not None:

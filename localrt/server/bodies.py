@@ -1,6 +1,6 @@
-"""From a request's bytes to fields that are what they should be: size, time, JSON, types.
+"""From a request's bytes to checked fields: size, time, compression, JSON, types.
 
-What is wrong becomes one sentence that names the field. It does not know what fields mean.
+An error is one sentence that names the field. What fields mean is unknown here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Unpacker:
             known = [*makers, "identity"]
             raise ApiError(
                 415,
-                f"the encoding {encoding[:40]!r} of the body is not known here: send "
+                f"the encoding {encoding[:40]!r} of the body is unknown: send "
                 f"{', '.join(known[:-1])} or {known[-1]}",
                 headers={"Accept-Encoding": ", ".join(makers)},
             )
@@ -72,7 +72,7 @@ class Unpacker:
             raise invalid(f"the body is not {self._name}") from error
         self._left -= len(found)
         if self._decoder.unused_data:
-            raise invalid(f"the body goes on behind its {self._name}")
+            raise invalid(f"the body continues after its {self._name} data")
         return found
 
     def end(self) -> None:
@@ -82,7 +82,7 @@ class Unpacker:
             ApiError: 400, something is missing.
         """
         if self._decoder is not None and not self._decoder.eof:
-            raise invalid(f"the body is {self._name} that ends too early")
+            raise invalid(f"the body is incomplete {self._name} data")
 
 
 def encodings() -> dict[str, Callable[[], Any]]:
@@ -120,8 +120,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def prepare_checks() -> None:
-    """Compile the schemas' checks, before requests come: each of several at once would compile its
-    own, and leave megabytes of freed memory behind.
+    """Compile the schemas' checks before requests come: several at once would each compile their
+    own, and take megabytes for it.
     """
     for kind in REQUESTS:
         _validator(kind)
@@ -144,7 +144,7 @@ class BodyRoom:
         if nbytes > 0 and self._taken + nbytes > self._most:
             raise ApiError(
                 503,
-                "too many large requests come at once: try again later",
+                "too many large requests arrive at once: try again later",
                 code="overloaded",
                 headers={"Connection": "close", "Retry-After": "1"},
             )
@@ -158,7 +158,7 @@ async def read_fields(
 
     Raises:
         ApiError: 400, 408, 413, 415 or 503, with the field that it is about.
-        ClientDisconnect: nobody waits for an answer.
+        ClientDisconnect: the client has disconnected.
     """
     taken = 0
 
@@ -200,7 +200,7 @@ async def _read(request: Request, options: ServeOptions, grow: Callable[[int], N
     except TimeoutError as error:
         raise ApiError(
             408,
-            f"the request did not come within {options.read_timeout_s:g} s",
+            f"the request did not arrive within {options.read_timeout_s:g} s",
             headers={"Connection": "close"},
         ) from error
     if not size and await request.is_disconnected():

@@ -1,7 +1,7 @@
 """Answers of the running batch, as whole JSON objects or as a stream of events.
 
-If a client disconnects, or does not read, its answers are cancelled; what goes wrong in the middle
-of a stream is its last event.
+If a client disconnects or stops reading, its answers are cancelled. An error in the middle of a
+stream is its last event.
 """
 
 from __future__ import annotations
@@ -47,21 +47,20 @@ from localrt.service.live import AsyncAnswer
 
 T = TypeVar("T")
 
-_SILENT_S = 15.0  # that a stream may be
+_SILENT_S = 15.0  # after which a stream shows that it is alive
 _ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 
 async def answer(
     asked: ModelRequest, call: Generation, make: Callable[[Generation, str, TokenBytes], Reply]
 ) -> Response:
-    """The response to ``call``, of the model ``asked`` for; ``make`` puts it into words.
+    """The response to ``call``, of the model ``asked`` for; ``make`` makes its reply.
 
-    A stream that has waited for long for its model or its prompt begins before these are there.
+    A stream begins after 15 s even if its model is still loading or its prompt being read.
 
     Raises:
-        ApiError: nothing has been sent yet, and nothing will be.
-        LocalrtError: the same.
-        ClientDisconnect: nobody waits for it.
+        ApiError, LocalrtError: nothing has been sent.
+        ClientDisconnect: the client has disconnected.
     """
     began = time.monotonic()
     request, service, options = asked.http, asked.service, asked.service.options
@@ -70,7 +69,7 @@ async def answer(
     count, most = len(call.prompts) * call.choices, options.max_running + options.max_queued
     if count > most:
         field = "n" if call.choices > 1 else "prompt"
-        raise invalid(f"{count} answers in one request: {most} are the most", field)
+        raise invalid(f"{count} answers in one request: at most {most} are allowed", field)
     work = _Work(asked, call, began)
     async with AsyncExitStack() as stack:
         stack.enter_context(service.admitted(count))
@@ -92,7 +91,7 @@ async def answer(
             return JsonResponse(reply.whole(chunks), headers=loose)
         events = _events(preparing, work, reply)
         stack.push_async_callback(events.aclose)
-        # What was entered here is left when the response has been sent.
+        # The stack is closed when the response has been sent.
         stream = _EventStream(events, reply.media_type, stack.pop_all(), options.write_timeout_s)
         stream.headers.update(loose)
         return stream
@@ -106,13 +105,13 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 async def computed(
     asked: ModelRequest, work: Callable[[Model, threading.Event], T], *, passes: bool = True
 ) -> T:
-    """What ``work`` makes of the model, in a thread; the event is set where nobody waits for it.
+    """What ``work`` makes of the model, in a thread; the event is set if the client leaves.
 
     Work of ``passes`` takes turns, as they share the engine with answers.
 
     Raises:
         ApiError, LocalrtError: it could not be done.
-        ClientDisconnect: nobody waits for it.
+        ClientDisconnect: the client has disconnected.
     """
     cancel = threading.Event()
 
@@ -138,10 +137,10 @@ async def prompt_tokens(asked: ModelRequest, call: Generation) -> int:
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``, unless the client goes away first.
+    """The result of ``work``, unless the client disconnects first.
 
     Raises:
-        ClientDisconnect: it went, and the work has been cancelled.
+        ClientDisconnect: it did, and the work is cancelled.
     """
 
     async def gone() -> None:
@@ -161,7 +160,7 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 def _client(request: Request) -> Hashable:
-    """Whose turn a request takes: a key at an address is one client."""
+    """Whose request it is: a key and an address are one client."""
     address = request.client.host if request.client else ""
     return request.headers.get("authorization", ""), address
 
@@ -170,9 +169,9 @@ def _client(request: Request) -> Hashable:
 
 
 class _Work(AsyncExitStack):
-    """The answers to a call, and what they need; all of it ends when it is left.
+    """The answers to a call and their model, until the context ends.
 
-    It is the tokenizer of the reply too, since the model may still be loading.
+    It is also the reply's tokenizer, because the model may still be loading.
     """
 
     def __init__(self, asked: ModelRequest, call: Generation, began: float) -> None:
@@ -180,7 +179,7 @@ class _Work(AsyncExitStack):
         self._asked, self._service = asked, asked.service
         self._call, self._began = call, began
         self._served: ServedModel | None = None
-        self._echoes: list[Chunk] = []  # of each prompt, where something is to be said of it
+        self._echoes: list[Chunk] = []  # one for each prompt that is shown or only read
         self._answers: list[AsyncAnswer] = []
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -189,12 +188,11 @@ class _Work(AsyncExitStack):
         return spelled
 
     async def prepare(self, client: Hashable) -> None:
-        """Have the model, and what is to be answered, in place."""
+        """Load the model and submit the answers."""
         call, service = self._call, self._service
         served = await self.enter_async_context(self._asked.using())
         self._served = served
         self.callback(self._end)
-        # Which adapter is called by the name, where there are any.
         adapting: dict[str, str] = {}
         if served.model.adapters:
             adapting["adapter"] = self._asked.model.adapter or "none"
@@ -223,7 +221,7 @@ class _Work(AsyncExitStack):
             cancel.set()
 
     def loosened(self) -> dict[str, str]:
-        """The header, and a note in the log, of a schema that is followed in part only."""
+        """The header for a schema that is followed only in part; the log says so too."""
         left_out = next((one.left_out for one in self._answers if one.left_out), ())
         if not left_out:
             return {}
@@ -233,7 +231,7 @@ class _Work(AsyncExitStack):
         return {LOOSENED: names}
 
     async def followed(self, chunks: Sequence[Chunk]) -> Mapping[str, str]:
-        """The header, and a note in the log, of whether whole answers follow what was left out."""
+        """The header that says whether answers follow the whole schema; the log names failures."""
         said = [split_thinking(each.text).answer for each in chunks if not each.tool_calls]
         found = await follows(self._call.options.get("json_schema", True), said) if said else {}
         if found.get(FOLLOWED) == "false":
@@ -256,7 +254,7 @@ class _Work(AsyncExitStack):
         return [joined(parts[index]) for index in sorted(parts)]
 
     async def merged(self) -> AsyncGenerator[tuple[int, Chunk] | None, None]:
-        """The chunks of all, with the answer's number, as they come; None when none came for long.
+        """The chunks of all answers with their numbers, as they come; None after a long silence.
 
         Raises:
             LocalrtError: what went wrong with one of them, or that it was cancelled.
@@ -348,7 +346,7 @@ async def _events(
 
 
 class _EventStream(StreamingResponse):
-    """Events as they come; ``stack`` is left in the end, however that comes."""
+    """Events as they come; ``stack`` is closed at the end in any case."""
 
     def __init__(
         self, events: AsyncIterator[bytes], kind: str, stack: AsyncExitStack, timeout_s: float
@@ -360,7 +358,7 @@ class _EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def patiently(message: Any) -> None:
-            # Sending waits for a reader that is behind by more than the network's buffers.
+            # Sending waits once the network's buffers are full.
             async with asyncio.timeout(self._timeout_s or None):
                 await send(message)
 

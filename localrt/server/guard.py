@@ -1,6 +1,6 @@
-"""What stands before every endpoint: paths, keys, web pages that may not ask, the log, the counts.
+"""Checks before every endpoint: paths, keys, web pages, limits; and the log and the counts.
 
-Pure ASGI, so that it also sees what streams. It does not know bodies.
+It is pure ASGI, so that it sees streams too. It does not know bodies.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Paths:
 
 
 _WHEN_FULL = ("/health", "/metrics")
-_GONE = 499  # as web servers log a client that went away
+_GONE = 499  # as web servers log a client that disconnected
 _LATE = 408
 _MOST_DISCARDED = 256 << 20  # bytes of a body that is refused
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -64,7 +64,7 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One request that has been answered. ``status`` 499: the client went away."""
+    """One request that has been answered. ``status`` 499: the client disconnected."""
 
     client: str
     method: str
@@ -75,7 +75,7 @@ class LogLine:
 
 
 class Guard:
-    """Lets requests through to ``app`` that may come in; ``log`` hears of every one."""
+    """Passes allowed requests on to ``app``; ``log`` is called for every request."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Guard:
                 raise
 
     def _check_room(self, scope: Scope) -> None:
-        """Whether a request may run beside all others.
+        """Whether there is room for another request.
 
         Raises:
             ApiError: 503.
@@ -182,13 +182,13 @@ class Guard:
         if self._log is not None:
             client = scope["client"][0] if scope.get("client") else "-"
             shown = given.encode("unicode_escape").decode()[:200]
-            with suppress(OSError):  # whoever read the log has gone
+            with suppress(OSError):  # the log's reader is gone
                 self._log(LogLine(client, scope["method"], shown, status, seconds, request_id))
 
 
 class _Body:
-    """The body of a request. What nobody has read is discarded before a refusal is sent: a client
-    that first sends all it has would find its connection reset, and not see the answer.
+    """The body of a request. Before a refusal is sent, the unread rest is read and discarded: a
+    client that sends everything first would find its connection reset, and not see the answer.
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
@@ -238,8 +238,8 @@ def _has_two_lengths(scope: Scope) -> bool:
 
 
 def _check_head(scope: Scope, options: ServeOptions) -> None:
-    """What proxies may read differently is refused, and the connection closed: a request could
-    hide behind it.
+    """Refuse what proxies may read differently, and close the connection: it could hide a second
+    request.
     """
     close, most = {"Connection": "close"}, options.max_header
     if _has_two_lengths(scope):
@@ -254,10 +254,10 @@ def _check_head(scope: Scope, options: ServeOptions) -> None:
 
 
 def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
-    """A browser says which page asks, and what name it has for this server.
+    """Refuse pages of the web, which could reach a server of this machine through a browser.
 
-    A page of the web could reach a server of this machine through its reader's browser; where the
-    name that it used is not this machine's, its own DNS has been pointed here.
+    A browser sends the page's origin and the name that it has for this server. If that name is not
+    this machine's, the page's own DNS name points here.
     """
     host = headers.get("host", "")
     name = _split(f"//{host}").hostname if "@" not in host else ""
@@ -269,7 +269,7 @@ def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
     if not host or _split(origin).netloc.lower() != host.lower():
         raise ApiError(
             403,
-            f"pages of {origin[:200]!r} may not ask: start the server with --cors {origin[:200]}",
+            f"pages of {origin[:200]!r} are refused: start the server with --cors {origin[:200]}",
         )
 
 

@@ -32,7 +32,7 @@ _UNREAD_CHUNKS = 128  # beyond what the network's buffers hold
 class ServedModel:
     """``model`` under ``name``, with a batch that runs until ``close``; the model stays loaded.
 
-    A reader that is behind pauses long before it is cut off.
+    An answer pauses when its reader is behind, and is cut off much later.
     """
 
     def __init__(self, model: Model, name: str, options: ServeOptions) -> None:
@@ -93,7 +93,7 @@ class ServedModel:
         yield "localrt_kv_bytes", "Bytes of KV caches.", stats.kv_bytes
         if (counts := stats.pipeline) is not None:
             yield "localrt_ssd_read_bytes_total", "Read by the pipeline.", counts.ssd_read_bytes
-            yield "localrt_link_bytes_total", "Copied to a card.", counts.link_bytes
+            yield "localrt_link_bytes_total", "Copied to the GPU.", counts.link_bytes
 
     def _rate(self, tokens: int) -> float:
         since, before = self._samples[0] if self._samples else (0.0, tokens)

@@ -14,18 +14,18 @@ from localrt.server.openai import schemas as openai
 from localrt.server.responses import schemas as responses
 
 _ERRORS = {
-    "400": "a field is not what it should be",
+    "400": "a field is wrong",
     "401": "the key is missing or wrong",
-    "403": "a web page that may not ask",
-    "404": "another model, or no such path",
-    "405": "another method",
-    "408": "the request did not come in time",
+    "403": "the web page is not allowed",
+    "404": "no such model or path",
+    "405": "the path does not have this method",
+    "408": "the request did not arrive in time",
     "413": "the request is too large",
-    "415": "the request's compression is not known",
+    "415": "unknown compression",
     "429": "too many answers are running or queued",
     "500": "the model failed",
     "501": "an optional part is not installed",
-    "503": "out of memory, or stopping",
+    "503": "out of memory, overloaded or stopping",
 }
 _PARAMETER = re.compile(r"{(\w+)[^}]*}")
 OPEN = ("/health", "/openapi.json")
@@ -77,7 +77,7 @@ def _operation(one: Endpoint) -> dict[str, Any]:
     elif one.path.startswith("/v1/messages"):
         error = "ANTHROPIC_ERROR"
     answers = {**_content(one.answer), **(_content(one.stream) if one.stream else {})}
-    found = {"200": {"description": "as asked for", "content": answers}}
+    found = {"200": {"description": "the answer", "content": answers}}
     for status, description in _ERRORS.items():
         found[status] = {"description": description, "content": _content(error)}
     operation: dict[str, Any] = {

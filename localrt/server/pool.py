@@ -68,8 +68,8 @@ class _Slot:
     coming: asyncio.Task[None] | None = None
 
     @property
-    def on_card(self) -> bool:
-        """Whether it is loaded, and takes memory of a card."""
+    def on_gpu(self) -> bool:
+        """Whether it is loaded on a GPU."""
         return self.served is not None and self.served.model.info.device != "cpu"
 
 
@@ -195,7 +195,7 @@ class ModelPool(Models):
                 if slot.coming is None or slot.coming.done():
                     slot.coming = asyncio.ensure_future(self._bring(slot))
                     slot.coming.add_done_callback(_look)
-                # Who goes away does not stop it: others may wait for it as well.
+                # A client that leaves does not stop it: others may wait for it too.
                 await asyncio.shield(slot.coming)
             assert slot.served is not None, "it has a user"
             yield slot.served
@@ -240,7 +240,7 @@ class ModelPool(Models):
     def _give_share(self, slot: _Slot, others: Sequence[_Slot]) -> None:
         for other in others:
             _withdraw(other)
-            if other.on_card and not other.users:  # what has left a card does not come back to it
+            if other.on_gpu and not other.users:  # it would not come back to the GPU by itself
                 self._put_away(other)
         self._make_room(_wanted(slot), others)
         if slot.served is None:
@@ -249,7 +249,7 @@ class ModelPool(Models):
             free = self._free()
             slot.served.model.leave_ram(-max(0, free))
         slot.left = 0
-        # Beside answers of others it has less than it could have: the next request looks again.
+        # While others answer it gets less than it could: the next request tries again.
         slot.awake = not any(other.users for other in others)
 
     def _load_into(self, slot: _Slot, others: Sequence[_Slot]) -> None:
@@ -292,7 +292,7 @@ class ModelPool(Models):
         slot.served.live.park()
         if held >= nbytes:
             return True
-        left = 0 if slot.on_card else model.leave_ram(nbytes - held)
+        left = 0 if slot.on_gpu else model.leave_ram(nbytes - held)
         if left:
             slot.left += left
             self._say(f"{slot.file.name} leaves {format_bytes(left)}, and keeps the rest")
@@ -359,7 +359,7 @@ class ModelPool(Models):
 
 
 def _wanted(slot: _Slot) -> int:
-    """Bytes that a model would take beside those that it has."""
+    """Bytes that a model would take in addition to those that it has."""
     if slot.served is None:
         return slot.file.nbytes + _BESIDE_WEIGHTS
     model = slot.served.model
@@ -375,6 +375,6 @@ def _withdraw(slot: _Slot) -> None:
 
 
 def _look(task: asyncio.Task[None]) -> None:
-    """Whoever waits for it hears of what went wrong; nobody may be left who does."""
+    """Retrieve the exception, which would be logged if nobody waits for the task any more."""
     if not task.cancelled():
         task.exception()

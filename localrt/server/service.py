@@ -1,7 +1,6 @@
-"""A server at work: who may come in, which models they find, and what that adds up to.
+"""A running server: its models, its limits, its metrics, and responses that it keeps.
 
-It counts, and knows no HTTP. Responses of the last hour are kept in memory, so that a next one can
-follow on them by their id.
+Responses of the last hour stay in memory, so that the next request can refer to them by id.
 """
 
 from __future__ import annotations
@@ -177,9 +176,9 @@ def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else f"{value:.6g}"
 
 
-_BODIES = 8  # of the largest size, that may come at once
+_BODIES = 8  # large ones that may arrive at once
 _LONGEST_RETRY_S = 60
-_MOST_NOTES = 256  # kinds may have names that clients choose
+_MOST_NOTES = 256  # kinds; clients choose the names of some
 _HELP = {
     "localrt_http_requests_total": "Requests, by path and status.",
     "localrt_http_request_seconds": "Time from a request to the end of its answer.",
@@ -209,11 +208,11 @@ class Service:
         self._noted: set[str] = set()
 
     def note_once(self, kind: str, text: str) -> None:
-        """Log ``text``, the first time that there is something of this ``kind`` to say."""
+        """Log ``text`` if it is the first of its ``kind``."""
         if self._note is None or kind in self._noted or len(self._noted) >= _MOST_NOTES:
             return
         self._noted.add(kind)
-        with suppress(OSError):  # whoever read the log has gone
+        with suppress(OSError):  # the log's reader is gone
             self._note(text.encode("unicode_escape").decode()[:300])
 
     def stop(self) -> None:
@@ -235,7 +234,7 @@ class Service:
             self.metrics.count("localrt_rejected_requests_total")
             raise ApiError(
                 429,
-                f"{self._inside} answers are running or queued, and {most} are the most: try again "
+                f"{self._inside} answers are running or queued, and the limit is {most}: try again "
                 "later",
                 code="overloaded",
                 headers={"Retry-After": str(self._retry_after())},
@@ -314,7 +313,7 @@ async def read_request(request: Request, kind: str) -> ModelRequest:
 
     Raises:
         ApiError: a field is not what it should be, or there is no such model.
-        ClientDisconnect: nobody waits for an answer.
+        ClientDisconnect: the client has disconnected.
     """
     service = service_of(request)
     fields = await read_fields(request, kind, service.options, service.bodies)

@@ -43,7 +43,7 @@ async def embedded(
     Raises:
         ApiError: it is an adapter, or produced NaN values.
         LocalrtError: a text is too long.
-        ClientDisconnect: nobody waits for it.
+        ClientDisconnect: the client has disconnected.
     """
     if asked.fields.get("dimensions") is not None:
         raise invalid("dimensions is not supported: vectors have the model's width", "dimensions")

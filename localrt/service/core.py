@@ -296,11 +296,11 @@ class Parking:
     def __init__(self, engine: Engine, prompts: PromptCache | None) -> None:
         self._info = engine.info
         self._prompts = prompts
-        on_card = engine.info.device.startswith("cuda")
+        on_gpu = engine.info.device.startswith("cuda")
         self.keeper = KvKeeper(
             room=partial(kv_room, engine),
             price=self._price,
-            tiers=("ram", "disk") if on_card else ("disk",),
+            tiers=("ram", "disk") if on_gpu else ("disk",),
         )
 
     def save(self, session: EngineSession | None, to: Tier) -> int:

@@ -26,7 +26,7 @@ from localrt.engine.types import Chunk, Metrics
 from localrt.models.weight_store import Task
 from localrt.offload.memory import current_rss, ram_budget
 
-_NAMES = {"ssd": "The disk", "link": "The link to the card", "cpu": "The CPU", "gpu": "The card"}
+_NAMES = {"ssd": "The disk", "link": "The link to the GPU", "cpu": "The CPU", "gpu": "The GPU"}
 _BUSY = 0.6  # a resource that is busy for less of the time does not set the pace
 
 
@@ -198,7 +198,7 @@ class Status:
         if name == "ssd" and pass_bytes:
             text += f": every pass reads {pass_bytes / 1e6:,.0f} MB that do not fit in memory"
         elif name == "link":
-            text += ": weights that do not fit in the card's memory are copied for every pass"
+            text += ": weights that do not fit in the GPU's memory are copied for every pass"
         return text + "."
 
     def _why_resident(self, tok_s: float | None) -> str:
@@ -322,8 +322,8 @@ class Watch:
 
     def _vram(self, kv: MemoryUse | None) -> MemoryUse | None:
         engine = self._engine
-        if (card := engine.weights.memory.gpu) is not None:
-            return MemoryUse(*card)
+        if (gpu := engine.weights.memory.gpu) is not None:
+            return MemoryUse(*gpu)
         try:
             free = engine.free_memory()
         except LocalrtError:
