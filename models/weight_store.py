@@ -16,20 +16,11 @@ import numpy.typing as npt
 
 from localrt.models.config import DecoderConfig, Part
 from localrt.models.layers.moe import Experts, RoutingWatch
-from localrt.models.layers.parts import Check, Head, PassState
+from localrt.models.layers.parts import Check as Check
+from localrt.models.layers.parts import Head, PassState
 from localrt.quant.ops.arrays import Vector
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch, Ops
-
-__all__ = [
-    "Check",
-    "PipelineCounts",
-    "ResidentWeights",
-    "Resource",
-    "Task",
-    "WeightMemory",
-    "WeightStore",
-]
 
 Resource = Literal["ssd", "link", "cpu", "gpu"]
 

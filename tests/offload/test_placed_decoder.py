@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,15 +13,20 @@ from hypothesis import strategies as st
 from localrt.common.errors import MemoryBudgetError
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
+from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv import CacheFormat
 from tests.offload.placed import (
+    MODE,
+    PLENTY,
     Model,
     assert_same,
     conversation,
     extend,
     needs_kernels,
+    open_decoder,
     pack_synthetic,
     passing,
+    place,
     tokens,
 )
 
@@ -95,6 +101,27 @@ def test_prefill_reads_no_head(model: Model) -> None:
         names = [task.name for task in decoder.weights.tasks() if task.resource == "ssd"]
         heads = sum(name.startswith("head") for name in names)
         assert heads < len(names) / 6
+
+
+def test_vectors_are_made_once(model: Model) -> None:
+    """Wherever in the ring a unit lies: on a GPU each is a copy that is waited for."""
+    ops, made = NativeOps(threads=1), list[int]()
+
+    def vector(values: Any) -> Any:
+        made.append(len(values))
+        return NativeOps.vector(ops, values)
+
+    ops.vector = vector  # type: ignore[method-assign]
+    streamed = passing(model.store)
+    placement = place(model.store, streamed, slack=7 * PAGE)
+    options = {"mode": MODE, "budget": PLENTY}
+    with closing(open_decoder(model.store, ops, model.config, placement, **options)) as decoder:
+        cache = decoder.cache(100)
+        counts = []
+        for token in range(40):
+            extend(decoder, cache, [token])
+            counts.append(len(made))
+        assert counts[0] == counts[-1]
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -157,6 +157,31 @@ def test_skip_after_rewind() -> None:
                 use(reader, unit)
 
 
+def test_rewind_drops_what_was_queued() -> None:
+    """What was on its way arrives; nothing of the rest of the pass is read any more."""
+    units, go = make_units([2, 2, 2, 2]), threading.Event()
+
+    def fault(unit: StoredUnit, start: int) -> None:
+        if unit.name == "u2":
+            go.wait(60)
+
+    source = FakeSource(fault=fault)
+    with reading(source, units, slack=2, threads=1) as reader:
+        use(reader, units[0])
+        use(reader, units[1])
+        wait_for(lambda: source.fetched[-1][0] == "u2")
+        source.fetched.clear()
+        reader.rewind()
+        go.set()
+        for unit in units[:2]:
+            use(reader, unit)
+        names = [name for name, _, _ in source.fetched]
+        assert names[0] == "u0"
+        assert "u3" not in names
+        for unit in [*units[2:], *units]:
+            use(reader, unit)
+
+
 def test_unknown_unit() -> None:
     with (
         reading(FakeSource(), make_units([1])) as reader,
