@@ -71,56 +71,6 @@ class Assignment:
     end: float
 
 
-class LayerWork:
-    """The experts of one layer and pass, sorted: places in the caller's list, most loaded first."""
-
-    __slots__ = ("absent", "cached", "costs", "cpu_s", "gpu_s", "ready")
-
-    def __init__(
-        self,
-        rows: Sequence[int] | NDArray[Any],
-        resident: Sequence[bool] | NDArray[np.bool_],
-        costs: ExpertCosts,
-        ready: Ready,
-    ) -> None:
-        counts: Sequence[int] = rows.tolist() if isinstance(rows, np.ndarray) else rows
-        held: Sequence[bool] = resident.tolist() if isinstance(resident, np.ndarray) else resident
-        self.costs, self.ready = costs, ready
-        order: Sequence[int]
-        if max(counts, default=1) == 1:  # decoding
-            order = range(len(counts))
-            self.cpu_s = [costs.cpu(1)] * len(counts)
-            self.gpu_s = [costs.gpu(1)] * len(counts)
-        else:
-            order = sorted(range(len(counts)), key=counts.__getitem__, reverse=True)
-            self.cpu_s = [costs.cpu(n) for n in counts]
-            self.gpu_s = [costs.gpu(n) for n in counts]
-        self.cached = [i for i in order if held[i]]
-        self.absent = [i for i in order if not held[i]]
-
-    def assign(self, fetched: int) -> Assignment:
-        """The cached experts on the GPU, and the ``fetched`` most loaded of the absent, copied.
-
-        The CPU has the others, the least loaded first.
-        """
-        ready, fetch_s, load = self.ready, self.costs.fetch, self.costs.link_load
-        gpu, link = 0.0, ready.link
-        copied = self.absent[:fetched]
-        for i in self.cached:
-            gpu += self.gpu_s[i]
-        for i in copied:
-            link += fetch_s
-            gpu = (link if link > gpu else gpu) + self.gpu_s[i]
-        on_cpu = self.absent[fetched:][::-1]
-        work = sum(self.cpu_s[i] for i in on_cpu)
-        cpu = loaded_end(ready.cpu, work, link, load) if load else ready.cpu + work
-        end = cpu + ready.cpu_back if on_cpu else 0.0
-        on_gpu = self.cached + copied
-        if on_gpu:
-            end = max(end, gpu)
-        return Assignment(on_cpu, on_gpu, copied, cpu, gpu, link, end)
-
-
 def loaded_end(start: float, work: float, link_until: float, load: float) -> float:
     """The end of ``work`` seconds from ``start``, slowed by ``load`` while the link is busy."""
     if link_until <= start:
@@ -140,25 +90,31 @@ def schedule(
     """The earliest end over every number of copies, or with ``fetched`` of them; ties go to the
     GPU.
 
-    ``rows`` and ``resident`` are of the experts that the pass uses.
+    ``rows`` and ``resident`` are of the experts that the pass uses. Cached ones are on the GPU, and
+    of the absent the most loaded are copied; the CPU has the others, the least loaded first.
     """
-    layer = LayerWork(rows, resident, costs, ready)
-    if fetched is not None:
-        return layer.assign(fetched)
-    missing = len(layer.absent)
+    counts: Sequence[int] = rows.tolist() if isinstance(rows, np.ndarray) else rows
+    held: Sequence[bool] = resident.tolist() if isinstance(resident, np.ndarray) else resident
+    order = sorted(range(len(counts)), key=counts.__getitem__, reverse=True)
+    cpu_s = {n: costs.cpu(n) for n in set(counts)}
+    gpu_s = {n: costs.gpu(n) for n in set(counts)}
+    cached = [i for i in order if held[i]]
+    absent = [i for i in order if not held[i]]
     left = [0.0]  # the CPU's work without the first so many of the absent, from the last
-    for i in reversed(layer.absent):
-        left.append(left[-1] + layer.cpu_s[i])
-    gpu = sum(layer.gpu_s[i] for i in layer.cached)
-    link, best, copies = ready.link, float("inf"), 0
-    for count in range(missing + 1):
-        if count:
+    for i in reversed(absent):
+        left.append(left[-1] + cpu_s[counts[i]])
+    gpu, link = sum(gpu_s[counts[i]] for i in cached), ready.link
+    best: tuple[int, float, float, float, float] | None = None
+    for copies in range(len(absent) + 1):
+        if copies:
             link += costs.fetch
-            gpu = max(gpu, link) + layer.gpu_s[layer.absent[count - 1]]
-        end = gpu if layer.cached or count else 0.0
-        if count < missing:
-            cpu = loaded_end(ready.cpu, left[missing - count], link, costs.link_load)
+            gpu = max(gpu, link) + gpu_s[counts[absent[copies - 1]]]
+        cpu = loaded_end(ready.cpu, left[len(absent) - copies], link, costs.link_load)
+        end = gpu if cached or copies else 0.0
+        if copies < len(absent):
             end = max(end, cpu + ready.cpu_back)
-        if end <= best:
-            best, copies = end, count
-    return layer.assign(copies)
+        if copies == fetched or (fetched is None and (best is None or end <= best[-1])):
+            best = copies, cpu, gpu, link, end
+    assert best is not None, "no more can be copied than are absent"
+    copied = absent[: best[0]]
+    return Assignment(absent[best[0] :][::-1], cached + copied, copied, *best[1:])
