@@ -49,7 +49,7 @@ def own(name: str, expert: int, kind: str = "weight") -> str:
     return f"{LAYER}mlp.experts.{expert}.{name}_proj.{kind}"
 
 
-def test_stacked_packed_experts_of_gguf_are_ranges_of_the_file(tmp_path: Path) -> None:
+def test_gguf_stacks(tmp_path: Path) -> None:
     packed = packed_rows("q4_k", EXPERTS * ROWS, 256).reshape(EXPERTS, ROWS, -1)
     both = packed_rows("q8_0", EXPERTS * 2 * ROWS, 64, seed=1).reshape(EXPERTS, 2 * ROWS, -1)
     bias = values(EXPERTS, ROWS)
@@ -80,7 +80,7 @@ def test_stacked_packed_experts_of_gguf_are_ranges_of_the_file(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpt_oss_unpacked_is_transposed_and_in_turns(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_gpt_oss_unpacked(tmp_path: Path, dtype: torch.dtype) -> None:
     both = torch.randn(EXPERTS, COLUMNS, 2 * ROWS).to(dtype)
     down = torch.randn(EXPERTS, ROWS, COLUMNS).to(dtype)
     bias = torch.randn(EXPERTS, 2 * ROWS).to(dtype)
@@ -140,7 +140,7 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[SafetensorsCheckp
     return model, theirs.transpose(1, 2).numpy()
 
 
-def test_mxfp4_of_gpt_oss_has_the_values_that_transformers_gives_it(gpt_oss: Any) -> None:
+def test_gpt_oss_mxfp4(gpt_oss: Any) -> None:
     model, theirs = gpt_oss
     for expert in range(EXPERTS):
         for first, name in enumerate(("gate", "up")):
@@ -151,7 +151,7 @@ def test_mxfp4_of_gpt_oss_has_the_values_that_transformers_gives_it(gpt_oss: Any
 
 
 @given(st.data())
-def test_any_rows_of_packed_experts(gpt_oss: Any, data: st.DataObject) -> None:
+def test_row_ranges(gpt_oss: Any, data: st.DataObject) -> None:
     model, theirs = gpt_oss
     expert = data.draw(st.integers(0, EXPERTS - 1))
     start = data.draw(st.integers(0, ROWS))
@@ -164,7 +164,7 @@ def test_any_rows_of_packed_experts(gpt_oss: Any, data: st.DataObject) -> None:
     np.testing.assert_array_equal(np.concatenate(pieces), theirs[expert, 1::2])
 
 
-def test_only_the_rows_asked_for_are_read(gpt_oss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_only_rows_asked(gpt_oss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = gpt_oss
     counts: list[int] = []
     for file in model._files.values():
@@ -207,29 +207,27 @@ def test_only_the_rows_asked_for_are_read(gpt_oss: Any, monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_stacks_that_do_not_fit_are_one_clear_line(
-    tensors: dict[str, torch.Tensor], message: str, tmp_path: Path
-) -> None:
+def test_bad_stacks(tensors: dict[str, torch.Tensor], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         hugging_face(tmp_path, "GptOssForCausalLM", tensors, **MXFP4_CONFIG)
     assert "\n" not in str(caught.value)
 
 
-def test_a_stack_of_gguf_with_other_experts(tmp_path: Path) -> None:
+def test_bad_gguf_stack(tmp_path: Path) -> None:
     tensors = {"blk.2.ffn_up_exps.weight": (values(EXPERTS + 1, 4, 8), "f32")}
     message = r"'blk.2.ffn_up_exps.weight' holds 4 experts, the config says 3"
     with pytest.raises(CheckpointError, match=message):
         gguf(tmp_path, tensors)
 
 
-def test_bytes_that_belong_to_no_experts_are_refused(tmp_path: Path) -> None:
+def test_stray_bytes(tmp_path: Path) -> None:
     tensors = {"mlp.gate_proj.weight": torch.zeros(4, 8, dtype=torch.uint8)}
     name = re.escape(f"{LAYER}mlp.gate_proj.weight")
     with pytest.raises(UnsupportedModelError, match=f"tensor '{name}' is U8"):
         hugging_face(tmp_path, "LlamaForCausalLM", tensors)
 
 
-def test_other_models_in_mxfp4_are_refused(tmp_path: Path) -> None:
+def test_mxfp4_of_others(tmp_path: Path) -> None:
     tensors = {"mlp.gate_proj.weight": torch.zeros(4, 8)}
     with pytest.raises(UnsupportedModelError, match="quantized with mxfp4"):
         hugging_face(tmp_path, "LlamaForCausalLM", tensors, **MXFP4_CONFIG)

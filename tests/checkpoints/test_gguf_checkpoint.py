@@ -57,7 +57,7 @@ def rotary_model(request, tmp_path_factory):
     return open_model(tmp_path_factory.mktemp("rotary"), request.param, ATTENTION)
 
 
-def test_query_and_key_rows_come_in_hugging_face_order(rotary_model):
+def test_rotary_rows(rotary_model):
     for name, expected in {
         "q_proj.weight": QUERIES,
         "k_proj.weight": KEYS,
@@ -71,7 +71,7 @@ def test_query_and_key_rows_come_in_hugging_face_order(rotary_model):
 
 
 @given(st.data())
-def test_any_range_of_reordered_rows(rotary_model, data):
+def test_rotary_row_ranges(rotary_model, data):
     start = data.draw(st.integers(0, len(QUERIES)))
     stop = data.draw(st.integers(start, len(QUERIES)))
     part = rotary_model.read(PREFIX + "q_proj.weight", start, stop)
@@ -86,18 +86,18 @@ def test_blocks_of_reordered_rows(rotary_model, max_bytes):
     assert all(block.nbytes <= max(max_bytes, 4 * HIDDEN) for block in blocks)
 
 
-def test_packed_rows_are_reordered_without_unpacking(tmp_path):
+def test_packed_rotary_rows(tmp_path):
     packed = packed_rows("q4_k", 32, 256)
     model = open_model(tmp_path, "llama", {"blk.0.attn_q.weight": (in_pairs(packed, 4), "q4_k")})
     assert np.array_equal(model.read(PREFIX + "q_proj.weight").data, packed)
 
 
-def test_other_architectures_keep_their_order(tmp_path):
+def test_no_rotary_rows(tmp_path):
     model = open_model(tmp_path, "qwen2", {"blk.0.attn_q.weight": (QUERIES, "f32")})
     assert np.array_equal(unpack(model.read(PREFIX + "q_proj.weight")), QUERIES)
 
 
-def test_rows_that_are_not_whole_heads_are_refused(tmp_path):
+def test_part_of_a_head(tmp_path):
     with pytest.raises(CheckpointError, match=r"30 rows of 'model.layers.0.self_attn.q_proj"):
         open_model(tmp_path, "llama", {"blk.0.attn_q.weight": (QUERIES[:30], "f32")})
 
@@ -112,7 +112,7 @@ def test_rows_that_are_not_whole_heads_are_refused(tmp_path):
         (2, 1, False),
     ],
 )
-def test_blocks_that_predict_further_tokens_are_left_out(tmp_path, blocks, told, stored):
+def test_prediction_blocks(tmp_path, blocks, told, stored):
     plain = {f"blk.{n}.attn_norm.weight": (values(8), "f32") for n in range(2 + stored)}
     extra = {"blk.2.nextn.eh_proj.weight": (values(8, 16), "f32")} if stored else {}
     metadata = {"glm4moe.attention.head_count_kv": [2, 4, 1][:blocks]}
@@ -137,7 +137,7 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path, blocks, told,
         (3, 1, [2, 4, 1, 1, 1], None),
     ],
 )
-def test_lists_of_one_entry_a_block(tmp_path, blocks, told, heads, found):
+def test_block_lists(tmp_path, blocks, told, heads, found):
     layers = blocks - (told or 0)
     plain = {f"blk.{n}.attn_norm.weight": (values(8), "f32") for n in range(layers)}
     metadata = {"glm4moe.attention.head_count_kv": heads}
@@ -151,13 +151,13 @@ def test_lists_of_one_entry_a_block(tmp_path, blocks, told, heads, found):
         open_model(*given)
 
 
-def test_towers_in_a_file_of_a_text_model_are_left_out(tmp_path):
+def test_towers(tmp_path):
     names = ("blk.0.attn_norm.weight", "v.blk.0.ln1.weight", "mm.0.weight", "a.blk.0.ln1.weight")
     model = open_model(tmp_path, "qwen3vl", {name: (values(8), "f32") for name in names})
     assert set(model.tensors) == {"model.layers.0.input_layernorm.weight"}
 
 
-def test_names_of_gemma3(tmp_path):
+def test_gemma3(tmp_path):
     stems = {
         "attn_norm": "input_layernorm",
         "post_attention_norm": "post_attention_layernorm",
@@ -183,7 +183,7 @@ def test_names_of_gemma3(tmp_path):
     assert model.config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
 
 
-def test_names_and_long_rotary_factors_of_phi3(tmp_path):
+def test_phi3(tmp_path):
     tensors = {
         "blk.0.attn_qkv.weight": (values(64, HIDDEN), "f32"),
         "blk.0.attn_output.weight": (values(HIDDEN, 32), "f32"),
@@ -219,7 +219,7 @@ def test_names_and_long_rotary_factors_of_phi3(tmp_path):
     assert model.config["sliding_window"] is None
 
 
-def test_config_of_a_plain_model(tmp_path):
+def test_plain_model(tmp_path):
     tensors = {
         "token_embd.weight": (values(40, HIDDEN), "q8_0"),
         "output_norm.weight": (values(HIDDEN), "f32"),
@@ -343,12 +343,12 @@ def test_generation_config(tmp_path):
         ("qwen3.expert_weights_norm", 1, "'qwen3.expert_weights_norm' is not true or false"),
     ],
 )
-def test_parameters_of_a_wrong_type_are_refused(tmp_path, key, value, message):
+def test_wrong_types(tmp_path, key, value, message):
     with pytest.raises(CheckpointError, match=message):
         open_model(tmp_path, "qwen3", {"output_norm.weight": (values(8), "f32")}, {key: value}, {})
 
 
-def test_two_names_for_one_tensor_are_refused(tmp_path):
+def test_tensor_twice(tmp_path):
     tensors = {
         "output.weight": (values(8), "f32"),
         "lm_head.weight": (values(8), "f32"),
@@ -357,12 +357,12 @@ def test_two_names_for_one_tensor_are_refused(tmp_path):
         open_model(tmp_path, "qwen3", tensors)
 
 
-def test_a_vocabulary_alone_is_refused(tmp_path):
+def test_vocabulary_alone(tmp_path):
     with pytest.raises(CheckpointError, match="holds no tensors, only a vocabulary"):
         open_model(tmp_path, "llama", {})
 
 
-def test_unknown_tensors_and_a_closed_file_are_errors(tmp_path):
+def test_unknown_tensor_and_closed_file(tmp_path):
     model = open_model(tmp_path, "qwen3", {"output_norm.weight": (values(8), "f32")})
     with pytest.raises(CheckpointError, match=r"has no tensor 'lm_head.weight'"):
         model.read("lm_head.weight")
@@ -373,7 +373,7 @@ def test_unknown_tensors_and_a_closed_file_are_errors(tmp_path):
         model.read("model.norm.weight")
 
 
-def test_a_split_model_is_one_checkpoint(tmp_path):
+def test_split(tmp_path):
     tensors = {f"blk.{n}.ffn_norm.weight": (values(8, seed=n), "f32") for n in range(3)}
     paths = write_gguf(tmp_path / "m.gguf", "qwen3", {}, tensors, tensors_per_part=1)
     model = GgufCheckpoint(paths[2])
@@ -384,7 +384,7 @@ def test_a_split_model_is_one_checkpoint(tmp_path):
 
 
 @pytest.mark.real
-def test_real_queries_are_reordered_and_values_kept():
+def test_real_rotary_rows():
     path = real_model("smollm2")
     model, plain = GgufCheckpoint(path), GgufFile(path)
     assert all(name.startswith("model.") for name in model.tensors)
@@ -395,7 +395,7 @@ def test_real_queries_are_reordered_and_values_kept():
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2", "qwen0.5b", "qwen1.5b", "gemma270m"])
-def test_real_models_open_and_no_tensor_keeps_a_foreign_name(name):
+def test_real_names(name):
     model = GgufCheckpoint(real_model(name))
     assert all(
         tensor.startswith("model.") or tensor == "lm_head.weight" for tensor in model.tensors
@@ -409,7 +409,7 @@ def test_real_models_open_and_no_tensor_keeps_a_foreign_name(name):
 
 
 @pytest.mark.parametrize(("kind", "ours"), [("nvfp4", "nvfp4"), ("tq1_0", "tq2_0")])
-def test_types_that_we_keep_in_another_form_are_the_same_numbers(tmp_path, kind, ours):
+def test_regrouped_types(tmp_path, kind, ours):
     packed = packed_rows(kind, 9, 512)
     if kind == "nvfp4":
         scales = packed.reshape(9, -1, 36)[..., :4]
@@ -437,7 +437,7 @@ def nvfp4(*shape):
 
 
 @pytest.mark.parametrize("name", ["scale", "weight.scale"])
-def test_factors_of_whole_tensors(tmp_path, name):
+def test_factors(tmp_path, name):
     """NVFP4's, as releases have them beside the weights; those of inputs are not needed."""
     packed, plain = nvfp4(16, 128)
     experts, each = nvfp4(3, 8, 128)
@@ -472,7 +472,7 @@ def test_factors_of_whole_tensors(tmp_path, name):
         (([0.5], "f16"), "'blk.0.attn_q.scale' is f16, not f32"),
     ],
 )
-def test_factors_that_cannot_be_used(tmp_path, factors, says):
+def test_bad_factors(tmp_path, factors, says):
     numbers, kind = factors
     tensors = {
         **ATTENTION,

@@ -43,7 +43,7 @@ def every_type(tmp_path):
     return path
 
 
-def test_tensors_are_what_ggufs_reader_sees(every_type):
+def test_tensors(every_type):
     file = GgufFile(every_type)
     reader = gguf.GGUFReader(every_type)
     assert list(file.tensors) == [tensor.name for tensor in reader.tensors]
@@ -55,7 +55,7 @@ def test_tensors_are_what_ggufs_reader_sees(every_type):
         assert file.tensors[theirs.name].info.nbytes == theirs.n_bytes
 
 
-def test_row_ranges_and_blocks_are_slices_of_the_whole(every_type):
+def test_row_ranges(every_type):
     file = GgufFile(every_type)
     for tensor in file.tensors.values():
         whole = tensor.read()
@@ -68,12 +68,12 @@ def test_row_ranges_and_blocks_are_slices_of_the_whole(every_type):
     assert part.data.shape == (2, 4 * 34)
 
 
-def test_a_row_larger_than_a_block_comes_alone(every_type):
+def test_large_row(every_type):
     blocks = list(GgufFile(every_type).tensors["f32.weight"].blocks(max_bytes=1))
     assert [block.shape for block in blocks] == [(1, 512)] * 5
 
 
-def test_rows_outside_the_tensor_are_an_error(every_type):
+def test_rows_outside(every_type):
     file = GgufFile(every_type)
     with pytest.raises(ValueError, match=r"'f32.weight' has 5 rows: 3 to 6 cannot be read"):
         file.tensors["f32.weight"].read(3, 6)
@@ -112,7 +112,7 @@ def test_metadata_of_every_type(tmp_path):
         found["b"]
 
 
-def test_malformed_utf8_in_a_vocabulary_is_kept(tmp_path):
+def test_malformed_utf8(tmp_path):
     tokens = [b"ok", b"\xff\xfe", "é".encode()]
     body = array(STRING, 3, b"".join(string(token) for token in tokens))
     path = tmp_path / "m.gguf"
@@ -122,7 +122,7 @@ def test_malformed_utf8_in_a_vocabulary_is_kept(tmp_path):
     assert [found.encoded(index) for index in range(3)] == tokens
 
 
-def test_strings_longer_than_the_reading_window(tmp_path):
+def test_long_strings(tmp_path):
     words = ["x" * 700_000, "y" * 1_200_000, "", "z"]
     metadata = {"a.words": words, "a.after": 5}
     (path,) = write_gguf(tmp_path / "m.gguf", "llama", metadata, {"w": (weights(), "f32")})
@@ -132,7 +132,7 @@ def test_strings_longer_than_the_reading_window(tmp_path):
     assert np.array_equal(file.tensors["w"].read().data.view(np.float32), weights())
 
 
-def test_version_2_and_another_alignment(tmp_path):
+def test_version_2(tmp_path):
     pairs = [ARCH, ("general.alignment", UINT32, struct.pack("<I", 64))]
     data = bytes(range(64)) + weights(2, 4).tobytes()
     tensors = [tensor_entry("a", [16], 0, 0), tensor_entry("b", [4, 2], 0, 64)]
@@ -202,7 +202,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_files_are_refused_in_one_line(tmp_path, case):
+def test_bad_files(tmp_path, case):
     data, message = BAD[case]
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
@@ -212,7 +212,7 @@ def test_bad_files_are_refused_in_one_line(tmp_path, case):
     assert "\n" not in str(caught.value)
 
 
-def test_every_truncation_of_a_file_is_refused(tmp_path):
+def test_truncated(tmp_path):
     whole = raw_gguf(
         [ARCH, ("words", ARRAY, array(STRING, 2, string("one") + string("two")))],
         [tensor_entry("t", [8], 0, 0)],
@@ -232,7 +232,7 @@ def split_model(tmp_path):
     return write_gguf(tmp_path / "big.gguf", "llama", {"a.b": 1}, tensors, tensors_per_part=2)
 
 
-def test_a_split_file_opens_from_any_part(tmp_path):
+def test_split(tmp_path):
     paths = split_model(tmp_path)
     assert len(paths) == 3
     for path in paths:
@@ -250,7 +250,7 @@ def test_a_missing_part_is_named(tmp_path):
         open_gguf_parts(paths[2])
 
 
-def test_a_renamed_or_foreign_part_is_refused(tmp_path):
+def test_wrong_part(tmp_path):
     paths = split_model(tmp_path)
     renamed = paths[0].rename(tmp_path / "other.gguf")
     with pytest.raises(CheckpointError, match="is one of 3 parts, but is not named like one"):
@@ -263,7 +263,7 @@ def test_a_renamed_or_foreign_part_is_refused(tmp_path):
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["smollm2"])
-def test_real_files_are_what_ggufs_reader_sees(name):
+def test_real_files(name):
     path = real_model(name)
     file = GgufFile(path)
     reader = gguf.GGUFReader(path)

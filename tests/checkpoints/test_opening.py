@@ -21,7 +21,7 @@ def add_config(folder):
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
 
 
-def test_a_gguf_file_whatever_its_name(tmp_path):
+def test_gguf_of_any_name(tmp_path):
     add_gguf(tmp_path / "m.gguf")
     renamed = (tmp_path / "m.gguf").rename(tmp_path / "sha256-0123")
     checkpoint = open_checkpoint(renamed)
@@ -37,7 +37,7 @@ def test_a_gguf_file_whatever_its_name(tmp_path):
         (["config.json", "model.safetensors", "pytorch_model.bin"], "safetensors", ""),
     ],
 )
-def test_what_a_folder_is(tmp_path, others, kind, opened):
+def test_folder(tmp_path, others, kind, opened):
     add_gguf(tmp_path / "m.gguf")
     for name in others:
         (tmp_path / name).write_bytes(b"\x80\x02")
@@ -49,14 +49,14 @@ def test_what_a_folder_is(tmp_path, others, kind, opened):
     assert (checkpoint.kind, checkpoint.path) == (kind, tmp_path / opened)
 
 
-def test_a_folder_with_one_split_gguf(tmp_path):
+def test_split_gguf(tmp_path):
     parts = add_gguf(tmp_path / "m.gguf", parts=True)
     assert len(parts) == 2
     assert open_checkpoint(tmp_path).path == parts[0]
     assert open_checkpoint(parts[1]).path == parts[0]
 
 
-def test_several_ggufs_are_listed(tmp_path):
+def test_several_ggufs(tmp_path):
     add_gguf(tmp_path / "a.gguf")
     add_gguf(tmp_path / "b.gguf", parts=True)
     with pytest.raises(
@@ -65,12 +65,12 @@ def test_several_ggufs_are_listed(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_a_missing_path(tmp_path):
+def test_missing_path(tmp_path):
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         open_checkpoint(tmp_path / "nowhere")
 
 
-def test_folders_that_are_no_models(tmp_path):
+def test_other_folders(tmp_path):
     with pytest.raises(CheckpointError, match="is an empty folder"):
         open_checkpoint(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
@@ -82,7 +82,7 @@ def test_folders_that_are_no_models(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
-def test_pickles_are_refused_with_the_reason(tmp_path, name):
+def test_pickles(tmp_path, name):
     add_config(tmp_path)
     (tmp_path / name).write_bytes(b"\x80\x02")
     for path in (tmp_path, tmp_path / name):
@@ -96,13 +96,13 @@ def test_pickles_are_refused_with_the_reason(tmp_path, name):
     ("data", "message"),
     [(b"", "it is empty"), (b"PK\x03\x04....", r"it begins with b'PK\\x03\\x04'")],
 )
-def test_files_that_are_no_models(tmp_path, data, message):
+def test_other_files(tmp_path, data, message):
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(tmp_path / "m.gguf")
 
 
-def test_a_shard_alone_points_to_its_folder(tmp_path):
+def test_shard(tmp_path):
     add_config(tmp_path)
     save_file({"model.norm.weight": TENSOR}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="is a part of a model: give its folder"):
@@ -110,7 +110,7 @@ def test_a_shard_alone_points_to_its_folder(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+def test_pipe(tmp_path):
     os.mkfifo(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match="is not a regular file"):
         open_checkpoint(tmp_path / "m.gguf")

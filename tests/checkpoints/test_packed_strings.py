@@ -19,7 +19,7 @@ def test_holds_the_strings(strings: list[str]) -> None:
     assert [packed[index] for index in range(len(packed))] == strings
 
 
-def test_a_lone_surrogate_is_three_malformed_bytes() -> None:
+def test_lone_surrogate() -> None:
     packed = PackedStrings.of(["\ud800", "a"])
     assert list(packed) == ["\ufffd" * 3, "a"]
     assert packed.encoded(0) == b"\xed\xa0\x80"
@@ -28,13 +28,13 @@ def test_a_lone_surrogate_is_three_malformed_bytes() -> None:
 @given(st.lists(st.binary(max_size=5) | st.text(max_size=3).map(str.encode), max_size=12))
 @example([b"\xe2", b"\x82\xac"])
 @example([b"", b"\xff\xfe", b""])
-def test_reads_strings_behind_their_lengths(strings: list[bytes]) -> None:
+def test_prefixed_strings(strings: list[bytes]) -> None:
     data = b"".join(struct.pack("<Q", len(text)) + text for text in strings)
     packed = PackedStrings.from_prefixed(np.frombuffer(data, np.uint8), len(strings))
     assert list(packed) == [text.decode(errors="replace") for text in strings]
 
 
-def test_more_strings_than_are_read_at_once() -> None:
+def test_many_strings() -> None:
     strings = [str(number).encode() * (number % 3) for number in range(40_000)]
     data = b"".join(struct.pack("<Q", len(text)) + text for text in strings)
     packed = PackedStrings.from_prefixed(np.frombuffer(data, np.uint8), len(strings))
@@ -42,6 +42,6 @@ def test_more_strings_than_are_read_at_once() -> None:
 
 
 @pytest.mark.parametrize("index", [2, -1])
-def test_an_index_outside_is_refused(index: int) -> None:
+def test_index_outside(index: int) -> None:
     with pytest.raises(IndexError, match="of 2"):
         PackedStrings.of(["a", "b"])[index]

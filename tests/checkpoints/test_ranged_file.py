@@ -19,7 +19,7 @@ def file(request, tmp_path, monkeypatch):
     return RangedFile(path)
 
 
-def test_threads_read_what_they_asked_for(file):
+def test_threads(file):
     def same(start):
         return np.array_equal(file.read(start, 1000), DATA[start : start + 1000])
 
@@ -27,20 +27,20 @@ def test_threads_read_what_they_asked_for(file):
         assert all(pool.map(same, range(0, 99_000, 300)))
 
 
-def test_ranges_are_checked_before_anything_is_allocated(file):
+def test_bad_ranges(file):
     assert len(file.read(100_000, 0)) == 0
     for offset, count in ((0, 100_001), (99_999, 2), (0, 1 << 62), (-1, 1)):
         with pytest.raises(CheckpointError, match="is truncated"):
             file.read(offset, count)
 
 
-def test_a_file_cut_short_while_open(file):
+def test_truncated_while_open(file):
     os.truncate(file.path, 10)
     with pytest.raises(CheckpointError, match="was cut short"):
         file.read(0, 20)
 
 
-def test_closing_twice_is_fine_and_reading_then_is_not(file):
+def test_closed(file):
     file.close()
     file.close()
     with pytest.raises(CheckpointError, match="is closed"):

@@ -42,7 +42,7 @@ def entry(shape, begin, end, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def test_tensors_are_what_was_saved(tmp_path):
+def test_tensors(tmp_path):
     model = SafetensorsCheckpoint(make_folder(tmp_path / "m"))
     assert (model.kind, model.architecture) == ("safetensors", "LlamaForCausalLM")
     assert set(model.tensors) == set(TENSORS)
@@ -154,14 +154,14 @@ def test_layouts(tmp_path, files, listed, read):
         )
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_missing_shard(tmp_path):
     folder = make_sharded(tmp_path / "m")
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-00003.safetensors is missing"):
         SafetensorsCheckpoint(folder)
 
 
-def test_a_shard_without_its_tensor_is_refused(tmp_path):
+def test_shard_without_tensor(tmp_path):
     folder = make_sharded(tmp_path / "m")
     save_file({"other": values(2)}, folder / "model-00002-of-00003.safetensors")
     with pytest.raises(CheckpointError, match=r"has no tensor 'model.layers.0.mlp.up_proj.weight'"):
@@ -171,7 +171,7 @@ def test_a_shard_without_its_tensor_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "shard", ["../secret.safetensors", "/etc/x.safetensors", "a.bin", 3, "a\\b"]
 )
-def test_an_index_cannot_point_outside_its_folder(tmp_path, shard):
+def test_index_outside_folder(tmp_path, shard):
     folder = make_sharded(tmp_path / "m")
     index = {"weight_map": {"w": shard}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -179,7 +179,7 @@ def test_an_index_cannot_point_outside_its_folder(tmp_path, shard):
         SafetensorsCheckpoint(folder)
 
 
-def test_generation_config_and_token_ids(tmp_path):
+def test_generation_config(tmp_path):
     config = CONFIG | {"bos_token_id": 1, "eos_token_id": 2}
     folder = make_folder(tmp_path / "m", config=config)
     assert SafetensorsCheckpoint(folder).generation_config == {"bos_token_id": 1, "eos_token_id": 2}
@@ -196,7 +196,7 @@ def test_generation_config_and_token_ids(tmp_path):
     ("said", "head", "tied"),
     [(None, True, False), (None, False, True), (True, True, True), (False, False, False)],
 )
-def test_tied_embeddings_are_told_by_the_weights_unless_said(tmp_path, said, head, tied):
+def test_tied_embeddings(tmp_path, said, head, tied):
     tensors = TENSORS | ({"lm_head.weight": values(6, 8)} if head else {})
     config = CONFIG if said is None else CONFIG | {"tie_word_embeddings": said}
     model = SafetensorsCheckpoint(make_folder(tmp_path / "m", tensors, config))
@@ -211,7 +211,7 @@ def test_tied_embeddings_are_told_by_the_weights_unless_said(tmp_path, said, hea
         ("model.", "lm_head.weight"),
     ],
 )
-def test_a_multimodal_model_appears_as_its_text_model(tmp_path, tower, head):
+def test_multimodal(tmp_path, tower, head):
     tensors = {name.replace("model.", tower, 1): array for name, array in TENSORS.items()}
     tensors[head] = values(6, 8, seed=3)
     tensors["vision_tower.embeddings.position_ids"] = np.arange(4)
@@ -232,14 +232,14 @@ def test_a_multimodal_model_appears_as_its_text_model(tmp_path, tower, head):
     assert model.architecture == "Gemma3ForConditionalGeneration"
 
 
-def test_everything_below_the_prefix_of_a_text_model_is_the_decoders(tmp_path):
+def test_text_prefix(tmp_path):
     tensors = {"model.language_model.a_table_of_its_own.weight": values(3, 2)}
     config = {"architectures": ["SomeForConditionalGeneration"], "vision_config": {}}
     model = SafetensorsCheckpoint(make_folder(tmp_path / "m", tensors, config))
     assert set(model.tensors) == {"model.a_table_of_its_own.weight"}
 
 
-def test_blocks_that_predict_further_tokens_are_left_out(tmp_path):
+def test_prediction_blocks(tmp_path):
     """Below a prefix of their own (Qwen), or as layers behind the last (GLM, DeepSeek)."""
     extra = ("mtp.fc.weight", "model.mtp_block.weight", "model.layers.1.eh_proj.weight")
     tensors = TENSORS | {name: values(2, 2) for name in extra}
@@ -248,7 +248,7 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path):
     assert set(model.tensors) == set(TENSORS)
 
 
-def test_rotary_parameters_of_transformers_5_in_the_older_form(tmp_path):
+def test_rope_parameters(tmp_path):
     scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
     config = CONFIG | {"rope_parameters": {"rope_theta": 5e5, **scaling}}
     model = SafetensorsCheckpoint(make_folder(tmp_path / "m", config=config))
@@ -271,14 +271,14 @@ def test_rotary_parameters_of_transformers_5_in_the_older_form(tmp_path):
     assert model.config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
 
 
-def test_other_number_types_are_refused_by_name(tmp_path):
+def test_other_types(tmp_path):
     folder = make_folder(tmp_path / "m", {"w": np.arange(4, dtype=np.int64)})
     with pytest.raises(UnsupportedModelError, match="tensor 'w' is I64, which localrt cannot read"):
         SafetensorsCheckpoint(folder)
 
 
 @pytest.mark.parametrize("method", ["hqq", "quanto", "mxfp4", None])
-def test_quantized_folders_are_refused_with_the_reason(tmp_path, method):
+def test_unknown_quantization(tmp_path, method):
     config = CONFIG | {"quantization_config": {"quant_method": method} if method else []}
     folder = make_folder(tmp_path / "m", config=config)
     with pytest.raises(UnsupportedModelError, match=f"quantized with {method or 'an unknown'}"):
@@ -316,7 +316,7 @@ BAD_HEADERS = {
 
 
 @pytest.mark.parametrize("case", BAD_HEADERS)
-def test_bad_headers_are_refused_in_one_line(tmp_path, case):
+def test_bad_headers(tmp_path, case):
     data, message = BAD_HEADERS[case]
     folder = make_folder(tmp_path / "m")
     (folder / "model.safetensors").write_bytes(data)
@@ -338,14 +338,14 @@ def test_bad_headers_are_refused_in_one_line(tmp_path, case):
         ("model.safetensors.index.json", "{}", "has no weight_map"),
     ],
 )
-def test_bad_json_files_are_refused(tmp_path, name, text, message):
+def test_bad_json(tmp_path, name, text, message):
     folder = make_sharded(tmp_path / "m")
     (folder / name).write_text(text)
     with pytest.raises(CheckpointError, match=message):
         SafetensorsCheckpoint(folder)
 
 
-def test_unknown_tensors_and_closed_files_are_errors(tmp_path):
+def test_unknown_tensor_and_closed_file(tmp_path):
     model = SafetensorsCheckpoint(make_folder(tmp_path / "m"))
     with pytest.raises(CheckpointError, match="has no tensor 'nope'"):
         model.read("nope")

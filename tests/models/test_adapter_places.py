@@ -100,9 +100,7 @@ def test_logits_are_those_of_peft(name: str, config: dict[str, Any], tmp_path: P
         ("nemotron-h", {}),
     ],
 )
-def test_files_of_llamacpp_take_the_adapter_of_the_folder(
-    name: str, how: dict[str, bool], tmp_path: Path
-) -> None:
+def test_gguf_base(name: str, how: dict[str, bool], tmp_path: Path) -> None:
     tiny = Tiny(name, tmp_path)
     base = save_tiny(name, tmp_path / "again")
     base.config.model_type = "llama"  # PEFT leaves Mamba's modules out
@@ -115,7 +113,7 @@ def test_files_of_llamacpp_take_the_adapter_of_the_folder(
     assert relative_error(found, peft_logits(theirs, IDS)) < 1e-4
 
 
-def test_files_with_factors_in_their_matrices_take_none(tmp_path: Path) -> None:
+def test_gguf_base_with_factors(tmp_path: Path) -> None:
     tiny = Tiny("falcon-h1", tmp_path)
     make_adapter(save_tiny("falcon-h1", tmp_path / "b"), tmp_path / "a", target_modules=["q_proj"])
     path = write_tiny_gguf(tiny.folder / "base", tmp_path / "base.gguf", "falcon-h1")
@@ -160,7 +158,7 @@ def by_merging(name: str, folder: Path, size: float, ops: Callable[[], Ops]) -> 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_matrix_that_is_not_refused_is_adapted(name: str, tmp_path: Path) -> None:
+def test_every_matrix(name: str, tmp_path: Path) -> None:
     assert name in (*CONFIGS, *MIXTURES)
     error, change = by_merging(name, tmp_path, 0.15, lambda: TorchOps(compute_format="f32"))
     assert error < 1e-4
@@ -171,12 +169,12 @@ def test_every_matrix_that_is_not_refused_is_adapted(name: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     "name", ["gemma3n", "gemma4", "qwen3.5", "lfm3", "granite-hybrid", "falcon-h1", "olmo-hybrid"]
 )
-def test_the_kernels_adapt_them_too(name: str, tmp_path: Path) -> None:
+def test_kernels(name: str, tmp_path: Path) -> None:
     error, change = by_merging(name, tmp_path, 0.15, lambda: NativeOps(threads=1))
     assert error < change / 5
 
 
-def test_routers_can_only_be_merged(tmp_path: Path) -> None:
+def test_routers(tmp_path: Path) -> None:
     tiny = Tiny("qwen3-moe", tmp_path)
     theirs = make_adapter(
         save_tiny("qwen3-moe", tmp_path / "again"),
@@ -196,7 +194,7 @@ def renamed(folder: Path, old: str, new: str) -> None:
     save_file({name.replace(old, new): each for name, each in load_file(path).items()}, path)
 
 
-def test_experts_by_themselves_can_only_be_merged(tmp_path: Path) -> None:
+def test_experts(tmp_path: Path) -> None:
     tiny = Tiny("mixtral", tmp_path)
     make_adapter(tiny.base, tmp_path / "a", target_modules=["k_proj"])
     path = tmp_path / "a" / "adapter_model.safetensors"
@@ -219,12 +217,12 @@ def test_experts_by_themselves_can_only_be_merged(tmp_path: Path) -> None:
         "backbone.layers.0.mlp.up_proj",
     ],
 )
-def test_a_text_model_takes_the_names_of_one_with_towers(module: str, tmp_path: Path) -> None:
+def test_multimodal_names(module: str, tmp_path: Path) -> None:
     tiny = Tiny("llama", tmp_path)
     assert text_module(module, tiny.checkpoint) == "model.layers.0.mlp.up_proj.weight"
 
 
-def test_parts_of_another_size_are_another_models(tmp_path: Path) -> None:
+def test_wrong_size(tmp_path: Path) -> None:
     tiny = Tiny("qwen3-next", tmp_path)
     make_adapter(tiny.base, tmp_path / "a", target_modules=["out_proj"])
     renamed(tmp_path / "a", "out_proj", "in_proj_qkvz")
@@ -232,7 +230,7 @@ def test_parts_of_another_size_are_another_models(tmp_path: Path) -> None:
         read_adapter(tmp_path / "a", tiny.checkpoint)
 
 
-def test_an_adapter_converted_for_files_is_not_for_a_folder(tmp_path: Path) -> None:
+def test_gguf_adapter_of_folder(tmp_path: Path) -> None:
     tiny = Tiny("qwen3.5", tmp_path)
     keys = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 4.0}
     a, b = np.ones((2, 64), np.float32), np.ones((96, 2), np.float32)

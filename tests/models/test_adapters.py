@@ -125,7 +125,7 @@ def test_adapters_of_mlx(tiny: Tiny, kind: str) -> None:
         ({"lora_parameters": None}, CheckpointError, "must have a scale above 0"),
     ],
 )
-def test_adapters_of_mlx_that_are_refused(
+def test_refused_mlx(
     tiny: Tiny, config: dict[str, Any], error: type[LocalrtError], words: str
 ) -> None:
     tiny.adapter("a")
@@ -136,7 +136,7 @@ def test_adapters_of_mlx_that_are_refused(
 @needs_kernels
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tiny", ["phi3", "gemma2"], indirect=True)
-def test_the_kernels_do_the_same_with_less_precision(tiny: Tiny, kind: str) -> None:
+def test_kernels(tiny: Tiny, kind: str) -> None:
     config = KINDS[kind]
     if tiny.name == "phi3" and kind == "tokens":  # its projections are joined
         config = {"target_modules": ["qkv_proj", "embed_tokens"]}
@@ -151,7 +151,7 @@ def test_the_kernels_do_the_same_with_less_precision(tiny: Tiny, kind: str) -> N
     assert error < max(5 * plain, 5e-3)
 
 
-def test_a_mix_adds_each_ones_change(tiny: Tiny) -> None:
+def test_weights_of_a_set(tiny: Tiny) -> None:
     first, _ = tiny.adapter("a", 1)
     second, _ = tiny.adapter("b", 2, r=4, use_dora=True)
     theirs = make_adapter(save_tiny("qwen2", tiny.folder / "again"), tiny.folder / "c", 1)
@@ -166,7 +166,7 @@ def test_a_mix_adds_each_ones_change(tiny: Tiny) -> None:
     assert relative_error(less, peft_logits(theirs, ids)) < 1e-4
 
 
-def test_a_mix_is_the_weighted_adapter_that_peft_makes(tiny: Tiny) -> None:
+def test_weighted_set(tiny: Tiny) -> None:
     first, second = (tiny.adapter(name, n, r=4 * n)[0] for n, name in enumerate("ab", 1))
     theirs = peft.PeftModel.from_pretrained(tiny.base, tiny.folder / "a", adapter_name="a")
     theirs.load_adapter(tiny.folder / "b", "b")
@@ -180,7 +180,7 @@ def test_a_mix_is_the_weighted_adapter_that_peft_makes(tiny: Tiny) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("threads", [1, 2])
-def test_sequences_of_one_pass_are_what_they_are_alone(tiny: Tiny, threads: int) -> None:
+def test_batch(tiny: Tiny, threads: int) -> None:
     adapters = [tiny.adapter(f"{n}", n, r=4 + 9 * n, use_dora=n == 2)[0] for n in range(3)]
     decoder = tiny.decoder(NativeOps(threads=threads), *adapters)
     chosen: list[tuple[Adapter[LowRank], ...]] = [
@@ -199,7 +199,7 @@ def test_sequences_of_one_pass_are_what_they_are_alone(tiny: Tiny, threads: int)
     np.testing.assert_array_equal(together, np.concatenate(alone))
 
 
-def test_every_instruction_set_has_the_same_bits(tiny: Tiny) -> None:
+def test_instruction_sets(tiny: Tiny) -> None:
     adapters = [tiny.adapter("a", 1, r=3)[0], tiny.adapter("b", 2, r=21, use_dora=True)[0]]
     found = []
     for isa in ISAS:
@@ -211,7 +211,7 @@ def test_every_instruction_set_has_the_same_bits(tiny: Tiny) -> None:
 
 
 @needs_kernels
-def test_streamed_weights_are_adapted_as_those_in_memory(tiny: Tiny) -> None:
+def test_streamed(tiny: Tiny) -> None:
     adapter, _ = tiny.adapter(
         "a", target_modules=["q_proj", "o_proj", "gate_proj", "embed_tokens", "lm_head"]
     )
@@ -224,7 +224,7 @@ def test_streamed_weights_are_adapted_as_those_in_memory(tiny: Tiny) -> None:
         np.testing.assert_array_equal(run(placed, cache(placed, adapter), tokens(6)), want)
 
 
-def test_an_adapter_that_was_removed(tiny: Tiny) -> None:
+def test_removed(tiny: Tiny) -> None:
     adapter, _ = tiny.adapter("a")
     decoder = tiny.decoder(TorchOps(compute_format="f32"), adapter)
     made = cache(decoder, adapter)
@@ -237,7 +237,7 @@ def test_an_adapter_that_was_removed(tiny: Tiny) -> None:
 
 
 @pytest.mark.parametrize("tiny", ["qwen2", "llama-tied-bias"], indirect=True)
-def test_gguf_adapters_are_the_same(tiny: Tiny) -> None:
+def test_gguf(tiny: Tiny) -> None:
     adapter, _ = tiny.adapter("a")
     architecture = {"qwen2": "qwen2", "llama-tied-bias": "llama"}[tiny.name]
     stems = {
@@ -285,7 +285,7 @@ def edited(folder: Path, old: str, new: str) -> None:
         ('"fan_in_fan_out": false', '"fan_in_fan_out": true', "fan_in_fan_out"),
     ],
 )
-def test_configs_that_cannot_be_used(tiny: Tiny, old: str, new: str, says: str) -> None:
+def test_bad_configs(tiny: Tiny, old: str, new: str, says: str) -> None:
     make_adapter(tiny.base, tiny.folder / "a")
     edited(tiny.folder / "a", old, new)
     with pytest.raises((CheckpointError, UnsupportedModelError), match=says) as caught:
@@ -316,7 +316,7 @@ def test_adapters_of_another_model(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tiny", ["deepseek-v2-dense"], indirect=True)
-def test_matrices_that_are_kept_in_parts(tiny: Tiny) -> None:
+def test_matrices_in_parts(tiny: Tiny) -> None:
     make_adapter(tiny.base, tiny.folder / "a", target_modules=["kv_b_proj"])
     with pytest.raises(CheckpointError, match=r"kv_b_proj': each head's .* merge it with PEFT"):
         read_adapter(tiny.folder / "a", tiny.checkpoint)

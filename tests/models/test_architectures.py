@@ -54,7 +54,7 @@ def test_token_by_token(pair: Any) -> None:
     assert relative_error(logits, oracle(theirs, ids)) < TOLERANCE
 
 
-def test_batch_of_sequences_of_different_lengths(pair: Any) -> None:
+def test_batch(pair: Any) -> None:
     ours, theirs = pair
     sequences = [tokens(n, seed=n) for n in (3, 12, 19)]
     caches = [ours.cache(LENGTH) for _ in sequences]
@@ -66,7 +66,7 @@ def test_batch_of_sequences_of_different_lengths(pair: Any) -> None:
     assert relative_error(logits, expected) < TOLERANCE
 
 
-def test_chunks_and_trim_leave_no_trace(pair: Any) -> None:
+def test_chunks_and_trim(pair: Any) -> None:
     ours, theirs = pair
     ids = tokens(LENGTH, seed=2)
     cache = ours.cache(LENGTH)
@@ -86,7 +86,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3-dense"])
-def test_a_tree_mask_gives_each_branch_its_own_logits(name: str, tmp_path: Path) -> None:
+def test_tree(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     model = load_ours(tmp_path)
     prompt = tokens(12)
@@ -108,7 +108,7 @@ def test_a_tree_mask_gives_each_branch_its_own_logits(name: str, tmp_path: Path)
         assert relative_error(logits[path[-1]], expected[0]) < TOLERANCE
 
 
-def test_cancelling_between_layers_leaves_the_cache_as_it_was(llama: Decoder) -> None:
+def test_cancel(llama: Decoder) -> None:
     cache = llama.cache(64)
     ids = tokens(20)
     llama.forward(Batch.extend([(cache, ids[:10])]), rows=[])
@@ -128,7 +128,7 @@ def test_cancelling_between_layers_leaves_the_cache_as_it_was(llama: Decoder) ->
     assert relative_error(again, whole[10:]) < TOLERANCE
 
 
-def test_a_cache_grows_in_steps_and_refuses_more_than_its_capacity(llama: Decoder) -> None:
+def test_cache_growth(llama: Decoder) -> None:
     cache = llama.cache(1000)
     assert cache.nbytes == 0
     llama.forward(Batch.extend([(cache, tokens(3))]), rows=[])
@@ -140,7 +140,7 @@ def test_a_cache_grows_in_steps_and_refuses_more_than_its_capacity(llama: Decode
 
 
 @pytest.mark.parametrize("name", ["longrope-short", "longrope-long"])
-def test_longrope_follows_the_context(name: str, tmp_path: Path) -> None:
+def test_longrope(name: str, tmp_path: Path) -> None:
     """Up to the original context the short factors hold, beyond it the long ones."""
     theirs = save_tiny("phi3-longrope", tmp_path)
     count = 40 if name == "longrope-short" else 60
@@ -150,7 +150,7 @@ def test_longrope_follows_the_context(name: str, tmp_path: Path) -> None:
     assert relative_error(logits, oracle(theirs, ids)) < TOLERANCE
 
 
-def test_an_unknown_architecture_lists_what_is_known(tmp_path: Path) -> None:
+def test_unknown_architecture(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLM", "BertForMaskedLM"))
@@ -161,7 +161,7 @@ def test_an_unknown_architecture_lists_what_is_known(tmp_path: Path) -> None:
         read_config(checkpoint)
 
 
-def test_a_gemma3_config_may_leave_out_its_defaults() -> None:
+def test_gemma3_defaults() -> None:
     """As the published multimodal ones do: their text_config names five keys."""
     raw = SimpleNamespace(
         architecture="Gemma3ForConditionalGeneration",
@@ -177,7 +177,7 @@ def test_a_gemma3_config_may_leave_out_its_defaults() -> None:
 
 
 @pytest.mark.parametrize(("kind", "kv_heads"), [("mistral", 8), ("llama", 32), ("llava", 32)])
-def test_a_llava_config_may_leave_out_its_defaults(kind: str, kv_heads: int) -> None:
+def test_llava_defaults(kind: str, kv_heads: int) -> None:
     raw = SimpleNamespace(
         architecture="LlavaForConditionalGeneration",
         kind="safetensors",
@@ -192,7 +192,7 @@ def test_a_llava_config_may_leave_out_its_defaults(kind: str, kv_heads: int) -> 
         read_config(cast(Checkpoint, raw))
 
 
-def test_every_registered_name_has_its_file() -> None:
+def test_registry() -> None:
     from localrt.models.registry import find_architecture
 
     for name in ARCHITECTURES:

@@ -197,7 +197,7 @@ def test_bad_configs(folder: Path, name: str, place: Any, value: Any, told: str)
     assert "\n" not in str(caught.value)
 
 
-def test_a_text_models_config_by_another_name(folder: Path) -> None:
+def test_llm_config(folder: Path) -> None:
     config = dict(tiny_config(folder, "nemotron-h-omni"))
     config |= {"llm_config": config.pop("text_config"), "architectures": ["NemotronH_Nano_VL_V2"]}
     loaded(folder, "nemotron-h-omni", config, None)
@@ -218,7 +218,7 @@ LAYER_LISTS = {
 
 
 @pytest.mark.parametrize("name", LAYER_LISTS)
-def test_lists_that_are_not_of_the_layers(folder: Path, name: str) -> None:
+def test_layer_lists(folder: Path, name: str) -> None:
     key, config = LAYER_LISTS[name], tiny_config(folder, name)
     layers = len(config[key])
     wrong: list[tuple[list[Any], str]] = [
@@ -246,9 +246,7 @@ def test_lists_that_are_not_of_the_layers(folder: Path, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_recurrent_tensor_of_a_wrong_size_is_named(
-    tmp_path: Path, name: str, tensor: str, change: int
-) -> None:
+def test_recurrent_shape(tmp_path: Path, name: str, tensor: str, change: int) -> None:
     save_tiny(name, tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -262,7 +260,7 @@ def test_a_recurrent_tensor_of_a_wrong_size_is_named(
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 3e38, -3e38])
 @pytest.mark.parametrize("name", ["llama-yarn", "qwen3.5-moe", "granite-hybrid-moe", "falcon-h1"])
-def test_numbers_of_a_damaged_file_warn_nobody(tmp_path: Path, name: str, value: float) -> None:
+def test_damaged_numbers(tmp_path: Path, name: str, value: float) -> None:
     save_tiny(name, tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -273,12 +271,12 @@ def test_numbers_of_a_damaged_file_warn_nobody(tmp_path: Path, name: str, value:
         load_ours(tmp_path)
 
 
-def test_every_architecture_is_tried(folder: Path) -> None:
+def test_every_architecture(folder: Path) -> None:
     tried = {ARCHITECTURES[tiny_config(folder, name)["architectures"][0]] for name in MODELS}
     assert tried == set(ARCHITECTURES.values())
 
 
-def test_dynamic_scaling_of_two_dimensions(folder: Path) -> None:
+def test_dynamic_scaling(folder: Path) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.125}
     config = changed(tiny_config(folder, "llama-yarn"), [(("rope_parameters",), scaling)])
     with pytest.raises(CheckpointError, match="more than 2 rotary dimensions"):

@@ -40,7 +40,7 @@ def test_older_gguf_files(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["deepseek-v2-lite", "deepseek-v2-dense", "deepseek-v3", "glm4-moe-lite"]
 )
-def test_gguf_files_as_llama_cpp_reads_them(
+def test_llama_cpp(
     name: str, absorbed: bool, groups: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
@@ -64,7 +64,7 @@ def test_gguf_files_as_llama_cpp_reads_them(
     assert relative_error(whole(load_ours(path))[-1], logits) < 0.01
 
 
-def test_matrices_that_were_quantized_as_one_are_taken_apart(tmp_path: Path) -> None:
+def test_quantized_kv_b(tmp_path: Path) -> None:
     """Values in their own bytes; keys, which have to be transposed, in f16."""
     theirs = save_tiny("deepseek-v2-dense", tmp_path / "hf")
     path = write_tiny_gguf(
@@ -102,7 +102,7 @@ def test_matrices_that_were_quantized_as_one_are_taken_apart(tmp_path: Path) -> 
     assert relative_error(whole(load_ours(path)), oracle(theirs, IDS)) < 0.05
 
 
-def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+def test_prediction_layers(tmp_path: Path) -> None:
     """V3's checkpoints have a layer behind the last."""
     from safetensors.numpy import load_file, save_file
 

@@ -136,6 +136,6 @@ def test_default_values(family: str, keys: dict[str, Any], values: dict[str, Any
     assert {key: found.get(key) for key in values} == values
 
 
-def test_the_architecture_stands_for_an_unknown_type() -> None:
+def test_unknown_type() -> None:
     found = with_default_values({"model_type": "qwen2_5_vl"}, "Qwen2_5_VLForConditionalGeneration")
     assert found["rms_norm_eps"] == 1e-5

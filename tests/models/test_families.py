@@ -41,14 +41,14 @@ def gguf(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_tiny_gguf(path, path / "m.gguf", request.param), theirs
 
 
-def test_a_gguf_file_is_the_same_model(gguf: Any) -> None:
+def test_gguf(gguf: Any) -> None:
     path, theirs = gguf
     ids = tokens(LENGTH, seed=7)
     assert relative_error(logits_of(path, ids), oracle(theirs, ids)) < 1e-4
 
 
 @pytest.mark.llamacpp
-def test_llama_cpp_computes_the_same(
+def test_llama_cpp(
     gguf: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nearly: Gemma's GELU is of half precision there."""
@@ -69,9 +69,7 @@ def test_llama_cpp_computes_the_same(
         ("granite-hybrid", "blk.0.ssm_a"),
     ],
 )
-def test_a_recurrent_tensor_that_is_wrong_or_absent_is_named(
-    tmp_path: Path, name: str, tensor: str
-) -> None:
+def test_bad_recurrent_tensor(tmp_path: Path, name: str, tensor: str) -> None:
     save_tiny(name, tmp_path)
     path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", name)
     reader = GGUFReader(path)
@@ -89,9 +87,7 @@ def test_a_recurrent_tensor_that_is_wrong_or_absent_is_named(
 
 
 @pytest.mark.llamacpp
-def test_exaones_windows_as_llama_cpp_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exaone_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It knows the model that has them by its layers."""
     sizes = {**CONFIGS["exaone4"]().to_dict(), "num_hidden_layers": 64, "layer_types": None}
     sizes |= {"sliding_window": 16, "sliding_window_pattern": 4}
@@ -142,7 +138,7 @@ def test_kimis_config_as_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["glm4-moe", "nemotron-h-moe"])
-def test_a_block_that_predicts_further_tokens(name: str, tmp_path: Path) -> None:
+def test_prediction_block(name: str, tmp_path: Path) -> None:
     """It is neither read nor packed nor counted."""
     save_tiny(name, tmp_path)
     paths = [

@@ -14,7 +14,7 @@ from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import save_tiny
 
 
-def test_layers_that_share_keys_and_values_take_no_memory(tmp_path: Path) -> None:
+def test_shared_keys_and_values(tmp_path: Path) -> None:
     save_tiny("gemma4", tmp_path)
     with closing(open_checkpoint(tmp_path)) as checkpoint:
         specs = read_config(checkpoint).attention
@@ -31,7 +31,7 @@ def test_layers_that_share_keys_and_values_take_no_memory(tmp_path: Path) -> Non
     assert ops.kv_nbytes(specs, 256) == ops.kv_nbytes(specs[:3], 256)
 
 
-def test_a_tokens_inputs_lie_together(tmp_path: Path) -> None:
+def test_input_rows(tmp_path: Path) -> None:
     """A row for each layer, in the order of the published table."""
     theirs = save_tiny("gemma4", tmp_path)
     table = theirs.model.embed_tokens_per_layer.weight.detach().numpy()

@@ -37,7 +37,7 @@ LENGTH = 40
 
 
 @pytest.mark.parametrize("name", sorted(MIXTURES | DEEPSEEK_SPARSE))
-def test_routers_choose_what_transformers_routers_choose(name: str, tmp_path: Path) -> None:
+def test_routing(name: str, tmp_path: Path) -> None:
     theirs = save_tiny(name, tmp_path)
     ours, ids = load_ours(tmp_path, context=LENGTH), tokens(LENGTH, seed=5)
     found: list[Routing] = []
@@ -78,7 +78,7 @@ def test_routers_choose_what_transformers_routers_choose(name: str, tmp_path: Pa
         np.testing.assert_allclose(routing.scores, expected_scores, atol=1e-5)
 
 
-def test_experts_one_by_one_as_in_the_first_gguf_files(tmp_path: Path) -> None:
+def test_gguf_of_single_experts(tmp_path: Path) -> None:
     theirs = save_tiny("mixtral", tmp_path)
     path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "mixtral", stacked=False)
     ids = tokens(LENGTH)
@@ -129,7 +129,7 @@ def test_qwen3_vl_as_published(tmp_path: Path) -> None:
     assert relative_error(logits_of(tmp_path, ids), oracle(theirs, ids)) < TOLERANCE
 
 
-def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_expert(tmp_path: Path) -> None:
     save_tiny("qwen3-moe", tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -156,7 +156,7 @@ def damaged(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_router_that_gives_no_numbers(damaged: Path) -> None:
+def test_router_of_nan(damaged: Path) -> None:
     ours = load_ours(damaged)
     cache = ours.cache(LENGTH)
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp: .*not numbers"):
@@ -164,7 +164,7 @@ def test_a_router_that_gives_no_numbers(damaged: Path) -> None:
     assert cache.length == 0
 
 
-def test_bf16_computes_the_same_model(tmp_path: Path) -> None:
+def test_bf16(tmp_path: Path) -> None:
     """Roughly: rounding moves some choices, not the text's sense."""
     theirs = save_tiny("gpt-oss", tmp_path)
     with closing(open_checkpoint(tmp_path)) as checkpoint:

@@ -45,7 +45,7 @@ def rows(hashed: NgramHash, tokens: list[int], before: list[int]) -> np.ndarray:
 @pytest.mark.parametrize(
     ("table", "orders", "heads", "multiple"), [(0, 3, 8, 128), (1, 2, 3, 5), (2, 5, 1, 1)]
 )
-def test_rows_are_those_of_transformers(table: int, orders: int, heads: int, multiple: int) -> None:
+def test_rows(table: int, orders: int, heads: int, multiple: int) -> None:
     hashed = make(table, orders=orders, heads=heads, rows_multiple=multiple)
     module = reference(hashed)
     assert module.ngram_embedding.num_embeddings == hashed.rows
@@ -66,14 +66,14 @@ def test_the_published_table() -> None:
 @given(
     tokens=st.lists(st.sampled_from([1, 2, END, 40]), min_size=1, max_size=20), cut=st.integers(0)
 )
-def test_a_text_in_two_pieces_has_the_same_rows(tokens: list[int], cut: int) -> None:
+def test_two_pieces(tokens: list[int], cut: int) -> None:
     hashed, cut = make(), cut % len(tokens)
     whole = rows(hashed, tokens, [])
     assert np.array_equal(whole[:cut], rows(hashed, tokens[:cut], []))
     assert np.array_equal(whole[cut:], rows(hashed, tokens[cut:], tokens[:cut]))
 
 
-def test_each_path_of_a_tree_is_a_text() -> None:
+def test_tree() -> None:
     hashed = make(orders=4)
     before, tokens, parents = [5, 6], [1, 2, END, 3, 4, 8], [-1, 0, 0, 1, 2, -1]
     ids = np.array(tokens, np.int64)
@@ -94,6 +94,6 @@ def test_each_path_of_a_tree_is_a_text() -> None:
         ("eos_token_id must be below 61, is 61", {"separator": VOCAB}),
     ],
 )
-def test_senseless_values_are_named(field: str, change: dict[str, int]) -> None:
+def test_bad_values(field: str, change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=field):
         NgramSpec(**{"vocab": VOCAB, "separator": END, **change})

@@ -50,7 +50,7 @@ def whole(native: Decoder) -> np.ndarray:
 
 
 @needs_kernels
-def test_kernels_compute_what_torch_does(folder: Path) -> None:
+def test_kernels(folder: Path) -> None:
     ids = tokens(COUNT)
     want = read_all(load_ours(folder), ids)
     assert relative_error(read_all(load(folder, NativeOps(threads=2)), ids), want) < 0.02
@@ -73,7 +73,7 @@ def test_bits_depend_on_no_company(native: Decoder, whole: np.ndarray) -> None:
 
 
 @needs_kernels
-def test_a_trees_path_is_computed_as_if_alone(native: Decoder, whole: np.ndarray) -> None:
+def test_tree(native: Decoder, whole: np.ndarray) -> None:
     ids, held, cache = tokens(COUNT), 41, native.cache(256)
     native.forward(Batch.extend([(cache, ids[:held])]))
     branch = [ids[held], 9, ids[held + 1], 11, ids[held + 2], ids[held + 3]]
@@ -91,7 +91,7 @@ def test_a_trees_path_is_computed_as_if_alone(native: Decoder, whole: np.ndarray
 
 
 @needs_kernels
-def test_going_back_changes_nothing(native: Decoder, whole: np.ndarray) -> None:
+def test_trim(native: Decoder, whole: np.ndarray) -> None:
     ids, cache = tokens(COUNT), native.cache(256)
     for part in (
         ids[:30],
@@ -121,7 +121,7 @@ def parts_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ops", ["torch", pytest.param("native", marks=needs_kernels)])
-def test_a_table_in_fp8_is_what_its_values_are(ops: str, folder: Path, tmp_path: Path) -> None:
+def test_table_in_fp8(ops: str, folder: Path, tmp_path: Path) -> None:
     """A scale stands beside each part of the table, as in files whose weights are in FP8."""
     eights, same, scale = {}, {}, 0.25
     for name, part in parts_of(folder).items():
@@ -145,12 +145,12 @@ def refusal(folder: Path) -> str:
     return line
 
 
-def test_a_part_of_the_table_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+def test_missing_part_of_table(folder: Path, tmp_path: Path) -> None:
     first = min(parts_of(folder))
     assert "3 of 4 parts are there" in refusal(rewritten(folder, tmp_path, {first: None}))
 
 
-def test_parts_of_other_widths_are_no_table(folder: Path, tmp_path: Path) -> None:
+def test_parts_of_other_widths(folder: Path, tmp_path: Path) -> None:
     last = max(parts_of(folder))
     line = refusal(rewritten(folder, tmp_path, {last: torch.zeros(5, 7)}))
     assert f"{last} (5, 7)" in line

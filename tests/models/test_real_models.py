@@ -80,7 +80,7 @@ def test_logits(pair: Any) -> None:
     assert relative_error(got, logits_of(theirs, ids)) < 1e-4
 
 
-def test_logits_beyond_the_sliding_window(pair: Any) -> None:
+def test_long_logits(pair: Any) -> None:
     ours, tokenizer, theirs = pair
     ids = (tokenizer.encode(" ".join(PROMPTS)) * 8)[:640]
     cache = ours.cache(len(ids))
@@ -89,7 +89,7 @@ def test_logits_beyond_the_sliding_window(pair: Any) -> None:
     assert relative_error(got, logits_of(theirs, ids)[-3:]) < 1e-4
 
 
-def test_greedy_tokens_of_10_prompts(pair: Any) -> None:
+def test_greedy(pair: Any) -> None:
     ours, tokenizer, theirs = pair
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     for prompt, text in zip(prompts, greedy(ours, prompts), strict=True):

@@ -133,7 +133,7 @@ def replaced(ending: str, part: torch.Tensor) -> Callable[[Tensors], Tensors]:
         ("MLX", cut("biases", 63), r"biases' .* should be \(64, 2\) in BF16"),
     ],
 )
-def test_tensors_that_do_not_fit(
+def test_bad_tensors(
     kind: str, change: Callable[[Tensors], Tensors], message: str, tmp_path: Path
 ) -> None:
     scheme = SCHEMES[SMALL[kind]]
@@ -184,7 +184,7 @@ def test_tensors_that_do_not_fit(
         ("gptq", "quantization_config should be an object"),
     ],
 )
-def test_configs_that_are_not_understood(config: Any, message: str, tmp_path: Path) -> None:
+def test_bad_configs(config: Any, message: str, tmp_path: Path) -> None:
     refused(tmp_path, {"quantization_config": config}, {}, message)
 
 
@@ -198,7 +198,7 @@ def test_configs_that_are_not_understood(config: Any, message: str, tmp_path: Pa
         ({"bits": 4, "group_size": 64, "a": {"bits": 9}}, "quantization: a: bits is 9"),
     ],
 )
-def test_mlx_configs_that_are_not_understood(config: Any, message: str, tmp_path: Path) -> None:
+def test_bad_mlx_configs(config: Any, message: str, tmp_path: Path) -> None:
     refused(tmp_path, {"quantization": config}, {}, message)
 
 
@@ -214,13 +214,13 @@ def test_modelopts_own_file(tmp_path: Path) -> None:
     refused(tmp_path, {}, tensors, "hf_quant_config.json: quantization: quant_algo is 'INT2'")
 
 
-def test_single_modules_of_mlx_may_have_other_bits(tmp_path: Path) -> None:
+def test_mlx_module_bits(tmp_path: Path) -> None:
     config = {"quantization": {"bits": 4, "group_size": 64, NAME: {"bits": 8, "group_size": 64}}}
     tensors, _ = SCHEMES["MLX 8 bits"].write(WEIGHT)
     assert opened(tmp_path, config, tensors).tensors[f"{NAME}.weight"].format.name == "int8-g64b"
 
 
-def test_single_modules_of_gptq_may_have_other_bits(tmp_path: Path) -> None:
+def test_gptq_module_bits(tmp_path: Path) -> None:
     config = SCHEMES["GPTQ"].config
     tensors, values = SCHEMES["GPTQ 8 bits asymmetric"].write(WEIGHT)
     config = {"quantization_config": {**config["quantization_config"], "sym": False}}
@@ -229,7 +229,7 @@ def test_single_modules_of_gptq_may_have_other_bits(tmp_path: Path) -> None:
     np.testing.assert_array_equal(unpack(model.read(f"{NAME}.weight")), values)
 
 
-def test_blocks_as_older_configs_have_them(tmp_path: Path) -> None:
+def test_older_block_structure(tmp_path: Path) -> None:
     config = json.loads(json.dumps(SCHEMES["compressed FP8 blocks"].config))
     group = config["quantization_config"]["config_groups"]["group_0"]
     group["weights"]["block_structure"] = "128x128"
@@ -237,7 +237,7 @@ def test_blocks_as_older_configs_have_them(tmp_path: Path) -> None:
     assert opened(tmp_path, config, tensors).tensors[f"{NAME}.weight"].format.name == "e4m3-g128"
 
 
-def test_caches_scales_are_left_out(tmp_path: Path) -> None:
+def test_cache_scales(tmp_path: Path) -> None:
     scheme = SCHEMES["FP8 rows"]
     tensors, _ = scheme.write(WEIGHT)
     model = opened(tmp_path, scheme.config, {**tensors, "input_scale": torch.ones(1)})
@@ -245,9 +245,7 @@ def test_caches_scales_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", SMALL.values())
-def test_only_the_rows_asked_for_are_read(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_only_rows_asked(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, _ = SCHEMES[kind].write(WEIGHT)
     model = opened(tmp_path, SCHEMES[kind].config, tensors)
     counts: list[int] = []

@@ -37,7 +37,7 @@ def error_of(folder: Path, theirs: Any) -> float:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_logits_are_those_of_the_same_values(name: str, tmp_path: Path) -> None:
+def test_logits(name: str, tmp_path: Path) -> None:
     folder, theirs, formats = publish(tmp_path, "qwen3-moe", SMALL[name], shards=3)
     with closing(open_checkpoint(folder)) as model:
         for key, info in model.tensors.items():
@@ -51,16 +51,14 @@ def test_logits_are_those_of_the_same_values(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "phi3", "mixtral", "qwen2-moe", "granite-moe-shared",
                                   "qwen3.5-moe", "falcon-h1", "ernie-moe", "lfm2-moe"])  # fmt: skip
 @pytest.mark.parametrize("kind", ["W4A16", "ModelOpt NVFP4"])
-def test_other_architectures_names(name: str, kind: str, tmp_path: Path) -> None:
+def test_architectures(name: str, kind: str, tmp_path: Path) -> None:
     folder, theirs, formats = publish(tmp_path, name, SMALL[kind])
     assert formats
     assert error_of(folder, theirs) < 2e-5
 
 
 @pytest.mark.parametrize("kind", ["W4A16", "MLX"])
-def test_a_quantized_head_tied_to_a_whole_embedding(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tied_quantized_head(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedding counts, as the config says."""
     config = tiny.CONFIGS["qwen2"]()
     config.vocab_size = 224
@@ -78,7 +76,7 @@ def test_a_quantized_head_tied_to_a_whole_embedding(
 
 
 @pytest.mark.parametrize("kind", ["FP8", "W4A16"])
-def test_latent_attention_is_taken_apart_exactly(kind: str, tmp_path: Path) -> None:
+def test_latent_attention(kind: str, tmp_path: Path) -> None:
     def taken(name: str, shape: tuple[int, ...]) -> bool:
         return len(shape) == 2 and ("kv_b_proj" in name or "mlp" in name) and "gate." not in name
 
@@ -94,7 +92,7 @@ def test_latent_attention_is_taken_apart_exactly(kind: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["MLX", "MLX f16"])
-def test_experts_that_mlx_stacks(kind: str, tmp_path: Path) -> None:
+def test_mlx_experts(kind: str, tmp_path: Path) -> None:
     def stacked(tensors: Tensors) -> Tensors:
         found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
         for name in tensors:
@@ -149,7 +147,7 @@ def test_gpt_oss_of_mlx(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
-def test_norms_that_mlx_adds_one_to(name: str, tmp_path: Path) -> None:
+def test_mlx_norms(name: str, tmp_path: Path) -> None:
     def converted(tensors: Tensors) -> Tensors:
         ends = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
         found = dict(tensors)
@@ -164,7 +162,7 @@ def test_norms_that_mlx_adds_one_to(name: str, tmp_path: Path) -> None:
     assert error_of(folder, theirs) < 2e-5
 
 
-def test_factors_that_mlx_multiplies_in_are_refused(tmp_path: Path) -> None:
+def test_mlx_factors(tmp_path: Path) -> None:
     def converted(tensors: Tensors) -> Tensors:
         key = "model.layers.0.mamba.conv1d.weight"
         return {**tensors, key: tensors[key].movedim(2, 1).contiguous()}
@@ -174,7 +172,7 @@ def test_factors_that_mlx_multiplies_in_are_refused(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
-def test_latent_attention_as_mlx_takes_it_apart(tmp_path: Path) -> None:
+def test_mlx_latent_attention(tmp_path: Path) -> None:
     made: dict[str, np.ndarray] = {}
 
     def converted(tensors: Tensors) -> Tensors:
@@ -209,9 +207,7 @@ def test_latent_attention_as_mlx_takes_it_apart(tmp_path: Path) -> None:
     assert error_of(folder, theirs) < 2e-5
 
 
-def test_a_table_of_all_layers_is_cut_into_theirs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layer_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tiny.CONFIGS["gemma3n"]()
     plain.hidden_size_per_layer_input, plain.vocab_size_per_layer_input = 32, 224
     monkeypatch.setitem(tiny.CONFIGS, "gemma3n", lambda: plain)
@@ -224,7 +220,7 @@ def test_a_table_of_all_layers_is_cut_into_theirs(
     assert error_of(folder, theirs) < 2e-5
 
 
-def test_fp8_experts_that_transformers_stacks(tmp_path: Path) -> None:
+def test_stacked_fp8_experts(tmp_path: Path) -> None:
     def stacked(tensors: Tensors) -> Tensors:
         found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
         for name in tensors:
@@ -249,7 +245,7 @@ def test_fp8_experts_that_transformers_stacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_store_holds_the_same_numbers(name: str, tmp_path: Path) -> None:
+def test_store(name: str, tmp_path: Path) -> None:
     folder, _, formats = publish(tmp_path, "llama", SMALL[name])
     with closing(open_checkpoint(folder)) as source:
         path = pack_store(source, tmp_path / "store")
@@ -264,7 +260,7 @@ def test_a_store_holds_the_same_numbers(name: str, tmp_path: Path) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("name", SMALL)
-def test_streaming_changes_no_bit(name: str, tmp_path: Path) -> None:
+def test_streamed(name: str, tmp_path: Path) -> None:
     folder, _, _ = publish(tmp_path, "qwen3-moe", SMALL[name])
     with closing(open_checkpoint(folder)) as source:
         path = pack_store(source, tmp_path / "store")
@@ -278,9 +274,7 @@ def test_streaming_changes_no_bit(name: str, tmp_path: Path) -> None:
                 np.testing.assert_array_equal(extend(placed, there, part), want)
 
 
-def test_show_and_plan_say_what_weights_are_held_as(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _, _ = publish(tmp_path, "llama", SMALL["FP8"])
     for command in ("show", "plan"):
         assert main([command, str(folder)]) == 0

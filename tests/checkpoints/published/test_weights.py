@@ -106,7 +106,7 @@ def test_bits_of_one_module_in_mlx(
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_values_are_those_of_the_published_library(name: str, tmp_path: Path) -> None:
+def test_values(name: str, tmp_path: Path) -> None:
     scheme = SCHEMES[name]
     tensors, values = scheme.write(random_weight())
     model = SafetensorsCheckpoint(folder_of(tmp_path, scheme, tensors))
