@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.common.command import cited_command, make_parser
 from benchmarks.common.record import Record, markdown_table, save, versions_of
 from localrt.common.formatting import format_rate
-from localrt.common.settings import Settings
+from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.common.version import __version__
 from localrt.hub.known_models import KnownModel, find_known
 from localrt.offload.planner import Plan, PlanRequest, make_plan
@@ -98,8 +98,6 @@ PUBLISHED: tuple[Published, ...] = (
 )
 """Speeds of decoding a token a pass, where nothing else is said."""
 
-_CTX = 4096
-
 
 def rows() -> Iterator[Record]:
     """A row for each published speed."""
@@ -119,7 +117,7 @@ def rows() -> Iterator[Record]:
 def forecast(published: Published, settings: Settings) -> Plan:
     """Our plan for the PC of ``published``: what was not named of it is a usual PC's."""
     machine, budgets, _ = planned_hardware(Hardware(pc=published.pc), settings)
-    known, ctx = published.known, published.ctx or _CTX
+    known, ctx = published.known, published.ctx or DEFAULT_CONTEXT
     shape = shape_from_config(
         known.config(), name=known.name, format="int4-g32" if published.bits else None
     )

@@ -289,7 +289,7 @@ def _cut(tokens: Sequence[int], ctx: int, stride: int, bos: int | None) -> Windo
     if len(tokens) < ctx:
         raise OptionError(
             f"the text has {len(tokens)} tokens, fewer than one window of {ctx}: use a longer text "
-            "or a smaller --ctx"
+            f"or a smaller {option('ctx')}"
         )
     windows = []
     for start in range(0, len(tokens) - ctx + 1, stride):

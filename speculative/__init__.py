@@ -1,5 +1,5 @@
-"""Draft sources, token trees, their verification, and the tuner that decides when they pay.
+"""Draft sources, token trees, and the tuner that decides when drafting pays.
 
-Nothing here knows engines, sessions, text or where weights lie: a draft is tokens in, a tree out,
-and the target is a function from a node to a token.
+Start reading at ``tree.py`` and ``source.py``; docs/speculation.md explains the whole. Nothing here
+knows engines, sessions, text or where weights are: a draft is tokens in, a tree out.
 """

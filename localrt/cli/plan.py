@@ -16,7 +16,7 @@ from typing import Any
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
 from localrt.common.errors import MemoryBudgetError, OptionError
-from localrt.common.settings import Settings
+from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.offload.planner import Plan
 from localrt.offload.planner.pair import PairPlan, plan_pair
 from localrt.offload.planner.pc import PRESETS, Hardware
@@ -44,7 +44,7 @@ _ACCEPTANCE_HELP = (
     "share of the draft's first choices that are accepted, from 0 to 1 (default: 0.7)"
 )
 _PLAN: tuple[Flag, ...] = (
-    ("--ctx", int, "TOKENS", "longest conversation (default: 4096)"),
+    ("--ctx", int, "TOKENS", f"longest conversation (default: {DEFAULT_CONTEXT})"),
     ("--format", str, "F", "plan as if the weights had this format (default: their own)"),
     ("--kv-format", KV_FORMATS, None, "format of the KV cache (default: bf16)"),
     ("--batch", int, "N", "sequences at once (default: 1)"),

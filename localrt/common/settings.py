@@ -15,6 +15,9 @@ from pathlib import Path
 ENDPOINT_KEY, SERVE_KEY = "OPENAI_API_KEY", "LOCALRT_API_KEY"  # for help texts too
 KV_DISK = "LOCALRT_KV_DISK"
 
+DEFAULT_CONTEXT = 4096
+"""Tokens of a conversation to reckon with where no context was asked for."""
+
 _OLLAMA_SERVICES = (  # where packages of Linux systems keep what Ollama's service downloads
     Path("/usr/share/ollama/.ollama/models"),
     Path("/var/lib/ollama/.ollama/models"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from localrt.common.errors import MemoryBudgetError, UnsupportedModelError
+from localrt.common.settings import DEFAULT_CONTEXT
 from localrt.loading.draft_model import PLUS_NGRAM, DraftPlace, Drafts
 from localrt.loading.options import LoadOptions
 from localrt.loading.parts import LoadedModel, load_parts
@@ -180,9 +181,6 @@ def _draft_vram(draft: Checkpoint, shape: ModelShape, opened: OpenGpu, ctx: int)
     return resident_account(draft, read_config(draft), opened.gpu.ops, ctx).total()
 
 
-_HELD_TOKENS = 4096  # of a conversation whose context was not asked for
-
-
 def is_draft_model(draft: str) -> bool:
     """Whether a ``draft`` option, a string that is not empty, names a model."""
     return draft not in ("auto", "off", "ngram")
@@ -321,7 +319,7 @@ def _beside_draft(parts: LoadedModel | None, options: LoadOptions) -> LoadOption
     engine = parts.engine
     if not isinstance(engine, NativeEngine):
         return options
-    cache = engine.kv_nbytes(min(options.ctx or _HELD_TOKENS, parts.ctx))
+    cache = engine.kv_nbytes(min(options.ctx or DEFAULT_CONTEXT, parts.ctx))
     growth, free = draft_growth_nbytes(cache), engine.free_memory()
     if free is None:
         return replace(options, ram=max(ram_budget(options.ram) - growth, 1))

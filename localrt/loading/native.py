@@ -11,7 +11,7 @@ from math import prod
 
 from localrt.common.free_memory import return_free_memory
 from localrt.common.progress import ProgressCallback
-from localrt.common.settings import Settings
+from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.native.meters import resident_forecast
 from localrt.engine.protocol import Engine, EngineInfo
@@ -32,7 +32,6 @@ from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.protocol import Ops
 
 # A shorter context than this is not worth having everything in memory: rather stream some weights.
-_USEFUL_CONTEXT = 4096
 
 
 def load_native(
@@ -117,7 +116,7 @@ def _must_stream(
     if options.shrinkable and ops.name == "native" and not any(config.mixtures):
         return True
     budget, _ = memory_left(ops, options)
-    ctx = options.ctx or min(config.context_length, _USEFUL_CONTEXT)
+    ctx = options.ctx or min(config.context_length, DEFAULT_CONTEXT)
     return resident_account(checkpoint, config, ops, ctx).total() > budget
 
 

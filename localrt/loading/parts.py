@@ -28,7 +28,7 @@ from localrt.common.errors import (
 )
 from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
-from localrt.common.settings import Settings
+from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import sampling_defaults
 from localrt.loading.describing import quantization_name
@@ -192,7 +192,7 @@ def _load_llamacpp(
             f"the llamacpp engine chooses how it computes: leave {option('activations')} out"
         )
     trained = checkpoint.config.get("max_position_embeddings")
-    ctx = options.ctx or min(int(trained or 4096), 8192)
+    ctx = options.ctx or min(int(trained or DEFAULT_CONTEXT), 8192)
     if trained and ctx > int(trained):
         notes.append(f"the context of {ctx} tokens is longer than the model's {trained}")
     check_build(cache)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from localrt.common.errors import HubError, LocalrtError, OptionError, known_arguments
 from localrt.common.option_names import on_command_line, option
-from localrt.common.settings import Settings
+from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.hub.known_models import repo_thinks
 from localrt.hub.listing import expand_name
 from localrt.hub.names import looks_like_path, parse_hub_ref
@@ -41,7 +41,6 @@ from localrt.quant.formats import FORMATS
 from localrt.quant.ops.kv import KvFormat, parse_kv_format
 from localrt.quantize.mix import MIX_FORMATS, LossTable, known_losses
 
-_DEFAULT_CTX = 4096
 _LEAST_BITS = 2.7  # all matrices in the smallest format
 _USUAL_BITS = 4.5
 
@@ -141,7 +140,7 @@ def plan(
             shape=shape,
             machine=machine,
             budgets=budgets,
-            ctx=ctx or min(_DEFAULT_CTX, shape.context_length),
+            ctx=ctx or min(DEFAULT_CONTEXT, shape.context_length),
             sequences=batch,
             kv_format=kv_format,
             kv_on_ssd=kv_on_ssd,

@@ -20,7 +20,7 @@ from localrt.common.errors import (
     known_arguments,
 )
 from localrt.common.formatting import format_bytes, parse_size
-from localrt.common.settings import Settings
+from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.offload.account import UNKNOWN_MODEL_NBYTES, longest_context
 from localrt.offload.memory import ram_budget
 from localrt.offload.planner import Plan, make_plan
@@ -40,7 +40,6 @@ from localrt.quant.ops.kv import parse_kv_format
 
 if TYPE_CHECKING:
     from localrt.loading.parts import LoadedModel
-_CTX = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +107,10 @@ def preview(
         return _whole(_size(path), budget)
     machine, vram = machine_on_device(path, settings, device, gpu_memory)
     budgets = budgets_of(machine, budget, vram)
-    kept, held = parse_kv_format(kv_format or "bf16"), ctx or min(_CTX, shape.context_length)
+    kept, held = (
+        parse_kv_format(kv_format or "bf16"),
+        ctx or min(DEFAULT_CONTEXT, shape.context_length),
+    )
     asked = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=held, kv_format=kept)
     if ctx is None:  # loading takes the context that fits
         held = longest_context(held, lambda tokens: fits(replace(asked, ctx=tokens)))
@@ -210,7 +212,7 @@ def _resident(parts: LoadedModel, settings: Settings) -> Outlook:
         vram = parts.engine.gpu_memory or here[0].vram_bytes
     rate = machine.ram_bytes_s if machine.gpu is None else machine.gpu.bytes_s
     budgets = budgets_of(machine, ram_budget(parts.engine.ram), vram)
-    ctx = min(parts.ctx, _CTX)
+    ctx = min(parts.ctx, DEFAULT_CONTEXT)
     request = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=ctx)
     plan = make_plan(request)
     ceiling = rate / nbytes if nbytes else None

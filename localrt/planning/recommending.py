@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.common.formatting import format_bytes, parse_size
-from localrt.common.settings import Settings
+from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.hub.files import DEFAULT_LABEL
 from localrt.hub.known_models import KnownModel, repo_thinks
 from localrt.hub.names import HubRef
@@ -34,7 +34,6 @@ from localrt.offload.shapes import aligned
 FILE = "file"
 """The option of a change that takes another of a repository's files."""
 
-_CTX = 4096
 # What weights of so many bits lose: a share of perplexity, as measured on models of 0.1 to 1.5 B
 # (docs/quality.md). Larger ones lose less, in about these proportions.
 _LOSSES = ((3.0, 0.4), (3.9, 0.12), (4.9, 0.05), (5.7, 0.025), (6.6, 0.012), (8.5, 0.004))
@@ -102,7 +101,7 @@ def recommend_on(
                 shape=shape if _as_published(offer) else sized(shape, name, offer.sizes[name]),
                 machine=machine,
                 budgets=budgets,
-                ctx=min(ctx or _CTX, shape.context_length),
+                ctx=min(ctx or DEFAULT_CONTEXT, shape.context_length),
                 thinks=repo_thinks(offer.repo),
             )
             if (found := estimate(request)) is not None:

@@ -97,7 +97,7 @@ def calibration_ops(threads: int | None = None) -> CalibrationOps:
     except ImportError as error:
         raise MissingExtraError(
             "gptq and mr-gptq compute with torch: pip install 'localrt[quantize]', or use "
-            "--method rtn"
+            + option("method", "rtn")
         ) from error
     return CalibrationOps(compute_format=calibration_format(), threads=threads)
 
@@ -119,7 +119,8 @@ class HiddenStates:
     ) -> None:
         if any(spec.value_norm for spec in config.attending):
             raise OptionError(
-                f"gptq and mr-gptq do not know {config.architecture}'s layers: use --method rtn"
+                f"gptq and mr-gptq do not know {config.architecture}'s layers: use "
+                + option("method", "rtn")
             )
         self._config = config
         self.ops = ops

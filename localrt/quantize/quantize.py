@@ -316,7 +316,7 @@ def method_of(recipe: Recipe) -> str:
         quantized_format(recipe.head_format)
     method, calibrated = recipe.method, recipe.calibration is not None
     if (target is None) == (recipe.bits is None):
-        raise OptionError("give either format or bits")
+        raise OptionError(f"give either {option('format')} or {option('bits')}")
     if target is None:
         assert recipe.bits is not None, "one of them is there"
         most = CODECS[MIX_FORMATS[-1]].format.bits_per_weight
@@ -325,7 +325,9 @@ def method_of(recipe: Recipe) -> str:
         if method not in (None, MIX_METHOD):
             raise OptionError(f"a mix is quantized by {MIX_METHOD}: leave {option('method')} out")
         if not calibrated:
-            raise OptionError("bits are shared out by a calibration text: give --calibration")
+            raise OptionError(
+                f"{option('bits')} need a calibration text: give {option('calibration')}"
+            )
         return MIX_METHOD
     if method is None:
         return default_method(target, calibrated=calibrated)
@@ -334,7 +336,7 @@ def method_of(recipe: Recipe) -> str:
     if method != "rtn" and target.name not in CODECS:
         raise OptionError(f"{target.name} is only rounded to: leave {option('method')} out")
     if method != "rtn" and not calibrated:
-        raise OptionError(f"method {method} needs calibration text: give --calibration")
+        raise OptionError(f"method {method} needs a text: give {option('calibration')}")
     return method
 
 

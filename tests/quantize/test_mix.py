@@ -195,7 +195,7 @@ def test_what_cannot_be_mixed_is_said_in_one_line(tmp_path: Path) -> None:
         (Recipe(None, bits=1.5, calibration=TEXT), "bits must be from 2 to 6.5, is 1.5"),
         (Recipe(None, bits=float("nan"), calibration=TEXT), "bits must be from 2 to 6.5, is nan"),
         (Recipe(None, bits=3.5, method="rtn"), "a mix is quantized by gptq"),
-        (Recipe(None, bits=3.5), "give --calibration"),
+        (Recipe(None, bits=3.5), "give `calibration`"),
     ):
         with pytest.raises(OptionError, match=says):
             quantize_model(model, out, recipe)

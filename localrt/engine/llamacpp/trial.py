@@ -20,6 +20,7 @@ from pathlib import Path
 
 from localrt.common.errors import MissingExtraError
 from localrt.common.files import write_text
+from localrt.common.option_names import option
 from localrt.offload.hardware import identity
 
 _FILE = "llamacpp.json"
@@ -55,8 +56,8 @@ def check_build(cache: Path) -> None:
         raise MissingExtraError(
             f"this build of llama.cpp cannot run on this machine: it dies of {verdict}. Build it "
             'for this machine: CMAKE_ARGS="-DGGML_NATIVE=OFF" pip install --force-reinstall '
-            "--no-cache-dir --no-binary llama-cpp-python llama-cpp-python; or use --engine native "
-            "where that knows the model"
+            "--no-cache-dir --no-binary llama-cpp-python llama-cpp-python; or use "
+            f"{option('engine', 'native')} where that knows the model"
         )
 
 
