@@ -57,11 +57,11 @@ def naive_windows(tokens: list[int], ctx: int, stride: int) -> list[list[int]]:
     return [tokens[start : start + ctx] for start in starts]
 
 
-@pytest.mark.parametrize(("ctx", "stride"), [(64, 64), (64, 32), (150, 150), (33, 7)])
-def test_perplexity_is_that_of_a_token_by_token_computation(
+@pytest.mark.parametrize(("ctx", "stride"), [(32, 32), (32, 16), (17, 7)])
+def test_perplexity(
     tiny: localrt.Model, ctx: int, stride: int
 ) -> None:
-    text = TEXT[: 4 * ctx]
+    text = TEXT[: 3 * ctx]
     windows = naive_windows(tiny.tokenize(text), ctx, stride)
     first = max(ctx // 2, ctx - 1 - stride)
     nll, scored = [], []
@@ -81,7 +81,7 @@ def test_perplexity_is_that_of_a_token_by_token_computation(
     assert found.tok_s > 0
 
 
-def test_a_model_against_itself_is_no_distance(tiny: localrt.Model) -> None:
+def test_against_itself(tiny: localrt.Model) -> None:
     found = evaluate(tiny, TEXT, ctx=64, against=tiny)
     assert found.against is not None
     assert found.against.kl_divergence == 0
@@ -89,7 +89,7 @@ def test_a_model_against_itself_is_no_distance(tiny: localrt.Model) -> None:
     assert found.against.perplexity == found.perplexity
 
 
-def test_distance_is_that_of_the_distributions(tiny: localrt.Model, other: localrt.Model) -> None:
+def test_distance(tiny: localrt.Model, other: localrt.Model) -> None:
     found = evaluate(tiny, TEXT, ctx=48, limit_tokens=100, against=other).against
     assert found is not None
     kl, same = [], []
@@ -102,13 +102,13 @@ def test_distance_is_that_of_the_distributions(tiny: localrt.Model, other: local
     assert 0 < found.top1_agreement < 1
 
 
-def test_the_window_follows_the_smaller_context(tiny: localrt.Model, other: localrt.Model) -> None:
+def test_window_sizes(tiny: localrt.Model, other: localrt.Model) -> None:
     assert evaluate(other, TEXT).ctx == 96
     assert evaluate(tiny, TEXT, against=other).ctx == 96
     assert evaluate(tiny, TEXT[:300], limit_tokens=40, ctx=20).tokens == 40
 
 
-def test_impossible_wishes_are_refused(tiny: localrt.Model, tmp_path: Path) -> None:
+def test_bad_sizes(tiny: localrt.Model, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="the text has 5 tokens, fewer than one window of 64"):
         evaluate(tiny, "hello", ctx=64)
     with pytest.raises(OptionError, match="ctx must be from 4 to the model's 512, is 513"):
@@ -119,14 +119,14 @@ def test_impossible_wishes_are_refused(tiny: localrt.Model, tmp_path: Path) -> N
         evaluate(tiny, TEXT, limit_tokens=0)
 
 
-def test_a_model_without_a_tokenizer_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+def test_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     with localrt.load(folder, format="f32") as model, pytest.raises(TokenizerError):
         evaluate(model, TEXT, ctx=64)
 
 
-def test_other_vocabularies_cannot_be_compared(
+def test_other_vocabulary(
     tiny: localrt.Model, tiny_folder: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
@@ -141,7 +141,7 @@ def test_other_vocabularies_cannot_be_compared(
         evaluate(tiny, TEXT, ctx=64, against=model)
 
 
-def test_pieces_of_logits_are_small_and_checked(tiny: localrt.Model) -> None:
+def test_logits(tiny: localrt.Model) -> None:
     tokens = tiny.tokenize(TEXT)[:200]
     pieces = list(tiny.logits(tokens, first=50))
     assert [len(piece) for piece in pieces] == [64, 64, 22]
@@ -154,7 +154,7 @@ def test_pieces_of_logits_are_small_and_checked(tiny: localrt.Model) -> None:
         tiny.logits([5] * 513)
 
 
-def test_the_command_prints_json_and_lines(
+def test_command(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
@@ -178,7 +178,7 @@ def test_the_command_prints_json_and_lines(
         (None, 1, "No such file"),
     ],
 )
-def test_the_command_fails_with_one_line(
+def test_command_errors(
     content: bytes | None,
     status: int,
     words: str,
@@ -195,7 +195,7 @@ def test_the_command_fails_with_one_line(
     assert words in error
 
 
-def test_a_model_against_itself_in_another_format(
+def test_against_format(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
@@ -214,7 +214,7 @@ def test_a_model_against_itself_in_another_format(
 
 
 @pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
-def test_a_model_against_itself_with_another_cache(
+def test_against_kv_format(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
@@ -231,7 +231,7 @@ def test_a_model_against_itself_with_another_cache(
 
 @pytest.mark.real
 @pytest.mark.llamacpp
-def test_perplexity_of_a_gguf_file_is_that_of_llamacpp() -> None:
+def test_against_llamacpp() -> None:
     """Both round activations to int8, each in its own way: 0.1 nats of noise per token.
 
     Perplexities of 2,000 scored tokens then differ by 0.25 % or so by chance alone, of 8,000 by
@@ -266,7 +266,7 @@ def test_perplexity_of_a_gguf_file_is_that_of_llamacpp() -> None:
 
 @pytest.mark.real
 @pytest.mark.llamacpp
-def test_windows_begin_with_bos_as_llamacpp_has_them() -> None:
+def test_bos() -> None:
     """Gemma knows no text without BOS: left out, perplexity is many times as high."""
     pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
     path = real_model("gemma270m")
@@ -283,13 +283,13 @@ def test_windows_begin_with_bos_as_llamacpp_has_them() -> None:
 
 @pytest.mark.slow
 @pytest.mark.real
-def test_the_kernels_leave_perplexity_where_it_is() -> None:
+def test_kernels() -> None:
     path, text = real_model("smollm2"), inspect.getsource(argparse)
     with (
         localrt.load(path, ctx=512, engine="native", threads=1) as kernels,
         localrt.load(path, ctx=512, engine="native", threads=1, format="f32") as reference,
     ):
-        found = evaluate(kernels, text, ctx=512, limit_tokens=1024, against=reference).against
+        found = evaluate(kernels, text, ctx=512, limit_tokens=512, against=reference).against
     assert found is not None
     assert abs(found.perplexity_change) < 0.002 + 2 * found.perplexity_change_error
     assert found.kl_divergence < 0.005

@@ -336,7 +336,7 @@ def method_of(recipe: Recipe) -> str:
     if method != "rtn" and target.name not in CODECS:
         raise OptionError(f"{target.name} is only rounded to: leave {option('method')} out")
     if method != "rtn" and not calibrated:
-        raise OptionError(f"method {method} needs a text: give {option('calibration')}")
+        raise OptionError(f"method {method} needs calibration text: give {option('calibration')}")
     return method
 
 

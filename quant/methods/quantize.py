@@ -139,7 +139,7 @@ def quantize(
     if method not in METHODS:
         raise OptionError(f"method must be one of {', '.join(METHODS)}, is {method!r}")
     if method != "rtn" and hessian is None:
-        raise OptionError(f"method {method} needs a text: give {option('calibration')}")
+        raise OptionError(f"method {method} needs calibration text: give {option('calibration')}")
     codec = codec_of(format_)
     require_finite(values, name)
     require_whole_groups(values.shape[1], codec, name)

@@ -25,9 +25,7 @@ def _tree(root: Path, cgroup: str, *groups: str) -> Path:
         ("0::/job\n", "job", "memory.max"),
     ],
 )
-def test_a_group_is_made_below_the_nearest_visible_one(
-    tmp_path: Path, cgroup: str, group: str, file: str
-) -> None:
+def test_create(tmp_path: Path, cgroup: str, group: str, file: str) -> None:
     limit = MemoryLimit.create(5_000_000, _tree(tmp_path, cgroup, group))
     (folder,) = (tmp_path / "sys/fs/cgroup" / group).glob("localrt-bench-*")
     assert (folder / file).read_text() == "5000000"
@@ -36,20 +34,20 @@ def test_a_group_is_made_below_the_nearest_visible_one(
 
 
 @pytest.mark.parametrize("name", ["memory.peak", "memory.max_usage_in_bytes"])
-def test_the_peak_is_what_either_version_says(tmp_path: Path, name: str) -> None:
+def test_peak(tmp_path: Path, name: str) -> None:
     limit = MemoryLimit(tmp_path)
     assert limit.peak() is None
     (tmp_path / name).write_text("123456\n")
     assert limit.peak() == 123456
 
 
-def test_without_control_groups_the_error_says_what_to_do(tmp_path: Path) -> None:
+def test_no_control_groups(tmp_path: Path) -> None:
     with pytest.raises(LocalrtError, match="systemd-run"):
         MemoryLimit.create(5_000_000, tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs control groups")
-def test_a_real_group_limits_and_is_removed() -> None:
+def test_real_group() -> None:
     import subprocess
 
     try:

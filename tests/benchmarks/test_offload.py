@@ -42,7 +42,7 @@ def test_rows() -> None:
         assert all(r.workload.runs >= 5 for r in rows)
 
 
-def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_resume(tmp_path: Path) -> None:
     rows = list(all_rows())
     path = tmp_path / "offload.json"
     assert pending(rows, load(path, rows=[]), [], []) == rows
@@ -54,7 +54,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["offload.json"]
 
 
-def test_a_value_that_holds_no_other_is_one_line_of_the_file(tmp_path: Path) -> None:
+def test_saved_lines(tmp_path: Path) -> None:
     made = {"rows": [{"a": 1, "b": "x"}, {"a": [1, 2], "b": None}], "setting": {}}
     save(tmp_path / "made.json", made)
     lines = (tmp_path / "made.json").read_text().splitlines()
@@ -63,7 +63,7 @@ def test_a_value_that_holds_no_other_is_one_line_of_the_file(tmp_path: Path) -> 
     assert load(tmp_path / "made.json") == made
 
 
-def test_the_table_compares_with_the_better_of_each_peer() -> None:
+def test_table() -> None:
     gigabyte = 10**9
     native = result(
         *("native", "q4_k", 5.04),

@@ -124,7 +124,7 @@ def answers(stream: Iterator[Any]) -> dict[int, list[int]]:
     return said
 
 
-def test_prompts_share_passes_and_then_advance_a_row_each() -> None:
+def test_shared_passes() -> None:
     engine = ScriptedEngine()
     said = answers(run(engine, [request([10] * 4), request([20] * 5), request([30] * 7)]))
     assert said == {0: [11, 12, 13], 1: [21, 22, 23], 2: [31, 32, 33]}
@@ -132,7 +132,7 @@ def test_prompts_share_passes_and_then_advance_a_row_each() -> None:
     assert engine.passes == [[4, 5, 3], [1, 1, 4], [1, 1, 1], [1]]
 
 
-def test_waiting_prompts_join_as_soon_as_one_has_finished() -> None:
+def test_waiting_prompts_join() -> None:
     engine = ScriptedEngine()
     requests = [request([10], 2), request([20], 4), request([30], 2), request([40], 1)]
     assert answers(run(engine, requests, size=2)) == {
@@ -145,7 +145,7 @@ def test_waiting_prompts_join_as_soon_as_one_has_finished() -> None:
     assert all(session.closed for session in engine.sessions)
 
 
-def test_a_prompt_takes_over_what_a_finished_one_shares_with_it() -> None:
+def test_shared_prefix() -> None:
     engine = ScriptedEngine()
     requests = [request([7, 8, 9, n, n], 1) for n in (1, 2, 3)]
     cached = [
@@ -158,18 +158,7 @@ def test_a_prompt_takes_over_what_a_finished_one_shares_with_it() -> None:
     assert len(engine.sessions) == 1
 
 
-def test_memory_bounds_how_many_are_on_their_way() -> None:
-    engine = ScriptedEngine()
-    requests = [request([n] * 3, 7) for n in range(6)]
-    answers(run(engine, requests, room=2 * STEP))
-    assert max(map(len, engine.passes)) == 2
-    # A single sequence always runs: that the model's context fits was checked on loading.
-    engine = ScriptedEngine()
-    answers(run(engine, requests, room=0))
-    assert max(map(len, engine.passes)) == 1
-
-
-def test_a_batch_size_that_does_not_fit_says_which_does() -> None:
+def test_batch_size() -> None:
     requests = [request([n] * 3, 7) for n in range(6)]
     with pytest.raises(MemoryBudgetError, match="batch_size=2"):
         run(ScriptedEngine(), requests, size=4, room=2 * STEP)
@@ -180,32 +169,12 @@ def test_a_batch_size_that_does_not_fit_says_which_does() -> None:
             run(ScriptedEngine(), requests, size=size)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("fits", [10, 25, 60])
-def test_short_memory_sends_back_those_that_joined_last(fits: int) -> None:
-    class Short(ScriptedEngine):
-        """Holds ``fits`` tokens in all, whatever was planned."""
-
-        def extend_batch(self, parts: Any, **options: Any) -> Any:
-            held = sum(len(session.tokens) for session in self.sessions if not session.closed)
-            if held + sum(len(tokens) for _, tokens in parts) > fits:
-                raise MemoryBudgetError("no room")
-            return super().extend_batch(parts, **options)
-
-    engine = Short()
-    requests = [request([20 * n] * (n + 1), 6) for n in range(5)]
-    said = answers(run(engine, requests))
-    assert said == {n: [20 * n + 1 + i for i in range(6)] for n in range(5)}
-    assert all(session.closed for session in engine.sessions)
-    with pytest.raises(MemoryBudgetError, match="no room"):
-        list(run(Short(), [request([1] * (fits + 1), 6)]))
-
-
-def test_without_max_tokens_an_answer_runs_to_the_end_of_the_context() -> None:
+def test_end_of_context() -> None:
     said = answers(run(ScriptedEngine(), [request([1] * 590, None), request([1] * 599, 50)]))
     assert [len(said[0]), len(said[1])] == [10, 1]
 
 
-def test_cancelling_ends_all_the_waiting_ones_too() -> None:
+def test_cancel() -> None:
     cancel = threading.Event()
     engine = ScriptedEngine()
     stream = run(engine, [request([n], 50) for n in range(4)], size=2, cancel=cancel)
@@ -219,7 +188,7 @@ def test_cancelling_ends_all_the_waiting_ones_too() -> None:
     assert all(session.closed for session in engine.sessions)
 
 
-def test_closing_the_stream_frees_the_sessions() -> None:
+def test_close() -> None:
     engine = ScriptedEngine()
     stream = run(engine, [request([1], 50), request([2], 50)])
     next(stream)
@@ -228,14 +197,14 @@ def test_closing_the_stream_frees_the_sessions() -> None:
     assert all(session.closed for session in engine.sessions)
 
 
-def test_what_fails_one_sequence_leaves_the_others() -> None:
+def test_bad_sequence() -> None:
     bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
     items = list(run(ScriptedEngine(), [request([1]), request([2], sampling=bad), request([3])]))
     assert [item for index, item in items if index == 1 and item.error is None] == []
     assert sum(len(item.token_ids) for index, item in items if index != 1) == 6
 
 
-def test_what_fails_a_pass_is_raised_and_frees_the_sessions() -> None:
+def test_failed_pass() -> None:
     class Failing(ScriptedEngine):
         def extend_batch(self, parts: Any, **options: Any) -> Any:
             if len(self.passes) == 2:
@@ -248,7 +217,7 @@ def test_what_fails_a_pass_is_raised_and_frees_the_sessions() -> None:
     assert all(session.closed for session in engine.sessions)
 
 
-def test_progress_counts_prompts_and_tokens() -> None:
+def test_progress() -> None:
     steps: list[Progress] = []
     answers(run(ScriptedEngine(), [request([1], 1), request([2], 2)], on_progress=steps.append))
     assert [(s.stage, s.done, s.total, s.unit, s.detail) for s in steps] == [
@@ -257,25 +226,7 @@ def test_progress_counts_prompts_and_tokens() -> None:
     ]
 
 
-def test_an_engine_that_cannot_join_sequences_runs_one_after_another() -> None:
-    class Single(ScriptedEngine):
-        shares_passes = False
-        extend_batch = Engine.extend_batch
-
-        def session(self, capacity: int) -> ScriptedSession:
-            return ScriptedSession(lambda n: n, capacity)
-
-    bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
-    steps: list[Progress] = []
-    requests = [request([1, 2]), request([1], sampling=bad), request([1, 2, 3], 2)]
-    items = list(run(Single(), requests, on_progress=steps.append))
-    tokens = [(i, t) for i, item in items for t in item.token_ids]
-    assert tokens == [(0, 2), (0, 3), (0, 4), (2, 3), (2, 4)]
-    assert [i for i, item in items if isinstance(item.error, OptionError)] == [1]
-    assert sorted({step.done for step in steps}) == [0, 1, 2, 3]
-
-
-def test_prompts_are_checked_before_any_work() -> None:
+def test_request_check() -> None:
     for prompt, error in (([], OptionError), ([VOCAB], OptionError), ([-1], OptionError)):
         with pytest.raises(error):
             request(prompt).check(ctx=CTX, vocab_size=VOCAB)
@@ -303,9 +254,7 @@ def test_kv_room() -> None:
     size=st.none() | st.integers(1, PASS_ROWS),
     steps=st.integers(0, 6),
 )
-def test_any_mix_is_answered_within_rows_and_room(
-    sizes: list[tuple[int, int]], size: int | None, steps: int
-) -> None:
+def test_any_mix(sizes: list[tuple[int, int]], size: int | None, steps: int) -> None:
     engine = ScriptedEngine()
     requests = [request([20 * n % 200] * p, m) for n, (p, m) in enumerate(sizes)]
     room = steps * STEP if size is None else 1 << 30

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -19,11 +19,11 @@ from localrt.engine.speculation import Speculation
 from localrt.engine.types import Chunk
 from localrt.quant.cpu.abi import find_library
 from localrt.speculative.ngram import Archive, NgramSource
-from localrt.speculative.source import DraftFailedError, DraftSource
+from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.engine.fake_session import ByteTokenizer
-from tests.engine.test_speculation import CAPACITY, SAMPLINGS, ids, load, run
+from tests.engine.test_speculation import CAPACITY, SAMPLINGS, Knowing, ids, load, run
 from tests.models.tiny import tokens
 
 pytestmark = pytest.mark.skipif(find_library() is None, reason="the CPU kernels are not built")
@@ -36,32 +36,6 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NativeEngine]:
     engine = load(tmp_path_factory.mktemp("target"))
     yield engine
     engine.close()
-
-
-class Knowing(DraftSource):
-    """Knows all answers, beside which it guesses wrongly."""
-
-    name = "oracle"
-
-    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
-        self._answers = answers
-
-    def begin(self, history: Any) -> None:
-        pass
-
-    def propose(self, history: list[int], budget: int, depth: int, **_: Any) -> TokenTree:
-        for answer in self._answers:
-            if list(answer[: len(history)]) == history:
-                right = answer[len(history) : len(history) + depth]
-                guesses = [t for token in right for t in (token + 1, token)]
-                parents = [ROOT, ROOT, *(1 + 2 * (i // 2) for i in range(len(guesses) - 2))]
-                scores = [-0.01 * (1 + i // 2) - 3 * (1 - i % 2) for i in range(len(guesses))]
-                tree = TokenTree.of(guesses, parents[: len(guesses)], scores, self.name)
-                return tree.trim(budget)
-        return TokenTree.empty()
-
-    def close(self) -> None:
-        pass
 
 
 def requests(
@@ -99,7 +73,7 @@ def free_rows(engine: NativeEngine) -> Tuner:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_tokens_are_those_of_each_alone(engine: NativeEngine, sampling: str) -> None:
+def test_same_tokens(engine: NativeEngine, sampling: str) -> None:
     alone = [
         run(engine, None, prompt=prompt, sampling=SAMPLINGS[sampling], logprobs=2)
         for prompt in PROMPTS
@@ -121,9 +95,7 @@ def test_the_tokens_are_those_of_each_alone(engine: NativeEngine, sampling: str)
             assert "".join(c.text for c in said) == "".join(c.text for c in plain)
 
 
-def test_guesses_that_come_true_spare_passes(
-    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spared_passes(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [[*p, *ids(run(engine, None, prompt=p))] for p in PROMPTS]
     passes = []
     extend = engine.extend_trees
@@ -142,7 +114,7 @@ def test_guesses_that_come_true_spare_passes(
 
 
 @pytest.mark.parametrize("ends", ["stop", "eos"])
-def test_an_answer_that_ends_within_its_guesses(engine: NativeEngine, ends: str) -> None:
+def test_ends_within_tree(engine: NativeEngine, ends: str) -> None:
     alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
     answers = [[*p, *a] for p, a in zip(PROMPTS, alone, strict=True)]
     text = "".join(c.text for c in run(engine, None, prompt=PROMPTS[0]))
@@ -157,9 +129,7 @@ def test_an_answer_that_ends_within_its_guesses(engine: NativeEngine, ends: str)
     assert len(ids(ours[0])) < 40
 
 
-def test_without_memory_for_guesses_it_goes_on_without(
-    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_for_trees(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
     answers = [[*p, *a] for p, a in zip(PROMPTS, alone, strict=True)]
     extend, tried = engine.extend_trees, []
@@ -181,7 +151,7 @@ class Failing(NgramSource):
         raise DraftFailedError("broken")
 
 
-def test_a_source_that_fails_and_answers_that_do_not_guess(engine: NativeEngine) -> None:
+def test_failing_source(engine: NativeEngine) -> None:
     alone = [ids(run(engine, None, prompt=prompt)) for prompt in PROMPTS]
     failing = Speculation({"it": lambda _: Failing()}, free_rows(engine))
     asked = requests(failing)
@@ -189,7 +159,7 @@ def test_a_source_that_fails_and_answers_that_do_not_guess(engine: NativeEngine)
     assert [ids(chunks) for chunks in batch(engine, asked)] == alone
 
 
-def test_one_that_is_cancelled_leaves_and_company_ends(engine: NativeEngine) -> None:
+def test_cancel(engine: NativeEngine) -> None:
     answers = [[*p, *ids(run(engine, None, prompt=p))] for p in PROMPTS]
     oracle = Speculation({"it": lambda _: Knowing(answers)}, free_rows(engine))
     limits = LiveLimits(ctx=CAPACITY)
@@ -212,7 +182,7 @@ def _fields(request: Request) -> dict[str, Any]:
     return {name: getattr(request, name) for name in request.__dataclass_fields__}
 
 
-def test_trees_in_one_pass_have_the_bits_of_each_in_its_own(engine: NativeEngine) -> None:
+def test_bits_of_trees(engine: NativeEngine) -> None:
     trees = [
         TokenTree.of([3, 4, 5, 6], [ROOT, ROOT, 0, 2], [-0.1, -0.5, -0.2, -0.3], "it"),
         TokenTree.empty(),
@@ -235,7 +205,7 @@ def test_trees_in_one_pass_have_the_bits_of_each_in_its_own(engine: NativeEngine
         assert np.array_equal(one.extend([2]), other.extend([2]))
 
 
-def test_prompts_join_a_pass_of_trees(engine: NativeEngine) -> None:
+def test_prompts_beside_trees(engine: NativeEngine) -> None:
     tree = TokenTree.of([3, 4], [ROOT, 0], [-0.1, -0.5], "it")
     one, two, three = (engine.session(CAPACITY) for _ in range(3))
     one.extend(PROMPTS[0])
@@ -252,7 +222,7 @@ def test_prompts_join_a_pass_of_trees(engine: NativeEngine) -> None:
 
 
 @pytest.mark.parametrize("rows", [4, 30])
-def test_prompts_are_read_beside_guesses(
+def test_prompts_beside_drafts(
     engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """Answers end at different times, and others begin: most passes have both."""

@@ -98,7 +98,7 @@ def alone(engine: NativeEngine, work: list[Request]) -> list[list[int]]:
     return said
 
 
-def test_one_sweep_serves_all_prompts(store: Path) -> None:
+def test_batch(store: Path) -> None:
     streamed = [f"layers.{n}.mlp" for n in range(LAYERS)]
     engine, work = open_engine(store, streamed, budget=1 << 30), requests(6)
     expected = alone(engine, work)
@@ -113,33 +113,7 @@ def test_one_sweep_serves_all_prompts(store: Path) -> None:
     assert after.ssd_read_bytes - before.ssd_read_bytes < before.ssd_read_bytes / 3
 
 
-def test_a_running_batch_shares_sweeps_too(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    streamed = [f"layers.{n}.mlp" for n in range(LAYERS)]
-    engine, work = open_engine(store, streamed, budget=1 << 30), requests(6)
-    expected = alone(engine, work)
-    before = engine.counts()
-    assert before is not None
-    extend_batch, asked = engine.extend_batch, threading.Event()
-
-    def extend_once_all_are_there(*parts: Any, **options: Any) -> Any:
-        assert asked.wait(60)
-        return extend_batch(*parts, **options)
-
-    monkeypatch.setattr(engine, "extend_batch", extend_once_all_are_there)
-    with closing(Live(engine, None, LiveLimits(ctx=CTX), room=lambda: 1 << 30)) as live:
-        answers = [live.submit(request, client=n) for n, request in enumerate(work)]
-        asked.set()
-        assert [[t for chunk in answer for t in chunk.token_ids] for answer in answers] == expected
-        stats = live.stats()
-    after = engine.counts()
-    engine.close()
-    assert after is not None
-    assert stats.pipeline is not None
-    assert after.passes - before.passes == stats.passes <= 3 + 12 + len(work)
-    assert after.ssd_read_bytes - before.ssd_read_bytes < before.ssd_read_bytes / 2
-
-
-def test_caches_take_the_room_of_weights_that_can_be_streamed(store: Path) -> None:
+def test_caches_evict_weights(store: Path) -> None:
     engine = open_engine(store, [], budget=0)
     weights, cache = engine.weights.memory.reclaimable, engine.kv_nbytes(256)
     engine.close()

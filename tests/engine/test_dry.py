@@ -50,7 +50,7 @@ def naive(tokens: Sequence[int], sampling: Sampling, breaks: Sequence[int]) -> d
 
 
 @given(st.lists(st.integers(0, 2), max_size=40))
-def test_repeats_are_found_at_once_and_one_by_one(tokens: list[int]) -> None:
+def test_repeat_lengths(tokens: list[int]) -> None:
     ids = np.array(tokens, np.int32)
     expected = []
     for at in range(len(tokens)):
@@ -72,9 +72,7 @@ def test_repeats_are_found_at_once_and_one_by_one(tokens: list[int]) -> None:
     st.sampled_from([-1, 1, 3, 8, 1000]),
     st.integers(1, 4),
 )
-def test_penalties_are_those_of_the_plainest_code(
-    prompt: list[int], said: list[int], last: int, allowed: int
-) -> None:
+def test_penalties(prompt: list[int], said: list[int], last: int, allowed: int) -> None:
     sampling = Sampling(
         dry_multiplier=0.8,
         dry_penalty_last_n=last,
@@ -95,7 +93,7 @@ def test_penalties_are_those_of_the_plainest_code(
         np.testing.assert_allclose(dry.applied(logits), expected, rtol=1e-6)
 
 
-def test_a_breaker_may_lie_in_a_token_or_across_several() -> None:
+def test_breakers() -> None:
     text = [ord(each) for each in "xyz"]
     for between, breaker, ends in (
         ([1], "\n", True),  # within one token
@@ -112,18 +110,12 @@ def test_a_breaker_may_lie_in_a_token_or_across_several() -> None:
         assert (dry.applied(logits)[ord("y")] == 0) == ends
 
 
-def test_a_long_repetition_takes_a_token_out_and_overflows_nowhere() -> None:
+def test_long_repetition() -> None:
     sampling = Sampling(dry_multiplier=100.0, dry_base=100.0, dry_sequence_breakers=[])
     dry = Dry(sampling, [7] * 3000, None)
     logits = dry.applied(np.full(VOCAB, 5.0, np.float32))
     assert np.isfinite(logits).all()
     assert logits[7] < -1e37
-
-
-def test_nothing_repeated_copies_nothing() -> None:
-    logits = np.zeros(VOCAB, np.float32)
-    dry = Dry(Sampling(dry_multiplier=1.0), list(range(50)), ByteTokenizer())
-    assert dry.applied(logits) is logits
 
 
 @pytest.mark.parametrize(
@@ -136,14 +128,9 @@ def test_nothing_repeated_copies_nothing() -> None:
         ({"xtc_threshold": 2}, "xtc_threshold must be a number from 0 to 1"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, object], message: str) -> None:
+def test_bad_values(options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         read_options(options)
-
-
-def test_one_breaker_may_stand_alone() -> None:
-    sampling = read_options({"dry_sequence_breakers": ";"}).sampling
-    assert sampling.dry_sequence_breakers == (";",)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +141,7 @@ def test_one_breaker_may_stand_alone() -> None:
         (["--dry-sequence-breaker", "none"], {"dry_sequence_breakers": []}),
     ],
 )
-def test_the_command_line_takes_one_breaker_at_a_time(
-    flags: list[str], expected: dict[str, object]
-) -> None:
+def test_command_line(flags: list[str], expected: dict[str, object]) -> None:
     parser = argparse.ArgumentParser()
     add_sampling_arguments(parser)
     assert sampling_options(parser.parse_args(flags)) == expected

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ import transformers
 
 import localrt
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.native.session import NativeSession
 from localrt.quant.cpu.abi import find_library
 from localrt.speculative.tree import TokenTree
 from tests.inside import engine_of
@@ -38,7 +35,7 @@ def plain(engine: NativeEngine, tokens: list[int]) -> np.ndarray:
     return features.get(0, len(tokens)).copy()
 
 
-def test_they_are_the_last_layers_outputs(tiny_folder: Path) -> None:
+def test_last_layers_outputs(tiny_folder: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(tiny_folder).float().eval()
     seen: list[torch.Tensor] = []
     model.model.layers[-1].register_forward_hook(lambda _m, _i, out: seen.append(out))
@@ -53,7 +50,7 @@ def test_they_are_the_last_layers_outputs(tiny_folder: Path) -> None:
 
 
 @needs_kernels
-def test_trees_trims_and_batches_leave_the_same_rows(engine: NativeEngine) -> None:
+def test_trees_trims_and_batches(engine: NativeEngine) -> None:
     expected = plain(engine, TOKENS)
     session = engine.session(64)
     features = session.record_features()
@@ -75,7 +72,7 @@ def test_trees_trims_and_batches_leave_the_same_rows(engine: NativeEngine) -> No
 
 
 @needs_kernels
-def test_recording_may_begin_late(engine: NativeEngine) -> None:
+def test_late_recording(engine: NativeEngine) -> None:
     expected = plain(engine, TOKENS)
     session = engine.session(64)
     session.extend(TOKENS[:5])
@@ -90,7 +87,7 @@ def test_recording_may_begin_late(engine: NativeEngine) -> None:
 
 
 @needs_kernels
-def test_a_failed_pass_leaves_no_rows(engine: NativeEngine) -> None:
+def test_failed_pass(engine: NativeEngine) -> None:
     def stop() -> None:
         raise localrt.CancelledError("enough")
 
@@ -102,31 +99,3 @@ def test_a_failed_pass_leaves_no_rows(engine: NativeEngine) -> None:
     assert features.length == 4
     session.extend(TOKENS[4:])
     np.testing.assert_array_equal(features.get(0, 12), plain(engine, TOKENS))
-
-
-@needs_kernels
-def test_a_streamed_target_gives_the_same_rows(tmp_path: Path) -> None:
-    from localrt.quant.ops.protocol import Batch
-    from tests.offload.placed import Model, pack_synthetic, passing
-
-    folder = pack_synthetic(tmp_path, vocab=600, layers=3, hidden=128)
-    with closing(Model(folder)) as model:
-
-        def rows(decoder: Any, wanted: list[int]) -> np.ndarray:
-            found = np.empty((len(TOKENS), 128), np.float32)
-            batch = Batch.extend([(decoder.cache(64), TOKENS)])
-            decoder.forward(batch, rows=wanted, features=found)
-            return found
-
-        expected = rows(model.resident, [])
-        with model.placed(passing(model.store)) as decoder:
-            np.testing.assert_array_equal(rows(decoder, [11]), expected)
-            np.testing.assert_array_equal(rows(decoder, []), expected)
-
-
-@needs_kernels
-def test_sessions_without_features_have_none(engine: NativeEngine) -> None:
-    session = engine.session(64)
-    assert isinstance(session, NativeSession)
-    session.extend(TOKENS)
-    assert session._features is None

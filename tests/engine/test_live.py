@@ -61,7 +61,7 @@ def said(answer: LiveAnswer) -> list[int]:
     return [token for chunk in answer for token in chunk.token_ids]
 
 
-def test_requests_join_the_next_pass_and_share_it() -> None:
+def test_join() -> None:
     engine = Stepped()
     with open_live(engine) as live:
         first = live.submit(request([10] * 4, 4))
@@ -78,7 +78,7 @@ def test_requests_join_the_next_pass_and_share_it() -> None:
     assert all(session.closed for session in engine.sessions)
 
 
-def test_many_threads_get_their_own_answers() -> None:
+def test_threads() -> None:
     results: dict[int, list[int]] = {}
     with open_live(ScriptedEngine()) as live:
 
@@ -94,7 +94,7 @@ def test_many_threads_get_their_own_answers() -> None:
     assert results == {n: [(5 * n + 1 + i) % VOCAB for i in range(10 + n)] for n in range(30)}
 
 
-def test_clients_take_turns() -> None:
+def test_turns() -> None:
     engine = Stepped()
     order: list[str] = []
     with open_live(engine, most=1) as live:
@@ -110,7 +110,7 @@ def test_clients_take_turns() -> None:
     assert order == ["g1", "m1", "g2", "m2"]
 
 
-def test_a_long_prompt_does_not_hold_up_a_short_one() -> None:
+def test_short_prompt_beside_long() -> None:
     engine = Stepped()
     with open_live(engine) as live:
         long = live.submit(request([1] * 100, 1))
@@ -172,7 +172,7 @@ OWN = [[100 + n] * 150 for n in range(16)]  # prompts that share nothing
     ],
 )
 @pytest.mark.parametrize("under_way", [1, 3, 12])
-def test_another_client_has_its_first_token_within_two_passes(
+def test_first_token_of_another_client(
     make: type[Stepped], prompts: list[list[int]], limits: dict[str, int], under_way: int
 ) -> None:
     engine = make()
@@ -187,7 +187,7 @@ def test_another_client_has_its_first_token_within_two_passes(
         assert [said(answer) for answer in answers] == expected
 
 
-def test_clients_have_equal_shares_of_a_pass() -> None:
+def test_equal_shares() -> None:
     engine = CopyingEngine()
     with open_live(engine) as live:
         answers = [live.submit(request(prompt, 1), client="greedy") for prompt in OWN[:10]]
@@ -200,7 +200,7 @@ def test_clients_have_equal_shares_of_a_pass() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 16])
-def test_answers_to_one_prompt_read_it_once(count: int) -> None:
+def test_shared_prompt(count: int) -> None:
     engine = CopyingEngine()
     engine.free = True
     with open_live(engine, most=16) as live:
@@ -211,7 +211,7 @@ def test_answers_to_one_prompt_read_it_once(count: int) -> None:
     assert sum(map(sum, engine.passes)) <= len(LONG) + 3 * count + 1
 
 
-def test_who_leaves_gives_what_is_read_to_those_that_wait_for_it() -> None:
+def test_shared_prompt_cancelled() -> None:
     engine = CopyingEngine()
     engine.pass_rows = 50
     with open_live(engine, most=16) as live:
@@ -226,7 +226,7 @@ def test_who_leaves_gives_what_is_read_to_those_that_wait_for_it() -> None:
     assert sum(map(sum, engine.passes)) <= len(LONG) + 60
 
 
-def test_short_prompts_in_between_leave_a_conversation_its_cache() -> None:
+def test_cache_kept_between_turns() -> None:
     """A title, tags, and questions to go on with, after each turn."""
     engine = ScriptedEngine()
     with open_live(engine, ctx=600, most=2) as live:
@@ -241,17 +241,7 @@ def test_short_prompts_in_between_leave_a_conversation_its_cache() -> None:
                 said(live.submit(request([250 + task] * 30, 1)))
 
 
-def test_long_conversations_leave_a_short_one_its_cache() -> None:
-    engine = ScriptedEngine()
-    with open_live(engine, ctx=600, most=3) as live:
-        for number in range(3):
-            said(live.submit(request([number] * 200, 1)))
-        short = request([0] * 30, 3)  # a long one begins with it, which is not trimmed for it
-        said(live.submit(short))
-        assert list(live.submit(short))[-1].metrics.cached_tokens == 29
-
-
-def test_a_cache_that_nobody_comes_back_to_makes_room_in_the_end() -> None:
+def test_cache_evicted() -> None:
     engine = ScriptedEngine()
     with open_live(engine, most=2) as live:
         said(live.submit(request(list(range(200)), 1)))
@@ -260,7 +250,7 @@ def test_a_cache_that_nobody_comes_back_to_makes_room_in_the_end() -> None:
         assert engine.sessions[0].closed
 
 
-def test_one_is_cancelled_and_the_others_go_on() -> None:
+def test_cancel_one() -> None:
     engine = Stepped()
     with open_live(engine) as live:
         answers = [live.submit(request([20 * n], 6)) for n in range(3)]
@@ -273,7 +263,7 @@ def test_one_is_cancelled_and_the_others_go_on() -> None:
         assert said(answers[2]) == [41, 42, 43, 44, 45, 46]
 
 
-def test_a_pass_that_nobody_waits_for_is_abandoned() -> None:
+def test_cancel_pass() -> None:
     engine = Stepped()
     with open_live(engine) as live:
         answer = live.submit(request([1] * 50, 3))
@@ -283,7 +273,7 @@ def test_a_pass_that_nobody_waits_for_is_abandoned() -> None:
         assert engine.passes == []
 
 
-def test_who_waits_can_be_cancelled() -> None:
+def test_cancel_waiting() -> None:
     engine = Stepped()
     with open_live(engine, most=1) as live:
         running = live.submit(request([1], 5))
@@ -296,7 +286,7 @@ def test_who_waits_can_be_cancelled() -> None:
         assert said(running) == [2, 3, 4, 5, 6]
 
 
-def test_who_does_not_read_pauses_and_goes_on_when_read() -> None:
+def test_pause() -> None:
     engine = ScriptedEngine()
     with open_live(engine, buffer=8) as live:
         slow = live.submit(request([7] * 3, 200))
@@ -311,7 +301,7 @@ def test_who_does_not_read_pauses_and_goes_on_when_read() -> None:
     assert len(engine.sessions) == 2
 
 
-def test_patience_with_readers_ends() -> None:
+def test_patience() -> None:
     with open_live(ScriptedEngine(), buffer=4, patience_s=0.05) as live:
         pauses, pause = threading.Semaphore(0), live._pause
         live._pause = lambda job: (pause(job), pauses.release())[0]  # type: ignore[method-assign]
@@ -323,15 +313,7 @@ def test_patience_with_readers_ends() -> None:
         assert sum(len(chunk.token_ids) for chunk in chunks) == 4
 
 
-def test_who_pauses_can_be_cancelled() -> None:
-    with open_live(ScriptedEngine(), buffer=4) as live:
-        paused = live.submit(request([7], 500))
-        wait_for(lambda: live.stats().paused == 1)
-        paused.cancel()
-        assert list(paused)[-1].finish_reason == "cancelled"
-
-
-def test_a_conversation_finds_its_cache_again() -> None:
+def test_cache_of_a_conversation() -> None:
     engine = ScriptedEngine()
     with open_live(engine) as live:
         prompt = list(range(50, 80))
@@ -348,7 +330,7 @@ def test_a_conversation_finds_its_cache_again() -> None:
         assert last[-1].metrics.cached_tokens == len(again)
 
 
-def test_caches_are_given_back_when_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches_freed_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.engine.batch.live._FORGET_S", 0.05)
     engine = ScriptedEngine()
     with open_live(engine) as live:
@@ -357,7 +339,7 @@ def test_caches_are_given_back_when_nobody_comes(monkeypatch: pytest.MonkeyPatch
         assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
 
 
-def test_nobody_who_asks_waits_for_caches_that_are_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_submit_while_saving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.engine.batch.live._FORGET_S", 0.05)
     saving, saved = threading.Event(), threading.Event()
 
@@ -376,7 +358,7 @@ def test_nobody_who_asks_waits_for_caches_that_are_saved(monkeypatch: pytest.Mon
         assert said(answer) == [4, 5]
 
 
-def test_what_is_wrong_with_a_request_is_said_at_once() -> None:
+def test_bad_requests() -> None:
     with open_live(ScriptedEngine()) as live:
         for prompt, error in (([], OptionError), ([VOCAB], OptionError)):
             with pytest.raises(error):
@@ -419,7 +401,7 @@ class Short(ScriptedEngine):
         return super().extend_batch(parts, **options)
 
 
-def test_short_memory_makes_some_wait_and_fails_who_never_fits() -> None:
+def test_short_of_memory() -> None:
     engine = Short()
     with open_live(engine) as live:
         answers = [live.submit(request([20 * n] * (n + 1), 12)) for n in range(6)]
@@ -431,7 +413,7 @@ def test_short_memory_makes_some_wait_and_fails_who_never_fits() -> None:
         assert said(live.submit(request([5], 3))) == [6, 7, 8]
 
 
-def test_room_bounds_how_many_join() -> None:
+def test_room() -> None:
     # For two caches with 512 tokens ahead, and not for three.
     room = 2 * (KV * 768 + 4 * VOCAB) + 100
     engine = ScriptedEngine()
@@ -442,7 +424,7 @@ def test_room_bounds_how_many_join() -> None:
     assert max(map(len, engine.passes)) == 2
 
 
-def test_a_pass_that_fails_is_told_to_all_who_shared_it() -> None:
+def test_failed_pass() -> None:
     class Failing(Stepped):
         error: Exception | None = None
 
@@ -470,7 +452,7 @@ def test_a_pass_that_fails_is_told_to_all_who_shared_it() -> None:
             assert said(live.submit(request([3], 2))) == [4, 5]
 
 
-def test_closing_ends_all() -> None:
+def test_close() -> None:
     engine = Stepped()
     live = Live(engine, None, LiveLimits(ctx=CTX, most=1, buffer=3), room=lambda: 1 << 40)
     engine.free = True
@@ -486,7 +468,7 @@ def test_closing_ends_all() -> None:
     live.close()
 
 
-def test_cancel_all_ends_all_and_stays_open() -> None:
+def test_cancel_all() -> None:
     with open_live(ScriptedEngine(), buffer=4) as live:
         answers = [live.submit(request([n], 400)) for n in range(5)]
         wait_for(lambda: live.stats().paused == 5)
@@ -495,7 +477,7 @@ def test_cancel_all_ends_all_and_stays_open() -> None:
         assert said(live.submit(request([3], 2))) == [4, 5]
 
 
-def test_cancel_all_ends_those_who_are_between_two_lists() -> None:
+def test_cancel_all_between_lists() -> None:
     engine = Stepped()
     with open_live(engine) as live:
         answer = live.submit(request([1], 50))
@@ -505,7 +487,7 @@ def test_cancel_all_ends_those_who_are_between_two_lists() -> None:
         assert list(answer)[-1].finish_reason == "cancelled"
 
 
-def test_take_gives_what_is_there_and_notify_says_when() -> None:
+def test_take_and_notify() -> None:
     ready = threading.Event()
     with open_live(ScriptedEngine()) as live:
         answer = live.submit(request([1], 3), notify=ready.set)
@@ -535,7 +517,7 @@ class Single(ScriptedEngine):
         return self.sessions[-1]
 
 
-def test_an_engine_that_cannot_join_runs_one_after_another() -> None:
+def test_single_sequence_engine() -> None:
     engine = Single()
     bad = Sampling(temperature=0, logit_bias={VOCAB + 5: 1.0})
     with open_live(engine, buffer=8) as live:
@@ -561,9 +543,7 @@ def test_an_engine_that_cannot_join_runs_one_after_another() -> None:
     most=st.integers(1, 12),
     dropped=st.sets(st.integers(0, 9)),
 )
-def test_any_mix_of_readers_gets_what_is_right(
-    sizes: list[tuple[int, int]], buffer: int, most: int, dropped: set[int]
-) -> None:
+def test_any_mix(sizes: list[tuple[int, int]], buffer: int, most: int, dropped: set[int]) -> None:
     engine = ScriptedEngine()
     with open_live(engine, buffer=buffer, most=most) as live:
         answers = [
@@ -582,7 +562,7 @@ def test_any_mix_of_readers_gets_what_is_right(
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers()), max_size=40))
-def test_the_queue_is_fair_and_loses_nothing(pushed: list[tuple[int, int]]) -> None:
+def test_fair_queue(pushed: list[tuple[int, int]]) -> None:
     queue: FairQueue[tuple[int, int]] = FairQueue()
     for client, item in pushed:
         queue.push(client, (client, item))
@@ -598,7 +578,7 @@ def test_the_queue_is_fair_and_loses_nothing(pushed: list[tuple[int, int]]) -> N
     assert len(queue) == 0
 
 
-def test_the_queue_puts_back_and_removes() -> None:
+def test_fair_queue_put_back() -> None:
     queue: FairQueue[object] = FairQueue()
     first, second, third = object(), object(), object()
     for item in (first, second, third):

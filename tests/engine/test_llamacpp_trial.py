@@ -40,7 +40,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
 
 
 @posix
-def test_a_build_that_dies_is_told_once_tried(
+def test_build_dies(
     child: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = child(DIES.format("SIGILL"))
@@ -66,7 +66,7 @@ def test_a_build_that_dies_is_told_once_tried(
     ("code", "kept"),
     [(DIES.format("SIGKILL"), False), (DIES.format("SIGABRT"), False), ("raise OSError", True)],
 )
-def test_what_says_nothing_of_the_build_stops_nobody(
+def test_undecided(
     child: Callable[[str], list[str]], tmp_path: Path, code: str, kept: bool
 ) -> None:
     runs = child(code)
@@ -77,9 +77,7 @@ def test_what_says_nothing_of_the_build_stops_nobody(
 
 @posix
 @pytest.mark.parametrize("text", ["", "[]", '{"identity": 3}', '{"dies_of": 3, "identity": []}'])
-def test_a_verdict_that_cannot_be_read_is_made_again(
-    child: Callable[[str], list[str]], tmp_path: Path, text: str
-) -> None:
+def test_damaged_verdict(child: Callable[[str], list[str]], tmp_path: Path, text: str) -> None:
     runs = child("")
     (tmp_path / "llamacpp.json").write_text(text)
     check_build(tmp_path)
@@ -88,7 +86,7 @@ def test_a_verdict_that_cannot_be_read_is_made_again(
 
 
 @posix
-def test_loading_asks_first(
+def test_load(
     child: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child(DIES.format("SIGILL"))
@@ -101,7 +99,7 @@ def test_loading_asks_first(
 
 @pytest.mark.llamacpp
 @pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs the llamacpp extra")
-def test_the_installed_build_is_tried(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_installed_build(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     check_build(tmp_path)
     assert '"dies_of": ""' in (tmp_path / "llamacpp.json").read_text()
     assert capfd.readouterr() == ("", "")

@@ -13,7 +13,6 @@ from localrt.engine.loop import generate
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
-from localrt.models.prefix import common_prefix
 from tests.engine.fake_session import ByteTokenizer, ScriptedSession
 
 GREEDY = Sampling(temperature=0)
@@ -37,7 +36,7 @@ def text_of(chunks: list[Chunk]) -> str:
     return "".join(chunk.text for chunk in chunks)
 
 
-def test_ends_at_the_end_of_sequence_which_is_not_part_of_the_answer() -> None:
+def test_eos() -> None:
     chunks = run(spell())
     assert text_of(chunks) == TEXT
     assert [c.finish_reason for c in chunks[:-1]] == [None] * len(TEXT)
@@ -45,7 +44,7 @@ def test_ends_at_the_end_of_sequence_which_is_not_part_of_the_answer() -> None:
     assert [t for c in chunks for t in c.token_ids] == [ord(c) for c in TEXT]
 
 
-def test_max_tokens_and_context_end_by_length() -> None:
+def test_length() -> None:
     session = spell()
     chunks = run(session, max_tokens=4)
     assert (text_of(chunks), chunks[-1].finish_reason) == ("hell", "length")
@@ -55,17 +54,12 @@ def test_max_tokens_and_context_end_by_length() -> None:
     assert (text_of(full), full[-1].finish_reason) == ("AAAAA", "length")
 
 
-def test_ignore_eos_goes_on() -> None:
-    chunks = run(spell("ab"), eos_ids=frozenset(), max_tokens=5)
-    assert chunks[-1].metrics.completion_tokens == 5
-
-
-def test_a_stop_string_across_tokens_is_not_shown() -> None:
+def test_stop() -> None:
     chunks = run(spell(), stop=("o w",))
     assert (text_of(chunks), chunks[-1].finish_reason) == ("hell", "stop")
 
 
-def test_a_kept_prefix_is_not_computed_again() -> None:
+def test_kept_prefix() -> None:
     session = spell()
     run(session)
     session.computed.clear()
@@ -76,7 +70,7 @@ def test_a_kept_prefix_is_not_computed_again() -> None:
     assert chunks[-1].metrics.prompt_tokens == len(longer)
 
 
-def test_the_same_prompt_again_computes_its_last_token_only() -> None:
+def test_same_prompt() -> None:
     session = spell()
     run(session, max_tokens=2)
     session.computed.clear()
@@ -84,7 +78,7 @@ def test_the_same_prompt_again_computes_its_last_token_only() -> None:
     assert session.computed[0] == [PROMPT[-1]]
 
 
-def test_cancelling_ends_with_the_text_so_far() -> None:
+def test_cancel() -> None:
     cancel = threading.Event()
     request = Request(prompt=PROMPT, sampling=GREEDY, cancel=cancel)
     stream = generate(spell(), ByteTokenizer(), request)  # type: ignore[arg-type]
@@ -95,7 +89,7 @@ def test_cancelling_ends_with_the_text_so_far() -> None:
     assert [c.finish_reason for c in last] == ["cancelled"]
 
 
-def test_cancelled_before_the_first_token() -> None:
+def test_cancelled_at_once() -> None:
     cancel = threading.Event()
     cancel.set()
     chunks = run(spell(), cancel=cancel)
@@ -103,7 +97,7 @@ def test_cancelled_before_the_first_token() -> None:
     assert chunks[0].metrics.completion_tokens == 0
 
 
-def test_metrics_of_the_last_chunk_cover_the_run() -> None:
+def test_metrics() -> None:
     metrics = run(spell(), exactness="bit-exact")[-1].metrics
     assert metrics.prompt_tokens == 3
     assert metrics.completion_tokens == len(TEXT)
@@ -115,12 +109,12 @@ def test_metrics_of_the_last_chunk_cover_the_run() -> None:
     assert set(metrics.to_dict()) >= {"ttft_s", "accepted_per_pass", "simulated"}
 
 
-def test_earlier_chunks_keep_their_own_metrics() -> None:
+def test_metrics_of_chunks() -> None:
     counts = [c.metrics.completion_tokens for c in run(spell("abc"))]
     assert counts == [1, 2, 3, 3]
 
 
-def test_log_probabilities_on_request() -> None:
+def test_logprobs() -> None:
     chunks = run(spell("ab"), logprobs=2)
     first = chunks[0].logprobs[0]
     assert (first.token_id, first.text) == (ord("a"), "a")
@@ -130,13 +124,13 @@ def test_log_probabilities_on_request() -> None:
     assert run(spell("ab"))[0].logprobs == ()
 
 
-def test_progress_counts_computed_prompt_tokens() -> None:
+def test_progress() -> None:
     steps: list[Progress] = []
     run(spell(), on_progress=steps.append)
     assert [(p.stage, p.done, p.total, p.unit) for p in steps] == [("prefill", 3, 3, "tokens")]
 
 
-def test_same_seed_same_text() -> None:
+def test_seed() -> None:
     def flat(seed: int) -> list[int]:
         session = ScriptedSession(lambda n: n % 7)
         sampling = Sampling(temperature=5.0, top_k=0, top_p=1.0, min_p=0.0, seed=seed)
@@ -146,14 +140,8 @@ def test_same_seed_same_text() -> None:
     assert flat(1) != flat(2)
 
 
-def test_a_prompt_that_fills_the_context_says_so_with_numbers() -> None:
+def test_full_context() -> None:
     with pytest.raises(ContextOverflowError, match=r"3 tokens.*holds 3"):
         run(ScriptedSession(lambda n: 0, capacity=3))
     with pytest.raises(OptionError, match="empty"):
         run(spell(), prompt=[])
-
-
-def test_common_prefix() -> None:
-    assert common_prefix([], [1]) == 0
-    assert common_prefix([1, 2, 3], [1, 2]) == 2
-    assert common_prefix([1, 2, 3], [1, 9, 3]) == 1

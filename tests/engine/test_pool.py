@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.engine.pool import SessionPool
+from localrt.engine.pool import IdleSessions, SessionPool
 from localrt.engine.protocol import Engine
 from tests.engine.fake_session import ScriptedSession
 from tests.models.tiny import save_tiny, tokens
@@ -34,33 +34,30 @@ class FakeEngine(Engine):
 
 def use(pool: SessionPool, prompt: list[int]) -> ScriptedSession:
     with pool.lease(prompt) as session:
-        held = list(session.tokens)
         session.trim(0)
         session.extend(prompt)
         assert isinstance(session, ScriptedSession)
-        session.held_before = held  # type: ignore[attr-defined]
         return session
 
 
-def test_the_session_with_the_longest_prefix_is_taken() -> None:
-    engine = FakeEngine()
-    pool = SessionPool(engine, 50)
+def test_longest_prefix() -> None:
+    pool = SessionPool(FakeEngine(), 50)
     a, b = use(pool, [1, 2, 3, 4]), use(pool, [9, 8, 7, 6])
     assert a is not b
     assert use(pool, [9, 8, 7, 6, 5]) is b
     assert use(pool, [1, 2, 3, 4, 5]) is a
 
 
-def test_a_short_shared_start_does_not_destroy_a_long_cache() -> None:
-    engine = FakeEngine()
-    pool = SessionPool(engine, 50)
+def test_short_prefix() -> None:
+    pool = SessionPool(FakeEngine(), 50)
     long = use(pool, list(range(20)))
     assert use(pool, [0, 1, 99]) is not long
     assert long.tokens == list(range(20))
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "qwen3.5"])
-def test_a_branch_copies_what_it_shares_and_leaves_the_other(name: str, tmp_path: Path) -> None:
+def test_branch(name: str, tmp_path: Path) -> None:
+    """It copies what it shares, and leaves the other."""
     save_tiny(name, tmp_path)
     with localrt.load(tmp_path, ctx=256, draft="off") as model:
         options = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
@@ -78,27 +75,47 @@ def test_a_branch_copies_what_it_shares_and_leaves_the_other(name: str, tmp_path
             assert again.metrics.cached_tokens == len(prompt) - 1
 
 
-def test_the_one_unused_longest_is_recycled() -> None:
+def test_keep() -> None:
     engine = FakeEngine()
     pool = SessionPool(engine, 50, keep=2)
     first, second = use(pool, [1]), use(pool, [2])
     assert use(pool, [3]) is first
     assert use(pool, [2, 2]) is second
-    assert len(engine.made) == 2
+    with pool.lease([1]) as one, pool.lease([2]) as two, pool.lease([3]) as three:
+        assert len({one, two, three}) == 3  # more may run at once than stay
+    assert [session.closed for session in engine.made].count(False) == 2
 
 
-def test_more_may_run_at_once_than_stay() -> None:
-    engine = FakeEngine()
-    pool = SessionPool(engine, 50, keep=1)
-    with pool.lease([1]) as one, pool.lease([2]) as two:
-        assert one is not two
-    assert [session.closed for session in engine.made].count(True) == 1
-
-
-def test_closing_frees_idle_and_returning_sessions() -> None:
+def test_close() -> None:
     engine = FakeEngine()
     pool = SessionPool(engine, 50)
     use(pool, [1])
     with pool.lease([2]):
         pool.close()
     assert all(session.closed for session in engine.made)
+
+
+def session(first: int, length: int) -> ScriptedSession:
+    made = ScriptedSession(lambda n: n)
+    made.tokens = [first, *range(1, length)]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("sessions", "goes"),
+    [
+        ([(0, 100), (1, 10), (2, 50)], 1),  # the one that is read again soonest
+        ([(0, 100), (1, 50), (2, 10)], 1),  # not the latest, though it is the shortest
+        ([(0, 50), (1, 50), (2, 50)], 0),
+        ([(0, 100), (1, 10)], 1),  # a long conversation stays, where only one can
+        ([(0, 10), (1, 100)], 0),
+        ([(0, 10)], 0),
+        ([(0, 90), (1, 50), (0, 20)], 1),  # nor a short one whose beginning another holds
+    ],
+)
+def test_evict(sessions: list[tuple[int, int]], goes: int) -> None:
+    idle, kept = IdleSessions(), [session(100 + first, length) for first, length in sessions]
+    for one in kept:
+        idle.add(one)
+    assert idle.evict() is kept[goes]
+    assert list(idle) == kept[:goes] + kept[goes + 1 :]

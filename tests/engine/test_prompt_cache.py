@@ -62,9 +62,7 @@ def cache_in(tmp_path: Path, limit: int = 1 << 30, name: str = "a") -> PromptCac
 
 @pytest.mark.usefixtures("given_rates")
 @pytest.mark.parametrize(("name", "options"), KINDS)
-def test_a_restored_session_goes_on_as_if_it_had_stayed(
-    tmp_path: Path, name: str, options: dict[str, object]
-) -> None:
+def test_restore(tmp_path: Path, name: str, options: dict[str, object]) -> None:
     engine = engine_of(tmp_path / "model", name, **options)
     ids = [int(t) for t in tokens(700)]
     session = filled(engine, ids)
@@ -76,7 +74,7 @@ def test_a_restored_session_goes_on_as_if_it_had_stayed(
         assert np.array_equal(session.extend([token]), other.extend([token]).copy())
 
 
-def test_a_prompt_that_turns_off_gets_what_it_shares(tmp_path: Path, engine: NativeEngine) -> None:
+def test_restore_of_a_branch(tmp_path: Path, engine: NativeEngine) -> None:
     ids = [int(t) for t in tokens(700)]
     cache_in(tmp_path).save(filled(engine, ids))
     prompt = [*ids[:300], *([3] * 100)]
@@ -87,7 +85,7 @@ def test_a_prompt_that_turns_off_gets_what_it_shares(tmp_path: Path, engine: Nat
     assert np.array_equal(logits, filled(engine, prompt[:-1]).extend(prompt[-1:]))
 
 
-def test_a_session_that_holds_more_is_left_alone(tmp_path: Path, engine: NativeEngine) -> None:
+def test_session_holds_more(tmp_path: Path, engine: NativeEngine) -> None:
     ids = [int(t) for t in tokens(700)]
     cache = cache_in(tmp_path)
     cache.save(filled(engine, ids[:400]))
@@ -96,7 +94,7 @@ def test_a_session_that_holds_more_is_left_alone(tmp_path: Path, engine: NativeE
     assert len(session.tokens) == 390
 
 
-def test_one_conversation_keeps_one_file(tmp_path: Path, engine: NativeEngine) -> None:
+def test_one_file(tmp_path: Path, engine: NativeEngine) -> None:
     ids = [int(t) for t in tokens(900)]
     cache = cache_in(tmp_path)
     session = filled(engine, ids[:300])
@@ -110,7 +108,7 @@ def test_one_conversation_keeps_one_file(tmp_path: Path, engine: NativeEngine) -
     assert cache.restore(other, ids) == 900
 
 
-def test_states_bring_back_as_much_as_was_saved_of_them(tmp_path: Path) -> None:
+def test_states(tmp_path: Path) -> None:
     """To where one was kept; a damaged one is as good as none."""
     engine = engine_of(tmp_path / "model", "qwen3.5")
     ids = [int(t) for t in tokens(700)]
@@ -129,7 +127,7 @@ def test_states_bring_back_as_much_as_was_saved_of_them(tmp_path: Path) -> None:
     assert not other.tokens
 
 
-def test_damage_costs_time_only(tmp_path: Path, engine: NativeEngine) -> None:
+def test_damage(tmp_path: Path, engine: NativeEngine) -> None:
     ids = [int(t) for t in tokens(700)]
     cache = cache_in(tmp_path)
     cache.save(filled(engine, ids))
@@ -143,7 +141,7 @@ def test_damage_costs_time_only(tmp_path: Path, engine: NativeEngine) -> None:
     assert not list(cache.folder.iterdir())
 
 
-def test_the_oldest_go_when_the_folder_is_full(tmp_path: Path, engine: NativeEngine) -> None:
+def test_full_folder(tmp_path: Path, engine: NativeEngine) -> None:
     sequences = [[(n * 7 + i) % 50 for i in range(300)] for n in range(4)]
     size = cache_in(tmp_path).save(filled(engine, sequences[0]))
     cache = cache_in(tmp_path, limit=int(size * 3.5), name="b")  # limits are for all models
@@ -156,20 +154,20 @@ def test_the_oldest_go_when_the_folder_is_full(tmp_path: Path, engine: NativeEng
     assert found == [0, 300, 300, 300]
 
 
-def test_what_cannot_be_kept_is_not(tmp_path: Path, engine: NativeEngine) -> None:
+def test_too_large_or_short(tmp_path: Path, engine: NativeEngine) -> None:
     cache = cache_in(tmp_path, limit=1000)
     assert cache.save(filled(engine, [int(t) for t in tokens(700)])) == 0
     assert cache_in(tmp_path).save(filled(engine, [1, 2, 3])) == 0
     assert not (tmp_path / "kv").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, engine: NativeEngine) -> None:
+def test_unwritable_folder(tmp_path: Path, engine: NativeEngine) -> None:
     (tmp_path / "kv").write_text("")
     with pytest.raises(StorageError, match="cannot keep the KV cache"):
         cache_in(tmp_path).save(filled(engine, [int(t) for t in tokens(300)]))
 
 
-def test_another_cache_format_does_not_fit(tmp_path: Path) -> None:
+def test_other_format(tmp_path: Path) -> None:
     if not KERNELS:
         pytest.skip("the CPU kernels are not built")
     ids = [int(t) for t in tokens(300)]
@@ -179,7 +177,7 @@ def test_another_cache_format_does_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["granite-hybrid", "lfm2", "falcon-h1", "llama"])
-def test_what_another_model_kept_is_left_alone(tmp_path: Path, other: str) -> None:
+def test_other_model(tmp_path: Path, other: str) -> None:
     """Where its folder was copied: the key of a folder tells models apart."""
     ids = [int(t) for t in tokens(300)]
     cache_in(tmp_path).save(filled(engine_of(tmp_path / "theirs", other), ids))
@@ -189,7 +187,7 @@ def test_what_another_model_kept_is_left_alone(tmp_path: Path, other: str) -> No
     assert cache_in(tmp_path).restore(engine_of(tmp_path / "theirs", other).session(2048), ids) > 0
 
 
-def test_a_file_deleted_by_another_app_is_absent(tmp_path: Path, engine: NativeEngine) -> None:
+def test_deleted_file(tmp_path: Path, engine: NativeEngine) -> None:
     ids = [int(t) for t in tokens(300)]
     one, two = cache_in(tmp_path), cache_in(tmp_path)
     one.save(filled(engine, ids))
@@ -198,7 +196,7 @@ def test_a_file_deleted_by_another_app_is_absent(tmp_path: Path, engine: NativeE
     assert two.restore(engine.session(2048), ids) == 0
 
 
-def test_key_of_a_file(tmp_path: Path) -> None:
+def test_key(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(b"one")
     key = model_key(path, "content", "q4")
@@ -255,7 +253,7 @@ def _tokenizer(model: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("place", ["same-folder", "other-folder"])
-def test_another_model_of_same_name_size_and_time(
+def test_same_name_size_and_time(
     tmp_path: Path, change: Callable[[Path], None], place: str
 ) -> None:
     """What one model computed is never taken for another's."""
@@ -289,7 +287,7 @@ def test_another_model_of_same_name_size_and_time(
     assert cached_tokens(model) == 0
 
 
-def test_a_copy_in_ram_serves_until_it_settles(tmp_path: Path) -> None:
+def test_copy_in_ram(tmp_path: Path) -> None:
     engine = engine_of(tmp_path / "model", "gemma3", format="f32")
     ids = [int(t) for t in tokens(700)]
     cache = cache_in(tmp_path)

@@ -27,19 +27,19 @@ def counts(
     )
 
 
-def test_what_was_measured_on_loading_stands_until_enough_was_seen() -> None:
+def test_until_enough_was_seen() -> None:
     rates = RecentRates(1e9)
     assert rates.now(counts(read=1 << 20, ssd_s=1.0, passes=3, cpu_s=1.0)) == Rates(1e9)
     assert rates.now(counts(read=1 << 30, ssd_s=2.0, passes=20, cpu_s=1.0)) == Rates(2**29, 0.05)
 
 
-def test_only_what_is_new_counts() -> None:
+def test_new_counts() -> None:
     rates = RecentRates(1e9)
     rates.now(counts(read=1 << 30, ssd_s=1.0, passes=100, cpu_s=1.0))
     assert rates.now(counts(read=2 << 30, ssd_s=3.0, passes=200, cpu_s=4.0)) == Rates(2**29, 0.03)
 
 
-def test_hits_of_experts_are_those_of_late() -> None:
+def test_expert_hits() -> None:
     rates = RecentRates(1e9)
     assert rates.now(counts(experts=(100, 10))).expert_hits is None
     assert rates.now(counts(experts=(1000, 100))).expert_hits == 0.1

@@ -32,7 +32,7 @@ def kept(logits: np.ndarray, **settings: Any) -> list[int]:
     return sorted(distribution(logits, Sampling(**{**NEUTRAL, **settings})).tokens.tolist())
 
 
-def test_neutral_settings_are_the_softmax() -> None:
+def test_neutral() -> None:
     logits = logits_of(0.1, 0.2, 0.4, 0.3)
     result = distribution(logits, Sampling(**NEUTRAL))
     assert result.tokens.tolist() == [2, 3, 1, 0]
@@ -40,7 +40,7 @@ def test_neutral_settings_are_the_softmax() -> None:
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-9, 1e-7])
-def test_a_temperature_near_zero_takes_the_best_and_overflows_nowhere(temperature: float) -> None:
+def test_tiny_temperature(temperature: float) -> None:
     logits = np.array([-3e4, 12.5, np.nextafter(np.float32(12.5), np.float32(0)), 9.0], np.float32)
     sampling = Sampling(temperature=temperature, top_k=0)
     assert sampling.greedy == (temperature < 1e-8)
@@ -50,12 +50,7 @@ def test_a_temperature_near_zero_takes_the_best_and_overflows_nowhere(temperatur
     assert candidates.probs.sum() == pytest.approx(1)
 
 
-def test_temperature_zero_is_greedy_and_the_first_of_equals_wins() -> None:
-    result = distribution(np.array([1, 5, 5, 0], np.float32), Sampling(temperature=0))
-    assert result.tokens.tolist() == [1]
-
-
-def test_temperature_divides_logits() -> None:
+def test_temperature() -> None:
     logits = np.array([0.0, 1.0], np.float32)
     result = distribution(logits, Sampling(**{**NEUTRAL, "temperature": 0.5}))
     np.testing.assert_allclose(result.probs[0], 1 / (1 + np.exp(-2.0)), rtol=1e-6)
@@ -74,25 +69,21 @@ def test_temperature_divides_logits() -> None:
         ({"top_k": 3, "top_p": 0.75}, [2, 3]),  # renormalized: 0.44 + 0.33
     ],
 )
-def test_filters_keep_the_most_likely(settings: dict[str, Any], tokens: list[int]) -> None:
+def test_filters(settings: dict[str, Any], tokens: list[int]) -> None:
     assert kept(logits_of(0.1, 0.2, 0.4, 0.3), **settings) == tokens
 
 
-def test_top_p_on_a_flat_distribution_keeps_the_best_first() -> None:
+def test_flat_top_p() -> None:
     logits = np.linspace(0, 1e-3, 1000).astype(np.float32)
     tokens = kept(logits, top_p=0.1)
     assert 99 <= len(tokens) <= 101
     assert min(tokens) >= 899
 
 
-def test_typical_drops_the_too_likely_before_the_expected() -> None:
+def test_typical() -> None:
     # Locally typical sampling may leave out the most likely token of a near-flat distribution.
     probs = [0.4] + [0.06] * 10
     assert 0 not in kept(logits_of(*probs), typical_p=0.3)
-
-
-def test_ties_at_the_top_k_border_go_to_the_lower_id() -> None:
-    assert kept(np.array([1, 3, 3, 3], np.float32), top_k=2) == [1, 2]
 
 
 @given(
@@ -103,7 +94,7 @@ def test_ties_at_the_top_k_border_go_to_the_lower_id() -> None:
     st.floats(0, 1),
     st.floats(0, 1),
 )
-def test_every_setting_gives_a_distribution(
+def test_any_settings(
     values: list[float], temperature: float, k: int, top_p: float, min_p: float, typical: float
 ) -> None:
     sampling = Sampling(
@@ -118,7 +109,7 @@ def test_every_setting_gives_a_distribution(
     assert draw(result, np.nextafter(1.0, 0.0)) in result.tokens
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draw() -> None:
     result = distribution(logits_of(0.05, 0.15, 0.5, 0.3), Sampling(**NEUTRAL))
     rng = np.random.default_rng(0)
     count = 20_000
@@ -127,7 +118,7 @@ def test_draws_follow_the_distribution() -> None:
     assert stats.chisquare(drawn, expected).pvalue > 1e-3
 
 
-def test_penalties_and_bias() -> None:
+def test_penalties() -> None:
     logits = np.array([2.0, -2.0, 1.0, 0.0], np.float32)
     sampling = Sampling(repetition_penalty=2.0)
     np.testing.assert_allclose(adjust_logits(logits, [0], [1], sampling), [1, -4, 1, 0])
@@ -142,11 +133,6 @@ def test_penalties_and_bias() -> None:
         adjust_logits(logits, [], [], Sampling(logit_bias={9: 1.0}))
 
 
-def test_no_penalty_copies_nothing() -> None:
-    logits = np.zeros(4, np.float32)
-    assert adjust_logits(logits, [1], [2], Sampling()) is logits
-
-
 @pytest.mark.parametrize(
     ("probs", "settings", "tokens"),
     [
@@ -159,9 +145,7 @@ def test_no_penalty_copies_nothing() -> None:
         ((0.25, 0.25, 0.25, 0.25), {}, [3]),
     ],
 )
-def test_xtc_leaves_out_the_top_choices_but_one(
-    probs: tuple[float, ...], settings: dict[str, Any], tokens: list[int]
-) -> None:
+def test_xtc(probs: tuple[float, ...], settings: dict[str, Any], tokens: list[int]) -> None:
     on = {**NEUTRAL, "xtc_probability": 0.5, "xtc_threshold": 0.1, **settings}
     logits = logits_of(*probs)
     found = distribution(logits, Sampling(**on), 0.49)
@@ -180,13 +164,11 @@ def test_xtc_leaves_out_the_top_choices_but_one(
         ((0.989, 0.009, 0.002), []),  # another goes on far more likely
     ],
 )
-def test_a_middle_ends_where_an_end_is_likely_enough(
-    probs: tuple[float, ...], ends: list[int]
-) -> None:
+def test_ends_middle(probs: tuple[float, ...], ends: list[int]) -> None:
     assert ends_middle(logits_of(*probs), ends or [1]) == bool(ends)
 
 
-def test_log_probabilities_ignore_settings() -> None:
+def test_log_probabilities() -> None:
     value, top = log_probabilities(logits_of(0.1, 0.2, 0.7), 1, 2)
     assert value == pytest.approx(np.log(0.2), abs=1e-6)
     assert [token for token, _ in top] == [2, 1]
@@ -210,14 +192,19 @@ def test_log_probabilities_ignore_settings() -> None:
         {"logit_bias": {1: float("nan")}},
     ],
 )
-def test_impossible_values_name_the_option(bad: dict[str, Any]) -> None:
+def test_bad_values(bad: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(bad))):
         Sampling(**bad)
 
 
-def test_defaults_come_from_the_generation_config() -> None:
+def test_defaults() -> None:
     assert sampling_defaults({}) == {}
     assert sampling_defaults({"eos_token_id": 2}) == {}
     assert sampling_defaults({"do_sample": False, "top_p": 0.9}) == {"temperature": 0.0}
     named = sampling_defaults({"do_sample": True, "temperature": 0.6, "top_p": 0.9})
     assert named == {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0.0}
+
+
+def test_ties() -> None:
+    assert kept(np.array([1, 3, 3, 3], np.float32), top_k=2) == [1, 2]
+    assert kept(np.array([1, 5, 5, 0], np.float32), temperature=0) == [1]

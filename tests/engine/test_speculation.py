@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,7 @@ def sources(request: Any, engine: NativeEngine, other: NativeEngine) -> Any:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_tokens_are_those_of_plain_decoding(
-    engine: NativeEngine, sources: Any, sampling: str
-) -> None:
+def test_same_tokens(engine: NativeEngine, sources: Any, sampling: str) -> None:
     session = engine.session(CAPACITY)
     chosen = SAMPLINGS[sampling]
     plain = run(engine, None, sampling=chosen, logprobs=2)
@@ -149,32 +147,28 @@ def test_the_tokens_are_those_of_plain_decoding(
 
 
 class Knowing(DraftSource):
-    """Knows the answer, beside which it guesses wrongly."""
+    """Knows all answers, beside which it drafts wrong tokens."""
 
     name = "oracle"
 
-    def __init__(self, answer: list[int]) -> None:
-        self._all = [*PROMPT, *answer]
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        self._answers = answers
 
-    def begin(self, history: Any) -> None:
-        pass
-
-    def propose(self, history: list[int], budget: int, depth: int, **_: Any) -> TokenTree:
-        assert history == self._all[: len(history)]
-        right = self._all[len(history) : len(history) + depth]
-        wrong = [token + 1 for token in right]
-        guesses = [t for pair in zip(wrong, right, strict=True) for t in pair]
-        parents = [ROOT, ROOT, *(1 + 2 * (i // 2) for i in range(len(guesses) - 2))]
-        scores = [-float(i // 2) for i in range(len(guesses))]
-        return TokenTree.of(guesses, parents[: len(guesses)], scores, self.name).trim(budget)
-
-    def close(self) -> None:
-        pass
+    def propose(self, history: Any, budget: int, depth: int, **_: Any) -> TokenTree:
+        for answer in self._answers:
+            if list(answer[: len(history)]) == history:
+                right = answer[len(history) : len(history) + depth]
+                drafted = [t for token in right for t in (token + 1, token)]
+                parents = [ROOT, ROOT, *(1 + 2 * (i // 2) for i in range(len(drafted) - 2))]
+                scores = [-0.01 * (1 + i // 2) - 3 * (1 - i % 2) for i in range(len(drafted))]
+                tree = TokenTree.of(drafted, parents[: len(drafted)], scores, self.name)
+                return tree.trim(budget)
+        return TokenTree.empty()
 
 
-def test_a_perfect_draft_is_accepted_to_its_depth(engine: NativeEngine) -> None:
+def test_perfect_draft(engine: NativeEngine) -> None:
     answer = ids(run(engine, None))
-    speculation = fixed(Knowing(answer), budget=30, depth=5)
+    speculation = fixed(Knowing([[*PROMPT, *answer]]), budget=30, depth=5)
     metrics = run(engine, speculation, max_tokens=37)[-1].metrics
     assert metrics.accepted_per_pass == 6  # five guesses and the bonus token
     assert metrics.accepted_by_source == {"oracle": pytest.approx(5 / 6)}
@@ -182,7 +176,7 @@ def test_a_perfect_draft_is_accepted_to_its_depth(engine: NativeEngine) -> None:
     assert metrics.speculation == "speculation: oracle, 30 draft tokens a pass as asked"
 
 
-def test_limits_and_ends_are_as_without(engine: NativeEngine) -> None:
+def test_limits(engine: NativeEngine) -> None:
     plain = ids(run(engine, None, max_tokens=200))
     assert len(plain) == CAPACITY - len(PROMPT)  # to the end of the context
     source = drafting(engine)
@@ -200,7 +194,7 @@ def test_limits_and_ends_are_as_without(engine: NativeEngine) -> None:
     assert with_stop[1][-1].finish_reason == "stop"
 
 
-def test_the_next_turn_reuses_what_was_said(engine: NativeEngine) -> None:
+def test_next_turn(engine: NativeEngine) -> None:
     source = drafting(engine)
     speculation = fixed(source)
     session = engine.session(CAPACITY)
@@ -211,7 +205,7 @@ def test_the_next_turn_reuses_what_was_said(engine: NativeEngine) -> None:
     assert ids(chunks) == ids(run(engine, None, prompt=longer, max_tokens=20))
 
 
-def test_cancelling_between_and_within_passes(engine: NativeEngine) -> None:
+def test_cancel(engine: NativeEngine) -> None:
     plain = ids(run(engine, None))
     cancel = threading.Event()
     session = engine.session(CAPACITY)
@@ -233,7 +227,7 @@ def test_cancelling_between_and_within_passes(engine: NativeEngine) -> None:
     assert ids(run(engine, None, session=session)) == plain
 
 
-def test_leaving_the_stream_keeps_what_was_accepted(engine: NativeEngine) -> None:
+def test_closed_stream(engine: NativeEngine) -> None:
     session = engine.session(CAPACITY)
     request = Request(
         prompt=PROMPT,
@@ -253,20 +247,14 @@ class Failing(DraftSource):
     def __init__(self, after: int = 2) -> None:
         self.left = after
 
-    def begin(self, history: Any) -> None:
-        pass
-
     def propose(self, history: Any, *_: Any, **__: Any) -> TokenTree:
         self.left -= 1
         if self.left < 0:
             raise DraftFailedError("the draft model produced NaN logits")
         return TokenTree.of([3, 4], [ROOT, 0], [-1.0, -2.0], "bad")
 
-    def close(self) -> None:
-        pass
 
-
-def test_a_draft_that_breaks_is_left_out(engine: NativeEngine) -> None:
+def test_failing_draft(engine: NativeEngine) -> None:
     chunks = run(engine, fixed(Failing()))
     assert ids(chunks) == ids(run(engine, None))
     metrics = chunks[-1].metrics
@@ -275,9 +263,7 @@ def test_a_draft_that_breaks_is_left_out(engine: NativeEngine) -> None:
     assert ids(run(engine, tuned)) == ids(run(engine, None))
 
 
-def test_a_target_without_numbers_is_an_error(
-    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_target(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     session = engine.session(CAPACITY)
     nan = np.full(SIZES["vocab_size"], math.nan, np.float32)
     extend = session.extend_tree
@@ -287,9 +273,7 @@ def test_a_target_without_numbers_is_an_error(
     assert len(session.tokens) == len(PROMPT) + 1
 
 
-def test_guesses_without_room_are_left_out(
-    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_for_trees(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     session = engine.session(CAPACITY)
     extend, passes = session.extend_tree, []
 
@@ -306,7 +290,7 @@ def test_guesses_without_room_are_left_out(
     assert "need memory" in (chunks[-1].metrics.speculation or "")
 
 
-def test_what_was_said_before_is_guessed_again(engine: NativeEngine) -> None:
+def test_archive(engine: NativeEngine) -> None:
     archive = Archive()
     speculation = fixed(NgramSource(archive), budget=8, depth=6, archive=archive)
     first = run(engine, speculation)
@@ -318,9 +302,7 @@ def test_what_was_said_before_is_guessed_again(engine: NativeEngine) -> None:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_tuner_changes_no_token(
-    engine: NativeEngine, other: NativeEngine, sampling: str
-) -> None:
+def test_tuned(engine: NativeEngine, other: NativeEngine, sampling: str) -> None:
     """Whatever it decides, and it decides by time, which differs from run to run."""
     tuner = Tuner({"ngram": 0.0, "model": 0.2})
     speculation = Speculation(
@@ -334,7 +316,7 @@ def test_the_tuner_changes_no_token(
         assert str(chunks[-1].metrics.speculation).startswith("speculation: ")
 
 
-def test_an_engine_that_knows_no_trees_decodes_plainly() -> None:
+def test_engine_without_trees() -> None:
     from tests.engine.fake_session import ScriptedSession
 
     session = ScriptedSession(lambda n: n % 50)

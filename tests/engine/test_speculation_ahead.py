@@ -22,11 +22,19 @@ from localrt.engine.speculation import Speculation
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import waiting
 from localrt.quant.cpu.abi import find_library
-from localrt.speculative.ngram import NgramSource
 from localrt.speculative.source import DraftFailedError
 from localrt.speculative.tree_source import TreeSource
 from localrt.speculative.tuner import TreeSize, Tuner
-from tests.engine.test_speculation import CAPACITY, PROMPT, SAMPLINGS, ids, info_of, load, run
+from tests.engine.test_speculation import (
+    CAPACITY,
+    PROMPT,
+    SAMPLINGS,
+    fixed,
+    ids,
+    info_of,
+    load,
+    run,
+)
 from tests.offload.placed import Model, pack_tiny, passing
 from tests.speculative.sources import model_source
 
@@ -113,33 +121,21 @@ def draft(folder: Path) -> Iterator[Draft]:
     engine.close()
 
 
-@pytest.fixture
-def poor(folder: Path) -> Iterator[Draft]:
-    engine = load(folder / "poor", seed=1)
-    yield Draft(engine)
-    engine.close()
-
-
 def source(draft: Draft, **options: Any) -> TreeSource:
     return model_source(draft, **options)
-
-
-def fixed(*sources: Any, budget: int = 12, depth: int = 3) -> Speculation:
-    makers: Any = {source.name: lambda _, it=source: it for source in sources}
-    return Speculation(makers, Tuner({}), fixed=TreeSize(budget, depth))
 
 
 @pytest.mark.parametrize(
     ("sampling", "held_rows"), [*((name, True) for name in SAMPLINGS), ("warm", False)]
 )
-def test_the_tokens_are_those_of_plain_decoding(
+def test_same_tokens(
     target: Waiting, draft: Draft, plain: dict[str, list[int]], sampling: str, held_rows: bool
 ) -> None:
     target.meanwhile = draft.some
     session = target.engine.session(CAPACITY)
     chunks = run(
         target.engine,
-        fixed(source(draft, held_rows=held_rows)),
+        fixed(source(draft, held_rows=held_rows), depth=3),
         sampling=SAMPLINGS[sampling],
         session=session,
     )
@@ -151,18 +147,7 @@ def test_the_tokens_are_those_of_plain_decoding(
     assert np.array_equal(session.extend([5]), fresh.extend([5]))
 
 
-def test_a_draft_that_guesses_badly_changes_nothing(
-    target: Waiting, poor: Draft, plain: dict[str, list[int]]
-) -> None:
-    target.meanwhile = poor.some
-    chunks = run(target.engine, fixed(NgramSource(), source(poor)))
-    assert ids(chunks) == plain["greedy"]
-    assert poor.ahead > 0
-
-
-def test_what_was_drafted_meanwhile_is_not_drafted_after(
-    target: Waiting, draft: Draft, plain: dict[str, list[int]]
-) -> None:
+def test_spared_passes(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
     """The same trees and passes, by fewer passes of the draft in between."""
     target.meanwhile = lambda: draft.some(8)
     counts = []
@@ -183,7 +168,7 @@ def test_what_was_drafted_meanwhile_is_not_drafted_after(
     assert tokens >= same - 0.5
 
 
-def test_cancelling_in_mid_pass(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
+def test_cancel(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
     cancel, passes = threading.Event(), 0
 
     def meanwhile() -> None:
@@ -195,23 +180,23 @@ def test_cancelling_in_mid_pass(target: Waiting, draft: Draft, plain: dict[str, 
 
     target.meanwhile = meanwhile
     it, session = source(draft), target.engine.session(CAPACITY)
-    chunks = run(target.engine, fixed(it), session=session, cancel=cancel)
+    chunks = run(target.engine, fixed(it, depth=3), session=session, cancel=cancel)
     assert chunks[-1].finish_reason == "cancelled"
     said = ids(chunks)
     assert 0 < len(said) < 40
     assert said == plain["greedy"][: len(said)]
     assert not any_drafting()
     target.meanwhile = draft.some
-    assert ids(run(target.engine, fixed(it), session=session)) == plain["greedy"]
+    assert ids(run(target.engine, fixed(it, depth=3), session=session)) == plain["greedy"]
 
 
-def test_no_thread_between_tokens_nor_behind_the_stream(target: Waiting, draft: Draft) -> None:
+def test_no_thread_between_tokens(target: Waiting, draft: Draft) -> None:
     target.meanwhile = draft.some
     request = Request(
         prompt=PROMPT,
         sampling=SAMPLINGS["greedy"],
         max_tokens=40,
-        speculation=fixed(source(draft)),
+        speculation=fixed(source(draft), depth=3),
     )
     stream = generate(target.engine.session(CAPACITY), None, request)
     for _ in range(9):
@@ -225,30 +210,28 @@ def test_no_thread_between_tokens_nor_behind_the_stream(target: Waiting, draft: 
     "error",
     [DraftFailedError("it produced NaN logits"), MemoryBudgetError("there is no room")],
 )
-def test_a_draft_that_breaks_meanwhile_is_left_out(
+def test_failing_draft(
     target: Waiting, draft: Draft, plain: dict[str, list[int]], error: LocalrtError
 ) -> None:
     target.meanwhile = draft.some
     draft.breaks = error
-    chunks = run(target.engine, fixed(source(draft)))
+    chunks = run(target.engine, fixed(source(draft), depth=3))
     assert ids(chunks) == plain["greedy"]
     assert chunks[-1].metrics.speculation == f"speculation: off, {error}"
 
 
-def test_a_mistake_of_ours_is_not_hidden(target: Waiting, draft: Draft) -> None:
+def test_bug_in_draft(target: Waiting, draft: Draft) -> None:
     target.meanwhile = draft.some
     draft.breaks = ZeroDivisionError()
     session = target.engine.session(CAPACITY)
     with pytest.raises(ZeroDivisionError):
-        run(target.engine, fixed(source(draft)), session=session)
+        run(target.engine, fixed(source(draft), depth=3), session=session)
     fresh = target.engine.session(CAPACITY)
     fresh.extend(session.tokens)
     assert np.array_equal(session.extend([5]), fresh.extend([5]))  # what it holds is whole
 
 
-def test_closing_the_draft_meanwhile(
-    target: Waiting, draft: Draft, plain: dict[str, list[int]]
-) -> None:
+def test_closed_draft(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
     """As another thread may: the answer goes on without."""
 
     def meanwhile() -> None:
@@ -258,14 +241,12 @@ def test_closing_the_draft_meanwhile(
         time.sleep(0.006)
 
     target.meanwhile = meanwhile
-    chunks = run(target.engine, fixed(source(draft)))
+    chunks = run(target.engine, fixed(source(draft), depth=3))
     assert ids(chunks) == plain["greedy"]
     assert "the model is closed" in str(chunks[-1].metrics.speculation)
 
 
-def test_several_sessions_at_once(
-    target: Waiting, draft: Draft, plain: dict[str, list[int]]
-) -> None:
+def test_sessions(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
     """They take turns at both models, and none waits for another for ever."""
     target.meanwhile = lambda: time.sleep(0.01)
     speculation = Speculation(
@@ -285,24 +266,10 @@ def test_several_sessions_at_once(
     assert not any_drafting()
 
 
-def test_a_draft_that_is_the_target_itself(target: Waiting, plain: dict[str, list[int]]) -> None:
+def test_target_as_draft(target: Waiting, plain: dict[str, list[int]]) -> None:
     """Its passes cannot begin before the target's has ended."""
     target.meanwhile = lambda: time.sleep(0.006)
-    assert ids(run(target.engine, fixed(source(Draft(target.engine))))) == plain["greedy"]
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_tuner_changes_no_token(
-    target: Waiting, draft: Draft, plain: dict[str, list[int]], sampling: str
-) -> None:
-    target.meanwhile = lambda: draft.some(4)
-    tuner = Tuner({"ngram": 0.0, "model": 0.05}, streamed=True)
-    speculation = Speculation(
-        {"ngram": lambda _: NgramSource(), "model": lambda _: source(draft)}, tuner
-    )
-    for _ in range(2):
-        chunks = run(target.engine, speculation, sampling=SAMPLINGS[sampling])
-        assert ids(chunks) == plain[sampling]
+    assert ids(run(target.engine, fixed(source(Draft(target.engine)), depth=3))) == plain["greedy"]
 
 
 class SlowFiles(StoreFiles):
@@ -313,7 +280,7 @@ class SlowFiles(StoreFiles):
         super().read_into(name, offset, out)
 
 
-def test_a_target_that_is_streamed(tmp_path: Path) -> None:
+def test_streamed_target(tmp_path: Path) -> None:
     """Its passes wait for what is read, and the tuner makes use of it."""
     folder = pack_tiny("qwen2", tmp_path)
     # Two of them, since one ``Ops`` computes one pass at a time.

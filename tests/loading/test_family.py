@@ -50,7 +50,7 @@ def found(target: Path, settings: Settings) -> str | None:
     return None if draft is None else Path(draft.name).name
 
 
-def test_the_smallest_of_the_same_vocabulary_is_found(tmp_path: Path, settings: Settings) -> None:
+def test_smallest(tmp_path: Path, settings: Settings) -> None:
     target = gguf(tmp_path / "big.gguf", 100_000)
     assert found(target, settings) is None
     gguf(tmp_path / "half.gguf", 50_000)
@@ -76,7 +76,7 @@ def test_the_smallest_of_the_same_vocabulary_is_found(tmp_path: Path, settings: 
     assert found(gguf(tmp_path / "phi.gguf", 30_000, arch="phi3"), settings) == "llama.gguf"
 
 
-def test_too_large_a_model_and_a_damaged_target(tmp_path: Path, settings: Settings) -> None:
+def test_none(tmp_path: Path, settings: Settings) -> None:
     target = gguf(tmp_path / "big.gguf", 100_000)
     gguf(tmp_path / "large.gguf", 50_001)
     assert found(target, settings) is None
@@ -85,7 +85,7 @@ def test_too_large_a_model_and_a_damaged_target(tmp_path: Path, settings: Settin
     assert find_family_draft(tmp_path / "not there", settings) is None
 
 
-def test_parts_of_a_split_file_are_counted_together(tmp_path: Path, settings: Settings) -> None:
+def test_split_files(tmp_path: Path, settings: Settings) -> None:
     target = gguf(tmp_path / "big-00001-of-00002.gguf", 20_000)
     (tmp_path / "big-00002-of-00002.gguf").write_bytes(bytes(80_000))
     gguf(tmp_path / "draft-00001-of-00002.gguf", 30_000)
@@ -96,9 +96,7 @@ def test_parts_of_a_split_file_are_counted_together(tmp_path: Path, settings: Se
     assert found(target, settings) is None
 
 
-def test_downloaded_folders_are_found_by_their_tokenizer(
-    tmp_path: Path, settings: Settings
-) -> None:
+def test_folders(tmp_path: Path, settings: Settings) -> None:
     def folder(repo: str, size: int, words: str) -> Path:
         path = settings.hub_cache / f"models--{repo.replace('/', '--')}" / "snapshots" / ("0" * 40)
         path.mkdir(parents=True)
@@ -120,9 +118,7 @@ def test_downloaded_folders_are_found_by_their_tokenizer(
 
 
 @needs_kernels
-def test_a_draft_that_was_found_is_used_and_one_that_fails_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("target", "draft", "other"):
         (tmp_path / name).mkdir()
         write_tiny_model(tmp_path / name, context=256)
@@ -148,9 +144,7 @@ def test_a_draft_that_was_found_is_used_and_one_that_fails_is_not(
 
 
 @needs_kernels
-def test_a_draft_that_was_found_and_does_not_fit_is_left_out_with_a_hint(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_without_room(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.loading.draft_model.family_draft", lambda _: str(tiny_folder))
     with localrt.load(tiny_folder, ram="8GB") as model:
         monkeypatch.setattr("localrt.loading.native.memory_left", lambda *_: (1000, "RAM"))
@@ -159,12 +153,12 @@ def test_a_draft_that_was_found_and_does_not_fit_is_left_out_with_a_hint(
     assert "named as the draft when loading" in note
 
 
-def test_what_is_resident_is_not_given_a_draft_unasked(tiny: localrt.Model) -> None:
+def test_resident_target(tiny: localrt.Model) -> None:
     assert family_draft(core_of(tiny).parts) is None
 
 
 @pytest.mark.real
-def test_qwen_is_found_for_qwen_at_once() -> None:
+def test_real_models() -> None:
     target, draft = real_model("qwen1.5b"), real_model("qwen0.5b")
     settings = Settings.from_environment()
     find_family_draft(target, settings)

@@ -21,7 +21,6 @@ from localrt.offload.device.gpu import Clock
 from localrt.offload.planner.gpus import parse_gpu
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
-from tests.conftest import write_tiny_model
 from tests.loading.conftest import Choose
 from tests.offload.gpu.fakes import FakeGpu
 
@@ -68,9 +67,7 @@ def place(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Place:
     ("chosen", "target", "draft"),
     [("draft on GPU", "cuda", "cuda"), ("draft on CPU", "cuda", "cpu")],
 )
-def test_place_becomes_options(
-    place: Place, choose_place: Choose, chosen: str, target: str, draft: str
-) -> None:
+def test_options(place: Place, choose_place: Choose, chosen: str, target: str, draft: str) -> None:
     plans = choose_place(chosen)
     found = place(LARGE)
     assert "forecast" in found.line
@@ -85,14 +82,14 @@ def test_place_becomes_options(
         assert found.target.gpu_memory == 200_000_000 - vram + CUDA_CONTEXT_NBYTES
 
 
-def test_no_draft_is_an_option(place: Place, choose_place: Choose) -> None:
+def test_no_draft(place: Place, choose_place: Choose) -> None:
     choose_place("no draft")
     found = place(LARGE)
     assert found.target is found.draft is None
     assert re.match(r"draft \S+ is not used: no draft: \S+ tok/s forecast \(", found.note)
 
 
-def test_small_gpu_holds_the_draft_or_nothing(place: Place) -> None:
+def test_small_gpu(place: Place) -> None:
     found = place(SMALL)
     assert found.line.startswith("the draft on the GPU, the target on the CPU: ")
     assert found.target is not None
@@ -111,10 +108,3 @@ def test_bad_input(folders: tuple[Path, Path]) -> None:
         localrt.load(folders[0], device="cpu", draft="/nowhere/at/all")
     with pytest.raises(MemoryBudgetError):
         localrt.load(folders[0], device="cpu", draft=str(folders[1]), ram="1MB")
-
-
-def test_unknown_vocabulary(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(OptionError, match="another vocabulary: one of the two models has no"):
-        localrt.load(folders[0], device="cpu", draft=str(tmp_path), ctx=128)

@@ -83,7 +83,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_draft_loads_on_the_gpu(folder: Path, devices: list[str], choose_place: Choose) -> None:
+def test_load(folder: Path, devices: list[str], choose_place: Choose) -> None:
     plans = choose_place("draft on GPU")
     with localrt.load(folder, device="cuda", draft="off", ctx=64) as model:
         plain = model.generate("ab", **OPTIONS)
@@ -108,9 +108,7 @@ def test_the_draft_loads_on_the_gpu(folder: Path, devices: list[str], choose_pla
     assert left > 0
 
 
-def test_a_draft_that_the_gpu_has_no_room_for_stays_off_it(
-    folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room(folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from localrt.offload import account
 
     monkeypatch.setattr(account, "_TORCH_SCRATCH_NBYTES", 3 << 30)
@@ -127,7 +125,7 @@ def test_a_draft_that_the_gpu_has_no_room_for_stays_off_it(
     assert target[0].device == "cpu"  # the draft, which is loaded first
 
 
-def test_a_draft_that_fails_to_load_leaves_the_target_all(
+def test_draft_fails(
     folder: Path, devices: list[str], choose_place: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory that others took since it was planned."""
@@ -154,7 +152,7 @@ def test_a_draft_that_fails_to_load_leaves_the_target_all(
 
 
 @pytest.mark.parametrize(("budget", "left"), [(None, 900), (1000, 1000 - 300 - 100), (50, 1)])
-def test_a_draft_beside_which_nothing_is_planned_counts_in_the_budget(
+def test_budget_without_plan(
     budget: int | None, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a GPU that torch computes on."""

@@ -48,9 +48,7 @@ def tokenizers() -> tuple[Tokenizer, Tokenizer]:
 
 @pytest.mark.real
 @pytest.mark.parametrize("turned", [False, True])
-def test_guesses_go_on_in_the_targets_tokens(
-    tokenizers: tuple[Tokenizer, Tokenizer], turned: bool
-) -> None:
+def test_tokens_of_the_target(tokenizers: tuple[Tokenizer, Tokenizer], turned: bool) -> None:
     ours, theirs = tokenizers[::-1] if turned else tokenizers
     ids = ours.encode(TEXT, add_special=False)
     draft = Scripted(theirs, TEXT)
@@ -74,11 +72,11 @@ def test_guesses_go_on_in_the_targets_tokens(
 @needs_kernels
 @pytest.mark.real
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_answers_are_those_without_guesses(temperature: float) -> None:
+def test_same_answers(temperature: float) -> None:
     path = real_model("qwen0.5b")
-    options = {"max_tokens": 48, "temperature": temperature, "seed": 3}
+    options = {"max_tokens": 16, "temperature": temperature, "seed": 3}
     prompt = "def fibonacci(n):\n"
-    with localrt.load(path, ctx=512) as model:
+    with localrt.load(path, ctx=128) as model:
         plain = model.generate(prompt, raw=True, draft="off", **options)
         guessed = model.generate(prompt, raw=True, draft="smollm2", tree_budget=8, **options)
     assert guessed.token_ids == plain.token_ids

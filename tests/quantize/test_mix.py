@@ -59,9 +59,7 @@ def table_of(groups: list[tuple[int, dict[str, float]]]) -> LossTable:
 
 
 @given(st.lists(GROUPS, min_size=1, max_size=5), st.floats(0, 1))
-def test_a_mix_keeps_its_budget_and_is_a_step_from_the_best(
-    groups: list[tuple[int, dict[str, float]]], share: float
-) -> None:
+def test_choose(groups: list[tuple[int, dict[str, float]]], share: float) -> None:
     table = table_of(groups)
     bits = table.least_bits + share * (6.5 - table.least_bits)
     chosen = table.choose(bits)
@@ -75,7 +73,7 @@ def test_a_mix_keeps_its_budget_and_is_a_step_from_the_best(
     assert table.loss(table.least_bits - 0.01) is None
 
 
-def test_a_table_is_kept_and_a_damaged_one_is_none(tmp_path: Path) -> None:
+def test_kept_table(tmp_path: Path) -> None:
     table = table_of([(256, {"q2_k": 0.5, "q3_k": 0.1})])
     assert LossTable.from_json(table.to_json()) == table
     assert known_losses(tmp_path, "mark") is None
@@ -111,7 +109,7 @@ def naive_divergence(one: Checkpoint, other: Checkpoint, windows: list[list[int]
     return float((np.exp(a) * (a - b)).sum(1).mean())
 
 
-def test_a_store_has_the_bits_and_says_what_it_loses(tmp_path: Path) -> None:
+def test_store(tmp_path: Path) -> None:
     model, losses = source(tmp_path), tmp_path / "losses"
     steps: list[Progress] = []
     report = quantized(model, tmp_path / "a", 4.0, losses=losses, progress=steps.append)
@@ -147,7 +145,7 @@ def test_a_store_has_the_bits_and_says_what_it_loses(tmp_path: Path) -> None:
     assert not torch.is_inference_mode_enabled()  # the caller's thread is as it was
 
 
-def test_losses_are_those_of_layers_rounded_alone(tmp_path: Path) -> None:
+def test_losses(tmp_path: Path) -> None:
     """The sum over a layer's groups is what a naive run of the model with that layer loses."""
     model = source(tmp_path)
     quantized(model, tmp_path / "store", 4.0, losses=tmp_path / "losses")
@@ -187,7 +185,7 @@ class OneLayer:
         pass
 
 
-def test_what_cannot_be_mixed_is_said_in_one_line(tmp_path: Path) -> None:
+def test_errors(tmp_path: Path) -> None:
     model, out = source(tmp_path), tmp_path / "s"
     for recipe, says in (
         (Recipe(None), "either format or bits"),
@@ -195,7 +193,7 @@ def test_what_cannot_be_mixed_is_said_in_one_line(tmp_path: Path) -> None:
         (Recipe(None, bits=1.5, calibration=TEXT), "bits must be from 2 to 6.5, is 1.5"),
         (Recipe(None, bits=float("nan"), calibration=TEXT), "bits must be from 2 to 6.5, is nan"),
         (Recipe(None, bits=3.5, method="rtn"), "a mix is quantized by gptq"),
-        (Recipe(None, bits=3.5), "give `calibration`"),
+        (Recipe(None, bits=3.5), "give calibration"),
     ):
         with pytest.raises(OptionError, match=says):
             quantize_model(model, out, recipe)
@@ -204,7 +202,7 @@ def test_what_cannot_be_mixed_is_said_in_one_line(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_formats_are_those_that_can_be_packed() -> None:
+def test_formats() -> None:
     widths = [CODECS[name].format.bits_per_weight for name in MIX_FORMATS]
     assert widths == sorted(widths)
     assert all(name in FORMATS for name in MIX_FORMATS)

@@ -103,9 +103,7 @@ def stored(folder: Path) -> StoreCheckpoint:
         ("phi3", "rtn"),
     ],
 )
-def test_eight_bits_change_next_to_nothing(
-    folders: Mapping[str, Path], tmp_path: Path, name: str, method: str
-) -> None:
+def test_eight_bits(folders: Mapping[str, Path], tmp_path: Path, name: str, method: str) -> None:
     report = run(folders[name], tmp_path / "s", "int8-g32", method=method)
     assert (report.method, report.format, report.path) == (method, "int8-g32", tmp_path / "s")
     assert 0 < distance(logits(tmp_path / "s"), logits(folders[name])) < 0.05
@@ -147,9 +145,7 @@ class Unfolded:
         yield PackedTensor(name, F32, values.shape, data)
 
 
-def test_the_rotation_of_the_output_projection_is_folded_into_v(
-    folders: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_folded_rotation(folders: Mapping[str, Path], tmp_path: Path) -> None:
     run(folders["llama-tied-bias"], tmp_path / "s", "int8-g32", method="mr-gptq")
     with closing(stored(tmp_path / "s")) as store:
         assert store.manifest.quantization is not None
@@ -174,9 +170,7 @@ def test_the_rotation_of_the_output_projection_is_folded_into_v(
     assert distance(folded, logits(folders["llama-tied-bias"])) < 0.05
 
 
-def test_heads_that_the_rotation_does_not_divide_are_rotated_at_run_time(
-    folders: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_rotation_not_folded(folders: Mapping[str, Path], tmp_path: Path) -> None:
     run(folders["llama"], tmp_path / "s", "int4-g32", method="mr-gptq")  # heads of 16
     with closing(stored(tmp_path / "s")) as store:
         (block,) = store.blocks(QKV.format(0, "o", "weight"))
@@ -196,18 +190,14 @@ def test_heads_that_the_rotation_does_not_divide_are_rotated_at_run_time(
         ("nvfp4", "rtn"),
     ],
 )
-def test_the_kernels_compute_what_the_reference_does(
-    folders: Mapping[str, Path], tmp_path: Path, format_: str, method: str
-) -> None:
+def test_kernels(folders: Mapping[str, Path], tmp_path: Path, format_: str, method: str) -> None:
     from localrt.quant.cpu.ops import NativeOps
 
     run(folders["llama-tied-bias"], tmp_path / "s", format_, method=method)
     assert relative_error(logits(tmp_path / "s", NativeOps()), logits(tmp_path / "s")) < 0.05
 
 
-def test_q_k_v_and_gate_up_share_rotation_and_factor(
-    folders: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_shared_factors(folders: Mapping[str, Path], tmp_path: Path) -> None:
     for method in ("rtn", "mr-gptq"):
         run(folders["llama"], tmp_path / method, "nvfp4", method=method)
         with closing(stored(tmp_path / method)) as store:
@@ -220,22 +210,12 @@ def test_q_k_v_and_gate_up_share_rotation_and_factor(
                 assert blocks[0].scale != 1
 
 
-def test_the_same_arguments_give_the_same_bytes_and_a_seed_others(
-    folders: Mapping[str, Path], tmp_path: Path
-) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        run(folders["qwen2"], tmp_path / name, "int4-g32", method="gptq", seed=seed)
-    a, b, c = (contents(tmp_path / name) for name in "abc")
-    assert a == b
-    assert a["layer-0001.safetensors"] != c["layer-0001.safetensors"]
-
-
 class KilledError(BaseException):
     """Nothing in the code expects it."""
 
 
 @pytest.mark.parametrize("method", ["rtn", "mr-gptq"])
-def test_a_run_that_was_ended_goes_on_to_the_same_bytes(
+def test_killed(
     folders: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     run(folders["llama"], tmp_path / "whole", method=method)
@@ -263,9 +243,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_bytes(
     assert contents(out) == wanted
 
 
-def test_a_cancelled_run_keeps_its_layers_and_goes_on(
-    folders: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_cancelled(folders: Mapping[str, Path], tmp_path: Path) -> None:
     out, cancel = tmp_path / "s", threading.Event()
 
     def progress(step: Progress) -> None:
@@ -281,7 +259,7 @@ def test_a_cancelled_run_keeps_its_layers_and_goes_on(
     assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_embedding_and_head_keep_up_to_eight_and_a_half_bits(tmp_path: Path) -> None:
+def test_head_format(tmp_path: Path) -> None:
     def head(published: str, out: str, format_: str = "int4-g32", **options: Any) -> str:
         source = SyntheticCheckpoint(tmp_path, formats={"lm_head": published})
         report = quantize_model(source, tmp_path / out, Recipe(format_, **options))
@@ -293,7 +271,7 @@ def test_embedding_and_head_keep_up_to_eight_and_a_half_bits(tmp_path: Path) -> 
     assert head("f32", "4", "bf16") == "bf16"
 
 
-def test_a_format_that_a_matrix_has_already_is_not_rounded_again(tmp_path: Path) -> None:
+def test_same_format(tmp_path: Path) -> None:
     source = SyntheticCheckpoint(tmp_path, formats={"proj": "mxfp4"})
     quantize_model(source, tmp_path / "s", Recipe("mxfp4"))
     with closing(stored(tmp_path / "s")) as store:
@@ -301,9 +279,7 @@ def test_a_format_that_a_matrix_has_already_is_not_rounded_again(tmp_path: Path)
         np.testing.assert_array_equal(store.read(name).data, source.read(name).data)
 
 
-def test_rows_that_are_no_whole_groups_fall_back_and_are_reported(
-    folders: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_fallbacks(folders: Mapping[str, Path], tmp_path: Path) -> None:
     source = SyntheticCheckpoint(tmp_path, hidden=128, inner=160)
     report = quantize_model(source, tmp_path / "s", Recipe("int4-g128"))
     assert set(report.fallbacks.values()) == {"int4-g32"}
@@ -317,7 +293,7 @@ def test_rows_that_are_no_whole_groups_fall_back_and_are_reported(
     assert set(eight.fallbacks.values()) == {"bf16"}
 
 
-def test_rounding_needs_a_block_of_memory_not_a_model(tmp_path: Path) -> None:
+def test_memory(tmp_path: Path) -> None:
     source = SyntheticCheckpoint(
         tmp_path, vocab=64, hidden=1024, inner=2048, layers=1, formats={"proj": "bf16"}
     )
@@ -331,7 +307,7 @@ def test_rounding_needs_a_block_of_memory_not_a_model(tmp_path: Path) -> None:
     assert peak < unit / 3
 
 
-def test_progress_counts_bytes(folders: Mapping[str, Path], tmp_path: Path) -> None:
+def test_progress(folders: Mapping[str, Path], tmp_path: Path) -> None:
     steps: list[Progress] = []
     report = run(folders["llama"], tmp_path / "s", method="gptq", progress=steps.append)
     assert {step.stage for step in steps} == {"quantize"}
@@ -350,9 +326,7 @@ class Poisoned(SyntheticCheckpoint):
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_weights_and_statistics_that_are_no_numbers_name_the_tensor(
-    tmp_path: Path, method: str
-) -> None:
+def test_nan_weights(tmp_path: Path, method: str) -> None:
     text = [token % 250 for token in TEXT]
     poisoned = Poisoned(tmp_path, formats={"proj": "f32"})
     with pytest.raises(
@@ -379,9 +353,7 @@ def test_weights_and_statistics_that_are_no_numbers_name_the_tensor(
             )
 
 
-def test_what_cannot_be_done_is_said_in_one_line(
-    folders: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_errors(folders: Mapping[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "s"
     with pytest.raises(OptionError, match=r"format must be one of int4-g32 .*, is 'int3'"):
         run(folders["llama"], out, "int3")
@@ -407,7 +379,7 @@ def test_what_cannot_be_done_is_said_in_one_line(
         run(folders["llama"], out)
 
 
-def test_windows_come_from_all_over_the_text() -> None:
+def test_windows() -> None:
     text = list(range(10_000))
     windows, others = calibration_windows(text, length=100, count=5, seed=3)
     assert [len(window) for window in windows] == [100] * 5

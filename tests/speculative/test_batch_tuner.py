@@ -49,7 +49,7 @@ trees = st.lists(
 
 
 @given(trees=trees, room=st.integers(0, 60))
-def test_what_is_chosen_are_the_likeliest_that_go_in(trees: list[TokenTree], room: int) -> None:
+def test_choose(trees: list[TokenTree], room: int) -> None:
     chosen = batch_tuner(len(trees), flat).choose(trees, room)
     assert len(chosen) == len(trees)
     assert sum(map(len, chosen)) <= room
@@ -61,13 +61,13 @@ def test_what_is_chosen_are_the_likeliest_that_go_in(trees: list[TokenTree], roo
             assert left.max() <= min(kept) + 1e-9
 
 
-def test_rows_that_cost_nothing_take_all_and_dear_ones_none() -> None:
+def test_cost_of_rows() -> None:
     likely = [chain(0.9, 4)] * 8
     assert [len(tree) for tree in batch_tuner(8, flat).choose(likely, 100)] == [4] * 8
     assert sum(map(len, batch_tuner(8, bound).choose([chain(0.6, 4)] * 8, 100))) <= 8  # an attempt
 
 
-def test_the_surest_sequences_get_the_rows() -> None:
+def test_surest_sequences() -> None:
     def dear(rows: int) -> float:
         return 0.06 + 0.004 * max(0, rows - 8)
 
@@ -75,7 +75,7 @@ def test_the_surest_sequences_get_the_rows() -> None:
     assert [len(tree) for tree in chosen] == [6, 6, 0, 0, 0, 0, 0, 0]
 
 
-def test_nothing_is_guessed_before_such_a_pass_was_measured() -> None:
+def test_unmeasured_pass() -> None:
     tuner = Tuner({"ngram": 0.0})
     found = BatchTuner(tuner)
     assert not found.looks(4)
@@ -88,9 +88,7 @@ def test_nothing_is_guessed_before_such_a_pass_was_measured() -> None:
 
 @pytest.mark.parametrize("chance", [0.0, 0.05, 0.5, 0.95])
 @pytest.mark.parametrize("cost", [flat, bound])
-def test_it_gains_where_guesses_come_true_and_loses_next_to_nothing(
-    chance: float, cost: Callable[[int], float]
-) -> None:
+def test_gain(chance: float, cost: Callable[[int], float]) -> None:
     """Sources claim 0.8, whatever is true."""
     rng = np.random.default_rng(3)
     tuner = Tuner({"ngram": 0.0}, streamed=True)

@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from localrt.common.errors import CancelledError, LocalrtError
+from localrt.common.errors import CancelledError
 from localrt.engine.speculation import GapWork
 from localrt.offload.reading.reader import Waiter, waiting
 
@@ -53,7 +51,7 @@ class Layers:
             raise
 
 
-def test_a_check_with_ears_is_told_of_waiting() -> None:
+def test_waiter() -> None:
     check = GapWork(nothing)
     assert isinstance(check, Waiter)
     assert not isinstance(nothing, Waiter)
@@ -64,7 +62,7 @@ def test_a_check_with_ears_is_told_of_waiting() -> None:
     assert not drafting()
 
 
-def test_it_works_in_the_gaps_alone() -> None:
+def test_gaps_alone() -> None:
     layers = Layers()
     with GapWork(nothing, layers) as check:
         time.sleep(0.01)
@@ -83,62 +81,10 @@ def test_it_works_in_the_gaps_alone() -> None:
     assert 0 <= check.shared_s < check.waited_s + 5
 
 
-def test_what_is_of_use_is_finished() -> None:
+def test_useful_work_finished() -> None:
     layers = Layers(useful=lambda true: true == [7])
     with GapWork(nothing, layers) as check:
         with check.waiting():
             wait_for(lambda: layers.done > 0)
         check.ended([7])
     assert layers.ended == "finished"
-
-
-def give_up(layers: Layers, error: BaseException) -> None:
-    with GapWork(nothing, layers) as check, check.waiting():
-        wait_for(lambda: layers.done > 0)
-        raise error
-
-
-def test_a_pass_that_fails_or_is_cancelled_ends_the_work() -> None:
-    for error in (CancelledError("stop"), LocalrtError("the disk is gone"), KeyboardInterrupt()):
-        layers = Layers()
-        with pytest.raises(type(error)):
-            give_up(layers, error)
-        assert layers.ended == "the pass was given up"
-        assert not drafting()
-
-
-def test_a_pass_without_gaps_has_no_work_done() -> None:
-    layers = Layers()
-    with GapWork(nothing, layers) as check:
-        check.ended([1])
-    assert layers.done == 0
-    assert check.waited_s == check.shared_s == 0
-
-
-def test_the_callers_check_ends_the_work_too() -> None:
-    stop = threading.Event()
-
-    def check() -> None:
-        if stop.is_set():
-            raise CancelledError("the generation was cancelled")
-
-    layers = Layers(useful=lambda true: True)
-    with GapWork(check, layers) as meanwhile:
-        with meanwhile.waiting():
-            wait_for(lambda: layers.done > 0)
-        stop.set()
-        meanwhile.ended([1])
-    assert layers.ended == "the generation was cancelled"
-    with pytest.raises(CancelledError):
-        meanwhile()
-
-
-def test_a_failure_of_the_work_is_told() -> None:
-    def work(check: Any, outcome: Any) -> None:
-        raise ZeroDivisionError
-
-    with GapWork(nothing, work) as check:
-        with check.waiting():
-            wait_for(lambda: not drafting())
-        check.ended([1])
-    assert isinstance(check.error, ZeroDivisionError)

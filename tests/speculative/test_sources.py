@@ -15,7 +15,7 @@ from tests.speculative.test_tree import words
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_a_repeated_beginning_is_continued() -> None:
+def test_repeated_beginning() -> None:
     source = NgramSource()
     tree = source.propose([*TEXT, 20, 1, 2, 3], 16, 4)
     path = words(tree)
@@ -24,7 +24,7 @@ def test_a_repeated_beginning_is_continued() -> None:
     assert (4, 5, 6, 7, 8) not in path
 
 
-def test_continuations_are_ranked_by_count() -> None:
+def test_rank() -> None:
     history = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 5, 3, 1, 2]
     tree = NgramSource().propose(history, 8, 1)
     assert tree.tokens[0] == 5
@@ -33,13 +33,13 @@ def test_continuations_are_ranked_by_count() -> None:
     assert scores[5] > scores[6]
 
 
-def test_nothing_repeated_is_nothing_proposed() -> None:
+def test_nothing_repeated() -> None:
     assert len(NgramSource().propose(TEXT, 16, 4)) == 0
     assert len(NgramSource().propose([1], 16, 4)) == 0
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 20), st.integers(1, 6))
-def test_every_guess_has_been_seen(history: list[int], budget: int, depth: int) -> None:
+def test_any_history(history: list[int], budget: int, depth: int) -> None:
     source = NgramSource()
     half = len(history) // 2
     if half:
@@ -55,7 +55,7 @@ def test_every_guess_has_been_seen(history: list[int], budget: int, depth: int) 
 
 
 @given(st.lists(st.integers(0, 2), max_size=50))
-def test_places_are_those_of_a_search(history: list[int]) -> None:
+def test_places(history: list[int]) -> None:
     found = places(array("i", history), history)
     for order in ORDERS:
         tail = history[-order:]
@@ -63,14 +63,14 @@ def test_places_are_those_of_a_search(history: list[int]) -> None:
         assert found.get(order, []) == ends[::-1][:16]
 
 
-def test_another_sequence_begins_anew() -> None:
+def test_begin() -> None:
     source = NgramSource()
     source.propose([*TEXT, 1, 2, 3], 8, 2)
     source.begin([9, 9, 9, 1, 2, 3])
     assert len(source.propose([9, 8, 7, 1, 2, 3], 8, 2)) == 0
 
 
-def test_an_archive_is_bounded_and_guessed_from() -> None:
+def test_archive() -> None:
     archive = Archive(most=40)
     archive.add(TEXT)
     tree = NgramSource(archive).propose([30, 3, 4, 5], 8, 3)
@@ -81,7 +81,7 @@ def test_an_archive_is_bounded_and_guessed_from() -> None:
     assert len(archive) <= 40
 
 
-def test_own_text_and_the_archive_share_a_tree() -> None:
+def test_own_text_and_archive() -> None:
     archive = Archive()
     archive.add([1, 2, 3, 40, 50])
     tree = NgramSource(archive).propose([*TEXT, 1, 2, 3], 8, 2)
@@ -90,7 +90,7 @@ def test_own_text_and_the_archive_share_a_tree() -> None:
     assert len(NgramSource(archive).propose([*TEXT, 1, 2, 3], 3, 2)) == 3
 
 
-def test_scores_are_log_probabilities() -> None:
+def test_scores() -> None:
     tree = NgramSource().propose([*TEXT, 1, 2, 3], 8, 8)
     assert (tree.scores <= 0).all()
     roots = [math.exp(tree.scores[n]) for n in tree.children(ROOT)]

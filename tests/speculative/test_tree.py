@@ -46,7 +46,7 @@ def words(tree: TokenTree) -> dict[tuple[int, ...], float]:
 
 @settings(max_examples=30)
 @given(trees())
-def test_a_mask_shows_the_path_and_nothing_else(tree: TokenTree) -> None:
+def test_mask(tree: TokenTree) -> None:
     mask = tree.mask()
     for node in range(len(tree)):
         assert tuple(np.flatnonzero(mask[node])) == path_to(tree, node)
@@ -61,9 +61,7 @@ def test_a_mask_shows_the_path_and_nothing_else(tree: TokenTree) -> None:
 
 @settings(max_examples=30)
 @given(trees(), st.integers(0, 30), st.integers(1, 6))
-def test_trimming_keeps_the_best_and_their_parents(
-    tree: TokenTree, budget: int, depth: int
-) -> None:
+def test_trim(tree: TokenTree, budget: int, depth: int) -> None:
     kept = tree.trim(budget, depth)
     before, after = words(tree), words(kept)
     possible = [score for path, score in before.items() if len(path) <= depth]
@@ -76,7 +74,7 @@ def test_trimming_keeps_the_best_and_their_parents(
 
 @settings(max_examples=30)
 @given(trees("a"), trees("b"), st.integers(0, 60))
-def test_a_merged_tree_has_each_prefix_once(a: TokenTree, b: TokenTree, budget: int) -> None:
+def test_merge(a: TokenTree, b: TokenTree, budget: int) -> None:
     both, one, other = merge([a, b], budget), words(a), words(b)
     found = words(both)
     assert len(found) == len(both) == min(budget, len(one | other))
@@ -87,7 +85,7 @@ def test_a_merged_tree_has_each_prefix_once(a: TokenTree, b: TokenTree, budget: 
         assert set(both.proposed_by(node)) == names
 
 
-def test_what_is_no_tree_is_refused() -> None:
+def test_bad_trees() -> None:
     for tokens, parents, scores in (
         ([1, 2], [1, ROOT], [0, 0]),
         ([1, 1], [ROOT, ROOT], [0, 0]),
@@ -99,7 +97,7 @@ def test_what_is_no_tree_is_refused() -> None:
             TokenTree.of(tokens, parents, scores, "x")
 
 
-def test_a_tree_cannot_be_changed() -> None:
+def test_immutable() -> None:
     tree = TokenTree.of([1], [ROOT], [0], "x")
     with pytest.raises(ValueError):
         tree.tokens[0] = 2

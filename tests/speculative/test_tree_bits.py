@@ -71,9 +71,7 @@ def tree_pass(decoder: Decoder, cache: Any, token: int, tree: TokenTree) -> Any:
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize(("name", "held"), HELD)
-def test_every_path_has_the_bits_of_plain_decoding(
-    load: Any, name: str, kv_format: CacheFormat, held: int
-) -> None:
+def test_paths(load: Any, name: str, kv_format: CacheFormat, held: int) -> None:
     decoder, tree = load(name, kv_format), some_tree()
     prompt = tokens(held)
     cache = decoder.cache(CAPACITY)
@@ -95,7 +93,7 @@ def test_every_path_has_the_bits_of_plain_decoding(
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tree_may_grow_pass_by_pass(load: Any, name: str, kv_format: CacheFormat) -> None:
+def test_pass_by_pass(load: Any, name: str, kv_format: CacheFormat) -> None:
     decoder, tree = load(name, kv_format), some_tree()
     whole, steps = decoder.cache(CAPACITY), decoder.cache(CAPACITY)
     for cache in (whole, steps):

@@ -51,7 +51,7 @@ def exact_scores(depth: int) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("budget", [1, 4, 16, 60])
 @pytest.mark.parametrize("round_nodes", [1, 3, 128])
-def test_the_tree_has_the_best_nodes_there_are(budget: int, round_nodes: int) -> None:
+def test_best_nodes(budget: int, round_nodes: int) -> None:
     depth, known, calls = 4, {-1: ()}, []
 
     def expand(nodes: Any, least: Any) -> list[Children]:
@@ -73,7 +73,7 @@ def test_the_tree_has_the_best_nodes_there_are(budget: int, round_nodes: int) ->
     assert max(calls) <= max(round_nodes, 1)
 
 
-def test_likeliest_cuts_and_sorts() -> None:
+def test_likeliest() -> None:
     rng = np.random.default_rng(1)
     for temperature in (1.0, 0.5, 3.0):
         row = rng.normal(size=1000).astype(np.float32) * 3
@@ -99,7 +99,7 @@ def source(decoder: Any, **options: Any) -> TreeSource:
     return model_source(decoder, **{"capacity": 200, **options})
 
 
-def test_scores_are_the_models_own(decoder: Any) -> None:
+def test_scores(decoder: Any) -> None:
     history = tokens(20)
     tree = source(decoder).propose(history, 24, 4)
     assert len(tree) == 24
@@ -110,7 +110,7 @@ def test_scores_are_the_models_own(decoder: Any) -> None:
 
 
 @pytest.mark.parametrize("held_rows", [True, False])
-def test_what_was_accepted_is_not_computed_again(decoder: Any, held_rows: bool) -> None:
+def test_accepted_rows_kept(decoder: Any, held_rows: bool) -> None:
     kept = source(decoder, held_rows=held_rows)
     history = tokens(20)
     for step in range(4):
@@ -137,7 +137,7 @@ def prepare(kept: TreeSource, history: list[int], nodes: int) -> None:
 
 
 @pytest.mark.parametrize("held_rows", [True, False])
-def test_what_was_drafted_ahead_is_there(decoder: Any, held_rows: bool) -> None:
+def test_drafted_ahead(decoder: Any, held_rows: bool) -> None:
     kept = source(decoder, held_rows=held_rows)
     history = tokens(20)
     for step in range(5):
@@ -157,7 +157,7 @@ def test_what_was_drafted_ahead_is_there(decoder: Any, held_rows: bool) -> None:
     assert step > 0
 
 
-def test_everything_that_was_prepared_is_a_tree_without_a_pass(decoder: Any) -> None:
+def test_prepared_levels(decoder: Any) -> None:
     kept = source(decoder)
     history = tokens(20)
     kept.propose(history, 6, 2)
@@ -196,7 +196,7 @@ def test_everything_that_was_prepared_is_a_tree_without_a_pass(decoder: Any) -> 
     ],
     held_rows=True,
 )
-def test_cancelled_anywhere_it_drafts_as_if_it_never_was(
+def test_cancelled_anywhere(
     decoder: Any, steps: list[tuple[str, int, int, bool]], held_rows: bool
 ) -> None:
     """Whatever was prepared, given up or missed: the next tree is that of a new source."""
@@ -232,7 +232,7 @@ def test_cancelled_anywhere_it_drafts_as_if_it_never_was(
 
 
 @pytest.mark.parametrize("useful", [True, False])
-def test_an_outcome_ends_what_it_makes_useless(decoder: Any, useful: bool) -> None:
+def test_outcome(decoder: Any, useful: bool) -> None:
     history, kept = tokens(20), source(decoder)
     tree = words(kept.propose(history, 6, 1))
     best = max(tree, key=lambda path: tree[path])
@@ -257,7 +257,7 @@ def test_an_outcome_ends_what_it_makes_useless(decoder: Any, useful: bool) -> No
     assert kept.passes - before == useful  # the round at work is the last
 
 
-def test_the_end_of_the_draft_context(decoder: Any) -> None:
+def test_end_of_context(decoder: Any) -> None:
     small = source(decoder, capacity=32)
     assert len(small.propose(tokens(32), 8, 4)) == 0
     tree = small.propose(tokens(30), 16, 8)
@@ -265,7 +265,7 @@ def test_the_end_of_the_draft_context(decoder: Any) -> None:
     assert tree.height <= 3
 
 
-def test_a_draft_without_numbers_fails(decoder: Any) -> None:
+def test_nan_draft(decoder: Any) -> None:
     class Broken:
         cache = decoder.cache
 
@@ -281,7 +281,7 @@ def approx_words(tree: Any) -> Any:
     return pytest.approx(words(tree), abs=1e-4)
 
 
-def test_a_prompt_is_read_in_pieces_while_there_is_time(decoder: Any) -> None:
+def test_prompt_in_pieces(decoder: Any) -> None:
     history, looks = tokens(100), iter([None, None, [], None, None, None, None])
     draft, fresh = source(decoder), source(decoder)
     assert draft.missing(history) == 100
@@ -294,7 +294,7 @@ def test_a_prompt_is_read_in_pieces_while_there_is_time(decoder: Any) -> None:
     assert draft.passes - before <= 3  # the last token, and two levels at most
 
 
-def test_catching_up_is_what_a_proposal_begins_with(decoder: Any) -> None:
+def test_catch_up(decoder: Any) -> None:
     history = tokens(50)
     draft, fresh = source(decoder), source(decoder)
     draft.catch_up(history)
@@ -320,7 +320,7 @@ class Head(EngineDrafter):
         return super().compute(cache, replace(rows, tokens=own), check=check)
 
 
-def test_a_drafter_whose_rows_do_not_last(decoder: Any) -> None:
+def test_rows_that_do_not_last(decoder: Any) -> None:
     engine: Any = SimpleNamespace(cache=decoder.cache, run=decoder.forward, ops_name="native")
     head = Head(engine, SIZES["vocab_size"])
     draft = TreeSource(head, capacity=200)

@@ -36,7 +36,7 @@ def expected(model: localrt.Model, prompt: str) -> tuple[int, ...]:
     return model.generate(prompt, **{**OPTIONS, "draft": "off", "tree_budget": None}).token_ids
 
 
-def test_alone_it_guesses_and_says_the_same(model: localrt.Model) -> None:
+def test_alone(model: localrt.Model) -> None:
     with model.live() as live:
         for prompt in PROMPTS:
             passes = live.stats().passes
@@ -53,7 +53,7 @@ def test_alone_it_guesses_and_says_the_same(model: localrt.Model) -> None:
         assert again.token_ids == expected(model, PROMPTS[0])
 
 
-def test_company_comes_and_goes_in_the_middle(model: localrt.Model) -> None:
+def test_others_come_and_go(model: localrt.Model) -> None:
     with model.live() as live:
         first = live.submit(PROMPTS[0], **OPTIONS)
         said: list[int] = []
@@ -70,25 +70,7 @@ def test_company_comes_and_goes_in_the_middle(model: localrt.Model) -> None:
             assert tuple(tokens) == expected(model, prompt)[:7]
 
 
-def test_pausing_and_cancelling_while_guessing(model: localrt.Model) -> None:
-    with model.live(buffer=6) as live:
-        slow = live.submit(PROMPTS[0], **OPTIONS)
-        while not live.stats().paused:
-            time.sleep(0.002)
-        assert (
-            live.generate(PROMPTS[2], **{**OPTIONS, "max_tokens": 5}).token_ids
-            == (expected(model, PROMPTS[2])[:5])
-        )
-        tokens = [token for chunk in slow for token in chunk.token_ids]
-        assert tuple(tokens) == expected(model, PROMPTS[0])
-        left = live.submit(PROMPTS[0], **OPTIONS)
-        next(left)
-        left.cancel()
-        assert [chunk.finish_reason for chunk in left][-1] == "cancelled"
-        assert live.generate(PROMPTS[0], **OPTIONS).token_ids == expected(model, PROMPTS[0])
-
-
-def test_closing_the_model_ends_its_batches(tiny_folder: Path) -> None:
+def test_close(tiny_folder: Path) -> None:
     model = localrt.load(tiny_folder, draft="off")
     live = model.live()
     answer = live.submit(PROMPTS[0], temperature=0, ignore_eos=True)
@@ -102,9 +84,7 @@ def test_closing_the_model_ends_its_batches(tiny_folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "deepseek-v3", "qwen3.5"])
 @pytest.mark.parametrize("draft", ["off", "ngram"])
-def test_answers_that_share_their_prompt_say_what_they_say_alone(
-    name: str, draft: str, tmp_path: Path
-) -> None:
+def test_shared_prompts(name: str, draft: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
     prompt = tokens(200, seed=3)
     prompts = [prompt, prompt, [*prompt[:150], *tokens(30, seed=4)], prompt, prompt[:90]]
