@@ -102,7 +102,6 @@ class TreeSource(DraftSource):
         return self._growth.levels(nodes[-1] if nodes else ROOT)
 
     def ahead(self, history: Sequence[int], nodes: int, *, check: Check, outcome: Outcome) -> None:
-        """See ``DraftSource``: best-first, whatever the depth."""
         depth = self._cache.capacity - len(history)
         if depth <= 0 or not self._follow(history, check, rows=_AHEAD_ROWS, outcome=outcome):
             return

@@ -58,9 +58,7 @@ def naive_windows(tokens: list[int], ctx: int, stride: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("ctx", "stride"), [(32, 32), (32, 16), (17, 7)])
-def test_perplexity(
-    tiny: localrt.Model, ctx: int, stride: int
-) -> None:
+def test_perplexity(tiny: localrt.Model, ctx: int, stride: int) -> None:
     text = TEXT[: 3 * ctx]
     windows = naive_windows(tiny.tokenize(text), ctx, stride)
     first = max(ctx // 2, ctx - 1 - stride)
@@ -126,9 +124,7 @@ def test_no_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
         evaluate(model, TEXT, ctx=64)
 
 
-def test_other_vocabulary(
-    tiny: localrt.Model, tiny_folder: Path, tmp_path: Path
-) -> None:
+def test_other_vocabulary(tiny: localrt.Model, tiny_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
@@ -154,9 +150,7 @@ def test_logits(tiny: localrt.Model) -> None:
         tiny.logits([5] * 513)
 
 
-def test_command(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     common = [str(tiny_folder), "--text", str(text), "--ctx", "64", "--format", "f32"]

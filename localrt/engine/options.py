@@ -6,7 +6,7 @@ It knows names and bounds. What the options do is the loop's and the sampler's b
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -28,6 +28,28 @@ _BOUNDS = (
     ("tree_depth", 1, 64),
 )
 _BINDING = ("json_schema", "regex", "grammar")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+# Options that are no numbers: what they must be, and whether a value is.
+_CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("overflow", "error or drop_oldest", get_args(Overflow).__contains__),
+    ("draft", "auto, off, ngram or the name of a model", _is_text),
+    ("ignore_eos", "true or false", lambda v: isinstance(v, bool)),
+    ("parallel_tool_calls", "true or false", lambda v: isinstance(v, bool)),
+    ("regex", "a non-empty string", lambda v: v is None or _is_text(v)),
+    ("grammar", "a non-empty string", lambda v: v is None or _is_text(v)),
+    ("tool_choice", "auto, none, required or the name of a tool", _is_text),
+    ("adapter", "a name, or numbers by names", lambda v: isinstance(v, str | Mapping | None)),
+    (
+        "thinking",
+        "on, off, low, medium or high",
+        lambda v: v is None or isinstance(v, bool) or v in get_args(Effort),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,42 +102,18 @@ class Options:
         for name, low, high in _BOUNDS:
             if (value := getattr(self, name)) is not None:
                 check_integer(name, value, low, high)
-        if self.overflow not in ("error", "drop_oldest"):
-            raise OptionError(
-                f"{option('overflow')} must be error or drop_oldest, is {self.overflow!r}"
-            )
-        if not isinstance(self.draft, str) or not self.draft:
-            raise OptionError(
-                f"{option('draft')} must be auto, off, ngram or the name of a model, "
-                f"is {self.draft!r}"
-            )
         if self.line_seconds is not None:
             check_number("line_seconds", self.line_seconds, 0.0, 1e9)
-        for name in ("ignore_eos", "parallel_tool_calls"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise OptionError(f"{option(name)} must be true or false, is {value!r}")
-        for name in ("regex", "grammar"):
-            text = getattr(self, name)
-            if text is not None and not (isinstance(text, str) and text):
-                raise OptionError(f"{option(name)} must be a non-empty string, is {text!r:.80}")
+        for name, wanted, is_right in _CHECKS:
+            value = getattr(self, name)
+            if not is_right(value):
+                raise OptionError(f"{option(name)} must be {wanted}, is {value!r:.80}")
         binding = [option(name) for name in _BINDING if getattr(self, name) is not None]
         if len(binding) > 1:
             raise OptionError(f"{' and '.join(binding)} cannot be combined: give one of them")
-        if not isinstance(self.tool_choice, str) or not self.tool_choice:
-            raise OptionError(
-                f"{option('tool_choice')} must be auto, none, required or the name of a tool, is "
-                f"{self.tool_choice!r}"
-            )
-        if not isinstance(self.adapter, str | Mapping | None):
-            raise OptionError(
-                f"{option('adapter')} must be a name, or numbers by names, is {self.adapter!r:.80}"
-            )
         if self.forces_a_call and binding and self.json_schema is None:
-            raise OptionError(f"a tool that must be called excludes {binding[0]}: give one of them")
-        switched = self.thinking is None or isinstance(self.thinking, bool)
-        if not switched and self.thinking not in get_args(Effort):
             raise OptionError(
-                f"{option('thinking')} must be on, off, low, medium or high, is {self.thinking!r}"
+                f"a tool that must be called and {binding[0]} cannot be combined: give one of them"
             )
 
     @property

@@ -29,6 +29,24 @@ Logits = npt.NDArray[np.float32]
 # No two different logits lie so near each other; divided by less, they overflow.
 _GREEDY_BELOW = 1e-8
 _MIDDLE_TOP_K, _MIDDLE_TOP_P, _MIDDLE_WEIGHT = 40, 0.99, 3
+_NUMBERS = (
+    ("temperature", 0.0, 100.0),
+    ("repetition_penalty", 0.01, 100.0),
+    ("frequency_penalty", -100.0, 100.0),
+    ("presence_penalty", -100.0, 100.0),
+    ("dry_multiplier", 0.0, 100.0),
+    ("dry_base", 1.0, 100.0),
+    *(
+        (name, 0.0, 1.0)
+        for name in ("top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold")
+    ),
+)
+_INTEGERS = (
+    ("top_k", 0, 1 << 31),
+    ("dry_allowed_length", 1, 1 << 31),
+    ("dry_penalty_last_n", -1, 1 << 31),
+    ("seed", 0, (1 << 64) - 1),
+)
 _BREAKERS = ("\n", ":", '"', "*")
 _MOST_BREAKERS, _LONGEST_BREAKER = 64, 40
 
@@ -69,25 +87,14 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, 0.0, 100.0)
+        for name, low, high in _NUMBERS:
+            check_number(name, getattr(self, name), low, high)
+        for name, least, most in _INTEGERS:
+            if name != "seed" or self.seed is not None:
+                check_integer(name, getattr(self, name), least, most)
         if self.temperature < _GREEDY_BELOW:
             object.__setattr__(self, "temperature", 0.0)
-        check_integer("top_k", self.top_k, 0, 1 << 31)
-        check_number("top_p", self.top_p, 0.0, 1.0)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("typical_p", self.typical_p, 0.0, 1.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        check_number("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
-        check_number("dry_base", self.dry_base, 1.0, 100.0)
-        check_integer("dry_allowed_length", self.dry_allowed_length, 1, 1 << 31)
-        check_integer("dry_penalty_last_n", self.dry_penalty_last_n, -1, 1 << 31)
         object.__setattr__(self, "dry_sequence_breakers", _breakers(self.dry_sequence_breakers))
-        check_number("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        check_number("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
-        if self.seed is not None:
-            check_integer("seed", self.seed, 0, (1 << 64) - 1)
         if not isinstance(self.logit_bias, Mapping):
             raise OptionError(
                 f"{option('logit_bias')} must map token ids to numbers, is {self.logit_bias!r}"

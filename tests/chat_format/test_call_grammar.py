@@ -172,7 +172,7 @@ def test_a_call_that_must_be_made_comes_behind_a_thought(tmp_path: Path) -> None
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tool_choice": ""}, "tool_choice must be"),
         ({"tool_choice": 3}, "tool_choice must be"),
-        ({"tool_choice": "paint", "tools": [_SHORT], "regex": "a"}, "excludes regex"),
+        ({"tool_choice": "paint", "tools": [_SHORT], "regex": "a"}, "and regex cannot be combined"),
         ({"tool_choice": "required", "raw": True}, "needs messages"),
     ],
 )

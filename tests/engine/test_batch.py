@@ -162,7 +162,7 @@ def test_batch_size() -> None:
     requests = [request([n] * 3, 7) for n in range(6)]
     with pytest.raises(MemoryBudgetError, match="batch_size=2"):
         run(ScriptedEngine(), requests, size=4, room=2 * STEP)
-    with pytest.raises(OptionError, match="at most 12"):
+    with pytest.raises(OptionError, match="from 1 to 12"):
         run(ScriptedEngine(), requests, size=13)
     for size in (0, True, 2.5):
         with pytest.raises(OptionError, match="batch_size"):

@@ -56,7 +56,7 @@ def test_build_dies(
     check_build(tmp_path / "cache")
     assert len(runs) == 2
     child(DIES.format("SIGSEGV"))
-    monkeypatch.setattr(trial, "fingerprint", lambda: ["another processor"])
+    monkeypatch.setattr(trial, "identity", lambda: ["another processor"])
     with pytest.raises(MissingExtraError, match="dies of SIGSEGV"):
         check_build(tmp_path / "cache")
 

@@ -20,9 +20,10 @@ from tests.checkpoints.make_gguf import Array, in_pairs, write_gguf
 from tests.models.gguf_keys import falcon_inner, full_layer, gguf_keys
 
 _NAMES = {
-    "llama": "llama-tied-bias mixtral",
+    "llama": "llama llama-tied-bias mixtral",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "gemma3": "gemma3",
     "phi3": "phi3",
     "smollm3": "smollm3",
     "mistral3": "ministral3 mistral3",
@@ -64,7 +65,7 @@ FILES = {name: file for file, names in _NAMES.items() for name in names.split()}
 _NEWER = {"granite_swa": ("granite", "granitemoe", "gpt-oss"), "qwen4exp": ("qwen35moe",)}
 """What gguf does not know, and where most of its tensors have the same names."""
 _PAIRED = ("granite", "granite_swa", "granitehybrid", "granitemoe", "llama", "mistral3", "smollm3")
-_INCLUDES_ONE = ("qwen3next", "qwen35", "qwen35moe", "qwen4exp")  # what norms' weights have
+_INCLUDES_ONE = ("gemma3", "qwen3next", "qwen35", "qwen35moe", "qwen4exp")  # in norms' weights
 
 _OTHERS = re.compile(r"(model\.)?(visual|vision_tower|multi_modal_projector|vision_model)\..*")
 _EXPERT = re.compile(r"(.+\.)experts\.(\d+)\.(\w+)\.weight")

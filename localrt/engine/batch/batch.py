@@ -12,7 +12,7 @@ from contextlib import closing
 
 import numpy as np
 
-from localrt.common.errors import CancelledError, MemoryBudgetError, OptionError
+from localrt.common.errors import CancelledError, MemoryBudgetError
 from localrt.common.formatting import format_bytes
 from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
@@ -20,6 +20,7 @@ from localrt.engine.batch.schedule import MOST_SEQUENCES, FairQueue, Schedule, T
 from localrt.engine.batch.sequence import BatchSequence
 from localrt.engine.protocol import Check, Engine
 from localrt.engine.request import Request
+from localrt.engine.sampling import check_integer
 from localrt.engine.types import Chunk
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.offload.memory import current_rss, ram_budget
@@ -69,8 +70,9 @@ def generate_batch(
         MemoryBudgetError: the caches of ``size`` sequences do not fit.
         OptionError: ``size`` is not a number of sequences.
     """
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise OptionError(f"{option('batch_size')} must be an integer of at least 1, is {size!r}")
+    if size is not None:
+        most = engine.pass_rows if engine.shares_passes else 1 << 31
+        check_integer("batch_size", size, 1, most)
     waiting: FairQueue[BatchSequence[int]] = FairQueue()
     for request in requests:
         waiting.push(None, BatchSequence(*request, ctx))
@@ -85,7 +87,7 @@ def generate_batch(
     )
     schedule = Schedule(engine, tokenizer, waiting, terms, room=lambda: room, check=check)
     if size is not None and engine.shares_passes:
-        _check_size(size, engine.pass_rows, map(schedule.cost, waiting.items()), room)
+        _check_room(size, map(schedule.cost, waiting.items()), room)
     return _run(schedule, waiting, check, on_progress)
 
 
@@ -114,10 +116,8 @@ def _run(
                 yield sequence.owner, sequence.end("cancelled")
 
 
-def _check_size(size: int, pass_rows: int, costs: Iterable[int], room: int) -> None:
-    """Whether ``size`` sequences go into a pass, and caches of these ``costs`` into ``room``."""
-    if size > pass_rows:
-        raise OptionError(f"{option('batch_size')} must be at most {pass_rows}, is {size}")
+def _check_room(size: int, costs: Iterable[int], room: int) -> None:
+    """Whether caches of these ``costs`` go into ``room``, ``size`` at a time."""
     largest = sorted(costs, reverse=True)[:size]
     if len(largest) > 1 and sum(largest) > room:
         fitting = max(1, int(np.count_nonzero(np.cumsum(largest) <= room)))

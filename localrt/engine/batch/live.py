@@ -7,6 +7,7 @@ holding up the others. What a pass holds is ``schedule.py``'s business.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -14,11 +15,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
-from localrt.common.errors import CancelledError, LocalrtError, OptionError
+from localrt.common.errors import CancelledError, LocalrtError
 from localrt.engine.batch.schedule import MOST_SEQUENCES, FairQueue, Schedule, Terms
 from localrt.engine.batch.sequence import BatchSequence, Chunks
 from localrt.engine.protocol import Engine, EngineSession
 from localrt.engine.request import Request
+from localrt.engine.sampling import check_integer, check_number
 from localrt.engine.types import Chunk
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.weight_store import PipelineCounts
@@ -156,11 +158,8 @@ class LiveLimits:
 
     def __post_init__(self) -> None:
         for name in ("most", "buffer"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} must be an integer of at least 1, is {value!r}")
-        if not isinstance(self.patience_s, int | float) or not self.patience_s > 0:
-            raise OptionError(f"patience_s must be a number above 0, is {self.patience_s!r}")
+            check_integer(name, getattr(self, name), 1, 1 << 31)
+        check_number("patience_s", self.patience_s, 1e-3, math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

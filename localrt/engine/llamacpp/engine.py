@@ -49,12 +49,10 @@ class LlamaCppSession(EngineSession):
 
     @property
     def tokens(self) -> Sequence[int]:
-        """What the cache holds, in order."""
         return self._tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache takes now."""
         return self._size * self._model.kv_bytes_per_token
 
     def extend(
@@ -64,17 +62,6 @@ class LlamaCppSession(EngineSession):
         check: Check | None = None,
         on_progress: Callable[[int], None] | None = None,
     ) -> Logits:
-        """Append ``tokens`` and return the logits after the last, float32 of shape (vocab,).
-
-        The array is llama.cpp's own buffer, valid until the next call on this session.
-
-        Raises:
-            CancelledError: from ``check``; finished chunks of 512 tokens stay in the cache.
-            ContextOverflowError: more tokens than the session's capacity.
-            LocalrtError: the engine is closed, or llama.cpp failed.
-            MemoryBudgetError: the cache cannot grow.
-            OptionError: no tokens, or an id outside the vocabulary.
-        """
         self._make_room(tokens)
         vocab = self._model.info.vocab_size
         for start in range(0, len(tokens), CHUNK):
@@ -131,7 +118,6 @@ class LlamaCppSession(EngineSession):
         return len(kept)
 
     def close(self) -> None:
-        """Free the cache."""
         self._free()
         self._context, self._size, self._tokens, self._free = None, 0, [], _nothing
         self._model.release(self)
@@ -253,7 +239,6 @@ class LlamaCppTokenizer(Tokenizer):
         parse_special: bool = False,
         watch: Watch = ignore_count,
     ) -> list[int]:
-        """Token ids of ``text``; see the contract for the two options."""
         data = text.encode("utf-8", "replace")
         room = len(data) + 8
         ids = (ctypes.c_int32 * room)()
@@ -270,7 +255,6 @@ class LlamaCppTokenizer(Tokenizer):
         return ids[:count]
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that ``token`` stands for; a control token stands for its own name."""
         if not 0 <= token < self.vocab_size:
             raise TokenizerError(f"token ids are 0 to {self.vocab_size - 1}, not {token}")
         buffer = ctypes.create_string_buffer(256)
@@ -281,14 +265,12 @@ class LlamaCppTokenizer(Tokenizer):
         return buffer.raw[:count]
 
     def token_text(self, token: int) -> str:
-        """The vocabulary's own spelling of ``token``."""
         if not 0 <= token < self.vocab_size:
             raise TokenizerError(f"token ids are 0 to {self.vocab_size - 1}, not {token}")
         spelling: bytes = self._api.llama_vocab_get_text(self._vocab, token) or b""
         return spelling.decode("utf-8", "replace")
 
     def token_id(self, text: str) -> int | None:
-        """Id of the token that the vocabulary spells ``text``, if there is one."""
         return self._ids.get(text)
 
     def _piece(self, token: int, buffer: ctypes.Array[ctypes.c_char]) -> int:
