@@ -6,10 +6,8 @@ No weight is read, and of a hub model that is not here nothing but its config is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from localrt.common.errors import (
     CheckpointError,
@@ -149,22 +147,15 @@ def has_weights(path: Path) -> bool:
 
 
 def _shape_of_config(config: Path, format: str | None) -> ModelShape:
-    return shape_from_config(_read_config(config), name=_name_of(config), format=format)
-
-
-def _read_config(path: Path) -> Mapping[str, Any]:
+    """Named by the folder, or by the repository in the hub's cache."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+        raise CheckpointError(f"{config} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return values
-
-
-def _name_of(config: Path) -> str:
-    """The folder's name, or the repository's for one in the hub's cache."""
-    parents = config.absolute().parents
-    if len(parents) > 2 and parents[1].name == "snapshots":
-        return parents[2].name.removeprefix("models--").replace("--", "/")
-    return parents[0].name
+        raise CheckpointError(f"{config} is not a JSON object")
+    folder, *above = config.absolute().parents
+    name = folder.name
+    if len(above) > 1 and above[0].name == "snapshots":
+        name = above[1].name.removeprefix("models--").replace("--", "/")
+    return shape_from_config(values, name=name, format=format)

@@ -37,9 +37,7 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-3-70b", "qwen3-235b-a22b"])
-def test_large_models_are_planned_without_weights_or_hardware(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     report = as_json(capsys, config_folder(tmp_path, name), *WHAT_IF)
     assert report["simulated"] is True
     assert set(report["hypothetical"]) >= {"--gpu-memory", "--ssd", "--link"}
@@ -61,7 +59,7 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {folder.name}
 
 
-def test_the_tables_are_behind_details(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_details(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("plan", str(config_folder(tmp_path, "qwen2.5-coder-1.5b")), "--ram", "600MB")
     assert main(list(options)) == 0
     short = capsys.readouterr().out
@@ -76,9 +74,7 @@ def test_the_tables_are_behind_details(tmp_path: Path, capsys: pytest.CaptureFix
     assert "localrt chat" not in short  # there is nothing to run but a config
 
 
-def test_what_to_type_has_the_options_that_were_given(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--ctx", "64", "--kv-format", "int8", "--ram", "1GB")
     assert main(["plan", str(tiny_folder), *options]) == 0
     text = capsys.readouterr().out
@@ -87,7 +83,7 @@ def test_what_to_type_has_the_options_that_were_given(
     assert "all of it in memory" in text
 
 
-def test_a_short_name_is_planned_in_the_file_that_chat_would_choose(
+def test_short_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = as_json(capsys, "qwen3:8b", "--pc", "office-laptop")
@@ -101,7 +97,7 @@ def test_a_short_name_is_planned_in_the_file_that_chat_would_choose(
     assert as_json(capsys, "qwen3:8b", "--format", "int4-g32")["quantization"] is None
 
 
-def test_without_a_model_it_says_what_runs_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--pc", "office-laptop"]) == 0
     title, _, header, *rows = capsys.readouterr().out.splitlines()
     assert title.startswith("What a PC like that runs well")
@@ -118,18 +114,14 @@ def test_without_a_model_it_says_what_runs_well(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("option", [("--ctx", "512"), ("--details",), ("--draft", "smollm2")])
-def test_some_options_are_about_one_model(
-    capsys: pytest.CaptureFixture[str], option: tuple[str, ...]
-) -> None:
+def test_options_of_one_model(capsys: pytest.CaptureFixture[str], option: tuple[str, ...]) -> None:
     assert main(["plan", *option]) == 2
     flag = option[0]
     expected = f"localrt: {flag} is about one model: localrt plan MODEL {flag}\n"
     assert capsys.readouterr().err == expected
 
 
-def test_the_config_file_itself_and_other_formats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_file_and_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_folder(tmp_path, "phi-3-mini") / "config.json"
     small = as_json(capsys, config, "--ram", "3GB", "--format", "mxfp4")
     large = as_json(capsys, config, "--ram", "3GB", "--format", "int8-g32", "--kv-format", "int8")
@@ -161,7 +153,7 @@ def test_weights_on_disk(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) 
         (1, ("--ram", "100MB"), "--ram "),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     status: int,
@@ -175,7 +167,7 @@ def test_bad_usage_is_one_line(
     assert words in error
 
 
-def test_models_that_are_not_there(
+def test_unknown_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["plan", str(tmp_path / "nothing")]) == 1
@@ -196,7 +188,7 @@ def test_models_that_are_not_there(
     assert "no network" in capsys.readouterr().err
 
 
-def test_of_a_hub_model_the_config_alone_will_do(
+def test_hub_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = tmp_path / "HF_HOME/hub/models--org--small/snapshots" / ("a" * 40)
@@ -207,7 +199,7 @@ def test_of_a_hub_model_the_config_alone_will_do(
     assert report["model"]["layers"] == 28
 
 
-def test_of_a_hub_models_files_the_one_that_chat_would_choose_is_planned(
+def test_hub_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = tmp_path / "HF_HOME/hub/models--org--small/snapshots" / ("a" * 40)

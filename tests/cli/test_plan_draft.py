@@ -81,7 +81,7 @@ def test_without_a_gpu(folders: tuple[Path, Path], capsys: pytest.CaptureFixture
         (2, ("--batch", "4"), "leave --batch out"),
     ],
 )
-def test_bad_usage_is_one_line(
+def test_bad_usage(
     folders: tuple[Path, Path],
     capsys: pytest.CaptureFixture[str],
     status: int,
@@ -94,9 +94,7 @@ def test_bad_usage_is_one_line(
     assert words in error
 
 
-def test_an_acceptance_needs_a_draft_and_a_draft_must_be_there(
-    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_draft(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(folders[0]), "--acceptance", "0.8"]) == 2
     assert "name one with --draft" in capsys.readouterr().err
     assert main(["plan", str(folders[0]), "--draft", "org/nothing", *GPU]) == 1

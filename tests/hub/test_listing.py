@@ -12,6 +12,7 @@ import pytest
 from localrt.common.errors import ModelNotFoundError, OptionError, StorageError
 from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
+from localrt.hub.cache import forget_use, last_used, note_use
 from tests.hub.conftest import QUANTS, TINY, WEIGHTS
 from tests.hub.server import OLD_COMMIT, FakeHub
 
@@ -214,3 +215,14 @@ def test_what_cannot_be_deleted_is_said(
         patch.setattr(Path, "unlink", refuse)
         with pytest.raises(StorageError, match="Permission denied"):
             remove_model("org/quants", settings)
+
+
+def test_uses_are_remembered(tmp_path: Path) -> None:
+    settings = Settings.from_environment({"XDG_DATA_HOME": str(tmp_path)})
+    assert last_used(settings) == {}
+    note_use("org/name:Q4_K_M", settings)
+    assert list(last_used(settings)) == ["org/name:Q4_K_M"]
+    forget_use("org/name:Q4_K_M", settings)
+    assert last_used(settings) == {}
+    (tmp_path / "blocked").write_text("")
+    note_use("x", Settings.from_environment({"XDG_DATA_HOME": str(tmp_path / "blocked")}))

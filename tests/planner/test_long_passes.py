@@ -41,9 +41,7 @@ def half_in_ram(experts: int) -> tuple[Placement, Costs]:
     cpu=st.floats(1e-14, 1e-8),
     experts=st.sampled_from((0, 8)),
 )
-def test_the_threshold_is_never_below_65_and_falls_with_the_link(
-    links: list[float], cpu: float, experts: int
-) -> None:
+def test_threshold(links: list[float], cpu: float, experts: int) -> None:
     placement, costs = half_in_ram(experts)
     found = []
     for link in sorted(links):
@@ -53,7 +51,7 @@ def test_the_threshold_is_never_below_65_and_falls_with_the_link(
     assert min(found) >= LEAST_GPU_ROWS
 
 
-def test_a_link_that_brings_less_than_the_processor_computes_is_left_alone() -> None:
+def test_slow_link() -> None:
     placement, costs = half_in_ram(0)
     slow = Costs(shape=costs.shape, machine=with_cpu(1e6, 1e-12))
     assert with_long_passes(slow, placement) == placement
@@ -67,7 +65,7 @@ def llama(link: float = 12e9, vram: int = 12_000) -> Plan:
     return planned(published("llama-3-70b"), machine(gpu=True, link=link), budgets, ctx=2048)
 
 
-def test_attention_is_on_the_card_and_mlps_cross_for_prompts() -> None:
+def test_mlps_cross() -> None:
     plan = llama()
     placement = plan.placement
     units = {unit.name: unit for unit in plan.request.shape.units}
@@ -86,14 +84,14 @@ def test_attention_is_on_the_card_and_mlps_cross_for_prompts() -> None:
     assert plan.prefill_tok_s == pytest.approx(placement.prefill_rows / crossing, rel=0.1)
 
 
-def test_without_room_for_all_attention_as_much_as_fits_is_on_the_card() -> None:
+def test_little_room_for_attention() -> None:
     placement = llama(vram=6_000).placement
     assert 40 < placement.kv.count("vram") < 80
     mlps = {place for name, place in placement.where.items() if name.endswith("mlp")}
     assert mlps == {Where.LINK, Where.RAM}, "none takes the room of attention"
 
 
-def test_where_the_link_is_the_bottleneck_prompts_go_more_tokens_at_a_time() -> None:
+def test_prefill_rows() -> None:
     slow, quick = llama(link=3e9), llama(link=30e9)
     assert 512 <= quick.placement.prefill_rows < slow.placement.prefill_rows == 2048
     for plan in (slow, quick):
@@ -108,9 +106,7 @@ def test_where_the_link_is_the_bottleneck_prompts_go_more_tokens_at_a_time() -> 
     link=st.sampled_from((1e8, 1e10)),
     experts=st.sampled_from((0, 6)),
 )
-def test_what_crosses_is_of_the_processor_and_passes_the_ring(
-    ram: int, vram: int, link: float, experts: int
-) -> None:
+def test_crossing_units(ram: int, vram: int, link: float, experts: int) -> None:
     model = shape(layers=3, experts=experts)
     budgets = Budgets(ram=ram * MB, vram=vram * MB, process=8 * MB, cuda_context=0, scratch=0)
     try:

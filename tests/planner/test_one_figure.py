@@ -77,7 +77,7 @@ def measured(draw: st.DrawFn) -> MachineProfile:
     here=machine(gpu=True), experts=0, layers=5, mlp=2448, ram=200, vram=100
 )
 @settings(max_examples=40, deadline=None)
-def test_a_forecast_never_exceeds_bytes_over_its_own_rate(
+def test_forecast_within_rates(
     here: MachineProfile, experts: int, layers: int, mlp: int, ram: int, vram: int
 ) -> None:
     model = shape(layers=layers, mlp=4096 * mlp, experts=experts)
@@ -103,7 +103,7 @@ def test_a_forecast_never_exceeds_bytes_over_its_own_rate(
 
 
 @pytest.mark.usefixtures("quiet_machine")
-def test_every_unit_is_explained_where_it_stands() -> None:
+def test_units_explained() -> None:
     pc = "RTX 4060, 32GB"
     plan = localrt.plan("qwen2.5:14b", pc=pc)
     table = what_runs(Hardware(pc=pc), Settings.from_environment()).report()
@@ -119,7 +119,7 @@ def test_every_unit_is_explained_where_it_stands() -> None:
 @pytest.mark.parametrize(
     ("pc", "place"), [("RTX 4060, 32GB", "RAM (not the GPU)"), ("32GB", "RAM")]
 )
-def test_a_gpu_that_a_model_cannot_use_is_marked(pc: str, place: str) -> None:
+def test_unusable_gpu(pc: str, place: str) -> None:
     found = what_runs(Hardware(pc=pc), Settings.from_environment())
     row = next(each for each in found.models if each.model.name == "gemma4:e4b")
     assert row.expected is not None
@@ -131,9 +131,7 @@ def test_a_gpu_that_a_model_cannot_use_is_marked(pc: str, place: str) -> None:
 
 
 @pytest.mark.usefixtures("quiet_machine")
-def test_a_models_window_says_what_its_page_says(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preview_and_page(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = localrt.plan(tiny_folder, advise=False)
     monkeypatch.setattr(pc, "known_machine", lambda *_: plan.request.machine)
     found = localrt.preview(tiny_folder)
@@ -149,7 +147,7 @@ def test_a_models_window_says_what_its_page_says(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_loaded_models_ceiling_is_not_below_its_forecast(
+def test_outlook_ceiling(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
     for module in (pc, preview_module):

@@ -29,7 +29,7 @@ def test_parts_in_any_order() -> None:
     assert parse_pc("Ryzen 7 with 6 cores").cores == 6
 
 
-def test_what_is_left_out_is_typical() -> None:
+def test_typical_parts() -> None:
     assert parse_pc("") == Pc()
     assert parse_pc("32GB").gpu is None
     assert parse_pc("16GB").ram_bytes_s == Pc().ram_bytes_s
@@ -51,7 +51,7 @@ def test_disks(disk: str, rate: float, source: str) -> None:
     assert pc.ram_bytes == 16_000_000_000
 
 
-def test_presets_and_parts_that_replace_theirs() -> None:
+def test_presets() -> None:
     for name, parts in PRESETS.items():
         assert parse_pc(name) == parse_pc(parts)
     pc = parse_pc("gaming-pc, 64GB, no card")
@@ -59,7 +59,7 @@ def test_presets_and_parts_that_replace_theirs() -> None:
     assert pc.ram_bytes_s == parse_pc("gaming-pc").ram_bytes_s
 
 
-def test_the_desktop_keeps_its_part() -> None:
+def test_desktop_memory() -> None:
     pc = parse_pc("gaming-pc")
     assert pc.ram_budget == 28_000_000_000
     assert parse_pc("8GB").ram_budget == 6_000_000_000
@@ -76,7 +76,7 @@ def test_the_desktop_keeps_its_part() -> None:
         ("my PC", "gaming-pc"),
     ],
 )
-def test_what_means_nothing_is_named(text: str, words: str) -> None:
+def test_unknown_parts(text: str, words: str) -> None:
     with pytest.raises(OptionError, match=words):
         parse_pc(text)
 
@@ -124,7 +124,7 @@ def test_typical_pcs(text: str, card: str | None, cores: int, memory: str) -> No
         *("GTX 1060 6GB", "Quadro P2000"),
     ],
 )
-def test_gpus_that_cannot_be_used_are_answered_with_the_cpu(gpu: str) -> None:
+def test_other_gpus(gpu: str) -> None:
     settings = Settings.from_environment({})
     for wanted in (Hardware(pc=f"{gpu}, 32GB"), Hardware(pc="32GB", gpu=gpu)):
         found = what_runs(wanted, settings)
@@ -153,7 +153,7 @@ def test_gpus_that_cannot_be_used_are_answered_with_the_cpu(gpu: str) -> None:
         "RTX 5090 Laptop",
     ],
 )
-def test_every_consumer_card_since_turing_by_name(name: str) -> None:
+def test_consumer_gpus(name: str) -> None:
     card = parse_gpu(f"NVIDIA GeForce {name} GPU")
     assert card.name.rpartition(" ")[0] == name
     assert 2 << 30 <= card.vram_bytes <= 32 << 30
@@ -161,14 +161,14 @@ def test_every_consumer_card_since_turing_by_name(name: str) -> None:
     assert parse_gpu(name.replace(" Laptop", " Mobile")) == card
 
 
-def test_speeds_of_memory() -> None:
+def test_parse_memory_speed() -> None:
     assert parse_memory_speed("60GB/s") == 60e9
     assert parse_memory_speed("DDR4-3200") == pytest.approx(0.8 * 51.2e9)
     with pytest.raises(OptionError, match="DDR5-5600"):
         parse_memory_speed("DDR6")
 
 
-def test_more_cores_read_prompts_faster_and_memory_sets_the_pace_of_answers() -> None:
+def test_cores_and_memory() -> None:
     few, many = (parse_pc(f"DDR5-5600, {cores} cores").machine() for cores in (6, 24))
     slow = parse_pc("DDR4-2400, 24 cores").machine()
     assert few.kernel("q4_k").at(512) > 3 * many.kernel("q4_k").at(512)

@@ -54,7 +54,7 @@ def assert_within(plan: Plan) -> None:
     ctx=st.sampled_from((128, 2048)),
     experts=st.sampled_from((0, 6)),
 )
-def test_any_plan_stays_within_its_budgets(ram: int, vram: int, ctx: int, experts: int) -> None:
+def test_budgets(ram: int, vram: int, ctx: int, experts: int) -> None:
     model = shape(layers=3, experts=experts)
     budgets = Budgets(ram=ram * MB, vram=vram * MB, process=8 * MB, cuda_context=0, scratch=0)
     profile = machine(gpu=vram > 0)
@@ -68,7 +68,7 @@ def test_any_plan_stays_within_its_budgets(ram: int, vram: int, ctx: int, expert
     assert 0 < prediction.efficiency <= 1 + 1e-9
 
 
-def test_what_fits_stays_in_ram() -> None:
+def test_all_in_ram() -> None:
     plan = planned(CODER, machine(), Budgets(ram=2000 * MB), ctx=2048)
     assert set(plan.placement.where.values()) == {Where.RAM}
     assert plan.placement.ram_ring == 0
@@ -77,7 +77,7 @@ def test_what_fits_stays_in_ram() -> None:
 
 
 @pytest.mark.parametrize("ram", [750, 600, 450])
-def test_the_deficit_and_only_the_deficit_is_read(ram: int) -> None:
+def test_deficit(ram: int) -> None:
     budgets = Budgets(ram=ram * MB, process=100 * MB)
     plan = planned(CODER, machine(ssd=1e9), budgets, ctx=2048)
     assert_within(plan)
@@ -89,7 +89,7 @@ def test_the_deficit_and_only_the_deficit_is_read(ram: int) -> None:
     assert plan.prediction.tok_s == pytest.approx(1e9 / deficit, rel=0.06)
 
 
-def test_more_memory_is_never_slower() -> None:
+def test_more_memory() -> None:
     rates = [
         planned(CODER, machine(), Budgets(ram=ram * MB), ctx=1024).prediction.tok_s
         for ram in range(400, 1300, 100)
@@ -98,7 +98,7 @@ def test_more_memory_is_never_slower() -> None:
         assert more >= less * 0.999
 
 
-def test_a_card_takes_what_it_can_and_the_rest_is_shared() -> None:
+def test_gpu() -> None:
     large = published("llama-3-70b")
     budgets = Budgets(ram=32_000 * MB, vram=8_000 * MB)
     plan = planned(large, machine(gpu=True, ssd=3.5e9), budgets, ctx=4096)
@@ -112,7 +112,7 @@ def test_a_card_takes_what_it_can_and_the_rest_is_shared() -> None:
 
 
 @pytest.mark.parametrize("vram", [1, 1000])
-def test_a_card_that_is_too_small_is_left_out(vram: int) -> None:
+def test_small_gpu(vram: int) -> None:
     model = shape(layers=3)
     budgets = Budgets(ram=90 * MB, vram=vram, process=8 * MB, cuda_context=0, scratch=0)
     plan = planned(model, machine(gpu=True), budgets, ctx=128)
@@ -123,7 +123,7 @@ def test_a_card_that_is_too_small_is_left_out(vram: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "deepseek-v3"])
-def test_large_mixtures_are_planned_in_seconds(name: str) -> None:
+def test_large_mixtures(name: str) -> None:
     model = published(name)
     started = time.perf_counter()
     budgets = Budgets(ram=32_000 * MB, vram=8_000 * MB)
@@ -139,7 +139,7 @@ def test_large_mixtures_are_planned_in_seconds(name: str) -> None:
     )
 
 
-def test_a_budget_that_cannot_work_names_three_that_do() -> None:
+def test_refusal() -> None:
     budgets = Budgets(ram=320 * MB, process=100 * MB)
     with pytest.raises(MemoryBudgetError) as caught:
         planned(CODER, machine(), budgets, ctx=32_768)
@@ -157,7 +157,7 @@ def test_a_budget_that_cannot_work_names_three_that_do() -> None:
     assert not fits(replace(request, budgets=replace(budgets, ram=(int(ram) - 2) * MB)))
 
 
-def test_more_than_the_models_context_names_the_models_own() -> None:
+def test_refusal_names_own_context() -> None:
     budgets = Budgets(ram=4_000 * MB, process=100 * MB)
     with pytest.raises(MemoryBudgetError) as caught:
         planned(CODER, machine(), budgets, ctx=10_000_000)
@@ -165,7 +165,7 @@ def test_more_than_the_models_context_names_the_models_own() -> None:
     assert str(caught.value).count("ctx=") == 1
 
 
-def test_keys_and_values_may_live_on_the_ssd_when_nothing_else_fits() -> None:
+def test_kv_on_ssd() -> None:
     budgets = Budgets(ram=500 * MB, process=100 * MB)
     with pytest.raises(MemoryBudgetError, match="SSD fit"):
         planned(CODER, machine(), budgets, ctx=32_768, kv_format="int8")
@@ -183,14 +183,14 @@ def test_keys_and_values_may_live_on_the_ssd_when_nothing_else_fits() -> None:
     assert plan.memory.total("ram") <= budgets.ram
 
 
-def test_a_tight_budget_takes_a_prompt_in_smaller_pieces() -> None:
+def test_short_prompt_passes() -> None:
     tight = planned(CODER, machine(), Budgets(ram=500 * MB), ctx=1024)
     roomy = planned(CODER, machine(), Budgets(ram=8000 * MB), ctx=1024)
     assert tight.placement.prefill_rows < roomy.placement.prefill_rows == 512
     assert any("at a time" in note for note in tight.notes)
 
 
-def test_a_batch_shares_what_is_read() -> None:
+def test_batch() -> None:
     budgets = Budgets(ram=600 * MB)
     one = planned(CODER, machine(), budgets, ctx=512)
     eight = planned(CODER, machine(), budgets, ctx=512, sequences=8)
@@ -220,14 +220,14 @@ def test_helpful_changes() -> None:
     assert options <= {None, ("kv_format", "int8"), ("format", "int4-g128")}
 
 
-def test_another_format_is_estimated_from_the_bits() -> None:
+def test_in_format() -> None:
     small = in_format(CODER, "int4-g128")
     assert small.nbytes == pytest.approx(CODER.nbytes * 4.125 / 4.5, rel=0.01)
     assert in_format(CODER, "bf16") == CODER
     assert in_format(CODER, "bf16", always=True).nbytes > 3 * CODER.nbytes
 
 
-def test_a_plan_as_json_and_as_text() -> None:
+def test_json_and_text() -> None:
     plan = planned(CODER, machine(), Budgets(ram=600 * MB), ctx=512)
     plan = replace(plan, changes=helpful_changes(plan))
     values = json.loads(json.dumps(plan.to_dict()))
@@ -243,13 +243,13 @@ def test_a_plan_as_json_and_as_text() -> None:
 
 
 @pytest.mark.parametrize("name", ["ctx", "rows", "sequences", "prefill_rows"])
-def test_numbers_below_one_are_refused(name: str) -> None:
+def test_bad_numbers(name: str) -> None:
     options = {"ctx": 512, name: 0}
     with pytest.raises(OptionError, match=name):
         planned(CODER, machine(), Budgets(ram=600 * MB), **options)  # type: ignore[arg-type]
 
 
-def test_latents_are_not_kept_in_four_bits() -> None:
+def test_latents_in_four_bits() -> None:
     model = published("deepseek-v2-lite")
     budgets = Budgets(ram=32_000 * MB)
     with pytest.raises(OptionError, match='kv_format="int4" is not for latent attention'):
@@ -257,7 +257,7 @@ def test_latents_are_not_kept_in_four_bits() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-120b"])
-def test_a_mixture_beside_a_card_reads_what_no_memory_holds(name: str) -> None:
+def test_mixture_beside_a_gpu(name: str) -> None:
     shape = published(name)
     profile = typical_machine()
     card = GPUS["RTX 4060 8GB"]
@@ -276,7 +276,7 @@ def test_a_mixture_beside_a_card_reads_what_no_memory_holds(name: str) -> None:
 
 
 @pytest.mark.parametrize("vram", [430, 445, 455, 470])
-def test_layers_that_share_caches_attend_on_one_processor(vram: int) -> None:
+def test_shared_caches(vram: int) -> None:
     """Layers 4 and 5 read layer 3's keys and values."""
     plain = shape(layers=6)
     kv = (*plain.kv[:4], *(replace(layer, reads=3) for layer in plain.kv[4:]))
@@ -289,7 +289,7 @@ def test_layers_that_share_caches_attend_on_one_processor(vram: int) -> None:
     assert len(sides) == 1
 
 
-def test_a_context_fits_a_hybrid_that_does_not_fit_a_transformer_of_its_size() -> None:
+def test_hybrid_context() -> None:
     budgets = Budgets(ram=2600 * MB)
     ctx = 131_072
     hybrid = planned(published("lfm2-1.2b"), machine(), budgets, ctx=ctx)
@@ -299,7 +299,7 @@ def test_a_context_fits_a_hybrid_that_does_not_fit_a_transformer_of_its_size() -
 
 
 @pytest.mark.parametrize(("ram", "vram"), [(32_000, 8_000), (900, 300), (600, 0), (2_000, 2_000)])
-def test_the_bottleneck_is_the_busiest_resource(ram: int, vram: int) -> None:
+def test_bottleneck(ram: int, vram: int) -> None:
     model = published("llama-3-70b") if ram > 10_000 else CODER
     profile = machine(gpu=vram > 0, ssd=3.5e9)
     plan = planned(model, profile, Budgets(ram=ram * MB, vram=vram * MB), ctx=512)

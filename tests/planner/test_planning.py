@@ -22,7 +22,7 @@ from tests.store.synthetic import SyntheticCheckpoint
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 
-def test_what_fits_and_what_streams(tmp_path: Path) -> None:
+def test_resident_and_streamed(tmp_path: Path) -> None:
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
     fits = localrt.plan(folder, ram="64GB", format="int4-g64", advise=False)
     assert fits.fits
@@ -47,9 +47,7 @@ def test_what_fits_and_what_streams(tmp_path: Path) -> None:
     assert "memory at 256 GB/s (given)" in card.details
 
 
-def test_this_machines_card_has_the_rates_that_were_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = hardware.Gpu("NVIDIA GeForce RTX 4060", 8 << 30, 7 << 30)
     monkeypatch.setattr(hardware, "gpus", lambda: (card,))
     cache = tmp_path / "LOCALRT_CACHE"
@@ -66,7 +64,7 @@ def test_this_machines_card_has_the_rates_that_were_measured(
     assert "memory at 250 GB/s (measured), link to it 12 GB/s (measured)" in found.details
 
 
-def test_a_whole_pc_and_what_replaces_parts_of_it(tmp_path: Path) -> None:
+def test_pc(tmp_path: Path) -> None:
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
     pc = localrt.plan(folder, pc="gaming-pc, 16GB", advise=False)
     machine = pc.request.machine
@@ -113,7 +111,7 @@ def test_a_whole_pc_and_what_replaces_parts_of_it(tmp_path: Path) -> None:
         ({"ram": "10MB"}, localrt.MemoryBudgetError, "does not fit"),
     ],
 )
-def test_what_cannot_be_planned(
+def test_errors(
     tmp_path: Path, options: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
@@ -137,9 +135,7 @@ def test_the_models_of_an_empty_machine(tmp_path: Path) -> None:
     assert file.exists()
 
 
-def test_smaller_weights_say_what_they_lose_where_that_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smaller_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")  # as if in four and a half bits
     for place, options in (
         ("memory", {"ram": "900MB"}),

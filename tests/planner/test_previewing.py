@@ -10,7 +10,6 @@ import pytest
 import localrt
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
-from localrt.hub.cache import forget_use, last_used, note_use
 from localrt.planning.preview import Preview, preview, preview_size
 
 
@@ -26,7 +25,7 @@ def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatc
     assert str(found).startswith("fits in RAM, about")
 
 
-def test_a_config_alone_is_enough(tmp_path: Path) -> None:
+def test_config_alone(tmp_path: Path) -> None:
     config = {
         "model_type": "llama",
         "hidden_size": 4096,
@@ -53,13 +52,13 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     assert str(nothing).startswith("does not fit")
 
 
-def test_what_is_not_here_is_an_error(tmp_path: Path) -> None:
+def test_not_here(tmp_path: Path) -> None:
     settings = Settings.from_environment({"HF_HUB_CACHE": str(tmp_path)})
     with pytest.raises(localrt.ModelNotFoundError):
         preview("org/nothing", settings=settings)
 
 
-def test_by_size_alone() -> None:
+def test_preview_size() -> None:
     assert preview_size(1000).fits
     assert not preview_size(10**9, ram="900MB").fits
     text = str(preview_size(10**9, ram="900MB"))
@@ -67,7 +66,7 @@ def test_by_size_alone() -> None:
 
 
 @pytest.mark.parametrize("nbytes", ["1GB", -5, 1.5, True])
-def test_a_size_is_a_number_of_bytes(nbytes: object) -> None:
+def test_bad_size(nbytes: object) -> None:
     with pytest.raises(OptionError, match="nbytes must be a number of bytes"):
         preview_size(nbytes)  # type: ignore[arg-type]
 
@@ -79,14 +78,3 @@ def test_words() -> None:
     assert str(copied) == "copies 4.1 GB per token to the GPU, about 6 tok/s"
     assumed = Preview(fits=True, weight_bytes=1, tok_s=6.0, assumed=True)
     assert str(assumed).endswith("on a typical machine")
-
-
-def test_uses_are_remembered(tmp_path: Path) -> None:
-    settings = Settings.from_environment({"XDG_DATA_HOME": str(tmp_path)})
-    assert last_used(settings) == {}
-    note_use("org/name:Q4_K_M", settings)
-    assert list(last_used(settings)) == ["org/name:Q4_K_M"]
-    forget_use("org/name:Q4_K_M", settings)
-    assert last_used(settings) == {}
-    (tmp_path / "blocked").write_text("")
-    note_use("x", Settings.from_environment({"XDG_DATA_HOME": str(tmp_path / "blocked")}))

@@ -84,9 +84,7 @@ def test_best_file(model: str, pc: str, best: str) -> None:
 
 @pytest.mark.parametrize("pc", ["RTX 4060, 32GB DDR4", "RTX 4060, 32GB", "32GB DDR5", "16GB DDR4"])
 @pytest.mark.parametrize("model", ["qwen3:30b", "qwen2.5:14b", "llama3.1:8b", "qwen3:8b"])
-def test_nothing_larger_is_nearly_as_fast_and_nothing_smaller_much_faster(
-    model: str, pc: str
-) -> None:
+def test_neighbours_of_the_best(model: str, pc: str) -> None:
     machine, budgets, _ = planned_hardware(Hardware(pc=pc), Settings.from_environment({}))
     files = offer(model)
     found = recommend_on(files, machine, budgets)
@@ -102,7 +100,7 @@ def test_nothing_larger_is_nearly_as_fast_and_nothing_smaller_much_faster(
             assert other.tok_s < 0.95 * found.tok_s
 
 
-def test_thinking_models_need_more_than_reading_speed() -> None:
+def test_thinking_models() -> None:
     machine, budgets, _ = planned_hardware(
         Hardware(pc="RTX 4060, 32GB"), Settings.from_environment({})
     )
@@ -128,29 +126,29 @@ def test_thinking_models_need_more_than_reading_speed() -> None:
         ("bartowski/Qwen2.5-7B-Instruct-GGUF", False),
     ],
 )
-def test_models_that_think(repo: str, thinks: bool) -> None:
+def test_repo_thinks(repo: str, thinks: bool) -> None:
     assert repo_thinks(repo) is thinks
 
 
-def test_gpu_makes_room_for_more(settings: Settings) -> None:
+def test_gpu(settings: Settings) -> None:
     model = offer("qwen3.5:9b")
     alone = recommend(model, settings, ram="16GB", device="cpu")
     with_gpu = recommend_on(model, *planned_hardware(Hardware(gpu=GPU, ram="16GB"), settings)[:2])
     assert BITS[with_gpu.name] > BITS[alone.name]
 
 
-def test_where_none_is_fast_enough_four_bits_are_taken_and_it_is_said(settings: Settings) -> None:
+def test_all_too_slow(settings: Settings) -> None:
     found = recommend(offer("llama3.3:70b"), settings, ram="16GB", device="cpu")
     assert found.name == "Q4_K_M"
     assert "none of its files reaches reading speed" in found.reason
 
 
-def test_without_a_config_what_fits_the_memory_counts(settings: Settings) -> None:
+def test_without_a_config(settings: Settings) -> None:
     found = recommend(offer("llama3.1:8b", config=False), settings, ram="6GB", device="cpu")
     assert found.name == "Q5_K_M"
     assert found.reason == "the largest of up to 8 bits that fits the memory here"
 
 
-def test_files_for_other_purposes_are_left_out(settings: Settings) -> None:
+def test_other_files(settings: Settings) -> None:
     sizes = {"mtp-model": 10**9, "Q4_0_4_4": 3 * 10**9, "Q4_0": 2 * 10**9}
     assert recommend(Offer("org/m", sizes), settings, ram="16GB").name == "Q4_0"

@@ -47,14 +47,14 @@ PUBLISHED = {  # billions, of the model cards
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_parameters_are_those_published(name: str) -> None:
+def test_parameters(name: str) -> None:
     shape = published(name)
     total, active = PUBLISHED[name]
     assert shape.parameters == pytest.approx(total * 1e9, rel=0.01)
     assert shape.active_parameters == pytest.approx(active * 1e9, rel=0.01)
 
 
-def test_packed_bytes_follow_the_format() -> None:
+def test_format() -> None:
     small, large = (
         shape_from_config(CONFIGS["llama-3-70b"], name="m", format=name)
         for name in ("int4-g32", "bf16")
@@ -66,13 +66,13 @@ def test_packed_bytes_follow_the_format() -> None:
     assert len({unit.name for unit in small.units}) == len(small.units)
 
 
-def test_a_scheme_that_is_not_read_is_noted() -> None:
+def test_unknown_scheme() -> None:
     config = {**CONFIGS["llama-3-70b"], "quantization_config": {"quant_method": "quark"}}
     notes = shape_from_config(config, name="m").notes
     assert any("quantized with quark, which localrt cannot read" in note for note in notes)
 
 
-def test_keys_and_values_of_latent_attention_are_one_vector_a_token() -> None:
+def test_latent_attention() -> None:
     shape = published("deepseek-v3")
     assert sum(shape.kv_token_nbytes("bf16")) == 61 * 2 * (512 + 64)
     plain = published("qwen2.5-coder-1.5b")
@@ -93,7 +93,7 @@ def test_keys_and_values_of_latent_attention_are_one_vector_a_token() -> None:
         *FAMILY_MIXTURES,
     ],
 )
-def test_a_config_says_what_is_stored(name: str, tmp_path: Path) -> None:
+def test_config_and_store(name: str, tmp_path: Path) -> None:
     """Bytes, work and caches, from the config alone and from the weights."""
     save_tiny(name, tmp_path)
     with closing(open_checkpoint(tmp_path)) as checkpoint:
@@ -113,7 +113,7 @@ def test_a_config_says_what_is_stored(name: str, tmp_path: Path) -> None:
     assert int8.kv_nbytes(specs, 300) == sum(planned.kv_nbytes("int8", 300))
 
 
-def test_experts_are_units_with_their_share() -> None:
+def test_experts() -> None:
     shape = published("qwen3-235b-a22b")
     experts = [unit for unit in shape.units if unit.kind == "expert"]
     assert len(experts) == 94 * 128
@@ -124,7 +124,7 @@ def test_experts_are_units_with_their_share() -> None:
     assert shape.pass_nbytes < 0.1 * shape.nbytes
 
 
-def test_what_a_config_was_quantized_to_is_kept_where_it_is_known() -> None:
+def test_published_scheme() -> None:
     config = {
         **CONFIGS["llama-3-70b"],
         "quantization_config": {"quant_method": "gptq", "bits": 4},
@@ -137,7 +137,7 @@ def test_what_a_config_was_quantized_to_is_kept_where_it_is_known() -> None:
     assert "(W8A8)" in deepseek.notes[1]
 
 
-def test_experts_alone_are_quantized_where_the_config_says_so() -> None:
+def test_quantized_experts() -> None:
     shape = published("gpt-oss-20b")
     formats = {unit.kind: unit.format for unit in shape.units if unit.kind != "norm"}
     assert formats.pop("expert") == "mxfp4"
@@ -148,13 +148,13 @@ def test_experts_alone_are_quantized_where_the_config_says_so() -> None:
     assert {unit.format for unit in other.units if unit.kind != "norm"} == {"int4-g32"}
 
 
-def test_more_experts_for_a_token_than_there_are() -> None:
+def test_too_many_experts() -> None:
     config = {**CONFIGS["mixtral-8x7b"], "num_experts_per_tok": 9}
     with pytest.raises(UnsupportedModelError, match="9 experts for each token"):
         shape_from_config(config, name="m")
 
 
-def test_bad_configs_fail_in_one_line() -> None:
+def test_bad_configs() -> None:
     with pytest.raises(UnsupportedModelError, match="model_type 'mamba'"):
         shape_from_config({"model_type": "mamba"}, name="m")
     with pytest.raises(CheckpointError, match="num_attention_heads must be"):
@@ -167,7 +167,7 @@ def test_bad_configs_fail_in_one_line() -> None:
         parse_kv_format("fp8")
 
 
-def test_a_checkpoint_gives_exact_bytes(tiny_folder: Path) -> None:
+def test_checkpoint(tiny_folder: Path) -> None:
     with closing(open_checkpoint(tiny_folder)) as checkpoint:
         shape = shape_from_checkpoint(checkpoint)
     kinds = {unit.kind for unit in shape.units}
@@ -179,14 +179,14 @@ def test_a_checkpoint_gives_exact_bytes(tiny_folder: Path) -> None:
 
 
 @pytest.mark.real
-def test_a_real_file_gives_its_known_sizes() -> None:
+def test_real_file() -> None:
     with closing(open_checkpoint(real_model("qwen1.5b"))) as checkpoint:
         shape = shape_from_checkpoint(checkpoint)
     assert shape.pass_nbytes == pytest.approx(980e6, rel=0.01)
     assert shape.layers == 28
 
 
-def test_layers_that_keep_nothing_are_in_no_memory() -> None:
+def test_layers_without_cache() -> None:
     shape = shape_from_config(CONFIGS["nemotron-3-nano-30b-a3b"], name="m")
     assert (len(shape.attending), sum(bool(layer.states) for layer in shape.kv)) == (6, 23)
     units = Counter(unit.kind for unit in shape.units if unit.layer is not None)
@@ -196,7 +196,7 @@ def test_layers_that_keep_nothing_are_in_no_memory() -> None:
     assert "keys and values: 29 layers in GPU memory" in explain(plan)
 
 
-def test_a_layer_may_have_keys_values_and_a_state() -> None:
+def test_attention_and_state() -> None:
     shape = shape_from_config(CONFIGS["falcon-h1-7b"], name="m")
     assert shape.attending == tuple(range(44))
     assert shape.on_ssd == (), "where there is a state beside them"

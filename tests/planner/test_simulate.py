@@ -58,7 +58,7 @@ def serial(found: Simulation) -> float:
 
 @settings(max_examples=80)
 @given(cases())
-def test_no_faster_than_the_busiest_and_no_slower_than_one_after_another(
+def test_bounds(
     case: tuple[Costs, Placement],
 ) -> None:
     costs, placement = case
@@ -73,9 +73,7 @@ def test_no_faster_than_the_busiest_and_no_slower_than_one_after_another(
 
 @settings(max_examples=50)
 @given(cases(), st.floats(1.0, 4.0), st.integers(0, 3))
-def test_a_faster_disk_or_link_never_costs_time(
-    case: tuple[Costs, Placement], times: float, places: int
-) -> None:
+def test_faster_disk_or_link(case: tuple[Costs, Placement], times: float, places: int) -> None:
     """With rings that hold all, or so many equal units. In others where a unit lies depends on what
     has been given back: one that comes sooner may lie where the next has to wait, for a few percent
     of the time.
@@ -109,9 +107,7 @@ def test_a_faster_disk_or_link_never_costs_time(
     st.integers(10, 24),
     st.integers(1, 12),
 )
-def test_a_ring_is_never_overfull(
-    units: list[tuple[int, float, float]], size: int, chunk: int
-) -> None:
+def test_ring(units: list[tuple[int, float, float]], size: int, chunk: int) -> None:
     """Bytes are written only once every older unit that lies there was given back."""
     ring, free = RingModel(size, chunk), 0.0
     held: list[tuple[Slot, float]] = []
@@ -137,7 +133,7 @@ def streaming(model: ModelShape, names: set[str], ring: int) -> Placement:
     return Placement(where=where, kv=("ram",) * model.layers, ram_ring=ring)
 
 
-def test_a_disk_bound_pass_takes_what_reading_takes() -> None:
+def test_disk_bound() -> None:
     model = shape()
     names = {unit.name for unit in model.units if unit.kind == "mlp"}
     costs = Costs(shape=model, machine=machine(ssd=1e8))
@@ -149,7 +145,7 @@ def test_a_disk_bound_pass_takes_what_reading_takes() -> None:
     assert found.waits["ssd"] > 0.5 * found.seconds
 
 
-def test_a_ring_of_one_unit_leaves_the_disk_idle_while_that_unit_is_computed() -> None:
+def test_ring_of_one_unit() -> None:
     model = shape(mlp=4096 * 3000)
     names = {unit.name for unit in model.units if unit.kind == "mlp"}
     costs = Costs(shape=model, machine=machine(ssd=5e9))
@@ -159,7 +155,7 @@ def test_a_ring_of_one_unit_leaves_the_disk_idle_while_that_unit_is_computed() -
     assert loose.seconds <= tight.seconds
 
 
-def test_everything_in_ram_takes_what_computing_takes() -> None:
+def test_all_in_ram() -> None:
     model = shape()
     costs = Costs(shape=model, machine=machine())
     found = simulate(costs, streaming(model, set(), 0))
@@ -168,7 +164,7 @@ def test_everything_in_ram_takes_what_computing_takes() -> None:
     assert found.efficiency == pytest.approx(1.0)
 
 
-def test_experts_are_read_after_their_router_and_only_those_chosen() -> None:
+def test_experts() -> None:
     model = shape(experts=8, used=2)
     names = {unit.name for unit in model.units if unit.kind == "expert"}
     costs = Costs(shape=model, machine=machine())
@@ -186,7 +182,7 @@ def replace_rows(costs: Costs, rows: int) -> Costs:
     return Costs(shape=costs.shape, machine=costs.machine, rows=rows)
 
 
-def test_activations_cross_between_devices() -> None:
+def test_activations_cross() -> None:
     model = shape(layers=2)
     where = {
         unit.name: Where.VRAM if unit.kind == "attention" else Where.RAM for unit in model.units
@@ -198,7 +194,7 @@ def test_activations_cross_between_devices() -> None:
     assert found.waits["crossing"] == pytest.approx(4 * crossing)
 
 
-def test_keys_and_values_on_the_ssd_are_read_in_each_pass() -> None:
+def test_kv_on_ssd() -> None:
     model = shape(layers=2)
     where = dict.fromkeys((unit.name for unit in model.units), Where.RAM)
     placement = Placement(where=where, kv=("ssd", "ram"), ram_ring=1 << 20)

@@ -48,7 +48,7 @@ FITS = Expected(tok_s=23.4, prefill_tok_s=200, nbytes=5 * GB, needed=5 * GB)
         ),
     ],
 )
-def test_one_line(changed: dict[str, float], text: str) -> None:
+def test_judge(changed: dict[str, float], text: str) -> None:
     values = {name: getattr(FITS, name) for name in Expected.__slots__}
     verdict = judge(Expected(**{**values, **changed}))
     assert str(verdict) == text

@@ -15,7 +15,7 @@ from localrt.planning.what_runs import what_runs
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 
-def test_every_model_once_the_best_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*args: object) -> None:
         raise AssertionError("the network is not asked")
 
@@ -40,7 +40,7 @@ def test_every_model_once_the_best_first(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("quiet_machine")
-def test_this_machine_has_the_rates_that_plans_have() -> None:
+def test_same_rates_as_plans() -> None:
     found = what_runs(Hardware(ram="8GB"), Settings.from_environment())
     plan = localrt.plan("llama3.2:3b", ram="8GB", advise=False)
     assert found.machine.ssd_bytes_s == plan.request.machine.ssd_bytes_s
@@ -50,13 +50,13 @@ def test_this_machine_has_the_rates_that_plans_have() -> None:
     assert "What this PC runs well" in found.report() or found.hypothetical
 
 
-def test_nothing_runs_on_next_to_nothing() -> None:
+def test_nothing_runs() -> None:
     found = what_runs(Hardware(pc="1GB, HDD, 2 cores, DDR3"), Settings.from_environment())
     if not found.best:
         assert "localrt chat smollm2" in found.report()
 
 
-def test_contexts_the_largest_that_fits_and_the_largest_that_is_fast() -> None:
+def test_contexts() -> None:
     found = localrt.plan("qwen3:8b", pc="office-laptop", format="int4-g32")
     largest, fast = found.contexts
     assert (largest.tokens, largest.whole) == (40_960, True)

@@ -31,7 +31,7 @@ def with_gpu() -> MachineProfile:
         ("gpt-oss-20b", 32 * GB, True, 0.2),
     ],
 )
-def test_near_the_plan(name: str, ram: int, card: bool, nearly: float) -> None:
+def test_estimate_is_near_the_plan(name: str, ram: int, card: bool, nearly: float) -> None:
     machine = with_gpu() if card else typical_machine()
     budgets = Budgets(ram=ram, vram=8 * GB if card else 0)
     request = PlanRequest(shape=published(name), machine=machine, budgets=budgets, ctx=2048)
@@ -50,7 +50,7 @@ def test_near_the_plan(name: str, ram: int, card: bool, nearly: float) -> None:
     assert quick.tok_s == pytest.approx(expected.tok_s, rel=0.1)
 
 
-def test_what_fits_nowhere_has_none() -> None:
+def test_nothing_fits() -> None:
     request = PlanRequest(
         shape=published("llama-3-70b"),
         machine=typical_machine(),

@@ -75,7 +75,7 @@ def everything(problem: Problem) -> Iterator[Counts]:
 
 @settings(max_examples=60)
 @given(problems())
-def test_rules_give_something_feasible_and_near_the_best(problem: Problem) -> None:
+def test_near_the_best(problem: Problem) -> None:
     counts = solve_greedily(problem)
     if counts is None:
         return
@@ -84,7 +84,7 @@ def test_rules_give_something_feasible_and_near_the_best(problem: Problem) -> No
     assert bound(problem, counts) >= best * (1 - 1e-9)
 
 
-def test_without_a_card_the_rules_read_the_least_that_suffices() -> None:
+def test_reads_the_deficit() -> None:
     classes = tuple(
         UnitClass(
             names=tuple(f"{size}.{n}" for n in range(count)),
@@ -119,7 +119,7 @@ def test_without_a_card_the_rules_read_the_least_that_suffices() -> None:
     st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 4)), min_size=1, max_size=3),
     st.floats(0.01, 1.0),
 )
-def test_the_closest_subset_is_the_closest(pairs: list[tuple[int, int]], part: float) -> None:
+def test_closest_subset(pairs: list[tuple[int, int]], part: float) -> None:
     sizes = [pages * PAGE for pages, _ in pairs]
     limits = [count for _, count in pairs]
     total = sum(size * count for size, count in zip(sizes, limits, strict=True))
@@ -139,7 +139,7 @@ def test_the_closest_subset_is_the_closest(pairs: list[tuple[int, int]], part: f
     assert closest_subset(sizes, limits, total + 1) is None
 
 
-def test_experts_by_the_thousand_are_a_small_programme() -> None:
+def test_many_experts() -> None:
     expert = UnitClass(
         names=tuple(map(str, range(15_000))),
         kind="expert",
@@ -160,7 +160,7 @@ def test_experts_by_the_thousand_are_a_small_programme() -> None:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_arranging_uses_every_count_and_spreads_it(data: st.DataObject) -> None:
+def test_arrange(data: st.DataObject) -> None:
     layers = data.draw(st.integers(2, 30))
     units = [
         PlacedUnit(name=f"{kind}.{n}", kind=kind, nbytes=PAGE * size, macs=1, format="f", layer=n)
@@ -188,7 +188,7 @@ def test_arranging_uses_every_count_and_spreads_it(data: st.DataObject) -> None:
             assert sum(placed[name] is where for name in group.names) == places[where]
 
 
-def test_half_of_the_layers_is_every_other_layer() -> None:
+def test_arrange_spreads() -> None:
     units = [
         PlacedUnit(name=str(n), kind="mlp", nbytes=PAGE, macs=1, format="f", layer=n)
         for n in range(20)
