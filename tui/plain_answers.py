@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from localrt import split_thinking
 from localrt.common.formatting import format_seconds
 from localrt.mcp.toolbox import Toolbox
-from localrt.tui.conversation.generation import NO_TOOLS, ROUNDS_OVER, CallTurn, Decision, Reply
+from localrt.tui.conversation.generation import ROUNDS_OVER, CallTurn, Decision, Reply
 from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
 from localrt.tui.text import clean, explained
 
@@ -45,15 +45,14 @@ class PlainAnswers:
         self, source: TextIO, out: TextIO, toolbox: Toolbox, say: Callable[[str], None]
     ) -> None:
         self._source, self._out, self._say, self._toolbox = source, out, say, toolbox
-        self._without_tools: set[str] = set()  # models of which that was told
 
     def answer(self, conversation: OpenConversation, chat: ChatSession, question: Turn) -> None:
         """Answer a user's turn: calls of tools are run, and the model goes on after them."""
         reply = Reply(chat, conversation, self._toolbox, question.id, question.content)
         while True:
-            self._tell_without_tools(conversation.model, reply)
+            self._tell(reply)
             self._answer(reply)
-            self._tell_without_tools(conversation.model, reply)
+            self._tell(reply)
             if not reply.calls:
                 return
             for call in reply.calls:
@@ -67,10 +66,9 @@ class PlainAnswers:
         for line in self._toolbox.take_news():
             self._say(line)
 
-    def _tell_without_tools(self, model: str, reply: Reply) -> None:
-        if model not in self._without_tools and reply.lacks_tools():
-            self._without_tools.add(model)
-            self._say(NO_TOOLS)
+    def _tell(self, reply: Reply) -> None:
+        if note := reply.note():
+            self._say(note)
 
     def _answer(self, reply: Reply) -> None:
         """Print an answer as it comes, and keep it."""

@@ -54,6 +54,7 @@ class Toolbox:
         self.servers = servers
         self._configs = {config.name: config for config in servers.configs}
         self._allowed: set[tuple[str, str, str]] = set()  # by the user: conversation, server, tool
+        self.without_tools: set[str] = set()  # models that take none, as the user was told
         self._news = list(notes)
         self._told: dict[str, str] = {}
 

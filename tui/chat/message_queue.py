@@ -19,7 +19,6 @@ from localrt.tui.chat.tool_calls import AnswerCalls, AskAboutCall, CallBlock, en
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.attachments import Draft, draft_of
 from localrt.tui.conversation.generation import (
-    NO_TOOLS,
     ROUNDS_OVER,
     AnswerUpdate,
     Reply,
@@ -103,11 +102,10 @@ class MessageQueue:
         self.conversation = conversation
         self._view = view
         self._toolbox, self._ask = toolbox, ask
-        self._without_tools: set[str] = set()  # models of which that was told
         self._waiting: deque[_Waiting] = deque()
         self._now: _Running | None = None
         self._redraws = RedrawLimit()
-        self._memory_note: str | None = None
+        self._memory_note = ""
         self._elsewhere: dict[int, int] = {}  # turns other windows write; characters shown of each
 
     @property
@@ -206,7 +204,7 @@ class MessageQueue:
         answer, reply, state = now.answer, now.reply, update.state
         text = bool(answer.source)
         self._tell_memory(update)
-        self._tell_without_tools(reply)
+        self._tell(reply.note())
         reply.end(update, now.thought_s)
         if reply.calls:
             answer.calls = True
@@ -245,11 +243,14 @@ class MessageQueue:
 
     def _tell_memory(self, update: AnswerUpdate) -> None:
         """Weights had to leave memory, or came back: why it is slower now, once."""
-        note = update.metrics.memory if update.metrics is not None else None
+        note = "" if update.metrics is None else update.metrics.memory or ""
         if note != self._memory_note:
             self._memory_note = note
-            if note:
-                self._view.add_notice(note)
+            self._tell(note)
+
+    def _tell(self, note: str) -> None:
+        if note:
+            self._view.add_notice(note)
 
     def take_back(self) -> list[Draft]:
         """Remove the messages that wait, and return them."""
@@ -343,7 +344,7 @@ class MessageQueue:
         answer = self._new_answer(reply, block or self._view.turn(question))
         self._now = _Running(reply, before, block, draft, answer, time.monotonic())
         reply.work.start()
-        self._tell_without_tools(reply)
+        self._tell(reply.note())
 
     def _new_answer(self, reply: Reply, above: Block | None) -> Answer:
         """Show an empty answer."""
@@ -364,13 +365,6 @@ class MessageQueue:
             self._view.add_notice(ROUNDS_OVER, after=above)
         now.calls, now.thought_s, now.began = None, None, time.monotonic()
         now.reply.work.start()
-
-    def _tell_without_tools(self, reply: Reply) -> None:
-        """There are tools that the model cannot be given: once for each model."""
-        model = self.conversation.model
-        if model not in self._without_tools and reply.lacks_tools():
-            self._without_tools.add(model)
-            self._view.add_notice(NO_TOOLS)
 
     def _show_until(self, last: int) -> None:
         """Take turns off the screen that do not lead to turn ``last``: they are another branch."""

@@ -287,9 +287,13 @@ class Reply:
         elif call := next((call for call in self.calls if not call.has_ended()), None):
             call.stop()
 
-    def lacks_tools(self) -> bool:
-        """Whether there are MCP servers and the model cannot be given their tools."""
-        return bool(self._toolbox.servers.configs) and not self.chat.takes_tools
+    def note(self) -> str:
+        """What the user should know of the model and the tools, once for each model."""
+        model, told = self._conversation.model, self._toolbox.without_tools
+        if self.chat.takes_tools or not self._toolbox.servers.configs or model in told:
+            return ""
+        told.add(model)
+        return NO_TOOLS
 
 
 class CallTurn:
