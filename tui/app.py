@@ -91,14 +91,14 @@ class ChatApp(App[None]):
         model_name: shown until the model says its own name.
         system: system prompt of a new conversation.
         options: generation options by name, over the model's defaults.
-        chat_path: a saved conversation to go on with.
-        resume: go on with the last conversation of the history.
-        type_ahead: lines typed before the start are waiting on the terminal.
+        chat_path: a saved conversation to continue.
+        resume: continue the last conversation of the history.
+        type_ahead: lines were typed before the start.
         history: opens the history; None keeps nothing.
         load_by_name: loads another model; its second argument is like that of ``load``.
         list_models: asks a server for its models, names and facts of each; None where models are
             those of this machine.
-        load_options: what ``load`` was told of budgets and the like, to plan for other models.
+        load_options: budgets and other options of ``load``, to plan for other models.
         config: the folder of preferences; None keeps nothing.
         toolbox: the tools of MCP servers that a model is offered.
     """
@@ -186,7 +186,7 @@ class ChatApp(App[None]):
             self.state.notes += (one_line(error),)
 
     async def on_event(self, event: Event) -> None:
-        """What is pasted has plain line ends, wherever it goes."""
+        """Every paste gets plain line ends, wherever it goes."""
         if isinstance(event, Paste) and not event.is_forwarded:
             event.text = pasted(event.text)
         await super().on_event(event)
@@ -198,7 +198,7 @@ class ChatApp(App[None]):
     # -- preferences -----------------------------------------------------------------------------
 
     def _apply_preferences(self) -> tuple[str, ...]:
-        """Theme, keys and panel as the user prefers them; what cannot be had is told."""
+        """Apply the user's theme, keys and panel; lines about what cannot be applied."""
         preferred, notes = self._preferred, self.preferences.notes
         if preferred.theme is not None and preferred.theme not in self.available_themes:
             there = ", ".join(offered(self)[:6])
@@ -213,7 +213,7 @@ class ChatApp(App[None]):
         return (*notes, *problems)
 
     def remember(self, **preferred: Any) -> None:
-        """Have it so the next time too; what cannot be written is told."""
+        """Save preferences; a failure is shown."""
         try:
             self.preferences.change(preferred)
         except LocalrtError as error:
@@ -265,7 +265,7 @@ class ChatApp(App[None]):
         self._watch(loading(exchange))
 
     def stop_loading(self) -> bool:
-        """Stop loading another model; whether there was something to stop."""
+        """Stop loading another model; whether one was loading."""
         if self._loading_name is None:
             return False
         self._loading.cancel()
@@ -403,7 +403,7 @@ class ChatApp(App[None]):
     # -- leaving ---------------------------------------------------------------------------------
 
     async def action_quit(self) -> None:
-        """Leave; a running answer is stopped. What cannot be kept is worth a question."""
+        """Quit, stopping a running answer; an unsaved conversation takes a second try."""
         conversation = self.state.conversation
         asked, self._asked_to_leave = self._asked_to_leave, True
         answering = self.chat.queue.answering

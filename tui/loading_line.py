@@ -1,4 +1,4 @@
-"""The line that shows how far a model is on its way: stage, bar, bytes.
+"""The line that shows how far a model is loaded: stage, bar, bytes.
 
 Knows the library's ``Progress`` and a width.
 """

@@ -64,7 +64,7 @@ class Preferences:
 
 
 class PreferencesFile(TomlFile):
-    """In ``folder``, or with None nowhere.
+    """In ``folder``; None keeps nothing.
 
     ``notes`` are lines that the user should see once ``load`` has read the file.
     """
@@ -74,7 +74,7 @@ class PreferencesFile(TomlFile):
         self.notes: tuple[str, ...] = ()
 
     def load(self) -> Preferences:
-        """What it says, as far as it can be used."""
+        """The preferences; what cannot be used is noted."""
         self.notes = ()
         try:
             values = self.read()
@@ -144,7 +144,7 @@ class Preset:
 
 
 class PresetsFile(TomlFile):
-    """In ``folder``, or with None nowhere.
+    """In ``folder``; None keeps nothing.
 
     ``notes`` are lines that the user should see, about what the last ``list`` left out.
     """
@@ -154,7 +154,7 @@ class PresetsFile(TomlFile):
         self.notes: tuple[str, ...] = ()
 
     def list(self) -> list[Preset]:
-        """Those that can be used, by name."""
+        """The presets that can be used, sorted by name."""
         self.notes = ()
         try:
             values = self.read()

@@ -114,7 +114,7 @@ class BlockColumn:
             self.measure(min(places))
 
     def forget(self, first: int, end: int) -> None:
-        """Let lines go that are far from lines ``first`` to ``end``, when many are kept."""
+        """Drop kept lines far from lines ``first`` to ``end``, when there are many."""
         kept = [place for place, block in enumerate(self.blocks) if block.laid_out]
         lines = sum(self.blocks[place].height(self.width)[0] for place in kept)
         if lines <= 2 * _KEPT_LINES:

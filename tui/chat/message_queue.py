@@ -1,4 +1,4 @@
-"""Messages in line, and the answer to the one that is being answered.
+"""The queue of messages, and the answer that is in progress.
 
 Puts turns on screen and into the history as they move on: waiting, sent, answered, stopped,
 refused. Knows the view, one conversation and one generation at a time.
@@ -326,7 +326,7 @@ class MessageQueue:
         return next((each.after for each in self._waiting if each.after is not None), None)
 
     def renumber(self, numbers: Mapping[int, int]) -> None:
-        """Turns have other numbers now."""
+        """Take over the new numbers of turns."""
         for block in self._view.blocks:
             if block.turn is not None:
                 block.turn = numbers.get(block.turn, block.turn)
@@ -357,7 +357,7 @@ class MessageQueue:
         return answer
 
     def _go_on(self, now: _Running) -> None:
-        """The model goes on behind the results of its calls."""
+        """The model continues after the results of its calls."""
         above = self._view.turn(now.reply.calls[-1].turn)
         now.reply.go_on()
         now.answer = self._new_answer(now.reply, above)

@@ -148,7 +148,7 @@ class ChatScreen(Screen[None]):
         self.footer.change(model=self._session.title)
 
     def model_leaves(self, name: str) -> None:
-        """The model goes, and another one of this name is on its way."""
+        """The model is unloaded, and another one of this name is loading."""
         self.panel.take(None)
         self.loading_line.progress, self.loading_line.display = None, True
         self.footer.status = Status(model=name)
@@ -166,7 +166,7 @@ class ChatScreen(Screen[None]):
         return False
 
     def when_answered(self, what: str, work: Callable[[], None]) -> None:
-        """Do it now, or at the end of the answer; the last such wish counts."""
+        """Do it now, or when the answer ends; a later call replaces an earlier one."""
         if self.queue.answering:
             self._next = work
             self.say(f"{what} when this answer ends; Esc stops it")
@@ -516,7 +516,7 @@ class ChatScreen(Screen[None]):
             self.say(f"Saved to {path}")
 
     def action_saved(self) -> None:
-        """Ctrl+S: nobody has to save here."""
+        """Ctrl+S: say that conversations are saved anyway."""
         kept = "Conversations are saved automatically"
         if not self.state.conversation.saved:
             kept = "This conversation is not on disk"
@@ -564,7 +564,7 @@ class ChatScreen(Screen[None]):
             self._show_hint()
 
     def on_key(self, event: Key) -> None:
-        """Text that was typed before there was a composer is for it: it would have taken it."""
+        """Text typed before the composer has the focus goes to the composer."""
         is_text = event.is_printable or event.key in ("enter", "ctrl+j")
         if self._starting and is_text and self.focused in (None, self.composer):
             event.stop()

@@ -60,7 +60,7 @@ class Task(Generic[_Result]):
         return self.result is not None or self.error is not None
 
     def cancel(self) -> None:
-        """Nobody wants the result any more: the work ends at its next step."""
+        """Ask the work to stop at its next step."""
         self.cancelled.set()
 
     def join(self, seconds: float) -> bool:

@@ -71,7 +71,7 @@ class OpenConversation:
 
     @property
     def unsaved(self) -> bool:
-        """Whether something belongs into the file and is not there."""
+        """Whether something is not in the file yet."""
         return self._file is not None
 
     @property
@@ -116,7 +116,7 @@ class OpenConversation:
         return self._turns
 
     def refresh(self) -> bool:
-        """Read what other windows may have written; False if that is nothing for certain."""
+        """Read what other windows may have written; False if there is nothing new."""
         with suppress(StorageError):
             version = self._stored.version
             # The end of an app that was killed is written by nobody.
@@ -187,7 +187,7 @@ class OpenConversation:
     def add(
         self, role: str, content: str, *, after: int, info: Mapping[str, Any] | None = None
     ) -> Turn:
-        """Put a turn behind turn ``after``, 0 for the beginning; it is shown then."""
+        """Add a turn after turn ``after``, 0 for the beginning, and show it."""
         self.save()
         after = self._moved.get(after, after)
         turn = self._change(lambda: self._stored.add(role, content, after=after, info=info))
@@ -221,7 +221,7 @@ class OpenConversation:
         self._read(number)
 
     def leave(self, number: int) -> None:
-        """Show neither a turn nor what follows it, say of a message that was refused."""
+        """Hide a turn and what follows it, such as a message that was refused."""
         self._left.add(number)
         self._read()
 
@@ -241,7 +241,7 @@ class OpenConversation:
             return (number,)
 
     def save(self) -> bool:
-        """Write what is in memory alone into the file; whether all is there now."""
+        """Write what is only in memory to the file; whether all is there now."""
         if self._file is None:
             return True
         assert self._memory is not None, "it was in a file before"
@@ -294,7 +294,7 @@ def with_results(messages: Sequence[Message]) -> list[Message]:
 def with_answers(messages: Sequence[Message]) -> list[Message]:
     """``messages`` in which the assistant has said something before each but the first of the user.
 
-    Some templates (Mistral's) refuse an empty answer, and a question right behind a call's result.
+    Some templates (Mistral's) refuse an empty answer, and a question right after a call's result.
     """
     whole: list[Message] = []
     for message in messages:

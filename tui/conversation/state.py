@@ -189,7 +189,7 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What the user wants new conversations to begin with."""
+    """What new conversations begin with."""
 
     system: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -252,7 +252,7 @@ class ChatState:
         return self.session
 
     def drop_model(self) -> tuple[Session | None, ChatModel | None]:
-        """Part from the model and its session, to be ended; the conversation stays."""
+        """Give up the model and its session, which the caller ends; the conversation stays."""
         left = self.session, self._model
         self.session = self._model = None
         return left

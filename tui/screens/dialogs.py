@@ -286,7 +286,7 @@ class AskCall(Dialog[Decision]):
         self._last_key = monotonic()
 
     def on_key(self, event: KeyPressed) -> None:
-        """Close with the decision, unless the key may be a letter of a message."""
+        """Close with the decision, unless the user is typing a message."""
         before, self._last_key = self._last_key, monotonic()
         decision = _DECISIONS.get(event.key)
         if decision is not None and self._last_key - before >= _QUIET_SECONDS:

@@ -125,7 +125,7 @@ class SettingsScreen(Dialog[None]):
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Those that were chosen."""
+        """The options that were set."""
         session = self._state.session
         return dict(self._state.conversation.options if session is None else session.chat.options)
 
