@@ -1,8 +1,8 @@
 """The decoder that the known architectures share: a list of parts, one after another.
 
 Parts are made of weights that are there, one layer's as well as all; the config's ``block`` puts a
-layer's together, and ``Decoder`` runs them. Where their weights are is a ``Residency``'s: the pass
-is the same for a model in memory and for one that is streamed.
+layer's together, and ``Decoder`` runs them. A ``WeightStore`` knows where their weights are: the
+pass is the same for a model in memory and for one that is streamed.
 """
 
 from __future__ import annotations

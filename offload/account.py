@@ -17,7 +17,7 @@ from localrt.common.option_names import option
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.offload.placement import Placement, Where
-from localrt.offload.shapes import ModelShape, PassSizes
+from localrt.offload.shapes import ModelShape, PassSizes, aligned
 from localrt.quant.ops.attention import LATENT_SCRATCH_NBYTES
 from localrt.quant.ops.kv import KvFormat
 from localrt.quant.ops.protocol import Ops
@@ -295,11 +295,7 @@ def kv_tail_nbytes(shape: ModelShape, kv_format: KvFormat, layers: int) -> int:
 
 def _largest_kv(shape: ModelShape, kv_format: KvFormat, ctx: int) -> int:
     sizes = shape.kv_nbytes(kv_format, ctx)
-    return max(_whole_pages(sizes[layer]) for layer in shape.attending)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096
+    return max(aligned(sizes[layer]) for layer in shape.attending)
 
 
 # -- models --------------------------------------------------------------------------------------
