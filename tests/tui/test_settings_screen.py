@@ -1,77 +1,56 @@
-"""The settings screen: what it shows, what it changes, and how it says no."""
+"""The settings screen in the app: what it shows, what it changes, and how it says no."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-from textual.app import App
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static, TextArea
 
+from localrt.tui import ChatApp
 from localrt.tui.commands import OPTIONS
-from localrt.tui.conversation.state import ChatState, Defaults
-from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
+from localrt.tui.conversation.state import Defaults, Session
+from localrt.tui.preferences import Preset
 from localrt.tui.screens.dialogs import Ask
 from localrt.tui.screens.settings import PickTheme, SettingsScreen
-from localrt.tui.themes import offered, register
-from tests.tui.conftest import until
-from tests.tui.fakes import FakeModel
+from localrt.tui.themes import offered
+from tests.tui.conftest import running, until
+from tests.tui.fakes import FakeLoader, FakeModel
 
 
-class Bare(App[None]):
-    CSS_PATH = Path(__file__).parents[2] / "tui" / "app.tcss"
-
-    def __init__(self, folder: Path, *, model: bool = True) -> None:
-        super().__init__()
-        self.state = ChatState(None, model="tiny", system=None, options={}, on_problem=print)
-        if model:
-            self.state.take_model(FakeModel())  # type: ignore[arg-type]
-        self.preferences, self.presets = PreferencesFile(folder), PresetsFile(folder)
-        self.panel: list[bool] = []
-        self.settings = SettingsScreen(
-            self.state,
-            self.preferences,
-            self.presets,
-            keys={"New conversation": "Ctrl+N"},
-            show_panel=self.panel.append,
-        )
-
-    @property
-    def options(self) -> dict[str, Any]:
-        assert self.state.session is not None
-        return self.state.session.chat.options
-
-    def set(self, option: str, system: str = "") -> None:
-        """Options and system prompt of the conversation, as slash commands would."""
-        assert self.state.session is not None
-        self.state.session.set(option)
-        if system:
-            self.state.session.system(system)
-
-    def on_unmount(self) -> None:
-        self.state.close()
-
-    def on_mount(self) -> None:
-        register(self)
-        self.push_screen(self.settings)
+@asynccontextmanager
+async def settings(
+    folder: Path, *, loaded: bool = True
+) -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
+    """The app with its settings open."""
+    loader = FakeLoader(FakeModel(), held=not loaded)
+    async with running(loader, size=(100, 50), ready=loaded, config=folder) as (app, pilot):
+        await pilot.press("f5")
+        await until(pilot, lambda: isinstance(app.screen, SettingsScreen) and len(rows(app)) > 1)
+        yield app, pilot
 
 
-def rows(app: Bare) -> list[str]:
-    options = app.settings.query_one(OptionList)
+def session(app: ChatApp) -> Session:
+    assert app.state.session is not None
+    return app.state.session
+
+
+def rows(app: ChatApp) -> list[str]:
+    options = app.screen.query_one(OptionList)
     return [str(options.get_option_at_index(i).prompt) for i in range(options.option_count)]
 
 
-def row(app: Bare, name: str) -> str:
+def row(app: ChatApp, name: str) -> str:
     return next(row for row in rows(app) if row.strip().startswith(name))
 
 
-async def choose(pilot: Pilot[None], app: Bare, name: str, key: str = "enter") -> None:
+async def choose(pilot: Pilot[None], app: ChatApp, name: str, key: str = "enter") -> None:
     """Go to the row and press a key."""
-    await until(pilot, lambda: app.settings.query(OptionList) and rows(app))
     place = next(i for i, row in enumerate(rows(app)) if row.strip().startswith(name))
-    app.settings.query_one(OptionList).highlighted = place
+    app.screen.query_one(OptionList).highlighted = place
     await pilot.pause()
     await pilot.press(key)
     await pilot.pause()
@@ -83,33 +62,23 @@ async def typed(pilot: Pilot[None], text: str) -> None:
     await pilot.pause()
 
 
-def told(app: Bare) -> list[str]:
-    return [note.message for note in app._notifications]
-
-
-@pytest.fixture
-def app(tmp_path: Path) -> Bare:
-    return Bare(tmp_path)
-
-
-async def test_options(app: Bare) -> None:
-    async with app.run_test(size=(100, 50)) as pilot:
-        await pilot.pause()
+async def test_options(tmp_path: Path) -> None:
+    async with settings(tmp_path) as (app, pilot):
         for name in OPTIONS:
             assert row(app, name)
         assert "0.2 (default)" in row(app, "temperature")
         assert "40 (default)" in row(app, "top_k")  # the library's own
         await choose(pilot, app, "Theme", "home")
-        assert "Colours" in str(app.settings.query_one("#help", Static).render())
+        assert "Colours" in str(app.screen.query_one("#help", Static).render())
 
         await choose(pilot, app, "temperature")
         assert isinstance(app.screen, Ask)
         await typed(pilot, "0.7")
-        assert app.options == {"temperature": 0.7}
+        assert session(app).chat.options == {"temperature": 0.7}
         assert "0.7" in row(app, "temperature")
         assert "default" not in row(app, "temperature")
         await choose(pilot, app, "temperature", "delete")
-        assert app.options == {}
+        assert session(app).chat.options == {}
         assert "0.2 (default)" in row(app, "temperature")
 
         # What is wrong is said where it was typed.
@@ -118,13 +87,13 @@ async def test_options(app: Bare) -> None:
             await typed(pilot, value)
             assert isinstance(app.screen, Ask)  # asked again
             assert name in str(app.screen.query_one("#problem", Static).render())
-            assert app.options == {}
+            assert session(app).chat.options == {}
             await pilot.press("escape")
-            assert app.screen is app.settings
+            assert isinstance(app.screen, SettingsScreen)
 
 
-async def test_prompt_presets_defaults_and_panel(app: Bare) -> None:
-    async with app.run_test(size=(100, 50)) as pilot:
+async def test_prompt_presets_defaults_and_panel(tmp_path: Path) -> None:
+    async with settings(tmp_path) as (app, pilot):
         # A system prompt of several lines.
         await choose(pilot, app, "System prompt")
         app.screen.query_one(TextArea).text = "Be brief.\nBe kind."
@@ -136,7 +105,8 @@ async def test_prompt_presets_defaults_and_panel(app: Bare) -> None:
         assert app.state.conversation.system is None
 
         # Presets are saved, used and deleted.
-        app.set("temperature 0.3", "You review code.")
+        session(app).set("temperature 0.3")
+        session(app).system("You review code.")
         await choose(pilot, app, "Save as a preset")
         await typed(pilot, "")
         assert "1 to 60 characters" in str(app.screen.query_one("#problem", Static).render())
@@ -144,12 +114,12 @@ async def test_prompt_presets_defaults_and_panel(app: Bare) -> None:
         assert app.presets.find("Review") == Preset(
             "Review", "You review code.", {"temperature": 0.3}
         )
-        app.set("temperature 0.9")
-        app.set("seed 3")
+        session(app).set("temperature 0.9")
+        session(app).set("seed 3")
         await choose(pilot, app, "Review")
         await pilot.press("enter")  # use it
         await pilot.pause()
-        assert app.options == {"temperature": 0.3}
+        assert session(app).chat.options == {"temperature": 0.3}
         await choose(pilot, app, "Review")
         await pilot.press("down", "down", "enter")
         await pilot.pause()
@@ -158,7 +128,8 @@ async def test_prompt_presets_defaults_and_panel(app: Bare) -> None:
         assert app.presets.list() == []
 
         # New conversations begin with these.
-        app.set("temperature 0.3", "Be brief.")
+        session(app).set("temperature 0.3")
+        session(app).system("Be brief.")
         await choose(pilot, app, "Begin with these")
         loaded = app.preferences.load()
         assert (dict(loaded.options), loaded.system) == ({"temperature": 0.3}, "Be brief.")
@@ -172,15 +143,14 @@ async def test_prompt_presets_defaults_and_panel(app: Bare) -> None:
 
         # The panel and the keys.
         await choose(pilot, app, "Live panel")
-        assert app.panel == [True]
+        assert app.chat.panel.is_open
         assert "open" in row(app, "Live panel")
         assert "Ctrl+N" in row(app, "New conversation  ")
         assert any("config.toml" in row.replace("\n  ", "") for row in rows(app))
 
 
-async def test_pick_theme(app: Bare) -> None:
-    async with app.run_test(size=(100, 44)) as pilot:
-        await pilot.pause()
+async def test_pick_theme(tmp_path: Path) -> None:
+    async with settings(tmp_path) as (app, pilot):
         before = app.theme
         await choose(pilot, app, "Theme")
         assert isinstance(app.screen, PickTheme)
@@ -197,17 +167,15 @@ async def test_pick_theme(app: Bare) -> None:
 
 
 async def test_options_while_loading(tmp_path: Path) -> None:
-    app = Bare(tmp_path, model=False)
-    async with app.run_test(size=(100, 40)) as pilot:
+    async with settings(tmp_path, loaded=False) as (app, pilot):
         await choose(pilot, app, "temperature")
         await typed(pilot, "0.5")
         assert "still loading" in str(app.screen.query_one("#problem", Static).render())
 
 
-async def test_themes_of_16_colors(tmp_path: Path, monkeypatch: Any) -> None:
-    app = Bare(tmp_path)
-    async with app.run_test():
+async def test_themes_of_16_colors(monkeypatch: Any) -> None:
+    async with running(FakeModel()) as (app, _):
         everything = offered(app)
         assert everything[:2] == ["localrt-dark", "localrt-light"]
         monkeypatch.setattr(type(app.console), "color_system", property(lambda self: "standard"))
-        assert offered(app) == ["ansi-dark", "ansi-light"]  # type: ignore[arg-type]
+        assert offered(app) == ["ansi-dark", "ansi-light"]
