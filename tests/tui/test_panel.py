@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from textual.app import App, ComposeResult
 from textual.widgets import Static
 
 from localrt.service.status import LaneUse, MemoryUse
@@ -35,20 +34,6 @@ from tests.tui.fakes import (
     WatchedModel,
 )
 from tests.tui.screen import idle
-
-
-class Bare(App[None]):
-    CSS_PATH = Path(__file__).parents[2] / "tui" / "app.tcss"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.panel = LivePanel(hide="F3")
-
-    def compose(self) -> ComposeResult:
-        yield self.panel
-
-    def on_resize(self, event: Any) -> None:
-        self.panel.fit(event.size)
 
 
 def text(data: PanelData, width: int = 38, height: int = 30) -> str:
@@ -149,23 +134,21 @@ def test_small_drawings() -> None:
     assert memory_text(MemoryUse(5)) == "5 B"
 
 
-async def test_advice() -> None:
-    app, model = Bare(), WatchedModel()
-    async with app.run_test(size=(100, 30)) as pilot:
-        panel = app.panel
-        panel.take(model)  # type: ignore[arg-type]
-        panel.begin()
-        panel.show(True)
-        await asyncio.sleep(0.3)
-        assert model.advised == 0
+async def test_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.tui.chat.panel._QUIET_S", 0.05)
+    model = WatchedModel()
+    model.hold()
+    async with running(model, size=(100, 30)) as (app, pilot):
+        await screen.say(pilot, "Hi")
+        await pilot.press("f3")
+        await asyncio.sleep(0.2)
+        assert model.advised == 0, "never beside an answer"
         model.now = STREAMED
-        panel.end()
-        await until(pilot, lambda: panel.data.outlook is not None)
-        panel.begin()
-        panel.end()
-        await pilot.pause(0.1)
+        model.release()
+        await until(pilot, lambda: "110 MB more RAM" in str(panel(app).render()))
+        await asked(pilot, "Hi")
+        await asyncio.sleep(0.2)
         assert model.advised == 1
-        assert "110 MB more RAM" in str(panel.render())
 
 
 def panel(app: ChatApp) -> LivePanel:

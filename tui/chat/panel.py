@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from textual.content import Content
@@ -35,17 +35,16 @@ _QUIET_S = 0.4
 class LivePanel(Widget):
     """Hidden until ``show``. Give it the ``model``, say when an answer begins and ends."""
 
+    @dataclass
     class Shown(Message):
         """The panel was opened or hidden."""
 
-        def __init__(self, open: bool) -> None:
-            super().__init__()
-            self.open = open
+        open: bool
 
-    def __init__(self, *, hide: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__(id="live-panel")
         self._model: ChatModel | None = None
-        self._data = PanelData(hide=hide)
+        self._data = PanelData()
         self._seen: deque[Status] = deque()
         self._rates: deque[float] = deque(maxlen=_RATES)
         self._timer: Timer | None = None
@@ -61,10 +60,6 @@ class LivePanel(Widget):
     @property
     def is_open(self) -> bool:
         return self.has_class("-open")
-
-    @property
-    def data(self) -> PanelData:
-        return self._data
 
     def show(self, open: bool) -> None:
         if open == self.is_open:
