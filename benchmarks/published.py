@@ -156,8 +156,8 @@ def published_table(record: Mapping[str, Any]) -> str:
 
 
 def _machine(row: Mapping[str, Any]) -> str:
-    card = row["card"] or "a card of 8 GB"
-    return f"{card}, {row['ram']} of RAM" if row["ram"] else card
+    gpu = row["card"] or "a GPU of 8 GB"
+    return f"{gpu}, {row['ram']} of RAM" if row["ram"] else gpu
 
 
 def _beside(row: Mapping[str, Any]) -> str:
