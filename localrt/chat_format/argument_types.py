@@ -71,6 +71,8 @@ class Accepted:
         return ABSENT if value is None else value
 
 
+_Kinds: TypeAlias = frozenset[str] | None
+_Words: TypeAlias = list[str] | None
 Types: TypeAlias = Mapping[str, Accepted]
 """Of a function's parameters."""
 
@@ -82,7 +84,7 @@ def parameters_of(schema: Any, root: Any = None) -> tuple[dict[str, Any], frozen
 
 def accepted(schema: Any, root: Any) -> Accepted:
     """What ``schema`` allows, which is a part of ``root``."""
-    kinds, words = _kinds(schema, root, 0), _words(schema, root, 0)
+    kinds, words = _accepted(schema, root, 0)
     return Accepted(kinds or frozenset(), None if words is None else tuple(words))
 
 
@@ -119,61 +121,53 @@ def _parameters(schema: Any, root: Any, depth: int) -> tuple[dict[str, Any], fro
     return properties, frozenset(required) & properties.keys()
 
 
-def _kinds(schema: Any, root: Any, depth: int) -> frozenset[str] | None:
-    """The types that a schema allows; None where it does not say."""
+def _accepted(schema: Any, root: Any, depth: int) -> tuple[_Kinds, _Words]:
+    """The types that a schema allows, and the strings that it lists; None where it does not say."""
     schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return None
-    said: list[frozenset[str] | None] = []
+        return None, None
+    every, *choices = (
+        [_accepted(each, root, depth + 1) for each in _list(schema.get(key))]
+        for key in ("allOf", "anyOf", "oneOf")
+    )
+    const = [schema["const"]] if "const" in schema else None
+    listed = schema.get("enum", const)
+    said: list[_Kinds] = []
     kind = schema.get("type")
-    if isinstance(kind, str):
-        said.append(frozenset([kind]))
-    elif isinstance(kind, list):
-        said.append(frozenset(_strings(kind)))
-    if isinstance(schema.get("enum"), list):
-        said.append(frozenset(map(kind_of, schema["enum"])))
-    if "const" in schema:
-        said.append(frozenset([kind_of(schema["const"])]))
-    said += [_kinds(each, root, depth + 1) for each in _list(schema.get("allOf"))]
-    for key in ("anyOf", "oneOf"):
-        ways = [_kinds(each, root, depth + 1) for each in _list(schema.get(key))]
-        known = [way for way in ways if way is not None]
-        if ways and len(known) == len(ways):
+    if isinstance(kind, str | list):
+        said.append(frozenset([kind] if isinstance(kind, str) else _strings(kind)))
+    for values in (schema.get("enum"), const):
+        if isinstance(values, list):
+            said.append(frozenset(map(kind_of, values)))
+    said += [kinds for kinds, _ in every]
+    for ways in filter(None, choices):
+        known = [kinds for kinds, _ in ways if kinds is not None]
+        if len(known) == len(ways):
             said.append(frozenset().union(*known))
-    found: frozenset[str] | None = None
+    found: _Kinds = None
     for each in said:
         if each is not None:
             found = each if found is None else _both(found, each) or found
-    if found is None and "properties" in schema:
-        found = frozenset(["object"])
-    elif found is None and "items" in schema:
-        found = frozenset(["array"])
-    return found | {"null"} if found and schema.get("nullable") is True else found
+    if found is None and ("properties" in schema or "items" in schema):
+        found = frozenset(["object" if "properties" in schema else "array"])
+    if found and schema.get("nullable") is True:
+        found |= {"null"}
+    if isinstance(listed, list):
+        return found, list(_strings(listed))
+    parts = next(filter(None, choices), None)
+    words = next((words for _, words in every if words is not None), None)
+    if words is None and parts:
+        one = [words for _, words in parts if words is not None]
+        return found, [word for words in one for word in words] if len(one) == len(parts) else None
+    if words is None and found is not None and "string" not in found:
+        words = []
+    return found, words
 
 
 def _both(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
     """Kinds that both allow: every integer is a number."""
     whole = {"integer"} if "integer" in one | other and "number" in one | other else set()
     return (one & other) | (whole if not {"number"} <= one & other else frozenset())
-
-
-def _words(schema: Any, root: Any, depth: int) -> list[str] | None:
-    """The strings that a schema lists; None where it allows others."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return None
-    listed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(listed, list):
-        return [each for each in listed if isinstance(each, str)]
-    for each in _list(schema.get("allOf")):
-        if (found := _words(each, root, depth + 1)) is not None:
-            return found
-    for key in ("anyOf", "oneOf"):
-        if ways := _list(schema.get(key)):
-            parts = [_words(each, root, depth + 1) for each in ways]
-            return None if None in parts else [word for part in parts for word in part or ()]
-    kinds = _kinds(schema, root, depth)
-    return [] if kinds is not None and "string" not in kinds else None
 
 
 def _list(value: Any) -> list[Any]:
