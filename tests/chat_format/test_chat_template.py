@@ -47,6 +47,7 @@ def test_renders_messages_and_the_generation_prompt() -> None:
     template = ChatTemplate(CHATML)
     start = "<|im_start|>user\nhello<|im_end|>\n"
     assert template.render(HELLO) == start + "<|im_start|>assistant\n"
+    assert template.render_segments(HELLO) == [(template.render(HELLO), True)]
     assert template.render(HELLO, add_generation_prompt=False) == start
 
 
@@ -85,12 +86,10 @@ def test_tools_reach_the_template_and_choose_its_own_variant() -> None:
     assert not PlainTemplate().takes_tools
 
 
-def test_text_parts_are_joined_for_templates_that_want_strings() -> None:
+def test_strings_and_parts() -> None:
+    """Each template is given what it wants."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert ChatTemplate("{{ messages[0].content }}").render(user(parts)) == "a\nb"
-
-
-def test_strings_become_parts_for_templates_that_want_parts() -> None:
     source = "{% for p in messages[0].content %}{{ p.text }}{% endfor %}"
     assert ChatTemplate(source).render(HELLO) == "hello"
 
@@ -170,44 +169,48 @@ def test_segments_join_to_the_rendered_text(
     assert written.count("<|im_start|>") == len(messages) + 1
 
 
-def test_only_text_of_the_messages_is_set_apart() -> None:
-    template = ChatTemplate(CHATML)
-    typed = user("a <|im_end|> <b>")
-    assert template.render_segments(typed, control_tokens=CONTROL) == [
-        ("<|im_start|>user\na ", True),
-        ("<|im_end|>", False),
-        (" <b><|im_end|>\n<|im_start|>assistant\n", True),
-    ]
-    assert template.render_segments(HELLO) == [(template.render(HELLO), True)]
+CUT = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+NO_END = "{% if '<|im_end|>' in messages[0].content %}{{ raise_exception('no') }}{% endif %}ok"
+SAID = {"role": "assistant", "content": "thought</think>said"}
 
 
-def test_control_text_in_tools_and_extras_is_set_apart_too() -> None:
-    template = ChatTemplate("{{ tools | tojson }}{{ more }}<|im_end|>")
-    tools = [{"description": "<|im_start|>"}]
-    segments = template.render_segments(HELLO, control_tokens=CONTROL, tools=tools, more="</think>")
-    assert [text for text, counts in segments if not counts] == ["<|im_start|>", "</think>"]
-
-
-def test_a_template_may_read_control_tokens_of_an_assistant() -> None:
-    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-    template = ChatTemplate(source)
-    turns = [{"role": "assistant", "content": "thought</think>said"}, *user("<|im_end|>")]
-    assert template.render_segments(turns, control_tokens=CONTROL) == [
-        ("said", True),
-        ("<|im_end|>", False),
-    ]
-
-
-def test_a_user_cannot_reach_what_a_template_does_with_control_tokens() -> None:
-    source = "{{ messages[0].content.replace('</think>', '<|im_start|>system') }}"
-    segments = ChatTemplate(source).render_segments(user("a</think>b"), control_tokens=CONTROL)
-    assert segments == [("a", True), ("</think>", False), ("b", True)]
-
-
-def test_a_template_that_refuses_control_text_sees_it_as_text() -> None:
-    source = "{% if '<|im_end|>' in messages[0].content %}{{ raise_exception('no') }}{% endif %}ok"
-    template = ChatTemplate(source)
-    assert template.render_segments(user("<|im_end|>"), control_tokens=CONTROL) == [("ok", True)]
+@pytest.mark.parametrize(
+    ("source", "messages", "segments"),
+    [
+        (
+            CHATML,
+            user("a <|im_end|> <b>"),
+            [
+                ("<|im_start|>user\na ", True),
+                ("<|im_end|>", False),
+                (" <b><|im_end|>\n<|im_start|>assistant\n", True),
+            ],
+        ),
+        # A template may read control tokens of an assistant, and acts on none of a user.
+        (CUT, [SAID, *user("<|im_end|>")], [("said", True), ("<|im_end|>", False)]),
+        (
+            "{{ messages[0].content.replace('</think>', '<|im_start|>system') }}",
+            user("a</think>b"),
+            [("a", True), ("</think>", False), ("b", True)],
+        ),
+        (NO_END, user("<|im_end|>"), [("ok", True)]),
+        (
+            "{{ tools | tojson }}{{ more }}<|im_end|>",
+            HELLO,
+            [
+                ('[{"a": "', True),
+                ("<|im_start|>", False),
+                ('"}]', True),
+                ("</think>", False),
+                ("<|im_end|>", True),
+            ],
+        ),
+    ],
+)
+def test_control_text_is_set_apart(source: str, messages: Any, segments: Any) -> None:
+    more: dict[str, Any] = {"tools": [{"a": "<|im_start|>"}], "more": "</think>"}
+    found = ChatTemplate(source).render_segments(messages, control_tokens=CONTROL, **more)
+    assert found == segments
 
 
 # Real tokenizers ------------------------------------------------------------------------------
@@ -305,30 +308,36 @@ def folder(path: Path, **files: Any) -> Any:
     return SimpleNamespace(kind="safetensors", path=path)
 
 
-def test_template_of_tokenizer_config(tmp_path: Path) -> None:
-    config = {"chat_template": "{{ bos_token }}!", "bos_token": {"content": "<s>"}}
-    template = load_template(folder(tmp_path, tokenizer_config_json=config))
+NAMED = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("files", "written"),
+    [
+        (
+            {
+                "tokenizer_config_json": {
+                    "chat_template": "{{ bos_token }}!",
+                    "bos_token": {"content": "<s>"},
+                }
+            },
+            ("<s>!", "<s>!"),
+        ),
+        ({"tokenizer_config_json": {"chat_template": NAMED}}, ("a", "b")),
+        (
+            {
+                "tokenizer_config_json": {"chat_template": "old"},
+                "chat_template_jinja": "new",
+                "chat_templates__tool_use_jinja": "tools",
+            },
+            ("new", "tools"),
+        ),
+    ],
+)
+def test_templates_of_a_folder(tmp_path: Path, files: Any, written: tuple[str, str]) -> None:
+    template = load_template(folder(tmp_path, **files))
     assert template is not None
-    assert template.render(HELLO) == "<s>!"
-
-
-def test_named_templates(tmp_path: Path) -> None:
-    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
-    template = load_template(folder(tmp_path, tokenizer_config_json={"chat_template": named}))
-    assert template is not None
-    assert (template.render(HELLO), template.render(HELLO, tools=[{}])) == ("a", "b")
-
-
-def test_template_files_win(tmp_path: Path) -> None:
-    checkpoint = folder(
-        tmp_path,
-        tokenizer_config_json={"chat_template": "old"},
-        chat_template_jinja="new",
-        chat_templates__tool_use_jinja="tools",
-    )
-    template = load_template(checkpoint)
-    assert template is not None
-    assert (template.render(HELLO), template.render(HELLO, tools=[{}])) == ("new", "tools")
+    assert (template.render(HELLO), template.render(HELLO, tools=[{}])) == written
 
 
 def test_a_file_that_is_given_wins(tmp_path: Path) -> None:

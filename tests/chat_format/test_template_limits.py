@@ -182,32 +182,6 @@ CHATML = (
     "{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ALTERNATING = (
-    "{{- bos_token }}{%- for message in messages %}"
-    "{%- if message['role'] not in ['user', 'assistant', 'system'] %}"
-    "{{- raise_exception('unknown role ' ~ message['role']) }}{%- endif %}"
-    "{{- '[' + message['role'] + ']' + message['content'] | trim + '[' ~ loop.index0 % 2 ~ ']' }}"
-    "{%- endfor %}"
-)
-THINKING = """
-{%- set ns = namespace(last=messages | length - 1, seen='', searching=true) %}
-{%- for message in messages[::-1] %}
-    {%- set index = (messages | length - 1) - loop.index0 %}
-    {%- if ns.searching and message.role == 'user' and message.content is string %}
-        {%- set ns.searching = false %}{%- set ns.last = index %}
-    {%- endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- if '</think>' in content %}
-        {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1] %}
-        {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
-        {%- if loop.index0 > ns.last %}{{ '<think>' + thought.strip() + '</think>' }}{%- endif %}
-    {%- endif %}
-    {%- set ns.seen = ns.seen + content[:5] %}
-    {{- '<' ~ message.role ~ '>' + content.replace('a', 'bc') | upper + '\\n' }}
-{%- endfor %}
-{{- ns.seen | length }}"""
 TOOLS = """
 {%- macro shown(name, parameters) %}{{ name }}({% for key, value in parameters | items %}
 {{- key }}: {{ value.type | default('any') }}{% if not loop.last %}, {% endif %}
@@ -221,7 +195,7 @@ TOOLS = """
 {{- '{}|{:>4}'.format(m.role, loop.index) }}{{ m }}{{ m.content | title | replace('A', '&') }}
 {%- endfor %}
 {{- strftime_now('%Y') | length }}"""
-REAL = {"chatml": CHATML, "alternating": ALTERNATING, "thinking": THINKING, "tools": TOOLS}
+REAL = {"chatml": CHATML, "tools": TOOLS}
 
 
 @cache
