@@ -70,7 +70,7 @@ class Answer:
         more.
 
         Raises:
-            LocalrtError: these are no numbers, or none of them goes on within the constraint.
+            LocalrtError: the logits are NaN, or no token fits the constraint.
         """
         request = self._request
         if not np.isfinite(logits.max()):
@@ -187,7 +187,7 @@ class _Text:
         self._matcher = StopMatcher(request.stop)
         self._lines = None if request.lines is None else LineMatcher(request.lines)
         self._parser = parser
-        self._begun = True  # the answer, of which space behind a thought is no part
+        self._begun = True  # the answer itself: white space behind a thought is no part of it
         self._hidden: frozenset[int] = frozenset()
         if tokenizer is None:
             self._detokenizer = None
@@ -308,7 +308,7 @@ def _allowed_ids(
     allowed &= logits > -np.inf
     ids = np.flatnonzero(allowed)
     if not len(ids):
-        raise LocalrtError("no token of the model can go on within json_schema, regex or grammar")
+        raise LocalrtError("no token of the model fits json_schema, regex or grammar here")
     return ids
 
 

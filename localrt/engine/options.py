@@ -56,24 +56,24 @@ _CHECKS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
 class Options:
     """What a caller may ask of a generation, beside the prompt.
 
-    ``stop`` is one string or several. An answer also ends before a line, but the first, that begins
-    with fewer than ``min_indent`` spaces and tabs, and after ``line_seconds`` with its line.
+    ``stop`` is one string or several. An answer also ends before any later line that begins with
+    fewer than ``min_indent`` spaces and tabs, and after ``line_seconds`` at the end of its line.
     ``logprobs`` asks for the log-probability of every token with that many alternatives (0 to 100).
     ``overflow="drop_oldest"`` keeps the system prompt and drops the oldest turns when a
-    conversation outgrows the context, or ``context_tokens`` if these are fewer; they end the answer
-    too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"`` or a model to draft with, which
+    conversation outgrows the context, or ``context_tokens`` if these are fewer; the answer ends
+    there too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"`` or a model to draft with, which
     ``+ngram`` may follow; ``tree_budget`` is the number of draft tokens in a pass (1 to 2048),
     ``tree_depth`` how far ahead they may be (1 to 64).
     ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
     llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a
-    stop string cuts it short. Beside tools, a schema binds what is no call.
+    stop string cuts it short. With tools, a schema binds answers that are no calls.
     ``tool_choice`` says whether the model calls a tool: ``"auto"``, ``"none"``, ``"required"`` (one
     call with ``parallel_tool_calls=False``), or the name of the one that it has to call.
     ``thinking`` switches a model's thinking on (``True``, ``"on"``) or off; ``"low"``,
     ``"medium"`` and ``"high"`` say how much, to models that can be told. After
     ``thinking_tokens`` of thinking, the thinking is ended and the answer begins; 0 is off. A model
     whose answer is bound thinks before it only if ``thinking`` says so.
-    ``adapter`` is the name of one that the model has, several with what each one's change is times
+    ``adapter`` is the name of one that the model has, several with a factor each
     (``{"style": 0.7, "facts": 0.3}``), or ``"none"``.
     """
 

@@ -3,7 +3,7 @@
 An engine holds one model's weights; a session holds one sequence's KV cache. The loop asks a
 session for the logits that follow some tokens, so sampling, stop strings, prefix reuse and chat
 behave the same on every engine. Neither knows text. What an engine must do is abstract; what it may
-be unable to do has a default here that says so, and nobody asks for its class.
+lack has a default here that says so, so callers never check its class.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Rates:
 
 
 Forecaster = Callable[[Rates], Forecast]
-"""A forecast for the rates that there are."""
+"""Makes a forecast from the current rates."""
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
@@ -386,7 +386,7 @@ class Engine(ABC):
     # -- adapters --------------------------------------------------------------------------------
 
     def add_adapter(self, adapter: Adapter[LowRank]) -> int:
-        """Have sessions use an adapter; the bytes that it takes.
+        """Let sessions use an adapter; returns the bytes that it takes.
 
         Raises:
             UnsupportedModelError: nothing computes them here.

@@ -1,6 +1,6 @@
-"""What a generation is asked for, fully spelled out: tokens, sampling, limits, who hears of it.
+"""What a generation is asked for, fully spelled out: tokens, sampling, limits, callbacks.
 
-What binds an answer and what parses it are made for each; grammars and templates are unknown here.
+Constraint and parser are made anew for each answer; grammars and templates are unknown here.
 """
 
 from __future__ import annotations

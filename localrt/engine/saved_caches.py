@@ -37,7 +37,7 @@ from localrt.quant.ops.states import SavedState, reachable
 
 PERSON = ""
 """The name under which a person's own pauses are kept."""
-_MOST_SECONDS = 600.0  # held for nobody else's sake: then it is the system's turn
+_MOST_SECONDS = 600.0  # a cache is held at most so long, then saved in any case
 _SAMPLES = 32  # durations that are remembered of each tool
 _RESTORE_BYTES_S = 1e9  # of reading a cache back, until one was read
 _LEAST_RESTORE_S = 0.01
@@ -149,7 +149,7 @@ class KvKeeper:
             self._restore_bytes_s = nbytes / seconds
 
     def make_room(self) -> int:
-        """Where there is no room left, park those expected last; the bytes freed."""
+        """Where there is no room left, save those expected last; returns the bytes freed."""
         with self._lock:
             waiting = dict(self._waits)
             now = self._clock()
@@ -162,7 +162,7 @@ class KvKeeper:
         return freed
 
     def close(self) -> None:
-        """Let go of all; nothing is parked."""
+        """Forget all that wait; nothing is saved."""
         with self._lock:
             self._closed = True
             self._waits.clear()
@@ -184,7 +184,7 @@ class KvKeeper:
         parked = chat.try_park(tier)
         with self._lock:
             wait = self._waits.get(chat)
-            if wait is not None:  # it still waits: for how long is of interest in any case
+            if wait is not None:  # it still waits, and its time is still learnt
                 further = parked and wait.tier + 1 < len(self._tiers)
                 wait.tier += further
                 wait.until = self._clock() + _MOST_SECONDS if further else float("inf")

@@ -44,7 +44,7 @@ from localrt.quant.methods import (
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
 
 ROUTERS = (f".{ROUTER}.weight", f".{SHARED_GATE}.weight")
-"""How the names of matrices end that choose or weigh experts: small and touchy, they stay."""
+"""Endings of names of matrices that choose or weigh experts: small and sensitive, they stay."""
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")  # the number in a name
 

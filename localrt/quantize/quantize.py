@@ -343,7 +343,7 @@ def method_of(recipe: Recipe) -> str:
 def _formats(
     tensors: Mapping[str, TensorInfo], target: Format, head_format: str | None
 ) -> dict[str, Format]:
-    """What every matrix is stored in. Routers, small and touchy, stay as they are."""
+    """What every matrix is stored in. Routers are small and sensitive: they stay as they are."""
     head = quantized_format(head_format) if head_format is not None else None
     formats: dict[str, Format] = {}
     for name, info in tensors.items():

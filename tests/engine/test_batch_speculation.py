@@ -1,4 +1,4 @@
-"""Sequences that share passes guess ahead together; what each says stays the same."""
+"""Sequences that share passes speculate together; what each says stays the same."""
 
 from __future__ import annotations
 

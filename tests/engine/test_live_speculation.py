@@ -1,4 +1,4 @@
-"""A sequence that is alone in a running batch guesses ahead; what it says stays the same."""
+"""A sequence that is alone in a running batch speculates; what it says stays the same."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_alone(model: localrt.Model) -> None:
             got = live.generate(prompt, **OPTIONS)
             assert got.token_ids == kept
             assert got.metrics.speculation
-            if len(set(kept[20:])) == 1:  # what repeats itself is guessed right
+            if len(set(kept[20:])) == 1:  # what repeats itself is drafted right
                 assert live.stats().passes - passes < 70
-            # A conversation goes on with the cache that guesses have left behind.
+            # A conversation goes on with the cache that drafts have left behind.
             more = live.generate(token_ids=[5, 6, *got.token_ids], **OPTIONS)
             assert len(more.token_ids) == 80
         again = live.generate(PROMPTS[0], **OPTIONS)

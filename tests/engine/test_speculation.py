@@ -82,7 +82,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NativeEngine]:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NativeEngine]:
-    """A draft that guesses badly."""
+    """A draft that is seldom right."""
     engine = load(tmp_path_factory.mktemp("draft"), seed=1)
     yield engine
     engine.close()
@@ -170,7 +170,7 @@ def test_perfect_draft(engine: NativeEngine) -> None:
     answer = ids(run(engine, None))
     speculation = fixed(Knowing([[*PROMPT, *answer]]), budget=30, depth=5)
     metrics = run(engine, speculation, max_tokens=37)[-1].metrics
-    assert metrics.accepted_per_pass == 6  # five guesses and the bonus token
+    assert metrics.accepted_per_pass == 6  # five draft tokens and the bonus token
     assert metrics.accepted_by_source == {"oracle": pytest.approx(5 / 6)}
     assert metrics.completion_tokens == 37
     assert metrics.speculation == "speculation: oracle, 30 draft tokens a pass as asked"

@@ -115,7 +115,7 @@ def target(folder: Path) -> Iterator[Waiting]:
 
 @pytest.fixture
 def draft(folder: Path) -> Iterator[Draft]:
-    """The same model: its guesses come true."""
+    """The same model: its drafts are accepted."""
     engine = load(folder / "draft")
     yield Draft(engine)
     engine.close()

@@ -1,4 +1,4 @@
-"""Drafts of another vocabulary: guesses in other words, and the same answers."""
+"""Drafts of another vocabulary: other tokens, and the same answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = (
 
 
 class Scripted(DraftSource):
-    """Goes on with ``text``, and beside its first token guesses another."""
+    """Goes on with ``text``, and beside its first token drafts another."""
 
     name = "model"
 
@@ -78,6 +78,6 @@ def test_same_answers(temperature: float) -> None:
     prompt = "def fibonacci(n):\n"
     with localrt.load(path, ctx=128) as model:
         plain = model.generate(prompt, raw=True, draft="off", **options)
-        guessed = model.generate(prompt, raw=True, draft="smollm2", tree_budget=8, **options)
-    assert guessed.token_ids == plain.token_ids
-    assert (guessed.metrics.accepted_by_source or {}).get("model", 0) > 0.5
+        drafted = model.generate(prompt, raw=True, draft="smollm2", tree_budget=8, **options)
+    assert drafted.token_ids == plain.token_ids
+    assert (drafted.metrics.accepted_by_source or {}).get("model", 0) > 0.5

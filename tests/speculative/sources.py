@@ -1,4 +1,4 @@
-"""Sources of guesses for tests."""
+"""Draft sources for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.models.tiny import SIZES
 
 
 def model_source(decoder: Any, *, held_rows: bool = True, **limits: Any) -> TreeSource:
-    """Guesses of a tiny model: ``decoder`` has ``cache`` and ``forward``."""
+    """Drafts of a tiny model: ``decoder`` has ``cache`` and ``forward``."""
     name = "native" if held_rows else "cuda"
     engine: Any = SimpleNamespace(cache=decoder.cache, run=decoder.forward, ops_name=name)
     return TreeSource(EngineDrafter(engine, SIZES["vocab_size"]), **{"capacity": 400, **limits})

@@ -1,4 +1,4 @@
-"""Guesses of sequences that share passes: the likeliest of all, where they pay, within bounds."""
+"""Drafts of sequences that share passes: the likeliest of all, where they pay, within bounds."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def test_gain(chance: float, cost: Callable[[int], float]) -> None:
     for _ in range(600):
         claimed = chain(0.8, 8)
         believed = np.log(np.maximum(calibration.probabilities(claimed), 1e-9))
-        guesses = [replace(claimed, scores=believed)] * 6
+        drafts = [replace(claimed, scores=believed)] * 6
         ready = found.looks(6)
-        chosen = found.choose(guesses if ready else [TokenTree.empty()] * 6, 200)
+        chosen = found.choose(drafts if ready else [TokenTree.empty()] * 6, 200)
         emitted = 0
         for tree in chosen:
             path = 0

@@ -28,7 +28,7 @@ def trees(draw: st.DrawFn, name: str = "a") -> TokenTree:
 
 
 def path_to(tree: TokenTree, node: int) -> tuple[int, ...]:
-    """The nodes from the first guess down to ``node``; none for the last known token."""
+    """The nodes from the first level down to ``node``; none for the last known token."""
     nodes: list[int] = []
     while node != ROOT:
         nodes.insert(0, node)

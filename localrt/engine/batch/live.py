@@ -137,9 +137,9 @@ _AHEAD = 512
 _PROMPT_ROWS = 128
 # Caches kept for conversations that go on. Where weights are streamed they take their room.
 _KEEP, _KEEP_STREAMED = 8, 2
-_ROOM_AGE_S = 0.5  # others use the memory too
-_LOOK_S = 0.25  # how often a paused answer is looked after where nothing else runs
-_FORGET_S = 600.0  # caches that nobody has gone on with for so long are given back
+_ROOM_AGE_S = 0.5  # until free memory is looked up again: others use it too
+_LOOK_S = 0.25  # between looks at paused answers where nothing else runs
+_FORGET_S = 600.0  # until caches that nobody goes on with are freed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +209,7 @@ class Live:
         self._prompted = self._cached = self._said = 0
         self._changed = threading.Condition()
         self._news = self._closing = False
-        # Whatever list of the schedule's a sequence is in, or on its way to.
+        # All that were submitted, whichever list holds them.
         self._asked: weakref.WeakSet[BatchSequence[LiveAnswer]] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="localrt-live", daemon=True)
         self._thread.start()
@@ -364,7 +364,7 @@ class Live:
         for chunk in chunks:
             self._count(seq.owner, chunk)
         if not seq.owner.put(chunks):
-            seq.request.cancel.set()  # who cannot be told is gone
+            seq.request.cancel.set()  # its reader is gone
 
     def _count(self, answer: LiveAnswer, chunk: Chunk) -> None:
         if not answer.started and chunk.token_ids:

@@ -25,8 +25,8 @@ from localrt.offload.hardware import identity
 
 _FILE = "llamacpp.json"
 _TIMEOUT_S = 60.0
-# What a wrong instruction, or one on a wrong address, ends in. An abort is a check of llama.cpp's
-# own, which may be of this small model alone; a process that was killed says nothing of the build.
+# Signals of a wrong instruction or address. An abort may be a check of llama.cpp's that only this
+# small model fails; a process that was killed says nothing of the build.
 _FATAL = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")
 _WINDOWS_ILLEGAL = 0xC000001D
 
@@ -104,7 +104,7 @@ def _try() -> str | None:
         ).returncode
     except (OSError, subprocess.SubprocessError):
         return None
-    if code >= 0:  # an error that Python tells is told again by the real thing
+    if code >= 0:  # a Python error will be raised again when a model is loaded
         illegal = code == _WINDOWS_ILLEGAL
         return "an illegal instruction" if illegal else ""
     with suppress(ValueError):
