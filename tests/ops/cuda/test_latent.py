@@ -9,15 +9,13 @@ import pytest
 import torch
 
 from localrt.models.decoder import Decoder
-from localrt.quant.cuda.graph import GraphedForward
 from localrt.quant.cuda.latent import attend_latent_rows, latent_append
-from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
-from tests.models.tiny import oracle, relative_error, save_tiny, tokens
+from tests.models.tiny import relative_error, save_tiny, tokens
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import random
-from tests.ops.cuda.test_models import Packed, Restored, load, shallow
+from tests.ops.cuda.test_models import Packed, Restored, shallow
 
 ALLOCATED = 512
 TREE = np.eye(5, dtype=bool)
@@ -108,20 +106,6 @@ def test_rows_are_turned_and_normed(emulator: Emulator, interleaved: bool) -> No
     assert not cache[held + n :].any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["deepseek-v2-dense", "deepseek-v2-lite-dense", "deepseek-v3-halves"]
-)
-def test_architectures(name: str, tmp_path: Path) -> None:
-    theirs = save_tiny(name, tmp_path, layers=1)
-    ids = tokens(7)
-    ours = load(tmp_path)
-    cache = ours.cache(64)
-    parts = [ours.forward(Batch.extend([(cache, ids[a:b])])) for a, b in ((0, 4), (4, 5), (5, 7))]
-    assert relative_error(np.concatenate(parts), oracle(theirs, ids)) < 0.03
-    assert cache.nbytes == ours.ops.kv_nbytes(ours.config.attention, 7)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("deepseek")
@@ -143,25 +127,6 @@ def test_packed_heads(folder: Path) -> None:
 
 def decoder_of(folder: Path) -> Decoder:
     return shallow(folder, lambda c: Packed(c, "int4-g32"))
-
-
-@pytest.mark.slow
-def test_a_tree_equals_its_branches_and_recorded_ones_do(folder: Path) -> None:
-    decoder = decoder_of(folder)
-    assert isinstance(decoder.ops, CudaOps)
-    forward = GraphedForward(decoder.ops, decoder.forward)
-    prompt, nodes = tokens(4), [5, 6, 7, 8, 9]
-    cache = decoder.cache(64)
-    decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
-    batch = Batch(np.array(nodes), 4 + TREE.sum(1) - 1, (Span(cache, 5, TREE),))
-    tree = decoder.forward(batch)
-    for _ in range(3):  # plainly, recorded, replayed
-        cache.trim(4)
-        assert np.array_equal(forward(batch), tree)
-    cache.trim(4)
-    branch = decoder.forward(Batch.extend([(cache, [5, 7, 8])]))
-    for got, wanted in zip(tree[[0, 2, 3]], branch, strict=True):
-        assert relative_error(got, wanted) < 0.02
 
 
 @pytest.mark.slow
