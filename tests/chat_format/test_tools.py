@@ -57,6 +57,12 @@ SPELLINGS: dict[str, tuple[str, str, str]] = {
         "<think>I use <tool_call>.</think>\n",
     ),
     "qwen-coder": ("<tool_call>", f"<tool_call>\n{_CODER}\n</tool_call>", ""),
+    "qwen-coder, forgotten ends": (
+        "<tool_call>",
+        "<tool_call><function=weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n"
+        "</function></tool_call>",
+        "",
+    ),
     "glm": ("<tool_call>", f"<tool_call>{_GLM}</tool_call>", ""),
     "not closed": ("<tool_call>", f"<tool_call>\n{_JSON}", ""),
     "qwen, fenced": ("<tool_call>", f"```json\n{_JSON}\n```", ""),
@@ -133,6 +139,8 @@ def test_several_calls(template: str, text: str) -> None:
         ("<tool_call>", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
         ("<tool_call>", '<tool_call>{"name": "weather", "argum'),
         ("<tool_call>", "a < b, <tool and <tool_"),
+        ("<tool_call>", "<tool_call>nonsense</tool_call>"),
+        ("<tool_call>", "<tool_call><function=weather>\n<parameter=city>\nPar"),
         ("<|python_tag|>", '{"answer": 42}'),
         ("<|python_tag|>", '{"name": "unknown", "parameters": {}}'),
         ("<|python_tag|>", '{"name": "weather", '),
