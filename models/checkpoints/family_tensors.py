@@ -1,30 +1,25 @@
-"""Qwen3-Next's projections of DeltaNet layers, apart as Qwen3.5 publishes them.
+"""Families' tensors in the one form that the model takes, whatever form they were published in.
 
-Published are two matrices, in which the rows of each key head lie together: a query, a key, values
-and their gates in the one, strengths and decays in the other. Whole packed rows are moved, which
-changes no value. It knows config keys and tensors, no files.
+Qwen3-Next has two matrices for DeltaNet's projections, in which the rows of each key head lie
+together; Qwen3.5 has them apart. Whole packed rows are moved, which changes no value.
 
-Gemma 3n's and Gemma 4's tensors in the form that the model takes.
+Gemma 3n's and Gemma 4's table of per-layer embeddings has a row for each layer of each token here:
+the same bytes, so that what a token needs lies together in tiles. A layer's router of streams is
+used by two units, each of which has a copy; its coefficients are vectors. Keys and values of layers
+that attend to an earlier one's are published in some files, and are left out.
 
-The table of per-layer embeddings has a row for each layer of each token here: the same bytes, so
-that what a token needs lies together in tiles, and little else is read with it. A layer's router of
-streams is used by two units, each of which has a copy; its coefficients are vectors. Keys and
-values of layers that attend to an earlier one's are published in some files, and are left out. It
-knows config keys and tensors, no files.
-
-DeepSeek's tensors in the one form that the model takes, whatever form they were published in.
-
-A head's matrices from latents to keys and to values are published as one (``kv_b_proj``) or, in
+DeepSeek's matrices from latents to keys and to values are published as one (``kv_b_proj``) or, in
 newer GGUF files, apart and per head: ``k_b_proj`` transposed, so that it turns a query into one
 against latents, and ``v_b_proj``. The model takes the latter two as matrices of stacked heads.
 Values are rows of the published matrix, in its bytes. Transposed keys cannot be: what was not
 quantized keeps its format, GGUF's types become f16, which rounds less than they were rounded, and
-other groups f32, which holds them. It knows config keys and tensors, no files.
+other groups f32, which holds them.
 
-The table of hashed n-grams as one matrix, which is published in hundreds of parts.
+The table of hashed n-grams is one matrix here, which is published in hundreds of parts. Beside it
+lie the numbers that hashing takes, which follow from the config, and in files whose table is in FP8
+what its values are times.
 
-Beside it lie the numbers that hashing takes, which follow from the config, and in files whose table
-is in FP8 what its values are times. It knows names and rows, no files.
+It knows config keys and tensors, no files.
 """
 
 from __future__ import annotations
@@ -52,6 +47,21 @@ from localrt.quant.formats import (
     unpack,
 )
 from localrt.quant.formats.packed import Bytes
+
+
+def family_tensors(
+    stored: Mapping[str, RowSource], config: Mapping[str, Any]
+) -> dict[str, RowSource]:
+    """``stored`` as the model takes it. Other families' tensors are as they were.
+
+    Raises:
+        CheckpointError: a tensor is not what the config says, or is missing.
+    """
+    tensors = dict(stored)
+    for in_models_form in (_latent_tensors, _gemma_tensors, delta_tensors):
+        tensors = in_models_form(tensors, config)
+    return _ngram_tensors(tensors)
+
 
 _BOTH: Mapping[str, tuple[tuple[str, str], ...]] = {
     # the published matrix, and what it holds in its order: "v" stands for the values' rows
@@ -156,14 +166,10 @@ _STREAM_SCALE = "altup.correct_output_scale"
 _PURPOSES = ("prediction", "correction")
 
 
-def gemma_tensors(
+def _gemma_tensors(
     stored: Mapping[str, RowSource], config: Mapping[str, Any]
 ) -> dict[str, RowSource]:
-    """``stored`` as the model takes it. Other architectures' tensors are as they were.
-
-    Raises:
-        CheckpointError: the table's rows cannot be cut into the layers'.
-    """
+    """``stored`` with a table and routers as the model takes them."""
     width, shared = (
         number if type(number := config.get(key)) is int and number > 0 else 0
         for key in ("hidden_size_per_layer_input", "num_kv_shared_layers")
@@ -241,16 +247,10 @@ def _parts(tensor: RowSource, prefix: str, stem: str) -> Iterator[RowSource]:
 _BOTH_PROJECTIONS, _KEYS, _VALUES = "kv_b_proj.weight", "k_b_proj.weight", "v_b_proj.weight"
 
 
-def latent_tensors(
+def _latent_tensors(
     stored: Mapping[str, RowSource], config: Mapping[str, Any]
 ) -> dict[str, RowSource]:
-    """``stored`` with the model's matrices in the place of the published ones.
-
-    Other architectures' tensors are as they were.
-
-    Raises:
-        CheckpointError: a matrix is not what the config says.
-    """
+    """``stored`` with the model's matrices in the place of the published ones."""
     if not isinstance(config.get("kv_lora_rank"), int):
         return dict(stored)
     found: dict[str, RowSource] = {}
@@ -381,12 +381,8 @@ def is_hash_constant(name: str) -> bool:
     return name.endswith(_CONSTANTS)
 
 
-def ngram_tensors(stored: Mapping[str, RowSource]) -> dict[str, RowSource]:
-    """``stored`` with one table in the place of its parts; others are as they were.
-
-    Raises:
-        CheckpointError: a part is missing, or of another shape or format.
-    """
+def _ngram_tensors(stored: Mapping[str, RowSource]) -> dict[str, RowSource]:
+    """``stored`` with one table in the place of its parts."""
     parts: dict[int, RowSource] = {}
     found: dict[str, RowSource] = {}
     scales: set[float] = set()

@@ -4,8 +4,6 @@ A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, or ``ada
 of mlx-lm: LoRA, rsLoRA (arXiv:2312.03732) and DoRA. Every matrix is checked against the base
 model's before any is read, and comes out under the name of the tensor that it changes, in the row
 order that the checkpoint of the base shows (``places.py``). Nothing is unpickled.
-
-``adapter_config.json`` of PEFT and mlx-lm: what is read, and what products are times.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from localrt.common.errors import CheckpointError
-from localrt.models.checkpoints.base import RowSource, SourcedCheckpoint, StoredTensor
-from localrt.models.checkpoints.family_tensors import delta_tensors, gemma_tensors, latent_tensors
+from localrt.models.checkpoints.base import SourcedCheckpoint, StoredTensor
+from localrt.models.checkpoints.family_tensors import family_tensors
 from localrt.models.checkpoints.gguf.config import count_layers, generation_config, model_config
 from localrt.models.checkpoints.gguf.file import open_gguf_parts
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
@@ -56,9 +56,7 @@ class GgufCheckpoint(SourcedCheckpoint):
                 self.architecture, self.metadata, stored, predicting
             )
             self.generation_config: Mapping[str, Any] = generation_config(self.metadata)
-            sources: dict[str, RowSource] = dict(stored)
-            for in_models_form in (latent_tensors, gemma_tensors, delta_tensors):
-                sources = in_models_form(sources, self.config)
+            sources = family_tensors(stored, self.config)
             if self.architecture in INTERLEAVED_ROTARY:
                 sources |= rotary_rows(stored, self.config, self.path)
             super().__init__({name: regrouped(source) for name, source in sources.items()})

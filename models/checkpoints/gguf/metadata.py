@@ -1,12 +1,9 @@
 """GGUF's key-value pairs: where each value lies, and its decoding when it is asked for.
 
 A vocabulary has hundreds of thousands of strings: opening a file steps over them, and whoever needs
-them decodes them. Knows the types of the GGUF specification, not the meaning of any key.
-
-A position moving forward through a GGUF header, with every step checked against the file.
-
-Reads through a window of a bounded size, so that a header costs no memory, however long it is or
-claims to be. Knows GGUF's strings and integers, not what they are for.
+them decodes them. ``GgufCursor`` moves through a header with every step checked against the file,
+and reads through a window of a bounded size, so that a header costs no memory, however long it is
+or claims to be. Knows the types of the GGUF specification, not the meaning of any key.
 """
 
 from __future__ import annotations

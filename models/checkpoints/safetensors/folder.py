@@ -1,14 +1,10 @@
 """A Hugging Face folder as a checkpoint: ``config.json`` beside whole or sharded safetensors.
 
 Headers are read at opening, weights when they are asked for. A model appears as its decoder alone
-(``text_model.py``), a mixture's experts one by one (``names.py``). Knows no architecture, never
-unpickles.
-
-A Hugging Face ``config.json`` as architectures want it: one text model, one way to say a thing.
-
-Multimodal configs hold the text model's parameters in an object of their own; transformers 5 moved
-rotary parameters into ``rope_parameters``. Both are brought to the flat, older form. Defaults that
-a config leaves out are the architecture's.
+(``text_model.py``), a mixture's experts one by one (``names.py``). Its config is that of one text
+model, with one way to say a thing: multimodal configs hold the text model's parameters in an object
+of their own, and transformers 5 moved rotary parameters into ``rope_parameters``. Both are brought
+to the flat, older form. Knows no architecture, never unpickles.
 """
 
 from __future__ import annotations
@@ -21,11 +17,8 @@ from typing import Any
 from localrt.common.errors import CheckpointError
 from localrt.models.checkpoints.base import RangedFile, RowSource, SourcedCheckpoint, StoredTensor
 from localrt.models.checkpoints.family_tensors import (
-    delta_tensors,
-    gemma_tensors,
+    family_tensors,
     is_hash_constant,
-    latent_tensors,
-    ngram_tensors,
 )
 from localrt.models.checkpoints.rows import rotary_rows
 from localrt.models.checkpoints.safetensors.header import (
@@ -133,9 +126,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
         if self._method == "mlx":
             published = unconverted(self.architecture, published, self.path)
         tensors = plain_tensors(self.architecture, self.config, published)
-        for in_models_form in (latent_tensors, gemma_tensors, delta_tensors):
-            tensors = in_models_form(tensors, self.config)
-        tensors = ngram_tensors(tensors)
+        tensors = family_tensors(tensors, self.config)
         if self.architecture in INTERLEAVED_ROTARY:
             tensors |= rotary_rows(tensors, self.config, self.path)
         for name, tensor in tensors.items():

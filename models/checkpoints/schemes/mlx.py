@@ -4,11 +4,10 @@ An affine value is scale * code + bias. In the modes that are named after format
 and scales are bytes. A config's ``quantization`` has mode, bits and group size for all weights, and
 for some by their module's name. Codes of 2 to 6 bits that ours have no groups for take 8.
 
-What mlx-lm changes in some models' numbers when it converts them, changed back.
-
-Convolutions whose taps lie on the second axis show that a model was converted: published they are
-on the last. Qwen3.5's and Qwen3-Next's norms have 1 added then; taking it off is exact in float32.
-Falcon-H1's factors are multiplied into its weights, which cannot be undone.
+What mlx-lm changes in some models' numbers when it converts them is changed back. Convolutions
+whose taps lie on the second axis show that a model was converted: published they are on the last.
+Qwen3.5's and Qwen3-Next's norms have 1 added then; taking it off is exact in float32. Falcon-H1's
+factors are multiplied into its weights, which cannot be undone.
 """
 
 from __future__ import annotations
