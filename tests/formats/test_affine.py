@@ -13,7 +13,7 @@ def random_weights(seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "same"), [("int4-g32", Q4_0), ("int4-g32m", Q4_1)])
-def test_four_bits_in_groups_of_32_are_ggmls_own_blocks(name, same):
+def test_int4_is_ggmls(name, same):
     packed = pack(random_weights(1), AFFINE[name].format)
     as_ggml = PackedTensor("w", same, packed.shape, packed.data)
     assert np.array_equal(unpack(packed), unpack(as_ggml))
@@ -52,7 +52,7 @@ def test_each_code_has_its_place(codec: AffineCodec):
         assert np.count_nonzero(body) == (1 if codec.bits == 4 else 2)
 
 
-def test_the_extreme_of_a_symmetric_group_is_kept_whatever_its_sign():
+def test_symmetric_extremes():
     for sign in (1, -1):
         values = np.linspace(-0.5, 0.5, 32, dtype=np.float32)[None] * 0.9
         values[0, 7] = sign * 2.0

@@ -30,7 +30,7 @@ def test_mxfp4_scales_are_those_of_ggml():
     assert np.array_equal(ours[:, 0], theirs[:, 0])
 
 
-def test_mxfp4_reaches_denormals_and_the_largest_floats():
+def test_mxfp4_range():
     for size in (1e-38, 1e-30, 1e30, 3e38):
         values = np.linspace(-1, 1, 32, dtype=np.float32)[None] * np.float32(size)
         error = np.abs(unpack(pack(values, MXFP4)).astype(np.float64) - values)
@@ -47,7 +47,7 @@ def test_nvfp4_covers_any_range_with_its_factor():
         assert error.max() < 0.18 * np.abs(values).max()
 
 
-def test_stacked_matrices_may_share_nvfp4s_factor():
+def test_shared_factor():
     rng = np.random.default_rng(2)
     a, b = (rng.standard_normal((4, 64)).astype(np.float32) for _ in range(2))
     both = pack(np.concatenate([a, b * 4]), NVFP4)

@@ -63,7 +63,7 @@ def gap(codec: Codec, values: np.ndarray) -> np.ndarray:
 
 
 @given(own, st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 5))
-def test_values_come_back_within_a_step_and_the_same_ever_after(name, seed, rows, groups):
+def test_round_trip(name, seed, rows, groups):
     codec, values = CODECS[name], weights(name, seed, rows, groups)
     packed = pack(values, codec.format, name="w")
     assert packed.data.shape == (rows, codec.format.row_bytes(values.shape[1]))
@@ -86,7 +86,7 @@ def test_values_come_back_within_a_step_and_the_same_ever_after(name, seed, rows
     ),
 )
 @settings(max_examples=200)
-def test_any_finite_values_stay_finite_and_no_larger(name, values):
+def test_finite_values(name, values):
     packed = pack(values, CODECS[name].format)
     once = unpack(packed)
     assert np.isfinite(once).all()
@@ -115,7 +115,7 @@ def test_an_outlier_harms_its_own_group_only(name):
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_a_number_is_refused_by_the_tensors_name(name, bad):
+def test_nan_is_refused(name, bad):
     values = weights(name, 1, 2, 1)
     values[1, 3] = bad
     with pytest.raises(CheckpointError, match=r"layer\.3: the weights hold NaN or infinity"):
@@ -166,7 +166,7 @@ def test_a_code_is_the_nearest_one(name):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_rows_can_be_taken_and_pieces_do_not_show(name):
+def test_take_rows(name):
     codec = CODECS[name]
     values = weights(name, 3, 700, 2)
     packed = pack(values, codec.format)

@@ -30,7 +30,7 @@ def by_gguf(tensor: PackedTensor, number: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("number", "format_"), GGML_FORMATS.items(), ids=lambda v: str(v))
-def test_any_bytes_unpack_to_the_bits_that_gguf_makes_of_them(number, format_):
+def test_unpack_as_gguf(number, format_):
     # 67 rows: more than one piece, and not a multiple of anything
     tensor = random_tensor(format_, (67, 2048))
     ours, theirs = unpack(tensor), by_gguf(tensor, number)

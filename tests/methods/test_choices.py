@@ -12,7 +12,7 @@ from localrt.quant.methods import (
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_every_format_has_a_method_and_a_rotation_that_fits_its_groups(name: str) -> None:
+def test_default_methods(name: str) -> None:
     format_ = CODECS[name].format
     assert default_method(format_, calibrated=True) in METHODS
     assert default_method(format_, calibrated=False) == "rtn"
@@ -20,7 +20,7 @@ def test_every_format_has_a_method_and_a_rotation_that_fits_its_groups(name: str
     assert fitting_format(format_, 16 * rotation(format_)) == format_
 
 
-def test_four_bits_are_worth_a_calibration_and_eight_are_not() -> None:
+def test_calibrated_methods() -> None:
     methods = {name: default_method(CODECS[name].format, calibrated=True) for name in CODECS}
     assert methods["int4-g32"] == methods["int4-g64m"] == methods["mxfp4"] == "mr-gptq"
     assert methods["nf4"] == methods["nvfp4"] == "mr-gptq"
@@ -41,9 +41,7 @@ def test_four_bits_are_worth_a_calibration_and_eight_are_not() -> None:
         ("bf16", 7, "bf16"),
     ],
 )
-def test_rows_that_are_no_whole_groups_get_what_comes_closest(
-    name: str, columns: int, fitting: str
-) -> None:
+def test_fitting_format(name: str, columns: int, fitting: str) -> None:
     assert fitting_format(quantized_format(name), columns).name == fitting
 
 

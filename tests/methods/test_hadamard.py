@@ -6,13 +6,13 @@ from localrt.quant.methods import block_hadamard
 
 
 @pytest.mark.parametrize("size", [1, 2, 16, 32, 128])
-def test_it_is_the_hadamard_matrix_and_orthogonal(size: int) -> None:
+def test_matrix(size: int) -> None:
     matrix = block_hadamard(np.eye(size, dtype=np.float32), size)
     np.testing.assert_allclose(matrix, hadamard(size) / size**0.5, rtol=1e-6)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-6)
 
 
-def test_blocks_are_rotated_alone_and_twice_is_not_at_all() -> None:
+def test_block_rotation() -> None:
     values = np.random.default_rng(0).standard_normal((3, 96)).astype(np.float32)
     before = values.copy()
     rotated = block_hadamard(values, 32)
@@ -22,7 +22,7 @@ def test_blocks_are_rotated_alone_and_twice_is_not_at_all() -> None:
     np.testing.assert_allclose(block_hadamard(rotated, 32), values, atol=1e-6)
 
 
-def test_rotated_weights_times_rotated_inputs_are_the_product() -> None:
+def test_rotated_product() -> None:
     rng = np.random.default_rng(1)
     weights, inputs = rng.standard_normal((2, 4, 64)).astype(np.float32)
     product = block_hadamard(weights, 32) @ block_hadamard(inputs, 32).T

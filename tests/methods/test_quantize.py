@@ -28,7 +28,7 @@ def test_every_method_serves_every_format(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4-g32", "int4-g128m", "nf4", "mxfp4", "nvfp4"])
-def test_gptq_loses_far_less_of_the_output_than_rounding(name: str) -> None:
+def test_gptq_error(name: str) -> None:
     values, inputs = weight(64, 256), activations(1024, 256)
     hessian = hessian_of(inputs)
     errors = {
@@ -81,7 +81,7 @@ def test_the_blocked_loop_is_the_textbooks(name: str, columns: int) -> None:
     assert (ours != textbook).mean() < 0.02
 
 
-def test_columns_are_taken_in_order_of_their_weight_in_the_hessian() -> None:
+def test_column_order() -> None:
     values, inputs = weight(16, 96), activations(400, 96)
     shuffle = np.random.default_rng(3).permutation(96)
     codec = CODECS["int4-g32"]
@@ -92,7 +92,7 @@ def test_columns_are_taken_in_order_of_their_weight_in_the_hessian() -> None:
     assert (shuffled != straight[:, shuffle]).mean() < 0.01
 
 
-def test_inputs_that_were_never_active_are_just_rounded() -> None:
+def test_inactive_inputs() -> None:
     values, inputs = weight(16, 64), activations(400, 64)
     inputs[:, 10] = 0
     hessian = hessian_of(inputs)
@@ -103,7 +103,7 @@ def test_inputs_that_were_never_active_are_just_rounded() -> None:
     assert np.array_equal(restore(nothing), rounded)
 
 
-def test_fewer_activations_than_inputs_are_enough() -> None:
+def test_few_activations() -> None:
     values, inputs = weight(16, 128), activations(20, 128)
     found = quantize(values, INT4, method="gptq", hessian=hessian_of(inputs))
     better = output_error(inputs, values, restore(found))
@@ -119,7 +119,7 @@ def test_a_hessian_is_the_mean_over_all_batches() -> None:
     np.testing.assert_allclose(total.matrix(), 2 * inputs.T @ inputs / 100, rtol=1e-4, atol=1e-4)
 
 
-def test_matrices_that_are_stacked_can_share_a_factor() -> None:
+def test_shared_factor() -> None:
     a, b = weight(8, 64, 1), weight(8, 64, 2) * 3
     shared = tensor_scale(CODECS["nvfp4"], a, b)
     assert quantize(a, NVFP4, scale=shared).tensor.scale == shared
@@ -127,7 +127,7 @@ def test_matrices_that_are_stacked_can_share_a_factor() -> None:
     assert tensor_scale(CODECS["mxfp4"], a, b) == 1.0
 
 
-def test_what_cannot_be_done_is_said_in_one_line() -> None:
+def test_bad_arguments() -> None:
     values = weight(4, 64)
     hessian = np.eye(64, dtype=np.float32)
     with pytest.raises(OptionError, match="method must be one of rtn, gptq, mr-gptq, is 'awq'"):
@@ -147,7 +147,7 @@ def test_what_cannot_be_done_is_said_in_one_line() -> None:
         quantize(values, INT4, name="w")
 
 
-def test_a_hessian_that_cannot_be_repaired_is_named() -> None:
+def test_bad_hessian() -> None:
     hessian = -np.eye(64, dtype=np.float32)
     hessian[0, 0] = 65
     with pytest.raises(LocalrtError, match="w: the calibration statistics are not positive"):
@@ -155,7 +155,7 @@ def test_a_hessian_that_cannot_be_repaired_is_named() -> None:
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("q3_k", 0.85), ("q2_k", 0.75), ("iq4_nl", 0.85)])
-def test_ggufs_blocks_lose_less_than_their_range_says(name: str, ratio: float) -> None:
+def test_gguf_scales(name: str, ratio: float) -> None:
     values, inputs = weight(32, 512), activations(1024, 512)
     format_ = CODECS[name].format
     rounded = output_error(inputs, values, unpack(pack(values, format_)))
@@ -165,7 +165,7 @@ def test_ggufs_blocks_lose_less_than_their_range_says(name: str, ratio: float) -
     assert output_error(inputs, values, restore(found)) < ratio * searched
 
 
-def test_what_few_activations_say_is_not_taken_for_certain() -> None:
+def test_shrinkage() -> None:
     """Less error on other inputs than where the statistics are taken as they are."""
     columns = 256
     mixing = np.random.default_rng(0).normal(size=(64, columns)).astype(np.float32)

@@ -14,7 +14,7 @@ def loss(codec: Codec, groups: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name not in GGUF_CODECS])
-def test_the_search_finds_what_trying_everything_finds(name: str) -> None:
+def test_best_scales(name: str) -> None:
     codec = CODECS[name]
     groups = weight(64, codec.format.block) * 20
     groups[::7, 3] *= 6  # outliers: clipping pays

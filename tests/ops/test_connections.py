@@ -82,7 +82,7 @@ def test_a_layer_reads_and_feeds_all_streams(make: Any, hidden: int, count: int,
 
 
 @pytest.mark.parametrize("make", IMPLEMENTATIONS)
-def test_behind_the_last_layer_nothing_is_shared_out(make: Any) -> None:
+def test_last_layer(make: Any) -> None:
     ops, module = make(), theirs(24, 3, 5, shares=False)
     x = np.random.default_rng(1).standard_normal((ROWS, 24), np.float32)
     streams = ops.repeat_stream(as_array(ops, x), 3)
@@ -95,7 +95,7 @@ def test_behind_the_last_layer_nothing_is_shared_out(make: Any) -> None:
 
 @native_only
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_row_does_not_depend_on_those_beside_it(isa: str) -> None:
+def test_batch_invariance(isa: str) -> None:
     ops, module = NativeOps(threads=2, isa=isa), theirs(40, 4, 9, shares=True)
     weights = weights_of(ops, module, 4)
     streams = np.random.default_rng(2).standard_normal((19, 160), np.float32)

@@ -15,7 +15,7 @@ NORMED = AttentionSpec(
 )
 
 
-def test_what_no_kernel_for_cards_can_do_is_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("localrt.quant.cpu.ops")
     monkeypatch.setattr(choose, "_default_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 9))

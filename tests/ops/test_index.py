@@ -147,7 +147,7 @@ def test_ties_go_to_earlier_blocks(make: Any) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("kv", FORMATS)
-def test_a_row_that_sees_all_is_computed_as_without_an_index(kv: str) -> None:
+def test_row_that_sees_all(kv: str) -> None:
     shape, x = SHAPES["long"], random_rows(302)
     sparse, dense = (
         IndexedLayer(shape, NativeOps(threads=2, kv_format=kv), sees_all=sees_all)
@@ -160,7 +160,7 @@ def test_a_row_that_sees_all_is_computed_as_without_an_index(kv: str) -> None:
 @needs_kernels
 @settings(max_examples=40)
 @given(case=ALL_LAYERS, cuts=st.lists(st.integers(1, 40), min_size=1, max_size=12))
-def test_passes_of_any_size_give_the_same_bits(
+def test_passes_of_any_size(
     native: dict[tuple[str, str], IndexedLayer], case: tuple[str, str], cuts: list[int]
 ) -> None:
     layer, x = native[case], random_rows(sum(cuts))
@@ -170,7 +170,7 @@ def test_passes_of_any_size_give_the_same_bits(
 @needs_kernels
 @pytest.mark.parametrize("kv", FORMATS)
 @pytest.mark.parametrize("name", NAMES)
-def test_threads_and_other_sequences_change_no_bits(name: str, kv: str) -> None:
+def test_threads_and_sequences(name: str, kv: str) -> None:
     x, y = random_rows(400), random_rows(333, seed=3)
     alone, many = native_layer(name, threads=1, kv=kv), native_layer(name, threads=4, kv=kv)
     wanted = [alone.run((alone.cache(), rows)) for rows in (x, y)]
@@ -189,7 +189,7 @@ def test_threads_and_other_sequences_change_no_bits(name: str, kv: str) -> None:
     parents=st.lists(st.integers(0, 99), min_size=1, max_size=12),
     first=st.integers(1, 12),
 )
-def test_a_tree_gives_each_path_the_bits_of_its_tokens(
+def test_tree(
     native: dict[tuple[str, str], IndexedLayer],
     case: tuple[str, str],
     held: int,

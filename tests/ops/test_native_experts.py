@@ -175,7 +175,7 @@ def expected_of_way(way: str) -> np.ndarray:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_is_the_same_in_any_batch_and_thread_count(way: str, isa: str) -> None:
+def test_batch_invariance(way: str, isa: str) -> None:
     two, one = NativeOps(threads=2, isa=isa), NativeOps(threads=1, isa=isa)
     experts = [WAYS[way]] * COUNT
     count = 64 if isa == ISAS[0] else 40
@@ -257,7 +257,7 @@ def test_widths_that_fill_no_tile() -> None:
     assert_close(run(ops, fill(ops, experts), x, choice), expected(experts, x, choice), 1e-5)
 
 
-def test_an_expert_that_is_not_there_is_refused_before_anything_is_computed() -> None:
+def test_missing_expert() -> None:
     expert = Expert(("q4_0", "q4_0", "q4_0"), 0)
     ops = NativeOps(threads=2)
     table, x, choice = fill(ops, [expert] * COUNT), inputs(12), routing(12)
@@ -310,7 +310,7 @@ def test_slots_are_summed_in_order(hidden: int, isa: str) -> None:
     assert np.array_equal(few, alone[:2])
 
 
-def test_slots_that_were_given_up_are_used_again() -> None:
+def test_reused_slots() -> None:
     ops = NativeOps(threads=1)
     x, choice = inputs(5), routing(5)
     first = ops.expert_slots(x, choice)
@@ -322,7 +322,7 @@ def test_slots_that_were_given_up_are_used_again() -> None:
 
 
 @pytest.mark.parametrize("gate_format", ["f32", "q8_0"])
-def test_shared_experts_take_normed_rows_and_a_gate(gate_format: str) -> None:
+def test_shared_experts(gate_format: str) -> None:
     expert = Expert(("q4_k", "q4_k", "q6_k"), 3)
     gate = random_tensor(gate_format, 1, HIDDEN, 5)
     ops = NativeOps(threads=2)

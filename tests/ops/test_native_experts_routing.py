@@ -115,7 +115,7 @@ def test_choices_are_as_written(spec: RouterSpec, biased: bool, isa: str) -> Non
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["f16", "bf16", "q8_0", "q6_k", "mxfp4", "int4-g32m"])
-def test_logits_are_float32_whatever_the_gate_is_kept_in(name: str, isa: str) -> None:
+def test_router_precision(name: str, isa: str) -> None:
     spec = RouterSpec(count=32, used=4, eps=1e-6, scoring="sigmoid", normalize=False)
     gate = random_tensor(name, 32, HIDDEN, seed=1)
     values = unpack(gate).astype(np.float64)
@@ -162,7 +162,7 @@ def test_ties_go_to_the_lower_number(isa: str) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax-chosen"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_rows_without_numbers_give_weights_without_numbers(bad, scoring, isa: str) -> None:
+def test_nan_weights(bad, scoring, isa: str) -> None:
     spec = RouterSpec(count=20, used=3, eps=1e-6, scoring=scoring, groups=4, used_groups=2)
     ops = NativeOps(threads=2, isa=isa)
     bias = np.zeros(20, np.float32)

@@ -62,7 +62,7 @@ def computed(tensor: PackedTensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("isa", "name"), CASES)
-def test_products_equal_float64_on_the_same_activations(name: str, isa: str) -> None:
+def test_products(name: str, isa: str) -> None:
     rows, cols = 75, 768  # a last tile of eleven rows
     tensor = random_tensor(name, rows, cols)
     ops = NativeOps(threads=2, isa=isa)
@@ -75,7 +75,7 @@ def test_products_equal_float64_on_the_same_activations(name: str, isa: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_instruction_set_gives_the_same_bits(name: str) -> None:
+def test_instruction_sets(name: str) -> None:
     tensor = random_tensor(name, 48, 512, seed=2)
     x = np.random.default_rng(2).standard_normal((5, 512)).astype(np.float32)
     results = []
@@ -87,7 +87,7 @@ def test_every_instruction_set_gives_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize(("isa", "name"), CASES)
-def test_a_row_is_bitwise_the_same_in_any_batch_and_thread_count(name: str, isa: str) -> None:
+def test_batch_invariance(name: str, isa: str) -> None:
     rows, cols = 80, 512
     tensor = random_tensor(name, rows, cols, seed=3)
     x = np.random.default_rng(3).standard_normal((64, cols)).astype(np.float32)
@@ -100,7 +100,7 @@ def test_a_row_is_bitwise_the_same_in_any_batch_and_thread_count(name: str, isa:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_of_an_embedding_equal_the_reference(name: str) -> None:
+def test_embedding(name: str) -> None:
     from localrt.quant.ops.protocol import Batch
 
     tensor = random_tensor(name, 50, 256, seed=4)
@@ -128,7 +128,7 @@ def test_stacked_matrices_of_different_formats() -> None:
     assert np.array_equal(ops.linear(x, weight), np.concatenate(separate, axis=1))
 
 
-def test_blocks_of_one_tensor_are_joined_before_tiling() -> None:
+def test_joined_blocks() -> None:
     tensor = random_tensor("q4_0", 50, 256)
     pieces = [
         tensor.take_rows(np.arange(50)[s]) for s in (slice(0, 7), slice(7, 30), slice(30, 50))
@@ -160,7 +160,7 @@ def test_activations_of_any_size_stay_close(seed: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tiles_are_as_specified_as_large_as_the_rows_and_give_them_back(name: str) -> None:
+def test_tiles(name: str) -> None:
     rows = 37
     tensor = random_tensor(name, rows, 512, seed=8)
     specified = tile(tensor)
@@ -173,7 +173,7 @@ def test_tiles_are_as_specified_as_large_as_the_rows_and_give_them_back(name: st
     assert specified.nbytes == padded * tensor.format.row_bytes(512)
 
 
-def test_unknown_instruction_sets_and_formats_are_refused() -> None:
+def test_unknown_formats() -> None:
     with pytest.raises(OptionError, match="abacus"):
         NativeOps(isa="abacus")
     format_ = Format("int3-g32", 32, 14)
@@ -182,7 +182,7 @@ def test_unknown_instruction_sets_and_formats_are_refused() -> None:
         NativeOps().weight((16, 256), [PackedTensor("w", format_, (16, 256), rows)])
 
 
-def test_columns_that_do_not_fill_a_span_are_refused() -> None:
+def test_broken_spans() -> None:
     tensor = random_tensor("nvfp4", 16, 48)
     with pytest.raises(OptionError, match="multiple of 32"):
         NativeOps().weight((16, 48), [tensor])
@@ -238,7 +238,7 @@ def test_a_head_may_be_asked_for_no_rows(rows: int) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["q6_k", "q4_k", "int8-g32"])
-def test_a_head_is_far_more_precise_than_int8_activations(name: str, isa: str) -> None:
+def test_head_precision(name: str, isa: str) -> None:
     tensor = random_tensor(name, 300, 512, seed=14)
     ops = NativeOps(threads=2, isa=isa)
     weight = ops.weight((300, 512), [tensor])

@@ -73,7 +73,7 @@ def test_a_process_bound_to_one_core_stays_there() -> None:
         os.sched_setaffinity(0, allowed)
 
 
-def test_a_core_that_is_taken_away_in_a_pause_stays_away() -> None:
+def test_removed_core() -> None:
     allowed = os.sched_getaffinity(0)
     before = threads()
     ops = NativeOps(threads=2)
@@ -107,7 +107,7 @@ def run_script(code: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_a_forked_child_computes_alone_and_leaves_its_parents_threads_be() -> None:
+def test_fork() -> None:
     run_script("""
         before, allowed = threads(), os.sched_getaffinity(0)
         ops = NativeOps(threads=3)
@@ -129,7 +129,7 @@ def test_a_forked_child_computes_alone_and_leaves_its_parents_threads_be() -> No
 @pytest.mark.skipif(
     "asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer ends such a process"
 )
-def test_where_the_system_gives_no_more_threads_those_that_are_there_compute() -> None:
+def test_too_few_threads() -> None:
     run_script("""
         rounds_with_pauses(NativeOps(threads=1))  # loads what finds no room below the limit
         used = 4096 * int(Path("/proc/self/statm").read_text().split()[0])

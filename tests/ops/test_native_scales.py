@@ -46,7 +46,7 @@ def test_it_finds_what_numpy_finds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEARCHED)
-def test_every_code_path_and_number_of_threads_finds_the_same(name: str) -> None:
+def test_scales_by_instruction_set(name: str) -> None:
     codec = CODECS[name]
     groups = heavy_tailed(300, codec.format.block)
     found = [

@@ -51,9 +51,7 @@ def test_kernels_give_what_torch_gives(name: str, isa: str) -> None:
 @needs_kernels
 @settings(max_examples=40)
 @given(name=LAYERS, cuts=st.lists(st.integers(1, 12), min_size=1, max_size=8))
-def test_passes_of_any_size_give_the_same_bits(
-    native: dict[str, Layer], name: str, cuts: list[int]
-) -> None:
+def test_passes_of_any_size(native: dict[str, Layer], name: str, cuts: list[int]) -> None:
     layer, x = native[name], random_rows(sum(cuts))
     np.testing.assert_array_equal(read_in(layer, x, cuts), layer.run((layer.cache(), x)))
 
@@ -66,7 +64,7 @@ def test_passes_of_any_size_give_the_same_bits(
     parents=st.lists(st.integers(0, 99), min_size=1, max_size=9),
     first=st.integers(1, 9),
 )
-def test_a_tree_gives_each_path_the_bits_of_its_tokens(
+def test_tree(
     native: dict[str, Layer], name: str, held: int, parents: list[int], first: int
 ) -> None:
     check_tree(native[name], held, parents, first)
@@ -87,9 +85,7 @@ def test_sequences_of_a_pass_do_not_meet(native: dict[str, Layer], name: str) ->
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("name", sorted(SPECS))
-def test_a_pass_that_does_not_count_leaves_no_trace(
-    native: dict[str, Layer], name: str, rows: int
-) -> None:
+def test_cancelled_pass(native: dict[str, Layer], name: str, rows: int) -> None:
     layer, x = native[name], random_rows(30)
     cache, twin = layer.cache(), layer.cache()
     for start, stop in ((0, 11), (11, 12), (12, 13)):
@@ -107,9 +103,7 @@ def test_a_pass_that_does_not_count_leaves_no_trace(
     back=st.integers(0, 30),
     saved=st.booleans(),
 )
-def test_going_back_gives_the_bits_of_what_is_held(
-    native: dict[str, Layer], name: str, cuts: list[int], back: int, saved: bool
-) -> None:
+def test_trim(native: dict[str, Layer], name: str, cuts: list[int], back: int, saved: bool) -> None:
     """After a trim, and after states were saved and brought back into another cache."""
     layer, ends = native[name], list(accumulate(cuts, initial=0))
     x, cache = random_rows(ends[-1] + 3), layer.cache()
@@ -139,7 +133,7 @@ def test_going_back_gives_the_bits_of_what_is_held(
     takes=st.lists(st.integers(0, 3), min_size=1, max_size=9),
     back=st.integers(0, 20),
 )
-def test_what_lies_below_in_a_tree_stays_and_the_way_back_has_none_of_it(
+def test_draft_tree(
     native: dict[str, Layer], name: str, begin: int, takes: list[int], back: int
 ) -> None:
     """As a draft's: of a chain with wrong siblings, some tokens come true in each turn."""
@@ -176,7 +170,7 @@ def test_what_lies_below_in_a_tree_stays_and_the_way_back_has_none_of_it(
 
 @settings(max_examples=30)
 @given(ends=st.lists(st.integers(1, 40), min_size=1, max_size=4), turn=st.integers(1, 511))
-def test_a_changed_last_turn_reads_one_chunk_again(ends: list[int], turn: int) -> None:
+def test_changed_turn(ends: list[int], turn: int) -> None:
     """Also where a state is so large that few are kept: Granite-4-H-Tiny's takes 57 MB."""
     spec = RecurrentSpec(
         kind="ssm", heads=48, key_heads=1, key_size=128, value_size=64, taps=4, eps=1e-6

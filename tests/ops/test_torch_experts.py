@@ -34,7 +34,7 @@ def test_routes(router: RouterSpec, biased: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_logits_that_are_not_finite_show_in_the_weights(value: float) -> None:
+def test_nan_logits(value: float) -> None:
     logits = torch.zeros(2, 4)
     logits[1, 2] = value
     routing = route(logits, None, spec(4))
@@ -87,7 +87,7 @@ def expected(x: torch.Tensor, weights: ExpertWeights, kind: ExpertSpec) -> torch
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "relu2"])
-def test_slots_hold_what_experts_give_whoever_fills_them(ops: TorchOps, activation: Any) -> None:
+def test_slots(ops: TorchOps, activation: Any) -> None:
     kind = ExpertSpec(activation=activation, limit=1.5)
     all_experts = experts(6, gated=kind.gated)
     x = torch.randn(9, HIDDEN)
@@ -109,7 +109,7 @@ def test_slots_hold_what_experts_give_whoever_fills_them(ops: TorchOps, activati
     torch.testing.assert_close(combined, total + shared, atol=1e-4, rtol=1e-4)
 
 
-def test_a_table_holds_what_was_put_and_not_dropped(ops: TorchOps) -> None:
+def test_expert_table(ops: TorchOps) -> None:
     table = ops.expert_table(4)
     assert not table.holds(2)
     table.put(2, experts(1)[0])

@@ -58,7 +58,7 @@ def on_gpu(tiny: Tiny, *adapters: Adapter[LowRank]) -> Decoder:
 
 
 @pytest.mark.parametrize("kind", ["dora", "ranks", "tokens"])
-def test_a_card_adds_what_torch_does(kind: str, tmp_path: Path) -> None:
+def test_a_gpu_adds_what_torch_does(kind: str, tmp_path: Path) -> None:
     tiny = Tiny("qwen2", tmp_path)
     adapter, _ = tiny.adapter("a", **KINDS[kind])
     ids = tokens(4)
@@ -69,7 +69,7 @@ def test_a_card_adds_what_torch_does(kind: str, tmp_path: Path) -> None:
     assert relative_error(run(gpu, cache(gpu, adapter), ids), wanted) < max(3 * plain, 2e-2)
 
 
-def test_each_row_has_its_own_and_others_keep_their_bits(tmp_path: Path) -> None:
+def test_adapters_by_row(tmp_path: Path) -> None:
     tiny = Tiny("qwen2", tmp_path)
     adapters = [tiny.adapter("a", 1, r=3)[0], tiny.adapter("b", 2, r=9, use_dora=True)[0]]
     gpu = on_gpu(tiny, *adapters)

@@ -123,7 +123,7 @@ def test_few_rows(emulator: Emulator, case: Case) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_row_has_the_same_bits_among_any_others(
+def test_batch_invariance(
     emulator: Emulator, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case(41, 240, window=window)  # new rows in two runs

@@ -34,7 +34,7 @@ def test_a_chosen_format_is_torchs() -> None:
     assert (ops.name, ops.compute_format) == ("torch", "bf16")
 
 
-def test_gpus_older_than_turing_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 0))
     assert choose.make_ops([], device="cuda").name != "cuda"
 
@@ -61,7 +61,7 @@ def test_without_the_compiler(monkeypatch: pytest.MonkeyPatch, bitsandbytes: boo
     assert choose.why_not_our_kernels(choose.make_ops([]), [], "auto") == ""
 
 
-def test_latent_attention_is_our_kernels_or_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     rope = Rope((1.0,) * 8)
     spec = LatentSpec(
         heads=1, kv_heads=1, head_dim=48, scale=1.0, eps=1e-6, rope=rope, latent=32, nope=32,
@@ -82,7 +82,7 @@ def test_latent_attention_is_our_kernels_or_the_cpus(monkeypatch: pytest.MonkeyP
         choose.make_ops([spec], device="cuda")
 
 
-def test_quantized_keys_and_values_are_a_cards_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec(heads=4, kv_heads=2, head_dim=64, scale=1.0, eps=1e-6, rope=None)
     sizes = [
         choose.make_ops([spec], device="cuda", kv_format=kept).kv_nbytes([spec], 256)
@@ -94,7 +94,7 @@ def test_quantized_keys_and_values_are_a_cards_too(monkeypatch: pytest.MonkeyPat
         choose.make_ops([spec], device="cuda", kv_format="int8")
 
 
-def test_activations_keep_bf16_on_a_card_alone() -> None:
+def test_activations_keep_bf16_on_a_gpu_alone() -> None:
     tiles = tile_tensor(random_tensor("q4_0", 16, 32))
     on_gpu = replace(tiles, data=torch.from_numpy(tiles.data))
     for activations, fine in (("bf16", True), ("int8", False), (None, False)):

@@ -15,7 +15,7 @@ def event(
     return {"cat": kind, "name": name, "ts": at, "dur": lasts, "tid": tid}
 
 
-def test_kernels_launches_and_waits_are_counted_once() -> None:
+def test_counts() -> None:
     use = use_of(
         [
             event("cuda_runtime", "cudaGraphLaunch"),

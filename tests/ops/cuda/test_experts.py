@@ -250,7 +250,7 @@ def test_an_expert_that_came_back_elsewhere(ops: CudaOps) -> None:
         ops.run_experts(x, routing, table, ExpertSpec(), slots)
 
 
-def test_a_rows_slots_do_not_depend_on_the_others(ops: CudaOps) -> None:
+def test_batch_invariance(ops: CudaOps) -> None:
     experts = [Expert(ops, ("nvfp4", "q4_1"), 128, 96, seed=n, biased=True) for n in range(COUNT)]
     x, routing = inputs(70, 128), routed(70)
     whole = filled(ops, experts, x, routing, ExpertSpec()).view(70, USED, -1)

@@ -61,7 +61,7 @@ def slots_of(plan: Plan) -> list[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 21, 64])
-def test_a_plan_has_every_slot_of_the_wanted_once(emulator: Emulator, rows: int) -> None:
+def test_plan(emulator: Emulator, rows: int) -> None:
     chosen = choices(rows) * 9  # some of 40
     for wanted in (np.ones(40, np.bool_), np.arange(40) % 4 == 0, np.arange(40) == 27):
         plan = plan_slots(chosen, wanted)

@@ -68,9 +68,7 @@ def test_attention(
     assert torch.equal(attend(q, cache, held, rope, tree=tree, longest=ALLOCATED), got)
 
 
-def test_a_row_has_the_same_bits_among_any_others(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_invariance(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     n, held, rope = 25, 120, 16  # new rows in two runs
     q, cache = inputs(n, held, 4, rope, 32)
     whole = attend(q, cache, held, rope)

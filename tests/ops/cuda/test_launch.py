@@ -85,7 +85,7 @@ def start(value: int) -> None:
     launching.launch(device, Program.of("norm"), (3, 2, 1), 256, Argument(value))
 
 
-def test_each_thread_launches_in_the_cards_context(driver: Driver) -> None:
+def test_contexts(driver: Driver) -> None:
     start(41)
     other = threading.Thread(target=start, args=(42,))  # that has called nothing of torch's
     other.start()
@@ -95,7 +95,7 @@ def test_each_thread_launches_in_the_cards_context(driver: Driver) -> None:
     assert driver.calls == ["load norm of code", *launches]
 
 
-def test_what_a_card_refuses_is_one_line(driver: Driver) -> None:
+def test_what_a_gpu_refuses_is_one_line(driver: Driver) -> None:
     driver.refuses = True
     with pytest.raises(LocalrtError, match=r"^the GPU refuses a kernel: too much asked$"):
         start(1)
@@ -108,9 +108,7 @@ def test_a_program_is_made_once() -> None:
     assert Program.of("rms_norm", OUT="float", RECORDS=False) != made
 
 
-def test_a_cards_figures_are_kept_with_what_they_depend_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 4060")
     versions = SimpleNamespace(cuDriverGetVersion=lambda: (0, 12080))
@@ -128,9 +126,7 @@ def test_a_cards_figures_are_kept_with_what_they_depend_on(
     assert launching.gpu_file(device).read("rates") == {}
 
 
-def test_what_is_prepared_by_any_thread_is_compiled_once(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepare(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept in memory: the disk may have no room."""
     compiled: list[str] = []
 

@@ -69,7 +69,7 @@ def test_extreme_scales() -> None:
         assert np.array_equal(out.cpu().numpy(), unpack(tensor))
 
 
-def test_matrices_that_follow_one_another_are_one_product() -> None:
+def test_joined_matrices() -> None:
     """Queries, keys and values of a unit on the GPU; another format is a product of its own."""
     tensors = [random_tensor(name, 32, 256, seed) for seed, name in enumerate(["nvfp4"] * 3)]
     tensors += [random_tensor("q6_k", 16, 256)]

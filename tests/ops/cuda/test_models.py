@@ -238,9 +238,7 @@ def test_packed_weights(folder: Path, format_: str, rotated: int) -> None:
     assert relative_error(got, wanted) < 0.03
 
 
-def test_a_card_without_bf16_reads_prompts_as_it_decodes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_without_bf16(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "multiplies_bf16", lambda device: False)
     decoder = shallow(folder, lambda c: Packed(c, "int4-g32"))
     ids = tokens(70)
@@ -318,7 +316,7 @@ def test_recorded_passes_are_the_passes(folder: Path) -> None:
         assert np.array_equal(forward(Batch.extend([(graphed, [token])]), rows=[0]), wanted)
 
 
-def test_a_mixture_on_a_card_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_on_a_gpu_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host never sees who was chosen."""
     save_tiny("qwen3-moe", tmp_path)
     assert not shallow(tmp_path).weights.experts[0].capturable  # bf16: each expert by itself

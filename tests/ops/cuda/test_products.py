@@ -90,7 +90,7 @@ def test_rows_in_8_bits_are_within_half_a_step(emulator: Emulator) -> None:
     assert np.allclose(sums, found.reshape(3, 3, 32).sum(-1), rtol=1e-5, atol=1e-5)
 
 
-def test_fine_rows_are_within_half_a_step_of_15_bits(emulator: Emulator) -> None:
+def test_fine_rows(emulator: Emulator) -> None:
     x = inputs(3, 96)
     x[1, :32] = 0
     steps = np.abs(x.numpy()).reshape(3, -1, 32).max(-1) / 32384
@@ -99,9 +99,7 @@ def test_fine_rows_are_within_half_a_step_of_15_bits(emulator: Emulator) -> None
 
 
 @pytest.mark.parametrize(("name", "gate"), [("q4_0", None), ("nf4", None), ("q4_k", "silu")])
-def test_fine_rows_have_the_same_bits_among_any_others(
-    emulator: Emulator, name: str, gate: str | None
-) -> None:
+def test_fine_batch_invariance(emulator: Emulator, name: str, gate: str | None) -> None:
     weight, x = matrix(name, 64, 768), inputs(9, 768)
     alone = [run(quantize(x[i : i + 1], fine=True), weight, gate=gate)[0] for i in range(2)]
     wanted = x[0].numpy().astype(np.float64) @ weight.values.T
@@ -130,7 +128,7 @@ def test_products_are_those_of_float64(emulator: Emulator, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_a_row_has_the_same_bits_among_any_others(emulator: Emulator, name: str) -> None:
+def test_batch_invariance(emulator: Emulator, name: str) -> None:
     weight, x = matrix(name, 32, 768), inputs(41, 768)
     alone = [run(quantize(x[i : i + 1]), weight)[0] for i in range(3)]
     for rows in (2, 8, 11) if name != "q4_0" else (2, 4, 5, 8, 16, 17, 41):
@@ -158,7 +156,7 @@ def test_gates(emulator: Emulator, gate: Any, rows: int) -> None:
         assert error(run(x, weight, cut=cut, gate=gate), wanted) < 1e-5
 
 
-def test_a_bias_and_the_columns_of_a_wider_result(emulator: Emulator) -> None:
+def test_bias(emulator: Emulator) -> None:
     weight, x = matrix("nvfp4", 40, 256), quantize(inputs(2, 256))
     out, bias = torch.zeros(2, 100), torch.randn(40)
     product(x, weight, out[:, 30:70], bias=bias)

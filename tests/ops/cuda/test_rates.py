@@ -38,7 +38,7 @@ class Watch:
         return 1.0
 
 
-def test_a_card_is_measured(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_measured(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: set[Program] = set()
     monkeypatch.setattr(measuring, "prepare", lambda device, program: compiled.add(program))
     ops, steps = CudaOps(device="cpu"), list[tuple[int, int]]()
@@ -60,9 +60,7 @@ def test_a_card_is_measured(emulator: Emulator, monkeypatch: pytest.MonkeyPatch)
     assert replace(more, products=RATE.products) == RATE
 
 
-def test_rates_are_kept_and_only_what_is_missing_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[list[str], bool]] = []
 
     def measure(ops: CudaOps, formats: list[str], *, known: GpuRates | None, **_: object) -> object:

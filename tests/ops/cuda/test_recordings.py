@@ -40,9 +40,7 @@ def test_a_shape_is_recorded_the_second_time(recordings: Recordings, cache: KVCa
     assert recorded(recordings, cache, 1) is None
 
 
-def test_shapes_in_turns_do_not_displace_one_another(
-    recordings: Recordings, cache: KVCache
-) -> None:
+def test_many_shapes(recordings: Recordings, cache: KVCache) -> None:
     rounds = [[recorded(recordings, cache, rows) for rows in range(1, 21)] for _ in range(5)]
     assert not any(rounds[0])
     assert rounds[1] == rounds[2] == rounds[4]

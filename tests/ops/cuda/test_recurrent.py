@@ -107,7 +107,7 @@ def test_records_are_those_of_the_results(kind: Any, norm_size: int, gate_first:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_passes_of_any_size_give_the_same_bits(name: str) -> None:
+def test_passes_of_any_size(name: str) -> None:
     layer, x = GpuLayer(name), random_rows(24)
     whole = read_in(layer, x, [24])
     for cuts in ([1, 1, 2, 5, 1, 14], [12, 3, 9]):

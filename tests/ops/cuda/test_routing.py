@@ -32,7 +32,7 @@ def spec_of(options: dict[str, Any]) -> RouterSpec:
     return RouterSpec(**{"count": 40, "used": 4, "eps": 1e-6, **options})
 
 
-def chosen_by_card(
+def chosen_by_gpu(
     logits: torch.Tensor,
     spec: RouterSpec,
     gate_bias: torch.Tensor | None = None,
@@ -50,39 +50,37 @@ def assert_same(ours: Routing, wanted: Routing) -> None:
 
 
 @pytest.mark.parametrize("options", SPECS, ids=str)
-def test_a_cards_choice_is_the_oracles(emulator: Emulator, options: dict[str, Any]) -> None:
+def test_a_gpus_choice_is_the_oracles(emulator: Emulator, options: dict[str, Any]) -> None:
     spec = spec_of(options)
     generator = torch.Generator().manual_seed(0)
     # Steps of 1 / 8: rounding changes no order, and many are equal.
     logits = torch.randint(-40, 40, (7, spec.count), generator=generator) / 8
     logits[5, ::3] -= 300  # scores that vanish are equal
     biases = torch.randint(-8, 8, (2, spec.count), generator=generator) / 4
-    assert_same(chosen_by_card(logits, spec), route(logits, None, spec))
+    assert_same(chosen_by_gpu(logits, spec), route(logits, None, spec))
     if spec.scoring != "softmax":  # whose scores are no eighths: a sum's rounding may decide
-        ours = chosen_by_card(logits, spec, biases[0], biases[1])
+        ours = chosen_by_gpu(logits, spec, biases[0], biases[1])
         assert_same(ours, route(logits + biases[0], biases[1], spec))
 
 
-def test_a_rows_choice_has_the_same_bits_among_any_others(emulator: Emulator) -> None:
+def test_batch_invariance(emulator: Emulator) -> None:
     spec = spec_of({"groups": 5, "used_groups": 3, "group_top": 2})
     logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(1))
-    whole = chosen_by_card(logits, spec)
+    whole = chosen_by_gpu(logits, spec)
     for first, stop in ((0, 1), (3, 7), (40, 64)):
         emulator.seed += 1
-        part = chosen_by_card(logits[first:stop].contiguous(), spec)
+        part = chosen_by_gpu(logits[first:stop].contiguous(), spec)
         for name in ("experts", "scores", "weights"):
             assert np.array_equal(getattr(part, name), getattr(whole, name)[first:stop])
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax-chosen"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_logits_that_are_no_numbers_show_in_the_weights(
-    emulator: Emulator, scoring: Any, number: float
-) -> None:
+def test_nan_logits(emulator: Emulator, scoring: Any, number: float) -> None:
     spec = replace(spec_of({}), scoring=scoring)
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(2))
     logits[1, 7] = number
-    ours = chosen_by_card(logits, spec)
+    ours = chosen_by_gpu(logits, spec)
     assert np.isfinite(ours.weights[0]).all()
     assert np.isnan(ours.weights[1]).all()
     for row in ours.experts:  # nobody computes with what is no expert
@@ -90,8 +88,8 @@ def test_logits_that_are_no_numbers_show_in_the_weights(
         assert 0 <= min(row) <= max(row) < 40
 
 
-def test_the_hosts_side_is_read_when_it_is_asked_for(emulator: Emulator) -> None:
-    routing = chosen_by_card(torch.randn(3, 40), spec_of({}))
+def test_lazy_routing(emulator: Emulator) -> None:
+    routing = chosen_by_gpu(torch.randn(3, 40), spec_of({}))
     assert routing.away
     assert (routing.rows, routing.used) == (3, 4)
     assert routing.away

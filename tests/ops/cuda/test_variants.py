@@ -35,7 +35,7 @@ CASE = Case.of("q4_0", 1, 64, 4096)
 OTHER = Case.of("q4_0", 1, 128, 4096, gate=True)
 
 
-class Card:
+class FakeGpu:
     """Takes as long as ``cost`` says for what it is asked to launch, which it notes."""
 
     def __init__(self, cost: Callable[[Cut], float] = lambda cut: cut.parts) -> None:
@@ -65,8 +65,8 @@ def kept(folder: Path, key: Sequence[str] = ("driver", "compiler", "sources")) -
     return GpuFile(folder, "RTX 4060", key)
 
 
-def test_the_quickest_is_taken_and_not_measured_again() -> None:
-    gpu = Card(lambda cut: 1.0 if cut == Cut(1, 1, 4) else 2.0)
+def test_quickest_cut() -> None:
+    gpu = FakeGpu(lambda cut: 1.0 if cut == Cut(1, 1, 4) else 2.0)
     found = gpu.variants()
     assert best_cut(CASE, PROCESSORS) != Cut(1, 1, 4)
     assert found.cut(CASE, gpu.launch) == Cut(1, 1, 4)
@@ -76,9 +76,9 @@ def test_the_quickest_is_taken_and_not_measured_again() -> None:
     assert len(gpu.launched) == count
 
 
-def test_all_that_will_be_timed_is_noted_and_nothing_is_timed() -> None:
+def test_noted_candidates() -> None:
     """Kernels are compiled before the first pass."""
-    gpu, programs = Card(), dict[Program, None]()
+    gpu, programs = FakeGpu(), dict[Program, None]()
     found, matrix_ = gpu.variants(), matrix("q4_0", 64, 256)
     with noting(programs):
         assert found.cut(CASE, gpu.launch) == best_cut(CASE, PROCESSORS)
@@ -91,23 +91,23 @@ def test_all_that_will_be_timed_is_noted_and_nothing_is_timed() -> None:
 
 
 def test_one_candidate_is_not_timed() -> None:
-    case, gpu = Case.of("q4_k", 1, 2048, 4096), Card()
+    case, gpu = Case.of("q4_k", 1, 2048, 4096), FakeGpu()
     assert list(candidates(case, PROCESSORS)) == [gpu.variants().cut(case, gpu.launch)]
     assert not gpu.launched
 
 
 def test_what_is_hardly_quicker_is_not_taken() -> None:
     rule = best_cut(CASE, PROCESSORS)
-    gpu = Card(lambda cut: 1.0 if cut == rule else 0.98)
+    gpu = FakeGpu(lambda cut: 1.0 if cut == rule else 0.98)
     assert gpu.variants().cut(CASE, gpu.launch) == rule
-    gpu = Card(lambda cut: 1.0 if cut == rule else 0.9 + 0.01 * cut.parts)
+    gpu = FakeGpu(lambda cut: 1.0 if cut == rule else 0.9 + 0.01 * cut.parts)
     found = gpu.variants()
     assert found.cut(CASE, gpu.launch) != rule
     assert found.measured[CASE].gain == pytest.approx(1 / 0.91)
 
 
-def test_a_card_whose_clocks_rise_meanwhile_does_not_mislead() -> None:
-    gpu = Card()
+def test_rising_clocks() -> None:
+    gpu = FakeGpu()
     gpu.cost = lambda cut: 10.0 - gpu.now  # whatever is launched
     found = gpu.variants()
     assert found.cut(CASE, gpu.launch) == best_cut(CASE, PROCESSORS)
@@ -115,7 +115,7 @@ def test_a_card_whose_clocks_rise_meanwhile_does_not_mislead() -> None:
 
 
 def test_another_process_reads_what_was_measured(tmp_path: Path) -> None:
-    gpu = Card(lambda cut: 1 / cut.parts)
+    gpu = FakeGpu(lambda cut: 1 / cut.parts)
     first = gpu.variants(kept(tmp_path))
     cuts = [first.cut(case, gpu.launch) for case in (CASE, OTHER)]
     gpu.launched.clear()
@@ -136,10 +136,8 @@ def test_another_process_reads_what_was_measured(tmp_path: Path) -> None:
         lambda cases: [{**cases[0], "rows": "many"}, 7, {}],
     ],
 )
-def test_a_file_that_makes_no_sense_is_measured_again(
-    tmp_path: Path, damage: Callable[[list[dict[str, object]]], object]
-) -> None:
-    gpu = Card()
+def test_damaged_file(tmp_path: Path, damage: Callable[[list[dict[str, object]]], object]) -> None:
+    gpu = FakeGpu()
     wanted = gpu.variants(kept(tmp_path)).cut(CASE, gpu.launch)
     path = tmp_path / "cards.json"
     values = json.loads(path.read_text())
@@ -152,7 +150,7 @@ def test_a_file_that_makes_no_sense_is_measured_again(
 
 
 def test_measuring_ends_with_its_time(tmp_path: Path) -> None:
-    gpu = Card(lambda cut: 1 / cut.parts)
+    gpu = FakeGpu(lambda cut: 1 / cut.parts)
     found = gpu.variants(kept(tmp_path), budget_s=0.6)
     found.cut(CASE, gpu.launch)  # takes longer than there was
     gpu.launched.clear()
@@ -168,8 +166,8 @@ def test_measuring_ends_with_its_time(tmp_path: Path) -> None:
     assert gpu.launched
 
 
-def test_while_a_pass_is_recorded_nothing_is_measured() -> None:
-    gpu = Card(lambda cut: 1 / cut.parts)
+def test_recording() -> None:
+    gpu = FakeGpu(lambda cut: 1 / cut.parts)
     found = gpu.variants()
     gpu.recording = True
     assert found.cut(CASE, gpu.launch) == best_cut(CASE, PROCESSORS)
@@ -178,7 +176,7 @@ def test_while_a_pass_is_recorded_nothing_is_measured() -> None:
     assert found.cut(CASE, gpu.launch).parts == 4
 
 
-def test_what_a_card_refuses_is_left_out_and_without_room_the_rule_holds(tmp_path: Path) -> None:
+def test_refused_kernel(tmp_path: Path) -> None:
     rule = best_cut(CASE, PROCESSORS)
 
     def refused(cut: Cut) -> float:
@@ -189,14 +187,14 @@ def test_what_a_card_refuses_is_left_out_and_without_room_the_rule_holds(tmp_pat
     def full(cut: Cut) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    gpu = Card(refused)
+    gpu = FakeGpu(refused)
     assert gpu.variants().cut(CASE, gpu.launch) == Cut(1, 1, 2)
-    gpu = Card(full)
+    gpu = FakeGpu(full)
     assert gpu.variants(kept(tmp_path)).cut(CASE, gpu.launch) == rule
     assert not kept_of(tmp_path, "RTX 4060")
 
 
-def test_candidates_are_few_and_fit_what_is_there() -> None:
+def test_candidates() -> None:
     for rows in (1, 3, 8, 16, 33, 64, 128, 2048):
         for tiles in (1, 32, 256, 5000):
             for name in ("q4_0", "q4_k", "nvfp4"):
@@ -211,14 +209,12 @@ def test_candidates_are_few_and_fit_what_is_there() -> None:
                     assert cut.groups <= cuts[0].groups
 
 
-def test_products_are_the_same_whatever_was_chosen(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_products(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = matrix("q4_0", 40, 512), quantize(inputs(11, 512))
     out = torch.empty(11, 40)
     product(x, weight, out)
     wanted = out.numpy().copy()
-    gpu = Card(lambda cut: cut.parts)
+    gpu = FakeGpu(lambda cut: cut.parts)
     found = gpu.variants()
     seen: list[np.ndarray] = []
     seconds = gpu.seconds
@@ -242,7 +238,7 @@ def test_products_are_the_same_whatever_was_chosen(
     assert len(emulator.launches) == count + 1
 
 
-def test_a_card_is_timed_awake_and_without_what_its_cache_holds(
+def test_stopwatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The calls of CUDA, here of a stand-in: what is launched takes from 7 to 3 milliseconds."""
