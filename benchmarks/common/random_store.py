@@ -1,7 +1,8 @@
-"""Stores of random weights: units that are made when they are read, and such a store as a folder.
+"""Random weights of any size in seconds: packed matrices, checkpoints of real shapes, and stores.
 
-No two units are the same, so that a product with the wrong one shows; but all are cut from the same
-32 MB of random tiles, so that many gigabytes are made about as fast as memory copies.
+No download; codes are random, scales keep a matrix's products near 1. Units of a store are made
+when they are read: no two are the same, so that a product with the wrong one shows, but all are cut
+from the same 32 MB of random tiles, so that gigabytes are made about as fast as memory copies.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -18,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.random_weights import RandomPackedCheckpoint, random_packed
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store.manifest import (
     MANIFEST_NAME,
@@ -32,8 +32,168 @@ from localrt.models.config import DecoderConfig
 from localrt.models.registry import read_config
 from localrt.models.units import list_units
 from localrt.offload.reading.files import StoreFiles
-from localrt.quant.formats import FORMATS
-from localrt.quant.formats.tiled import TILE_ROWS, tile
+from localrt.quant.formats import BF16, F32, FORMATS, Format, PackedTensor
+from localrt.quant.formats.codebook import CODEBOOKS, join_fields, split_fields
+from localrt.quant.formats.published import PUBLISHED
+from localrt.quant.formats.tiled import TILE_ROWS, TiledTensor, tile, tile_tensor
+
+Shapes = dict[str, tuple[int, ...]]
+# Mean square of a code under each kind of format, for scales that keep a matrix's rows near 1.
+_SPREAD = {
+    **{"nf4": 0.3, "nf4-f32": 0.3, "mxfp4": 2.7, "nvfp4": 2.7, "q6_k": 18.0, "q8_0": 74.0},
+    **{"q2_k": 8.0, "q3_k": 45.0, "tq2_0": 1.0, "iq4_nl": 68.0, "iq4_xs": 1200.0},
+}
+
+
+def random_packed(name: str, rows: int, columns: int, *, seed: int = 0) -> PackedTensor:
+    """(rows, columns) whose products with unit inputs are near 1. No zeros, no NaN."""
+    rng = np.random.default_rng([seed, rows, columns])
+    format_ = FORMATS[name]
+    data = rng.integers(0, 256, (rows, format_.row_bytes(columns)), dtype=np.uint8)
+    blocks = data.reshape(rows, columns // format_.block, format_.block_bytes)
+    spread = _SPREAD.get(name, 74.0 if name.startswith("int8") else 4.6)
+    size = 1.0 / (spread * columns**0.5)
+    scales = (size * rng.uniform(0.7, 1.4, blocks.shape[:2])).astype(np.float16)
+    halves = scales[..., None].view(np.uint8)
+    if name == "mxfp4":
+        blocks[..., 0] = 127 + round(np.log2(size)) + rng.integers(-1, 2, blocks.shape[:2])
+    elif name == "nvfp4":  # scales from 0.75 to 1.5, and a factor
+        blocks[..., 0] = rng.integers(52, 61, blocks.shape[:2])
+    elif name == "q6_k":
+        blocks[..., 192:208] = rng.integers(1, 4, (*blocks.shape[:2], 16))
+        blocks[..., 208:] = halves
+    elif name == "q2_k":  # scales and minima of about 8 each
+        blocks[..., 80:82], blocks[..., 82:] = halves, (1.5 * scales)[..., None].view(np.uint8)
+    elif name in ("q3_k", "tq2_0"):
+        blocks[..., -2:] = halves
+    elif name in PUBLISHED:  # each group's scale, then its minimum or zero point
+        codec, flat = PUBLISHED[name], scales.astype(np.float32).reshape(-1, 1)
+        codes, theirs = codec.split(blocks.reshape(-1, format_.block_bytes))
+        middle = 1 << (7 if name.startswith("int8") else 3)
+        second = np.full_like(flat, middle) if name.endswith("z") else -middle * flat
+        joined = np.concatenate([flat, second], axis=1)[:, : theirs.shape[1]]
+        blocks[...] = codec.join(codes, joined).reshape(blocks.shape)
+    elif name in CODEBOOKS:
+        fields = split_fields(name, blocks.reshape(-1, format_.block_bytes))
+        scaled = replace(fields, d=(scales / 24).astype(np.float16).view(np.uint16).reshape(-1))
+        blocks[...] = join_fields(name, scaled).reshape(blocks.shape)
+    else:
+        blocks[..., :2] = halves
+        if name in ("q4_k", "q5_k"):  # six-bit scales and minima of about 32 each
+            blocks[..., :2] = (scales / 32)[..., None].view(np.uint8)
+            blocks[..., 2:4] = (scales / 4)[..., None].view(np.uint8)
+        elif name in ("q4_1", "q5_1") or name.endswith("m"):
+            middle = (1 << {"q4_1": 4, "q5_1": 5}.get(name, int(name[3:4] or 4))) / 2
+            blocks[..., 2:4] = (-middle * scales).astype(np.float16)[..., None].view(np.uint8)
+    return PackedTensor(name, format_, (rows, columns), data, size if name == "nvfp4" else 1.0)
+
+
+def decoder_shapes(architecture: str, config: Mapping[str, Any]) -> Shapes:
+    """Tensor names and shapes of a decoder, under Hugging Face names."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    size = config.get("head_dim", hidden // heads)
+    vocab = config["vocab_size"]
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (vocab, hidden)
+    sandwich = architecture.startswith("Gemma")
+    for layer in range(config["num_hidden_layers"]):
+        part: Shapes = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.o_proj.weight": (hidden, heads * size),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        if architecture == "Phi3ForCausalLM":
+            part["self_attn.qkv_proj.weight"] = ((heads + 2 * groups) * size, hidden)
+            part["mlp.gate_up_proj.weight"] = (2 * inner, hidden)
+        else:
+            for name, count in (("q", heads), ("k", groups), ("v", groups)):
+                part[f"self_attn.{name}_proj.weight"] = (count * size, hidden)
+                if architecture == "Qwen2ForCausalLM":
+                    part[f"self_attn.{name}_proj.bias"] = (count * size,)
+            part["mlp.gate_proj.weight"] = part["mlp.up_proj.weight"] = (inner, hidden)
+        if architecture == "Qwen3MoeForCausalLM":
+            for name in ("gate", "up", "down"):
+                del part[f"mlp.{name}_proj.weight"]
+            part["mlp.gate.weight"] = (config["num_experts"], hidden)
+            inner = config["moe_intermediate_size"]
+            for number in range(config["num_experts"]):
+                stem = f"mlp.experts.{number}"
+                part[f"{stem}.gate_proj.weight"] = part[f"{stem}.up_proj.weight"] = (inner, hidden)
+                part[f"{stem}.down_proj.weight"] = (hidden, inner)
+        if architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM"):
+            part["self_attn.q_norm.weight"] = part["self_attn.k_norm.weight"] = (size,)
+        if sandwich:
+            part["pre_feedforward_layernorm.weight"] = (hidden,)
+            part["post_feedforward_layernorm.weight"] = (hidden,)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in part.items()}
+    return shapes
+
+
+class RandomCheckpoint:
+    """Follows the ``Checkpoint`` protocol. Every read of a tensor gives the same numbers."""
+
+    kind = "safetensors"
+    path = Path("random-weights")
+
+    def __init__(self, architecture: str, config: Mapping[str, Any], format: Format = BF16) -> None:
+        self.architecture = architecture
+        self.config = config
+        self.generation_config: Mapping[str, Any] = {}
+        self.metadata: Mapping[str, Any] = {}
+        self.tensors = {
+            name: _info(name, shape, F32 if len(shape) == 1 else format)
+            for name, shape in decoder_shapes(architecture, config).items()
+        }
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """Rows of a tensor."""
+        info = self.tensors[name]
+        rng = np.random.default_rng([0, *name.encode()])
+        values = rng.standard_normal(info.shape, np.float32)
+        # Unit variance through a matrix; norms and biases near one half, so that none is neutral.
+        values = values * 0.1 + 0.5 if len(info.shape) == 1 else values / info.shape[1] ** 0.5
+        if len(info.shape) == 1:
+            return PackedTensor(name, info.format, info.shape, values[None].view(np.uint8))
+        rows = values[start:stop]
+        bits = (rows.view(np.uint32) >> 16).astype(np.uint16)
+        return PackedTensor(name, BF16, rows.shape, bits.view(np.uint8))
+
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor]:
+        """The whole tensor at once: it was made whole."""
+        yield self.read(name)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class RandomPackedCheckpoint(RandomCheckpoint):
+    """A ``RandomCheckpoint`` whose matrices are packed, and come in tiles as from a store."""
+
+    def __init__(self, architecture: str, config: Mapping[str, Any], name: str) -> None:
+        super().__init__(architecture, config, FORMATS[name])
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
+        """Rows of a tensor."""
+        info = self.tensors[name]
+        if info.format is F32:
+            return super().read(name, start, stop)
+        rows, columns = info.shape
+        whole = random_packed(info.format.name, rows, columns, seed=sum(name.encode()))
+        return whole.take_rows(np.arange(rows)[start:stop])
+
+    def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[PackedTensor | TiledTensor]:
+        """The whole tensor at once."""
+        whole = self.read(name)
+        yield whole if len(whole.shape) == 1 else tile_tensor(whole)
+
+
+def _info(name: str, shape: tuple[int, ...], format: Format) -> TensorInfo:
+    rows = shape[0] if len(shape) == 2 else 1
+    return TensorInfo(name, shape, format, rows * format.row_bytes(shape[-1]))
+
 
 _ON_DISK = "units.bin"
 _WEIGHTS = "weights.safetensors"

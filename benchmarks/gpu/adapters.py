@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.random_weights import (
-    RandomCheckpoint,
-    RandomPackedCheckpoint,
-)
+from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
 from benchmarks.gpu.configs import QWEN_1_5B, SMALLEST, TINY, largest_error, random_ids
 from benchmarks.gpu.timing import (
     RUNS,

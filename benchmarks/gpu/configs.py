@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.random_weights import RandomCheckpoint
+from benchmarks.common.random_store import RandomCheckpoint
 from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.random_weights import random_packed
+from benchmarks.common.random_store import random_packed
 from benchmarks.gpu.timing import Result, guarded
 from localrt.quant.cuda.experts import CudaExpertTable
 from localrt.quant.cuda.ops import CudaOps

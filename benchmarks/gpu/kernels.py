@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common.random_weights import random_packed
+from benchmarks.common.random_store import random_packed
 from benchmarks.gpu.timing import (
     Result,
     copies_beyond_cache,

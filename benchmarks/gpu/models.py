@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.random_weights import RandomCheckpoint, RandomPackedCheckpoint
+from benchmarks.common.random_store import RandomCheckpoint, RandomPackedCheckpoint
 from benchmarks.gpu.configs import (
     ARCHITECTURES,
     QWEN_1_5B,

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command import cited_command, listed, make_parser
-from benchmarks.common.random_weights import random_packed
+from benchmarks.common.random_store import random_packed
 from benchmarks.common.record import Record, save, setting
 from benchmarks.common.sessions import by_turns
 from benchmarks.kernels.ggml import TYPES, GgmlProduct, NotRepackedError, find_ggml

@@ -16,7 +16,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from numpy.typing import NDArray
 
-from benchmarks.common.random_weights import random_packed
+from benchmarks.common.random_store import random_packed
 from localrt.quant.formats import FORMATS
 
 VOCABULARY = 1024

@@ -22,8 +22,7 @@ from typing import Any
 from benchmarks.common.command import find_model, listed, make_parser
 from benchmarks.common.record import Record, load, save, setting
 from benchmarks.quality.bench import Bench, Row, jobs
-from benchmarks.quality.rows import Measure
-from benchmarks.quality.texts import Corpus, prose, python_source
+from benchmarks.quality.rows import Corpus, Measure, prose, python_source
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.quant.formats import CODECS
 from localrt.quant.methods import METHODS

@@ -19,14 +19,15 @@ from typing import Any
 
 import localrt
 from benchmarks.quality.rows import (
+    Corpus,
     Measure,
     Reference,
     bits_per_weight,
     float_scores,
+    interleaved,
     kernel_scores,
     make_reference,
 )
-from benchmarks.quality.texts import Corpus, interleaved
 from localrt.common.errors import LocalrtError
 from localrt.quant.formats import CODECS
 from localrt.quant.methods import default_method

@@ -1,13 +1,16 @@
-"""One row of the quality table: a model's weights in one format, measured against float32.
+"""What quality is measured on, and one row of its table: a model in one format against float32.
 
-The reference runs once per model and text; its log-probabilities lie on disk in half precision.
-Every row is then one pass over the same windows: on the kernels that users get, and in floating
-point, so that what a format loses and what a kernel loses stay apart.
+Texts to evaluate and to calibrate on are disjoint: prose is a file of passages, code this machine's
+own Python standard library. The reference runs once per model and text; its log-probabilities lie
+on disk in half precision. Every row is then one pass over the same windows: on the kernels that
+users get, and in floating point, so that what a format loses and what a kernel loses stay apart.
 """
 
 from __future__ import annotations
 
 import hashlib
+import platform
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -19,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 import localrt
-from benchmarks.quality.texts import Corpus
-from localrt.common.errors import MissingExtraError
+from localrt.common.errors import MissingExtraError, OptionError
 from localrt.engine.protocol import Logits
 from localrt.evaluate import Tally, Windows, log_softmax, text_windows
 from localrt.models.checkpoints import open_checkpoint
@@ -28,9 +30,87 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 
+_PIECE = 8000  # characters of one source file: many files, so that no single style decides
+_ENOUGH = 600_000  # characters of code on either side
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A text to evaluate on and a disjoint one to calibrate on; ``source`` says what they are."""
+
+    name: str
+    evaluation: str
+    calibration: str
+    source: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """What identifies it, without the texts."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "evaluation_sha256": _digest(self.evaluation),
+            "calibration_sha256": _digest(self.calibration),
+        }
+
+
+def prose(path: Path) -> Corpus:
+    """The passages of a UTF-8 file, which blank lines part.
+
+    Raises:
+        OptionError: fewer than four passages.
+    """
+    passages = [part for part in path.read_text(encoding="utf-8").split("\n\n") if part.strip()]
+    cut = len(passages) * 3 // 4
+    if len(passages) < 4:
+        raise OptionError(f"{path.name} has {len(passages)} passages between blank lines, not 4")
+    source = f"{path.name}, passages 1-{cut} of {len(passages)}; calibration on the others"
+    return Corpus("prose", "\n\n".join(passages[:cut]), "\n\n".join(passages[cut:]), source)
+
+
+def python_source(folder: Path | None = None) -> Corpus:
+    """Pieces from the middle of the standard library's modules, in the order of a hash of names."""
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    files = sorted(folder.glob("*.py"), key=lambda path: _digest(path.name))
+    sides: tuple[list[str], list[str]] = ([], [])
+    for path in files:
+        side = sides[int(_digest(path.name)[:2], 16) % 2]
+        if sum(map(len, side)) < _ENOUGH:
+            side.append(_middle(path.read_text(encoding="utf-8", errors="replace")))
+    if not all(sides):
+        raise OptionError(f"{folder} holds too few Python files to evaluate and calibrate on")
+    source = (
+        f"standard library of Python {platform.python_version()}, pieces of {len(sides[0])} "
+        f"modules; calibration on {len(sides[1])} others"
+    )
+    return Corpus("code", "\n".join(sides[0]), "\n".join(sides[1]), source)
+
+
+def interleaved(parts: Sequence[Sequence[int]], *, total: int, length: int = 512) -> list[int]:
+    """``total`` tokens or less: ``length`` of each part in turn, as long as all of them last.
+
+    Raises:
+        OptionError: a part is shorter than one stretch.
+    """
+    whole = min(len(part) for part in parts) // length
+    if not whole:
+        raise OptionError(f"the calibration text has fewer than {length} tokens")
+    turns = [part[i * length : (i + 1) * length] for i in range(whole) for part in parts]
+    return [token for turn in turns for token in turn][:total]
+
+
+def _middle(text: str) -> str:
+    """At most ``_PIECE`` characters, whole lines, beginning a quarter into the text."""
+    start = text.find("\n", len(text) // 4) + 1
+    piece = text[start : start + _PIECE]
+    return piece[: piece.rfind("\n") + 1]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 Pieces = Callable[[Sequence[int], int], Iterator[Logits]]
 Scores = list[dict[str, Any]]
-
 _ROWS = 256  # logits of a float pass at a time: 156 MB at a vocabulary of 151,936
 
 

@@ -13,8 +13,8 @@ import localrt
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import rows as quality_rows
 from benchmarks.quality.bench import jobs
+from benchmarks.quality.rows import interleaved, prose, python_source
 from benchmarks.quality.tables import full_tables, short_table
-from benchmarks.quality.texts import interleaved, prose, python_source
 from localrt.common.errors import OptionError
 
 WORDS = ["stone", "river", "light", "seven", "walks", "under", "great", "paper", "answer"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common.random_weights import random_packed
+from benchmarks.common.random_store import random_packed
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.decoder import Decoder
