@@ -151,43 +151,54 @@ def plan(
             note=note,
         )
     )
-    changes: tuple[Change, ...] = ()
-    sizes: tuple[PlannedSize, ...] = ()
     if advise:
-        changes = helpful_changes(found)
-        if offer is not None:
-            changes += other_files(offer, file, found.request, found.tok_s)
-        elif format is None:
-            sizes = other_sizes(found, path, settings)
-    contexts = largest_contexts(found) if advise else ()
-    weights, command, options = has_weights(path), "", dict[str, object]()
-    if weights or not looks_like_path(name):
-        # The options of ``load`` that it was planned with, as far as they are this machine's too.
-        given = {
-            "ctx": ctx,
-            "kv_format": None if kv_format == "bf16" else kv_format,
-            "ram": None if found.hypothetical else ram,
-            "gpu_memory": None if found.hypothetical else gpu_memory,
-        }
-        options = {option: value for option, value in given.items() if value is not None}
-        command = typed("chat", name, options)
-        if sizes or not weights:  # sizes in bits, or other files, say it better
-            changes = tuple(each for each in changes if (each.option or ("",))[0] != "format")
-        changes = tuple(replace(each, command=_command_of(each, name, options)) for each in changes)
-        contexts = tuple(
-            replace(each, command=typed("chat", name, {**options, "ctx": each.tokens}))
-            for each in contexts
-        )
-        sizes = tuple(
-            replace(each, command=typed("quantize", name, {"bits": f"{each.bits:.1f}"}))
-            for each in sizes
-        )
+        found = _advised(found, path, settings, offer, file, resized=format is not None)
+    if not has_weights(path) and looks_like_path(name):
+        return found  # there is nothing to run
+    # The options of ``load`` that it was planned with, as far as they are this machine's too.
+    given = {
+        "ctx": ctx,
+        "kv_format": None if kv_format == "bf16" else kv_format,
+        "ram": None if found.hypothetical else ram,
+        "gpu_memory": None if found.hypothetical else gpu_memory,
+    }
+    options = {each: value for each, value in given.items() if value is not None}
+    return _with_commands(found, name, options, weights=has_weights(path))
+
+
+def _advised(
+    plan: Plan, path: Path, settings: Settings, offer: Offer | None, file: str, *, resized: bool
+) -> Plan:
+    """With what would help: ``file`` is that of the ``offer``, ``resized`` a format of its own."""
+    changes, sizes = helpful_changes(plan), tuple[PlannedSize, ...]()
+    if offer is not None:
+        changes += other_files(offer, file, plan.request, plan.tok_s)
+    elif not resized:
+        sizes = other_sizes(plan, path, settings)
+    changes = tuple(sorted(changes, key=lambda each: -each.gain))
+    return replace(plan, changes=changes, sizes=sizes, contexts=largest_contexts(plan))
+
+
+def _with_commands(plan: Plan, name: str, options: Mapping[str, object], *, weights: bool) -> Plan:
+    """With what to type to run ``name`` with these options, and for each change.
+
+    Without ``weights`` on this machine there are none to quantize.
+    """
+    changes = plan.changes
+    if plan.sizes or not weights:  # sizes in bits, or other files, say it better
+        changes = tuple(each for each in changes if (each.option or ("",))[0] != "format")
     return replace(
-        found,
-        changes=tuple(sorted(changes, key=lambda each: -each.gain)),
-        sizes=sizes,
-        contexts=contexts,
-        command=command,
+        plan,
+        command=typed("chat", name, options),
+        changes=tuple(replace(each, command=_command_of(each, name, options)) for each in changes),
+        contexts=tuple(
+            replace(each, command=typed("chat", name, {**options, "ctx": each.tokens}))
+            for each in plan.contexts
+        ),
+        sizes=tuple(
+            replace(each, command=typed("quantize", name, {"bits": f"{each.bits:.1f}"}))
+            for each in plan.sizes
+        ),
     )
 
 
