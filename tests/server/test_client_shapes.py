@@ -254,6 +254,8 @@ MESSAGES: list[tuple[str, Any, list[dict[str, Any]]]] = [
         ],
         [HI, says("", called("look", '{"at": "a"}'), reasoning_content="Hm."), result(""), HI],
     ),
+    # Neighbours of one role.
+    ("MESSAGES", [HI, user("more"), HI], [user("hi\n\nmore\n\nhi")]),
     # Codex: its patches, its shell, its searches.
     (
         "RESPONSES",
