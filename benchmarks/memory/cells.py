@@ -96,7 +96,6 @@ TESTED = tuple(
         ("json", 0.5, 2048, False, None, "auto", None),
         ("serve", 0.5, 2048, False, None, "auto", None),
         ("run", 0.25, 1024, True, None, "auto", None),
-        ("run", 1.0, 1024, True, None, "auto", None),
     }
 )
 """Those that are tests."""
