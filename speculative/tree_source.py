@@ -146,7 +146,7 @@ class TreeSource(DraftSource):
         return found if tokens is None else Children(tokens[found.tokens], found.logprobs)
 
     def _below(self, true: Sequence[int], batch: _Nodes) -> bool:
-        """Whether any node of a round continues the tokens that came true, or is one of them."""
+        """Whether any node of a round continues the accepted tokens, or is one of them."""
         nodes = self._growth.walk(true)
         if len(nodes) < len(true):
             return False

@@ -159,7 +159,7 @@ class Tuner:
 
 
 class Run:
-    """Asked before every pass and told what came of it, for one generation. Seconds everywhere."""
+    """The decisions of one generation: asked before every pass, told its result. All in seconds."""
 
     def __init__(
         self, tuner: Tuner, limit: int, sources: tuple[str, ...], size: TreeSize | None
@@ -171,19 +171,19 @@ class Run:
         self._tokens = 0  # emitted by passes
         self._since_plain = 0
         self._lost = 0.0  # seconds beyond plain decoding of as many tokens; negative: gained
-        self._draft_s = 0.0  # spent for the pass to come
+        self._draft_s = 0.0  # spent for the next pass
         self._drafted = 0  # passes with draft tokens
         self._accepted = 0
         self._forced = False
-        self._trees: dict[str, TokenTree] = {}  # of sources that were asked for the pass to come
-        self._mixed = MixedTree()  # of them, by what they have proved to be worth
+        self._trees: dict[str, TokenTree] = {}  # drafted for the next pass, by source
+        self._mixed = MixedTree()  # of these trees
         self._room = 0
         self._ready: Mapping[str, int] = {}
         self._missing: Mapping[str, int] = {}
-        self._invested = 0.0  # seconds in which a draft has caught up
-        self._went_ahead = ""  # the source that did so during the pass before
-        self._shared_s = 0.0  # of its processor's time
-        self._ahead = 0  # passes during which one did
+        self._invested = 0.0  # seconds that drafts took to read the prompt
+        self._went_ahead = ""  # the source that drafted during the last pass
+        self._shared_s = 0.0  # in which both computed then
+        self._ahead = 0  # passes during which a source drafted
         self._failures: dict[str, str] = {}
         self._rest = Rest(_LOOKING, _LONGEST_REST)
 

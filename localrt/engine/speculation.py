@@ -306,7 +306,7 @@ class Stepper(Drafting):
         return logits
 
     def _close(self) -> None:
-        """Keep the accepted path, and say what came true."""
+        """Keep the accepted path, and report it."""
         computed, self._computed = self._computed, None
         if computed is None:
             return
