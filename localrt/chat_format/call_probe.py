@@ -262,9 +262,7 @@ class _Probe:
         more = replace(syntax, spelling=spelling)
         text = f"{spelling.before}{FIRST}{spelling.middle}{given}{spelling.joint}"
         text += f"{SECOND}{spelling.later.replace(NUMBERED, '1')}{given}{spelling.after}"
-        parser = TextParser(more, _READ_BY)
-        shown = parser.push(text) + parser.flush()
-        found = [(call.name, json.loads(call.arguments)) for call in parser.calls]
+        shown, found = _calls_in(text, more)
         return more if not shown.strip() and found == [(FIRST, _ONE), (SECOND, _ONE)] else syntax
 
     def reads_everything(self, syntax: CallSyntax) -> bool:
@@ -278,9 +276,7 @@ class _Probe:
         text = self._written.calls(*calls)
         begin = text.find(FIRST) - len(self._alone[self._begin : self._alone.index(FIRST)])
         text = text[: len(text) - len(self._turn_end(text))]
-        parser = TextParser(syntax, _READ_BY)
-        shown = parser.push(text[max(begin, 0) :]) + parser.flush()
-        found = [(call.name, json.loads(call.arguments)) for call in parser.calls]
+        shown, found = _calls_in(text[max(begin, 0) :], syntax)
         return found == [(name, dict(given)) for name, given in calls] and FIRST not in shown
 
     # -- where calls begin and end -----------------------------------------------------------------
@@ -548,6 +544,13 @@ class _Probe:
                 end = after.find(usual.after) + len(usual.after)
                 mids.append(Mid(before, after[:end], string=True))
         return tuple(mids)
+
+
+def _calls_in(text: str, syntax: CallSyntax) -> tuple[str, list[Asked]]:
+    """What of ``text`` is shown, and the calls that ``syntax`` reads in it."""
+    parser = TextParser(syntax, _READ_BY)
+    shown = parser.push(text) + parser.flush()
+    return shown, [(call.name, json.loads(call.arguments)) for call in parser.calls]
 
 
 def _around(text: str, value: str) -> tuple[str, str]:

@@ -187,6 +187,7 @@ def _packed_merges(merges: list[str] | list[list[str]]) -> PackedStrings:
 
 
 _BEGINNING = 1 << 14  # characters
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _KNOWN_DECODERS = "ByteLevel, Metaspace, Replace with ByteFallback"
 
 
@@ -243,10 +244,9 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         piece = self.token_text(token)
         if self._decoder.kind == "byte-level":
             return piece.encode() if token in self._added else piece_bytes(piece)
-        if self._decoder.byte_fallback and len(piece) == 6 and token not in self._added:
-            byte = _fallback_byte(piece)
-            if byte is not None:
-                return byte
+        may_be_byte = self._decoder.byte_fallback and token not in self._added
+        if may_be_byte and (found := _BYTE.fullmatch(piece)):
+            return bytes.fromhex(found[1])
         return piece.replace(self._decoder.space, " ").encode()
 
 
@@ -467,13 +467,3 @@ def _replaces_one(step: Mapping[str, Any]) -> bool:
         and len(step["pattern"].get("String", "")) == 1
         and bool(step["content"])
     )
-
-
-def _fallback_byte(piece: str) -> bytes | None:
-    """The byte of a piece spelled ``<0x0A>``."""
-    if piece.startswith("<0x") and piece.endswith(">"):
-        try:
-            return bytes([int(piece[3:5], 16)])
-        except ValueError:
-            return None
-    return None

@@ -171,36 +171,27 @@ class MessageTemplate(ABC):
             TemplateError: as ``render``.
         """
         try:
-            return self._segments(messages, control_tokens, tools, extra)
+            if self.is_plain:  # the format itself writes no control token
+                return [(self.render(messages, tools=tools, **extra), False)]
+            given = [list(messages), tools, extra]
+            mask = ControlMask(given, control_tokens)
+            if mask.covered == given:
+                return [(self.render(messages, tools=tools, **extra), True)]
+            masked, masked_tools, masked_extra = mask.covered
+            disguised = self.render(masked, tools=masked_tools, **masked_extra)
+            try:
+                plain: str | None = self.render(messages, tools=tools, **extra)
+            except TemplateError:
+                plain = None  # the template refuses such text; disguised, it is only text
+            if plain not in (None, mask.uncover(disguised)):
+                shown = [
+                    message if message.get("role") == "assistant" else covered
+                    for message, covered in zip(messages, masked, strict=True)
+                ]
+                disguised = self.render(shown, tools=masked_tools, **masked_extra)
+            return mask.segments(disguised)
         except RecursionError:
             raise TemplateError("the messages or the tools are nested too deeply") from None
-
-    def _segments(
-        self,
-        messages: Sequence[Message],
-        control_tokens: Iterable[str] | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-        extra: dict[str, Any],
-    ) -> list[Segment]:
-        if self.is_plain:  # the format itself writes no control token
-            return [(self.render(messages, tools=tools, **extra), False)]
-        given = [list(messages), tools, extra]
-        mask = ControlMask(given, control_tokens)
-        if mask.covered == given:
-            return [(self.render(messages, tools=tools, **extra), True)]
-        masked, masked_tools, masked_extra = mask.covered
-        disguised = self.render(masked, tools=masked_tools, **masked_extra)
-        try:
-            plain: str | None = self.render(messages, tools=tools, **extra)
-        except TemplateError:
-            plain = None  # the template refuses such text; disguised, it is only text
-        if plain not in (None, mask.uncover(disguised)):
-            shown = [
-                message if message.get("role") == "assistant" else covered
-                for message, covered in zip(messages, masked, strict=True)
-            ]
-            disguised = self.render(shown, tools=masked_tools, **masked_extra)
-        return mask.segments(disguised)
 
     @property
     def _wants_parts(self) -> bool:
