@@ -258,7 +258,7 @@ def test_nothing_but_what_is_allowed_is_drawn() -> None:
 
 def test_a_bias_that_leaves_nothing_is_an_error(tiny: localrt.Model) -> None:
     bias = {tiny.tokenize("a")[0]: float("-inf")}
-    with pytest.raises(localrt.LocalrtError, match="no token of the model can go on"):
+    with pytest.raises(localrt.LocalrtError, match="no token of the model fits"):
         tiny.generate("hi", regex="a", logit_bias=bias)
 
 
