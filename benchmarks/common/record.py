@@ -1,6 +1,6 @@
-"""Result files: what all of them hold, how they are saved, and their tables in Markdown.
+"""Result files: common fields, saving, and Markdown tables.
 
-A row that is there is kept, so that a run goes on where another one stopped.
+Existing rows are kept, so that a run continues where another one stopped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 def setting(command: str, *packages: str) -> Record:
-    """Where results come from: machine, versions of localrt and of ``packages``, command."""
+    """The setting of a run: machine, versions of localrt and of ``packages``, command."""
     return {
         "machine": hardware.probe().to_dict(),
         "versions": dict(_versions(packages)),
@@ -36,7 +36,7 @@ def load(path: Path, **empty: Any) -> Record:
 
 
 def save(path: Path | None, record: Mapping[str, Any]) -> None:
-    """Whole or not at all: a run may be stopped at any time. Nowhere if ``path`` is None."""
+    """Save the record atomically, since a run may be stopped at any time; None: do nothing."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def save(path: Path | None, record: Mapping[str, Any]) -> None:
 
 
 def _text(value: Any, indent: str = "\n") -> str:
-    """JSON in which a list or object that holds no other takes one line, so that diffs are read."""
+    """JSON with one line per innermost list or object, for readable diffs."""
     inside = value.values() if isinstance(value, dict) else value
     nested = isinstance(value, dict | list | tuple) and any(
         isinstance(each, dict | list | tuple) for each in inside
@@ -62,7 +62,7 @@ def _text(value: Any, indent: str = "\n") -> str:
 def save_row(
     path: Path, record: Record, row: Record, order: Sequence[str], **setting: Any
 ) -> Record:
-    """``record`` with ``row`` in place of an older one, saved. ``order`` names all rows."""
+    """Replace ``row`` in ``record`` and save it. ``order`` names all rows."""
     both = {old["name"]: old for old in record["rows"]} | {row["name"]: row}
     made = {**setting, "rows": [both[name] for name in order if name in both]}
     save(path, made)
@@ -72,9 +72,9 @@ def save_row(
 def pending(
     rows: Sequence[Any], record: Mapping[str, Any], only: Sequence[str], again: Sequence[str]
 ) -> list[Any]:
-    """Rows to measure: without results yet, or named by ``again``; of those named by ``only``.
+    """Rows to measure: those without results or named by ``again``, filtered by ``only``.
 
-    A row's ``name`` has such a word.
+    Both are words in a row's ``name``.
     """
     done = {row["name"] for row in record["rows"] if row["results"]}
 
@@ -111,5 +111,5 @@ def machine_of(record: Mapping[str, Any]) -> str:
 
 
 def versions_of(record: Mapping[str, Any]) -> str:
-    """What was installed."""
+    """The installed versions of packages."""
     return ", ".join(f"{name} {version}" for name, version in record["versions"].items())

@@ -1,11 +1,11 @@
-"""This checkout and another one by turns, on the models of the README's first table.
+"""Compare this checkout with another one on the models of the README's first table.
 
     python -m benchmarks.compare --against FOLDER [--runs 11] [--only WORDS] [--json FILE]
 
 Each run is a process of its own: it loads the model and answers once, greedily, no drafts.
-The checkouts take turns, in changing order, after a run of each that warms up. A ratio is this
-checkout's value over the other's in the same turn. The other checkout needs its compiled kernels.
-Rows that are not measured stay in the JSON as they were.
+After a warm-up run of each, the checkouts alternate in changing order. A ratio is this checkout's
+value divided by the other's in the same turn. The other checkout needs its compiled kernels.
+The JSON keeps rows that are not measured.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ ROWS = (
 
 
 def measure(row: Row, checkout: Path, cache: Path) -> dict[str, Any]:
-    """One process. Each checkout keeps in its own ``cache`` what it measures of the machine, and a
-    chat's KV cache.
+    """Run one process. Each checkout has a ``cache`` folder of its own, for machine measurements
+    and a chat's KV cache.
     """
     load = {"ram": row.ram, "ctx": -(-(row.prompt + row.tokens + 256) // 256) * 256}
     job = {**asdict(row), "model": str(find_model(row.model)), "load": load}
@@ -71,7 +71,7 @@ def measure(row: Row, checkout: Path, cache: Path) -> dict[str, Any]:
 
 
 def compare(row: Row, checkouts: dict[str, Path], runs: int) -> Record:
-    """Medians and quartiles of both, and of their ratio in each turn."""
+    """Return medians and quartiles of both checkouts, and of their ratio in each turn."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         for turn in range(runs + 1):

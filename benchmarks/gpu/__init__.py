@@ -1,1 +1,1 @@
-"""Checks and speeds on a CUDA GPU; torch and numpy are all they need."""
+"""Checks and speeds on a CUDA GPU; they need only torch and numpy."""

@@ -33,7 +33,7 @@ from localrt.quant.cuda.launch import emulate
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Module and function, imported as they are needed; what only a GPU can say comes first.
+# Module and function, imported when needed; checks that need a GPU come first.
 CHECKS = {
     "copy": ("kernels", "check_copy"),
     "products": ("kernels", "check_products"),
@@ -53,13 +53,13 @@ CHECKS = {
     "packed-logits": ("models", "check_packed_logits"),
     "packed": ("models", "check_packed"),
 }
-# These have the CPU compute, too.
+# These also compute on the CPU.
 _BESIDE = frozenset({"loaded"})
 _BUILD_S = 240
 
 
 def build_kernels() -> Result:
-    """The CPU's kernels, compiled if they are not there."""
+    """Compile the CPU's kernels unless they exist."""
     if find_library() is not None:
         return Result("CPU kernels", True, values={"built": False})
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
@@ -73,7 +73,7 @@ def build_kernels() -> Result:
 
 
 def found_by(name: str, device: str, kernels: Future[Result] | None) -> Iterator[Result]:
-    """What a check finds, as it comes; the CPU's ``kernels`` are waited for if it needs them."""
+    """Yield a check's results, after waiting for the CPU's ``kernels`` if it needs them."""
     if name in _BESIDE and kernels is not None:
         yield from one_by_one("CPU kernels", lambda: [kernels.result()])
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def found_by(name: str, device: str, kernels: Future[Result] | None) -> Iterator
 
 @dataclass
 class Run:
-    """What was found so far, in a file."""
+    """The results so far, saved to a file."""
 
     out: Path
     machine: dict[str, Any]
@@ -99,11 +99,11 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the run began."""
         return time.perf_counter() - self.started
 
     def keep(self, result: Result) -> None:
-        """One more."""
+        """Add and save one result."""
         result.seconds = self.seconds - sum(each.seconds for each in self.results)
         print(result.line(), flush=True)
         self.results.append(result)
@@ -150,7 +150,7 @@ def main() -> int:
     run = Run(args.out, machine)
     end_s = 60 * args.minutes if cuda else float("inf")
     late = {"not run": f"{args.minutes:g} minutes were up"}
-    # During the first checks: it takes a minute.
+    # Compiled during the first checks: it takes a minute.
     kernels = ThreadPoolExecutor(1).submit(build_kernels) if _BESIDE & {*names} else None
     for name in names:
         if run.seconds < end_s:
@@ -168,7 +168,7 @@ def main() -> int:
 
 
 def driver_version() -> str | None:
-    """Of the GPU's driver, if nvidia-smi tells."""
+    """The GPU driver's version, if nvidia-smi reports it."""
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -178,7 +178,7 @@ def driver_version() -> str | None:
 
 
 def version_of(package: str) -> str | None:
-    """Of a package that may be missing."""
+    """The version of a package that may be missing."""
     try:
         return version(package)
     except PackageNotFoundError:

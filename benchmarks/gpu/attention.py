@@ -1,7 +1,7 @@
-"""Attention: with a window and a soft cap, with sinks, and over latents.
+"""Checks and speeds of attention: with a window and a soft cap, with sinks, and latent.
 
-Each against float64, for a tree; a row's bits alone and among others; and how fast one row is over
-a long cache beside a copy, and beside torch.
+Compares each with float64 on a tree, checks that a row has the same bits alone and among others,
+and times one row over a long cache against a copy and against torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Attend = Callable[[torch.Tensor, int, torch.Tensor | None], torch.Tensor]
 
 
 def check_attention(device: str) -> list[Result]:
-    """One row and a tree of 16 over long caches; right against float64 on a short one."""
+    """Time one row and a tree of 16 over long caches; compare with float64 on a short one."""
     results = guarded("attention", lambda: [windowed("attention", device)])
     ceiling = copy_bandwidth(device)
     cuda = device.startswith("cuda")
@@ -48,7 +48,7 @@ def check_attention(device: str) -> list[Result]:
 
 
 def check_mixture_attention(device: str) -> list[Result]:
-    """gpt-oss's heads, with sinks and its window; DeepSeek's, over latents."""
+    """Check gpt-oss's heads, with sinks and a window, and DeepSeek's latent attention."""
     kinds = {"attention with sinks": sinks, "latent attention": latents}
     results: list[Result] = []
     with torch.inference_mode():
@@ -86,7 +86,7 @@ def heads_against_float64(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> Result:
-    """A tree over 300 keys of two groups."""
+    """Compare a tree over 300 keys of two groups with float64."""
     n, groups, held, scale = 7, 2, 300, 0.125
     k, v = (torch.randn(groups, 512, size, device=device).bfloat16() for _ in range(2))
 
@@ -152,7 +152,7 @@ def latents(name: str, device: str) -> Result:
 def compared(
     name: str, device: str, q: torch.Tensor, held: int, run: Attend, exact: Callable[..., Any]
 ) -> Result:
-    """A tree against float64; and each row of a chain, alone and among the others."""
+    """Compare a tree with float64, and each row of a chain alone and among the others."""
     tree = tree_of(len(q))
     got, wanted = run(q, held, tree.to(torch.int8).to(device)), exact(q, tree)
     error = float((got.double() - wanted).abs().max() / wanted.abs().max())
@@ -169,7 +169,7 @@ def compared(
 def attention_launches(
     n: int, heads: int, groups: int, size: int, length: int, device: str
 ) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]], int]:
-    """Ours, torch's, and the bytes of keys and values."""
+    """Our launches, torch's, and the bytes of keys and values."""
     nbytes = 2 * groups * length * size * 2
     count = copies_beyond_cache(nbytes, device)
     q = torch.randn(n, heads, size, device=device).bfloat16()

@@ -1,4 +1,4 @@
-"""The models that ``scripts/gpu_check`` makes of random numbers."""
+"""Random models for ``scripts/gpu_check``."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def random_ids(config: Mapping[str, Any], count: int, seed: int = 0) -> list[int
 
 
 def logits(model: Decoder, ids: list[int], single: int) -> np.ndarray:
-    """Prefill of all but the last ``single`` tokens, then these one at a time."""
+    """Logits: prefill of all but the last ``single`` tokens, then these one at a time."""
     cache = model.cache(256)
     parts = [model.forward(Batch.extend([(cache, ids[:-single])]))]
     parts += [model.forward(Batch.extend([(cache, [token])])) for token in ids[-single:]]
@@ -82,5 +82,5 @@ def logits(model: Decoder, ids: list[int], single: int) -> np.ndarray:
 
 
 def largest_error(got: np.ndarray, wanted: np.ndarray) -> float:
-    """Largest difference over largest magnitude."""
+    """Largest difference divided by largest magnitude."""
     return float(np.abs(got - wanted).max() / np.abs(wanted).max())

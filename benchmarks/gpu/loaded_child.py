@@ -1,7 +1,7 @@
-"""A process that loads a model as any program does, answers, and says what it took.
+"""A process that loads a model as any program does, answers, and reports time and memory.
 
-Run by ``loaded.py`` with a JSON job. A process of its own has a GPU's memory to itself, and no
-kernel that another has compiled or loaded.
+Run by ``loaded.py`` with a JSON job. A separate process has the GPU's memory to itself and no
+kernels compiled or loaded by another.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from localrt.engine.types import Chunk
 
 _THROTTLE_SAMPLE = 64 << 20
 _LOGIT_ROWS = 72
-_COUNTED = 8  # tokens, after as many that are not
+_COUNTED = 8  # timed tokens, after as many warm-up tokens
 
 
 def main(arguments: list[str]) -> None:
-    """One job: options of ``localrt.load``, lengths of prompts, tokens to decode."""
+    """Run one job: options of ``localrt.load``, lengths of prompts, tokens to decode."""
     job = json.loads(arguments[0])
     if job.get("link_bytes_s"):
         throttle(job["link_bytes_s"])
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
 
 
 def placed(model: Model) -> dict[str, Any]:
-    """Bytes of the weights by place, who computes them, and the forecast."""
+    """Bytes of weights by place and by the device that computes with them, and the forecast."""
     plan = model._core.engine.plan
     if plan is None:
         return {"weight_bytes": model.info.weight_bytes, "computed_by_cpu": 0, "placement": ""}
@@ -54,7 +54,7 @@ def placed(model: Model) -> dict[str, Any]:
     for unit in plan.request.shape.units:
         place = where[unit.name]
         nbytes[place.value] += unit.nbytes
-        # An embedding's rows and the last norm are looked up wherever the layers are.
+        # The embedding and the last norm follow the layers: they are not counted.
         computed += unit.kind not in ("embedding", "norm") and not place.on_gpu
     return {
         "weight_bytes": plan.weight_bytes,
@@ -69,7 +69,7 @@ def placed(model: Model) -> dict[str, Any]:
 
 
 def answers(model: Model, job: dict[str, Any]) -> dict[str, Any]:
-    """Every prompt, the first of them twice: the second time all that it needs is compiled."""
+    """Answer every prompt, the first one twice: the second time its kernels are compiled."""
     vocab, tokens = model.info.vocab_size, job["tokens"]
 
     def answer(length: int, seed: int, count: int) -> Chunk:
@@ -101,13 +101,13 @@ def answers(model: Model, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_logits(model: Model, path: str) -> None:
-    """The last rows of a prompt: some of a pass of 64 rows, some of one of few."""
+    """Save the logits of a prompt's last rows, from a pass of 64 rows and from a small one."""
     ids = random_ids({"vocab_size": model.info.vocab_size}, _LOGIT_ROWS, seed=5)
     np.save(path, np.concatenate(list(model.logits(ids, first=_LOGIT_ROWS - 12))))
 
 
 def counted(model: Model) -> dict[str, Any]:
-    """Kernels, launches and waits of a token, and the GPU's idle share, once all is recorded."""
+    """A token's kernels, launches and waits, and the GPU's idle share, after graph capture."""
     if not model.info.device.startswith("cuda"):
         return {}
     from localrt.quant.cuda.counting import count_gpu_use
@@ -132,7 +132,7 @@ def counted(model: Model) -> dict[str, Any]:
 
 
 def peak_memory(free_before: int) -> int:
-    """The most that torch has taken of the GPU's memory, and what CUDA took beside it."""
+    """Peak GPU memory of torch, and what CUDA took besides."""
     import torch
 
     beside = free_before - torch.cuda.mem_get_info()[0] - torch.cuda.memory_reserved()
@@ -140,9 +140,9 @@ def peak_memory(free_before: int) -> int:
 
 
 def throttle(link_bytes_s: float) -> None:
-    """Have every copy to the GPU take as long as over a slower link: more bytes follow it.
+    """Simulate a slower link: send extra bytes after every copy to the GPU.
 
-    The GPU's own rates are measured, and kept, as they are.
+    Measured and saved rates of the GPU do not change.
     """
     import torch
 
@@ -151,7 +151,7 @@ def throttle(link_bytes_s: float) -> None:
     plain, gpu_rates = cuda_memory.CudaCopies, measuring.gpu_rates
 
     class Throttled(plain):
-        """Sends bytes to nowhere behind each copy."""
+        """Sends extra bytes, which are discarded, after each copy."""
 
         def __init__(self, device: str = "cuda") -> None:
             super().__init__(device)

@@ -1,7 +1,7 @@
 """Whole models on our kernels, for ``scripts/gpu_check``: logits, decode, trees, memory.
 
-Random packed weights at a real model's shape. A recorded pass must be the pass itself, bit for bit,
-and a row the same row whether it is computed alone, with others, or in a tree.
+Random packed weights at a real model's shape. A captured graph must give the same bits as a plain
+pass, and a row the same bits alone, with others, or in a tree.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
 
-# Largest difference over largest magnitude. float32 differs by the order of sums alone (TF32 is
-# off); bf16 keeps 8 bits, through a few layers.
+# Largest difference divided by largest magnitude. float32 differs only by the order of sums (TF32
+# is off); bf16 keeps 8 bits, through a few layers.
 BOUNDS = {"f32": 1e-4, "bf16": 0.05, "packed": 0.05}
 TREE = 16
 
@@ -49,7 +49,7 @@ def check_packed_logits(device: str) -> list[Result]:
 
 
 def every_architecture(kinds: Sequence[str], device: str) -> list[Result]:
-    """Random models of all that are known; one small one on the CPU."""
+    """Check random models of all known architectures; on the CPU only a small one."""
     if not device.startswith("cuda"):
         return logits_of("LlamaForCausalLM", _config(device), 6, kinds, device)
     configs = {name: {**TINY, **extra} for name, extra in ARCHITECTURES.items()}
@@ -60,7 +60,7 @@ def every_architecture(kinds: Sequence[str], device: str) -> list[Result]:
 def logits_of(
     name: str, config: dict[str, Any], length: int, kinds: Sequence[str], device: str
 ) -> list[Result]:
-    """A prompt, then four tokens one by one: against the CPU's float32."""
+    """Compare the logits of a prompt and four single tokens with the CPU's float32."""
     ids = random_ids(config, length)
     wanted = logits(
         random_model(name, config, TorchOps(compute_format="f32", device="cpu")), ids, 4
@@ -81,13 +81,13 @@ def logits_of(
 
 
 def check_decode(device: str) -> list[Result]:
-    """A resident 1.5B in bf16 through torch: speed, peak memory against the estimate."""
+    """Measure a resident 1.5B in bf16 through torch: speed, peak memory against the estimate."""
     ops = TorchOps(compute_format="bf16", device=device)
     return resident("1.5B bf16", RandomCheckpoint("Qwen2ForCausalLM", _config(device)), ops)
 
 
 def check_packed(device: str) -> list[Result]:
-    """Resident packed models: speed with and without CUDA graphs, trees, peak memory."""
+    """Measure resident packed models: speed with and without CUDA graphs, trees, peak memory."""
     results = []
     for name in ("int4-g32", "nvfp4", "q4_k") if device.startswith("cuda") else ("int4-g32",):
         checkpoint = RandomPackedCheckpoint("Qwen2ForCausalLM", _config(device), name)
@@ -103,7 +103,7 @@ def _config(device: str) -> dict[str, Any]:
 
 
 def resident(name: str, checkpoint: RandomCheckpoint, ops: Any) -> list[Result]:
-    """Prefill and decode; on our kernels also recorded graphs, bit for bit the same, and a tree."""
+    """Time prefill and decode; with our kernels also captured graphs (same bits) and a tree."""
     cuda = "cuda" in ops.device
     before = 0
     if cuda:
@@ -158,7 +158,7 @@ def resident(name: str, checkpoint: RandomCheckpoint, ops: Any) -> list[Result]:
 
 
 def tree(model: Decoder, forward: Any, cache: Any, prompt: list[int], nodes: int) -> Result:
-    """A chain as a mask, and a binary tree, each one pass; against their branches row by row."""
+    """Compare a chain and a binary tree, each one pass, with their branches row by row."""
     held = cache.length
     tokens = np.array(prompt[:nodes])
     chain = np.tril(np.ones((nodes, nodes), bool))
@@ -191,6 +191,6 @@ def tree(model: Decoder, forward: Any, cache: Any, prompt: list[int], nodes: int
         "replay_is_bitwise_equal": bool(np.array_equal(replayed, branching)),
         "us_replay": seconds * 1e6,
     }
-    cuda = "cuda" in model.ops.device  # BLAS decides the order of sums in the interpreter
+    cuda = "cuda" in model.ops.device  # in Triton's interpreter BLAS decides the order of sums
     ok = (bitwise or not cuda) and error < BOUNDS["packed"] and values["replay_is_bitwise_equal"]
     return Result(f"tree of {nodes}", bool(ok), values=values)

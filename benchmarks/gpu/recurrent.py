@@ -1,7 +1,7 @@
-"""Recurrent layers between their projections.
+"""Checks and speeds of recurrent layers, without their projections.
 
-Each against torch's textbook form; a row's bits alone and in a longer pass; and how fast one row, a
-tree and a prompt are.
+Compares each with a plain torch version, checks that a row has the same bits alone and in a longer
+pass, and times one row, a tree and a prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT = 512
 
 
 def check_recurrent(device: str) -> list[Result]:
-    """Of every kind one, in small for the comparison."""
+    """Check one layer of every kind; small ones for the comparison."""
     results: list[Result] = []
     with torch.inference_mode():
         for name in _SHAPES:
@@ -61,7 +61,7 @@ def _spec(name: str, *, small: bool) -> RecurrentSpec:
 
 
 def _weights(spec: RecurrentSpec, device: str) -> RecurrentWeights:
-    """Without the projections."""
+    """Random weights, without the projections."""
 
     def vector(size: int, scale: float = 0.5, offset: float = 0.0) -> torch.Tensor:
         return torch.randn(size, device=device) * scale + offset
@@ -82,7 +82,7 @@ def _weights(spec: RecurrentSpec, device: str) -> RecurrentWeights:
 
 
 class _Pass:
-    """A pass of ``rows`` rows that has begun; it may be run again and again."""
+    """A pass of ``rows`` rows that has begun and can be run repeatedly."""
 
     def __init__(self, cache: KVCache, rows: int, mask: Any, device: str) -> None:
         cache.reserve(cache.length + rows)
@@ -93,14 +93,14 @@ class _Pass:
         self.sequences = table.split(table.upload(torch.device(device)))
 
     def run(self, mixed: torch.Tensor, weights: RecurrentWeights, layer: int = 0) -> torch.Tensor:
-        """Our kernels."""
+        """Run our kernels."""
         layout = self._cache.layout
         places = layout.states[layer], layout.rows[layer]
         spec = layout.specs[layer]
         return mix_rows(mixed, weights, spec, self.sequences, layer, places)
 
     def done(self) -> None:
-        """It counts."""
+        """End the pass: its rows count as held."""
         for layer in range(len(self._cache.layout.specs)):
             self._cache.layer_done(layer)
         (span,) = self.spans
@@ -108,7 +108,7 @@ class _Pass:
 
 
 def _compared(name: str, spec: RecurrentSpec, device: str) -> Result:
-    """A prompt, single rows and a tree."""
+    """Compare a prompt, single rows and a tree."""
     ops, weights = CudaOps(device=device), _weights(spec, device)
     tree = tree_of(7).numpy()
     mixed = torch.randn(26, spec.projected_rows, device=device)

@@ -40,7 +40,7 @@ def kernels_table(record: Mapping[str, Any], *, every_row: bool = False) -> str:
 
 
 def passes_table(record: Mapping[str, Any]) -> str:
-    """Tokens per second of a pass of each number of rows behind each context."""
+    """Tokens per second of a pass, by its number of rows and the context before it."""
     rows = []
     for r in record["results"]:
         theirs = r["llamacpp_s"][r["best_setting"]]

@@ -1,10 +1,10 @@
-"""Whole mixtures in RAM beside llama.cpp: layers of real shapes, random weights.
+"""Mixture-of-experts models in RAM, compared with llama.cpp: real shapes, random weights.
 
     python -m benchmarks.moe.experts [--shapes qwen3-30b-a3b] [--runs 7] [--json FILE]
 
-Every shape gets as many layers as take about 2 GB, so that experts come from memory. One token and
-512, by turns with llama.cpp at its best setting on the same file. Medians of all but the first run;
-ratios are medians of each run's own. Other shapes' results stay in the file.
+Every shape gets about 2 GB of layers, so experts are read from memory, not from a CPU cache. Runs
+of 1 and 512 tokens alternate with llama.cpp at its best setting on the same file. Medians leave out
+the first run; a ratio is the median of each run's ratio. The file keeps other shapes' results.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT, TOKENS = 512, 24
 
 
 def measure(shape: MixtureShape, runs: int) -> Record:
-    """Tokens per second of a whole model, beside llama.cpp's."""
+    """Tokens per second of a whole model and of llama.cpp."""
     layers = shape.layers_of(NBYTES)
     rng = np.random.default_rng(1)
     prompt = rng.integers(0, VOCABULARY, PROMPT).tolist()

@@ -1,7 +1,7 @@
 """The engines that a benchmark child can load, behind one small protocol.
 
-``native`` and ``llamacpp`` run through `localrt.Model`, so what is measured is what a user of
-the library gets. Heavy imports happen inside `load_engine`, in the child alone.
+``native`` and ``llamacpp`` run through `localrt.Model`, as for a user of the library. Heavy imports
+happen inside `load_engine`, in the child process only.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class BenchEngine(Protocol):
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What runs, as plain values; ``format`` names the setting where there is no other."""
+        """What runs, as plain values; ``format`` names the setting if there is only one."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, without special tokens."""
 
     def generate(self, prompt: list[int], tokens: int, on_first: Callable[[], None]) -> Metrics:
-        """Exactly ``tokens`` greedy tokens after ``prompt``, and what they cost.
+        """Generate exactly ``tokens`` greedy tokens after ``prompt``; returns their metrics.
 
-        ``on_first`` is called once, when the first of them is known: decoding begins there.
+        ``on_first`` is called once, after the first token: decoding begins there.
         """
 
 
@@ -78,7 +78,7 @@ def load_engine(launch: Launch) -> BenchEngine:
         return _LocalrtEngine(llamacpp_core(launch))
     if launch.engine not in ENGINES:
         raise OptionError(f"unknown engine {launch.engine!r}: known are {', '.join(ENGINES)}")
-    for package in ("transformers", "torch", "accelerate"):  # the last for GGUF files, too
+    for package in ("transformers", "torch", "accelerate"):  # accelerate: for GGUF files too
         if find_spec(package) is None:
             raise MissingExtraError(
                 f"the transformers engine needs {package}: pip install 'localrt[bench]'"
@@ -94,7 +94,7 @@ class _LocalrtEngine:
 
         self._engine = core.engine
         self._model = model = Model(core)
-        # File names only: results are made to be passed on.
+        # File names only: results may be shared.
         path = model.info.path
         self.info: Mapping[str, Any] = {**asdict(model.info), "name": path.name, "path": path.name}
 
@@ -112,13 +112,13 @@ class _LocalrtEngine:
         return last.metrics
 
     def gpu_use(self, prompt: list[int]) -> dict[str, Any]:
-        """The fields of a ``GpuUse``, measured behind ``prompt``."""
+        """The fields of a ``GpuUse``, measured after ``prompt``."""
         from localrt.bench.gpu import gpu_use
 
         return asdict(gpu_use(self._model, prompt))
 
     def trace_events(self) -> Iterator[dict[str, Any]]:
-        """The latest tasks; they are kept from the first call on. None without a pipeline."""
+        """The latest tasks, recorded from the first call on; None without a pipeline."""
         for task in self._engine.weights.tasks(_TRACED_TASKS):
             times = {"start_s": task.start, "end_s": task.end}
             yield {"resource": task.resource, "name": task.name, **times}
@@ -134,7 +134,7 @@ def _load_native(launch: Launch) -> Core:
 
 
 def llamacpp_core(launch: Launch) -> Core:
-    """Like ``localrt.load``, with llama.cpp's own settings, which that does not offer."""
+    """Like ``localrt.load``, plus llama.cpp's own settings."""
     from localrt.chat_format.templates.chat_template import PlainTemplate
     from localrt.engine.llamacpp.engine import LlamaCppEngine
     from localrt.engine.llamacpp.model import LlamaCppModel, LlamaCppSettings

@@ -36,7 +36,7 @@ def to_json(
     versions: Mapping[str, str],
     command: str,
 ) -> dict[str, Any]:
-    """The whole run: ``results`` has one entry per engine and setting, the best ones flagged."""
+    """The run as JSON: ``results`` has an entry per engine and setting; the best are flagged."""
     best = _best(outcome.results)
     return {
         "machine": machine.to_dict(),
@@ -68,7 +68,7 @@ def to_json(
 
 
 def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Machine) -> str:
-    """What the same run says to a person."""
+    """The run as a table for people."""
     best = _best(outcome.results)
     work = options.workload
     measured = any(result.samples for result in outcome.results)
@@ -126,7 +126,7 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
 def _details(
     results: Sequence[Result], details: Mapping[str, tuple[str, Callable[[Any], str]]]
 ) -> Iterator[tuple[str, Callable[[Result], str]]]:
-    """The columns that have anything to say: some engine reads 0 bytes, but not all."""
+    """The columns worth showing: not those where every engine reads 0 bytes, say."""
 
     def cell(show: Callable[[Any], str], name: str, result: Result) -> str:
         return show(result.metrics.get(name))
@@ -148,7 +148,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f}%"
 
 
-# Columns that stand only where a result has them: header, and how to show a value.
+# Columns shown only if a result has them: header, and how to show a value.
 _DETAILS: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "predicted_tok_s": ("predicted", format_rate),
     "pipeline_efficiency": ("pipeline busy", _percent),
@@ -164,7 +164,7 @@ def _best(results: Sequence[Result]) -> dict[str, Result]:
 
 
 def _baseline(results: Sequence[Result], metric: str) -> float | None:
-    """llama.cpp's best figure over its settings: nobody beats it by its worse choice."""
+    """llama.cpp's best figure over its settings: the fair baseline."""
     return max((r.metrics[metric] for r in results if r.engine == _BASELINE), default=None)
 
 
@@ -221,7 +221,7 @@ def write_trace(path: Path, events: Sequence[Mapping[str, Any]], *, process: str
 
 
 def _first_free(lines: list[float], start: float, end: float) -> int:
-    """The first line that is free at ``start``, taken until ``end``."""
+    """Take the first line that is free at ``start``, until ``end``."""
     for line, free in enumerate(lines):
         if free <= start:
             lines[line] = end

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print, also what was measured until Ctrl+C; 1 when no engine could run."""
+    """Measure and print, partial results after Ctrl+C too; return 1 if no engine could run."""
     sizes = {name: getattr(args, name) for name in ("ram", "gpu_memory")}
     sizes = {
         name: text if text is None else parse_size(text, option(name))
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_long_prompt(options: BenchOptions, asked: int | None) -> Workload:
-    """The long prompt's length: as given, else the usual one or what the context has room for."""
+    """The long prompt's length: the given one, or the default limited to the context."""
     work = options.workload
     if asked is not None:
         return replace(work, long_prompt_tokens=asked)
@@ -158,7 +158,7 @@ def _report(
 
 
 def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
-    """The native engine's tasks; an error where there are none, as with a resident model."""
+    """Write the native engine's tasks; fail if it has none, as for a resident model."""
     for result in outcome.results:
         if result.trace:
             write_trace(path, result.trace, process=f"localrt {name}")
@@ -180,12 +180,12 @@ def _engines(text: str) -> tuple[str, ...]:
 
 
 def _resolve(model: str) -> tuple[str, Path]:
-    """The model on this machine, downloaded first if need be: children get a path."""
+    """Find the model, downloading it if needed: child processes get a path."""
     settings = Settings.from_environment()
     with ProgressLine() as line:
         choose = chooser(settings, say=note_to(line))
         resolved = resolve(model, settings=settings, choose=choose, progress=line)
-    # File names only: results are made to be passed on.
+    # File names only: results may be shared.
     name = resolved.path.name if Path(resolved.name).exists() else resolved.name
     return name, resolved.path
 

@@ -1,4 +1,4 @@
-"""``localrt pull MODEL``: download a model, or its newest revision, and say where it lies."""
+"""``localrt pull MODEL``: download a model, or its newest revision, and print its path."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Download; returns the exit status. An interrupted download is continued by the next one."""
+    """Download; returns the exit status. The next call continues an interrupted download."""
     with ProgressLine() as line:
         found = pull(args.model, revision=args.revision, progress=line)
     if args.json:

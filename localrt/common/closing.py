@@ -1,4 +1,4 @@
-"""The ``with`` statement for what has a ``close``."""
+"""The ``with`` statement for classes that have a ``close`` method."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NoReturn, Self
 
 
 class Closing(ABC):
-    """Is closed at the end of a ``with`` block, however the block ends."""
+    """Base class: closed at the end of a ``with`` block, also after an exception."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what is held; safe to repeat."""
+        """Release all resources; safe to repeat."""
 
     def __enter__(self) -> Self:
         return self
@@ -20,7 +20,7 @@ class Closing(ABC):
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled at once, not after walking all that it holds."""
+        """Refuse pickling at once, before pickle walks all attributes."""
         raise TypeError(
             f"a {type(self).__name__} cannot be pickled or copied: each process opens its own"
         )

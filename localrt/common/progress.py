@@ -1,4 +1,4 @@
-"""How far long work is: downloads, packing, loading, reading a prompt."""
+"""Progress of long work: downloads, packing, loading, prefill."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ KV_DISK = "LOCALRT_KV_DISK"
 DEFAULT_CONTEXT = 4096
 """Tokens of a conversation to reckon with where no context was asked for."""
 
-_OLLAMA_SERVICES = (  # where packages of Linux systems keep what Ollama's service downloads
+_OLLAMA_SERVICES = (  # where Ollama's system service on Linux keeps its downloads
     Path("/usr/share/ollama/.ollama/models"),
     Path("/var/lib/ollama/.ollama/models"),
 )
@@ -31,9 +31,9 @@ class Settings:
 
     ``hub_cache`` is the folder shared by all tools of the hub, ``cache_dir`` localrt's own (it may
     be deleted at any time), ``data_dir`` holds chats and stores, ``config_dir`` preferences.
-    ``kv_disk`` is a size, or ``"off"``: what KV caches of conversations may take in ``cache_dir``.
+    ``kv_disk`` is the most that saved KV caches may take in ``cache_dir``, or ``"off"``.
     ``ollama_dirs``, ``lm_studio_dirs`` and ``llama_cpp_dirs`` are where other programs keep models.
-    ``endpoint_key`` goes to the server of ``--endpoint``, ``serve_key`` is what our own asks for.
+    ``endpoint_key`` is sent to the server of ``--endpoint``, ``serve_key`` protects our own.
     """
 
     hub_endpoint: str
@@ -85,7 +85,7 @@ class Settings:
         )
 
     def read_hub_token(self) -> str | None:
-        """The token of the environment, else the one that ``hf auth login`` stored, else None."""
+        """The environment's token, or the one that ``hf auth login`` stored, or None."""
         if self.hub_token or self.hub_token_file is None:
             return self.hub_token
         try:

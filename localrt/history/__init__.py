@@ -1,6 +1,6 @@
-"""Conversations that outlive the app: branches of turns in one SQLite file, saved as they grow.
+"""Saved conversations: branches of turns in one SQLite file, written as they grow.
 
-It knows text only: neither models nor their caches.
+Knows text only, neither models nor KV caches.
 """
 
 from localrt.history.conversation import Conversation, Turn

@@ -1,7 +1,7 @@
 """The MCP servers of a config, in a thread with an event loop of their own.
 
-Callers look at ``statuses``, and calls are futures. The thread imports the SDK, so that a program
-starts as fast as without. Knows no model and no conversation.
+Callers read ``statuses``; calls return futures. The thread imports the SDK, so that it does not
+delay the program's start. Knows no model and no conversation.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 if TYPE_CHECKING:
     from localrt.mcp.connection import Connection
 
-_CLOSE_SECONDS = 8.0  # servers get two to end by themselves, then they are killed
+_CLOSE_SECONDS = 8.0  # servers get two seconds to exit, then they are killed
 _LOOK_SECONDS = 0.02
 
 
 class ToolServers:
-    """They start with ``start``, all at the same time, and end with ``close``."""
+    """MCP servers; ``start`` starts all in parallel, ``close`` ends them."""
 
     def __init__(self, configs: Sequence[ServerConfig]) -> None:
         self.configs = tuple(configs)
@@ -38,13 +38,13 @@ class ToolServers:
         self._thread = threading.Thread(target=self._run, name="localrt-tools", daemon=True)
 
     def start(self) -> None:
-        """Begin to start them."""
+        """Start all servers without waiting for them."""
         if self.configs:
             self._thread.start()
 
     @property
     def statuses(self) -> tuple[ServerStatus, ...]:
-        """Each server now, in the config's order."""
+        """The status of each server, in the config's order."""
         if self._broken:
             return tuple(ServerStatus(c.name, "failed", (), self._broken) for c in self.configs)
         if not self._began.is_set():
@@ -52,39 +52,39 @@ class ToolServers:
         return tuple(connection.status for connection in self._connections.values())
 
     def wait(self, cancelled: threading.Event) -> None:
-        """Until all have started or failed, or ``cancelled`` is set."""
+        """Wait until all servers have started or failed, or ``cancelled`` is set."""
         while not cancelled.is_set() and any(s.state == "starting" for s in self.statuses):
             time.sleep(_LOOK_SECONDS)
 
     def start_again(self) -> None:
-        """Start those that failed."""
+        """Start the failed servers again."""
         if self._loop is not None:
             for connection in self._connections.values():
                 self._loop.call_soon_threadsafe(connection.start_again)
 
     def call(self, tool: Tool, arguments: Mapping[str, Any], *, most: int) -> Future[ToolResult]:
-        """Run a tool; at most ``most`` characters of its result.
+        """Run a tool; its result is cut to ``most`` characters.
 
-        The future has a result also where the call failed. Cancelling it stops the call.
+        A failed call is a result too, not an exception. Cancelling the future stops the call.
         """
         assert self._loop is not None, "a tool is known once its server has started"
         call = self._connections[tool.server].call(tool.name, arguments, most)
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def close(self) -> None:
-        """End the servers and the thread; takes seconds where a server does not end by itself."""
+        """End the servers and the thread; takes seconds if a server does not exit."""
         if self._thread.ident is None:
             return
         self._began.wait(_CLOSE_SECONDS)
         if self._loop is not None and self._stop is not None:
-            with suppress(RuntimeError):  # it ended by itself
+            with suppress(RuntimeError):  # it has ended already
                 self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(_CLOSE_SECONDS)
 
     # -- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        for name in ("mcp", "client", "httpx2"):  # their log lines would land on the chat
+        for name in ("mcp", "client", "httpx2"):  # their log lines would appear in the chat
             logging.getLogger(name).addHandler(logging.NullHandler())
             logging.getLogger(name).propagate = False
         try:

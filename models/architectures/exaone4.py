@@ -1,6 +1,6 @@
 """EXAONE 4: norms on results instead of inputs, and on every query and key head.
 
-Where there are windows, the layers that see all have no rotary embedding.
+In models with windows, layers without one have no rotary embedding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from localrt.models.raw_config import RawConfig
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """Llama's keys; windows where ``layer_types`` or ``sliding_window_pattern`` says."""
+    """Reads Llama's keys; ``layer_types`` or ``sliding_window_pattern`` says which have windows."""
     config = llama.read_config(raw)
     attention = config.attending
     if raw.has("sliding_window"):
@@ -34,11 +34,11 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 
 
 def _pattern(raw: RawConfig, layers: int) -> list[bool]:
-    """Which layers see a window: "LLLG" is the same as 4, all but every fourth."""
+    """Which layers have a window: "LLLG" is the same as 4, all but every fourth."""
     pattern = raw.text("sliding_window_pattern", "4")
     if pattern.isdecimal() and int(pattern) > 0:
         return [(layer + 1) % int(pattern) != 0 for layer in range(layers)]
     if not pattern or set(pattern) - set("LG"):
         raise UnsupportedModelError(f"sliding_window_pattern {pattern!r:.60} is not supported")
-    last = layers - 1  # sees all, whatever the pattern says
+    last = layers - 1  # the last layer never has a window
     return [pattern[layer % len(pattern)] == "L" and layer < last for layer in range(layers)]

@@ -1,8 +1,9 @@
 """Gemma 4 (text): Gemma 3's norms, two head sizes, per-layer embeddings, shared keys and values.
 
-The last layers attend to the keys and values of the last layer before them that is of their kind.
-Full layers have larger heads, of which a part rotates, and may use their projected keys as values.
-Queries, keys and values are normed by head and not scaled. Mixtures run beside a dense MLP.
+The last layers attend to the keys and values of the nearest earlier layer of their kind that has
+its own. Full layers have larger heads, rotate a part of each, and may use their projected keys as
+values. Queries, keys and values are normed per head and not scaled. Mixtures run in parallel with a
+dense MLP.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
     """Gemma 4's ``text_config`` keys."""
     layers = raw.integer("num_hidden_layers", 30)
     windowed = raw.windowed([(layer + 1) % 6 != 0 for layer in range(layers)])
-    windowed[-1] = False  # whatever the config says, as in transformers
+    windowed[-1] = False  # fixed, as in transformers
     sliding, full = _read_kinds(raw, windowed)
     config = gemma.sandwich_config(
         raw, "gemma4", full, sliding, windowed, vocab_size=262_144, context_length=131_072
@@ -43,7 +44,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
         ),
         qk_norm=True,
         norm_offset=0.0,
-        # Files that say none are cut by llama.cpp at what all published models have.
+        # Without a value, llama.cpp uses the cap of all published models.
         final_softcap=config.final_softcap or (_SOFTCAP if raw.is_gguf else None),
         inner_sizes=sizes,
         intermediate_size=max(sizes),
@@ -57,7 +58,7 @@ def read_layer_inputs(
 ) -> LayerInputs | None:
     """The per-layer embeddings, where a model has them.
 
-    ``vocab_size`` and the width ``default`` count where the config says none.
+    ``vocab_size`` and the width ``default`` are used where the config has none.
     """
     width = raw.optional_integer("hidden_size_per_layer_input")
     if width is None and (default is None or raw.has("hidden_size_per_layer_input")):
@@ -68,9 +69,9 @@ def read_layer_inputs(
 
 
 def read_sources(raw: RawConfig, windowed: Sequence[bool], default: int = 0) -> list[int | None]:
-    """For each layer the one whose keys and values it attends to; None: its own.
+    """For each layer, the layer whose keys and values it attends to; None: its own.
 
-    ``default`` is how many share them where the config does not say.
+    ``default`` is the number of sharing layers where the config does not say.
 
     Raises:
         ValueError: there is no earlier layer of its kind.
@@ -92,7 +93,7 @@ def read_sources(raw: RawConfig, windowed: Sequence[bool], default: int = 0) -> 
 
 
 def _read_kinds(raw: RawConfig, windowed: Sequence[bool]) -> tuple[AttentionSpec, AttentionSpec]:
-    """A sliding and a full layer."""
+    """Read a sliding and a full layer."""
     heads, size = raw.integer("num_attention_heads", 8), raw.integer("head_dim", 256)
     sliding = AttentionSpec(
         heads=heads,
@@ -104,7 +105,7 @@ def _read_kinds(raw: RawConfig, windowed: Sequence[bool]) -> tuple[AttentionSpec
             raw,
             size,
             parameters={
-                # All of it; divisors that a GGUF file has are of full layers
+                # The whole head rotates; a GGUF file's divisors are for full layers
                 "rope_type": "proportional",
                 "rope_theta": raw.number("rope_local_base_freq", 1e4),
                 "partial_rotary_factor": 1.0,
@@ -133,7 +134,7 @@ def _read_kinds(raw: RawConfig, windowed: Sequence[bool]) -> tuple[AttentionSpec
 
 
 def _full_heads(raw: RawConfig, windowed: Sequence[bool], *, tied: bool) -> tuple[int, int | None]:
-    """Size and number of a full layer's key/value heads; None: as many as others have.
+    """Size and number of a full layer's key/value heads; None: as in other layers.
 
     Newer configs have them in ``per_layer_config``, the same for each of these layers.
     """

@@ -1,4 +1,4 @@
-"""LFM2 and LFM3 (Liquid AI): short convolutions, attention at times."""
+"""LFM2 and LFM3 (Liquid AI): short convolutions, and attention in some layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = LayerNames(
 
 
 def read_lfm2(raw: RawConfig) -> DecoderConfig:
-    """LFM2 and LFM2-MoE (Liquid AI): short convolutions, attention at times.
+    """LFM2 and LFM2-MoE (Liquid AI): short convolutions, and attention in some layers.
 
     ``layer_types``, or ``full_attn_idxs``, say which layers attend.
     """
@@ -63,7 +63,7 @@ def read_lfm2(raw: RawConfig) -> DecoderConfig:
 
 
 def short_convolution(raw: RawConfig, config: DecoderConfig, *, taps: int) -> RecurrentSpec:
-    """A layer that mixes neighbours alone; ``taps`` where the config does not say how many."""
+    """A short convolution layer; ``taps`` is the default where the config has none."""
     return RecurrentSpec(
         kind="conv",
         heads=1,
@@ -78,14 +78,14 @@ def short_convolution(raw: RawConfig, config: DecoderConfig, *, taps: int) -> Re
 
 
 def convolution_names(spec: RecurrentSpec) -> RecurrentNames:
-    """The tensors of such a layer."""
+    """The tensor names of a short convolution layer."""
     return RecurrentNames(
         mix=("conv.in_proj",), taps=("conv.conv",), out="conv.out_proj", biased=spec.conv_bias
     )
 
 
 def _width(raw: RawConfig, width: int) -> int:
-    """Of an MLP: configs may give three halves of it, to be scaled and rounded."""
+    """An MLP's width: configs may give 3/2 of it, to be scaled and rounded."""
     adjusts = raw.flag("block_auto_adjust_ff_dim", default=raw.has("block_multiple_of"))
     if raw.is_gguf or not adjusts:
         return width
@@ -109,10 +109,10 @@ _ROPE: Mapping[str, Mapping[str, Any]] = {
 def read_lfm3(raw: RawConfig) -> DecoderConfig:
     """LFM3 (Liquid AI): short convolutions, norms on inputs and results, and a gate for each head.
 
-    Of the layers that attend, some see a window and rotate all of a head; the others see all
-    and rotate a share of its pairs.
+    Some attention layers have a window and rotate the whole head; the others see all tokens and
+    rotate a share of its pairs.
 
-    LFM2's keys; ``rope_parameters`` has those of both kinds of attention.
+    Reads LFM2's keys; ``rope_parameters`` has an entry for each kind of attention.
     """
     config = llama.read_config(raw)
     gated = raw.flag("use_attention_gate", default=True)

@@ -1,14 +1,14 @@
 """Text to token ids and back, as the model's own files define it.
 
 ``load_tokenizer`` picks the reader for the checkpoint's kind: ``gguf.py`` or ``hf.py``, which make
-one of the two BPEs of ``bpe.py`` or leave all to the ``tokenizers`` package. Nothing heavy is
-imported before it is called. The ids are those of that package and of SentencePiece, from packed
-tables (``tables.py``).
+one of the two BPEs of ``bpe.py`` or use the ``tokenizers`` package. Nothing heavy is imported
+before it is called. BPEs use packed tables (``tables.py``) and give the same ids as that package
+and SentencePiece.
 
-A long text is read in stretches of 16 KB, which end where its words do; a word of more than 32 KB
-is cut. Long words are joined a block at a time. A ``Watch`` hears how many tokens there are so far
-and ends the reading of a prompt that is cancelled or far too long; ``least_tokens`` tells from a
-text's length that it cannot fit.
+A long text is encoded in segments of 16 KB that end at word boundaries; a word of more than 32 KB
+is cut. Long words are merged block by block. A ``Watch`` gets the number of tokens so far and stops
+encoding a prompt that is cancelled or far too long; ``least_tokens`` bounds the tokens from a
+text's length.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def load_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of ``checkpoint``.
 
-    ``pre`` is the pre-tokenizer of a GGUF file that names a wrong one or none; ``note`` hears what
-    a user should know.
+    ``pre`` is the pre-tokenizer of a GGUF file that names a wrong one or none; ``note`` is called
+    with lines for the user.
 
     Raises:
-        TokenizerError: it has none (then only ``token_ids`` can be used), or a broken one.
-        UnsupportedModelError: a kind of tokenizer that is not known here.
+        TokenizerError: none (then only ``token_ids`` can be used), or a broken one.
+        UnsupportedModelError: an unknown type of tokenizer.
     """
-    # Only one of the two is needed, and not by those who know a tokenizer's contract alone
+    # Imported here: only one of the two is needed, and importers of the protocol need neither
     try:
         if checkpoint.kind == "gguf":
             from localrt.models.tokenizers.gguf import gguf_tokenizer

@@ -1,10 +1,10 @@
-"""A tokenizer from a Hugging Face folder: ``tokenizer.json`` and the small files beside it.
+"""A tokenizer from a Hugging Face folder: ``tokenizer.json`` and related small files.
 
-Plain byte-level BPE is read into packed tables: what remains for the ``tokenizers`` package is a
-tokenizer whose vocabulary is the 256 bytes and the added tokens, which normalizes and cuts words as
-the file says. Whatever is out of the ordinary is left to the package as a whole, errors included.
-Decoding is done here, byte by byte, so that it can stream. Which tokens are special, and which end
-a generation, is spread over four files that are all optional. Does not know models.
+Plain byte-level BPE is read into packed tables. The ``tokenizers`` package then only normalizes
+text and splits it into words, with a vocabulary of the 256 bytes and the added tokens. The package
+handles every other tokenizer whole, errors included.
+Decoding is done here, byte by byte, so that it can stream. Four optional files say which tokens are
+special and which end a generation. Does not know models.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EXTRAS = (
     "end_of_word_suffix",
     "byte_fallback",
 )
-# What a pattern looks at before a match: then words depend on where a text begins.
+# Look-behinds and anchors: with these, words depend on where a text begins.
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|(?<![\[\\])\^|\\[bBAGK]")
 _STEPS = {"Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "ByteLevel"}
 
@@ -54,8 +54,8 @@ def read_packed(
 ) -> ByteLevelTokenizer | None:
     """The tokenizer.json at ``path``, or None where it is not plain byte-level BPE.
 
-    None also where it lacks added tokens that are ``declared`` elsewhere, by id. ``describe`` tells
-    what ids mean, from all of the file but its vocabulary and merges, and the pieces.
+    Also None if the file lacks added tokens that are ``declared`` (by id) elsewhere. ``describe``
+    makes the vocabulary from the file without its vocabulary and merges, and the pieces.
     """
     from tokenizers import Tokenizer as Backend  # needed by tokenizer.json alone
 
@@ -80,7 +80,7 @@ def read_packed(
     except BaseException as error:
         if not is_package_error(error):
             raise
-        return None  # broken in one of many ways; the package says in which
+        return None  # malformed: the package's own error says how
     return ByteLevelTokenizer(
         describe(backend, pieces),
         words=words,
@@ -94,9 +94,9 @@ def read_packed(
 
 
 def _is_plain(spec: Mapping[str, Any]) -> bool:
-    """Whether it is BPE without extras, of words that are spelled in the byte alphabet.
+    """Whether it is BPE without extras over words in the byte alphabet.
 
-    And whether added tokens are found in the text as it is, all in one go.
+    Added tokens must match the unchanged text, all in one pass.
     """
     model = spec["model"]
     if model["type"] != "BPE" or any(model.get(key) for key in _EXTRAS):
@@ -114,7 +114,7 @@ def _is_plain(spec: Mapping[str, Any]) -> bool:
 
 
 def _can_be_cut(spec: Mapping[str, Any]) -> bool:
-    """Whether words are the same when a text begins at any of them; see ``ByteLevelTokenizer``."""
+    """Whether a text can be split at any word without changing words (``ByteLevelTokenizer``)."""
     if spec["normalizer"] is not None and _kinds(spec["normalizer"], "normalizers") != ["NFC"]:
         return False
     return all(
@@ -126,17 +126,17 @@ def _can_be_cut(spec: Mapping[str, Any]) -> bool:
 
 
 def _kinds(part: Mapping[str, Any], steps: str) -> list[str]:
-    """The type of each of a part's steps."""
+    """The types of a component's steps."""
     return [step["type"] for step in _steps(part, steps)]
 
 
 def _steps(part: Mapping[str, Any], steps: str) -> list[Mapping[str, Any]]:
-    """A part's steps, which a sequence lists under ``steps``."""
+    """A component's steps; a sequence lists them under ``steps``."""
     return part[steps] if part["type"] == "Sequence" else [part]
 
 
 def _are_ids(vocab: Mapping[str, Any]) -> bool:
-    """Whether each piece has an id of its own, and each byte is a piece."""
+    """Whether ids are unique and each byte is a piece."""
     ids = vocab.values()
     return (
         all(type(token) is int and 0 <= token < _LARGEST_ID for token in ids)
@@ -146,7 +146,7 @@ def _are_ids(vocab: Mapping[str, Any]) -> bool:
 
 
 def _is_numbered(added: list[Mapping[str, Any]], vocab: Mapping[str, int]) -> bool:
-    """Whether added tokens have the ids that the package would give them, not others."""
+    """Whether added tokens have the ids that the package would give them."""
     numbered: dict[str, int] = {}
     following = len(vocab)
     for entry in added:
@@ -154,7 +154,7 @@ def _is_numbered(added: list[Mapping[str, Any]], vocab: Mapping[str, int]) -> bo
         if name not in numbered:
             numbered[name] = vocab.get(name, following)
             following += name not in vocab
-        # Behind gaps in the vocabulary, versions of the package count differently
+        # After gaps in the vocabulary, versions of the package number tokens differently
         gaps = name in vocab and vocab[name] >= len(vocab)
         if not name or gaps or entry["id"] != numbered[name]:
             return False
@@ -162,7 +162,7 @@ def _is_numbered(added: list[Mapping[str, Any]], vocab: Mapping[str, int]) -> bo
 
 
 def _tables(vocab: dict[str, int], names: dict[str, int]) -> tuple[PieceTable, PieceTable]:
-    """Pieces that words may become, and those with the added tokens."""
+    """Tables of the pieces of words, without and with the added tokens."""
     pieces = [""] * (max(*vocab.values(), *names.values()) + 1)
     in_words, known = np.zeros(len(pieces), np.bool_), np.zeros(len(pieces), np.bool_)
     for piece, token in (vocab | names).items():
@@ -202,12 +202,12 @@ class _Decoder:
 
 
 class HuggingFaceTokenizer(VocabularyTokenizer):
-    """``backend`` encodes; its added tokens stand for their names."""
+    """A tokenizer whose ``backend`` encodes; added tokens decode to their names."""
 
     def __init__(self, backend: Backend, vocabulary: Vocabulary, decoder: _Decoder) -> None:
         super().__init__(vocabulary)
         self._backend = backend
-        self._lock = threading.Lock()  # whether control tokens count is a flag on the backend
+        self._lock = threading.Lock()  # the backend has a flag for parsing control tokens
         self._added = frozenset(backend.get_added_tokens_decoder())
         self._decoder = decoder
         pieces = vocabulary.pieces
@@ -217,8 +217,8 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
         return -(-len(text) // self._longest) if self._longest else 0
 
     def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
-        # The package reads a text at once, and puts some 150 bytes aside for each token: what it
-        # begins with tells whether the rest is wanted.
+        # The package encodes a text at once, with some 150 bytes per token: its beginning is
+        # counted first, so that ``watch`` can refuse the rest.
         size = _BEGINNING
         while size < len(text):
             watch(len(self._encoded(text[:size], parse_special)))
@@ -253,7 +253,7 @@ class HuggingFaceTokenizer(VocabularyTokenizer):
 class BackendPieces:
     """``Pieces`` of a vocabulary that the package holds.
 
-    ``longest`` are the most characters of a text that one token stands for; 0: there is no bound.
+    ``longest`` is the most characters that one token stands for; 0: no bound.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -271,17 +271,17 @@ class BackendPieces:
     def find(self, text: str) -> int | None:
         try:
             found: int | None = self._backend.token_to_id(text)
-        except UnicodeEncodeError:  # half a pair of surrogates is no piece
+        except UnicodeEncodeError:  # a lone surrogate is not a piece
             return None
         return found
 
 
 def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> VocabularyTokenizer:
-    """The tokenizer of a model folder; ``eos`` are the ids that its configs end a generation with.
+    """The tokenizer of a model folder; ``eos`` are the EOS ids of its configs.
 
     Raises:
         TokenizerError: the folder has none, or a broken one.
-        UnsupportedModelError: its decoder is of a kind that is not known here.
+        UnsupportedModelError: its decoder is of an unknown type.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -301,7 +301,7 @@ def hf_tokenizer(folder: Path, *, eos: int | Iterable[int] | None = None) -> Voc
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is no such file.
+    """Read a JSON object; empty if the file does not exist.
 
     Raises:
         TokenizerError: not JSON, or not an object.
@@ -318,7 +318,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def token_name(entry: object) -> str | None:
-    """The text of a token that a config names: a string, or an object with ``content``."""
+    """The text of a token in a config: a string, or an object with ``content``."""
     if isinstance(entry, Mapping):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
@@ -334,7 +334,7 @@ def _what_is_there(folder: Path) -> str:
 
 
 def _read_whole(path: Path, config: Mapping[str, Any]) -> Backend:
-    """The file as the package reads it, with what tokenizer_config.json alone declares."""
+    """Read the file by the package, and add tokens that only tokenizer_config.json declares."""
     from tokenizers import AddedToken  # needed by tokenizer.json alone
     from tokenizers import Tokenizer as Backend
 
@@ -393,10 +393,10 @@ def _vocabulary(
 
 
 def _around(backend: Backend) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the post-processor puts before and after a text.
+    """The tokens that the post-processor adds before and after a text.
 
-    It alone decides, as in transformers: the flags ``add_bos_token`` and ``add_eos_token`` of a
-    tokenizer_config.json change nothing where there is a tokenizer.json.
+    As in transformers, ``add_bos_token`` and ``add_eos_token`` of tokenizer_config.json are ignored
+    if there is a tokenizer.json.
     """
     with package_errors("the model's tokenizer cannot be used"):
         encoded = backend.encode("a", add_special_tokens=True)
@@ -416,7 +416,7 @@ def _id_list(value: object) -> frozenset[int]:
 
 
 def _decoder(spec: Mapping[str, Any] | None) -> _Decoder:
-    """What the ``decoder`` of a tokenizer.json does, as far as it can stream."""
+    """Read the ``decoder`` of a tokenizer.json; only decoders that can stream are supported."""
     steps = [spec] if spec else []
     if spec and spec.get("type") == "Sequence":
         steps = list(spec.get("decoders", ()))
@@ -447,7 +447,7 @@ def _decoder(spec: Mapping[str, Any] | None) -> _Decoder:
 
 
 def _keeps_characters(backend: Backend) -> bool:
-    """Whether each character of a text is in some token's piece, or is several tokens."""
+    """Whether encoding keeps every character, so that piece lengths bound a token's text."""
     normalizer = json.loads(backend.normalizer.__getstate__()) if backend.normalizer else {}
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     return (
@@ -461,7 +461,7 @@ def _keeps_characters(backend: Backend) -> bool:
 
 
 def _replaces_one(step: Mapping[str, Any]) -> bool:
-    """Whether a normalizer's step puts something in the place of one character."""
+    """Whether a normalizer's step replaces single characters."""
     return (
         step["type"] == "Replace"
         and len(step["pattern"].get("String", "")) == 1

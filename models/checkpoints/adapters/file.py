@@ -1,9 +1,9 @@
-"""Low-rank adapters as they are published: folders of PEFT and mlx-lm, llama.cpp's GGUF files.
+"""Reads published low-rank adapters: folders of PEFT and mlx-lm, llama.cpp's GGUF files.
 
 A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, or ``adapters.safetensors``
-of mlx-lm: LoRA, rsLoRA (arXiv:2312.03732) and DoRA. Every matrix is checked against the base
-model's before any is read, and comes out under the name of the tensor that it changes, in the row
-order that the checkpoint of the base shows (``places.py``). Nothing is unpickled.
+of mlx-lm: LoRA, rsLoRA (arXiv:2312.03732) and DoRA. Every matrix is checked against the base model
+before any is read, and gets the name and row order of the tensor that it changes (``places.py``).
+Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.adapters import Adapter, LowRank
 
-# What changes more than a matrix by a low rank.
+# Options that change more than a matrix by a low rank.
 _REFUSED = {
     "fan_in_fan_out": "whose matrices are transposed",
     "layer_replication": "that repeats layers",
@@ -54,7 +54,7 @@ _MOST_REPEATS, _MOST_CHOICES = 3, 100  # in a pattern of modules' names
 
 
 def check_peft_config(config: Mapping[str, Any], path: Path) -> None:
-    """Whether this is the ``adapter_config.json`` at ``path`` of an adapter that is read here.
+    """Check that ``config``, from ``path``, describes a supported PEFT adapter.
 
     Raises:
         CheckpointError: a key is malformed.
@@ -87,7 +87,7 @@ def check_peft_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _is_slow(pattern: str) -> bool:
-    """Whether matching a name may try so many ways that it does not end."""
+    """Whether matching a pattern may take exponential time."""
     plain = re.sub(r"\\.", "x", pattern).replace("(?:", "(")
     repeats, groups = re.findall(r"[*+?{]", plain), plain.count("(")
     repeated = re.search(r"\)[*+?{]", plain) is not None
@@ -99,9 +99,9 @@ def _is_size(value: object) -> bool:
 
 
 def peft_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
-    """What a module's product is times, from its name and rank.
+    """Return the function from a module's name and rank to its scale.
 
-    Calling it raises ``CheckpointError`` where the config says another rank.
+    It raises ``CheckpointError`` if the config gives another rank.
     """
 
     def of(kind: str, module: str, default: float) -> float:
@@ -127,7 +127,7 @@ def peft_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], fl
 
 
 def check_mlx_config(config: Mapping[str, Any], path: Path) -> None:
-    """Whether this is the ``adapter_config.json`` at ``path`` of an adapter of mlx-lm's.
+    """Check that ``config``, from ``path``, describes a supported adapter of mlx-lm.
 
     Raises:
         CheckpointError: a key is malformed.
@@ -145,14 +145,14 @@ def check_mlx_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def mlx_scale(config: Mapping[str, Any], path: Path) -> Callable[[str, int], float]:
-    """What every product is times, whatever the rank."""
+    """The scale of all modules, independent of rank."""
     return lambda module, rank: float(config["lora_parameters"]["scale"])
 
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _MLX_NAME = "adapters.safetensors"
-_HASHED = 1 << 18  # bytes at once: they stay in the cache
+_HASHED = 1 << 18  # bytes at a time: they stay in the CPU cache
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _WRAPPER = "base_model.model."
 # How PEFT names a module's parts: A, B, and DoRA's magnitudes.
@@ -162,7 +162,7 @@ _PEFT = re.compile(
 # mlx-lm's: A and B are transposed, m is DoRA's.
 _MLX = re.compile(r"(?P<module>.+)\.(lora_(?P<part>a|b)|(?P<m>m))")
 _MERGE = "merge it with 'localrt quantize MODEL --adapter PATH'"
-# What folders of these models keep in pairs, GGUF's converter leaves so.
+# Published with rotary rows in pairs, which GGUF's converter keeps.
 _IN_PAIRS = PUBLISHED_IN_PAIRS | {"ernie4_5", "ernie4_5-moe"}
 _COPIES = ("embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
 _GGUF = re.compile(r"(?P<module>.+)\.lora_(?P<part>[ab])")
@@ -172,11 +172,11 @@ _SCALED = frozenset({"falcon-h1"})
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """How a file names and keeps things."""
+    """A file's names and layout."""
 
     path: Path
     name_of: Callable[[str], str]  # from a module's name to the tensor that it changes
-    scale: Callable[[str, int], float]  # of a module's product, from its name and rank
+    scale: Callable[[str, int], float]  # from a module's name and rank to its scale
     pairs: bool  # rotary rows of queries and keys lie in pairs
     converted: bool = False  # rows lie as in GGUF files
     transposed: bool = False  # A is (columns, rank), B (rank, rows)
@@ -184,7 +184,7 @@ class _Source:
 
 @dataclass(slots=True)
 class _Parts:
-    """What there is of one module, not read yet."""
+    """The stored tensors of one module, not read yet."""
 
     a: StoredTensor | None = None
     b: StoredTensor | None = None
@@ -195,8 +195,8 @@ class _Parts:
 def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adapter[LowRank]:
     """The adapter at ``path``, a folder or a ``.gguf`` file, for the model ``base``.
 
-    DoRA's factors need the base's matrices, which are then read once. ``merging``: also of matrices
-    that cannot be adapted while the model runs.
+    DoRA's factors need the base's matrices, which are then read once. ``merging`` also allows
+    matrices that cannot be adapted while the model runs.
 
     Raises:
         CheckpointError: it is damaged, or belongs to another base.
@@ -204,7 +204,7 @@ def read_adapter(path: Path, base: Checkpoint, *, merging: bool = False) -> Adap
     """
     if path.is_dir():
         return _read_folder(path, base, merging=merging)
-    if path.suffix == ".gguf" or is_gguf(path):  # other programs' files have no suffix
+    if path.suffix == ".gguf" or is_gguf(path):  # GGUF files of other programs have no suffix
         return _read_gguf(path, base, merging=merging)
     raise CheckpointError(
         f"{path} is no adapter: give a folder of PEFT or mlx-lm ({CONFIG_NAME}, {WEIGHTS_NAME} or "
@@ -239,14 +239,14 @@ def _read_folder(path: Path, base: Checkpoint, *, merging: bool) -> Adapter[LowR
                 raise unread_type_error(weights, name, kind)
             found = (_MLX if mlx else _PEFT).fullmatch(name.removeprefix(_WRAPPER))
             if found is None and name.endswith(_COPIES):
-                continue  # of the base's, which PEFT saves beside what it has for tokens
+                continue  # a copy of the base's table, which PEFT saves beside adapted tokens
             if found is None:
                 raise UnsupportedModelError(
                     f"{weights}: tensor {name!r:.120} is no part of a low rank: an adapter that "
                     "holds whole modules (modules_to_save, bias) must be merged into its model"
                 )
             if is_beside_text(found["module"]):
-                continue  # the text part alone runs
+                continue  # only the text model runs
             parts = modules.setdefault(found["module"], _Parts())
             part = found["part"] or "magnitude"
             kind = part.removeprefix("embedding_").removesuffix("_vector").lower()
@@ -360,7 +360,7 @@ def _assembled(
 def _checked(
     source: _Source, module: str, parts: _Parts, base: Checkpoint, *, merging: bool
 ) -> tuple[list[Place], StoredTensor, StoredTensor]:
-    """Where a module's change belongs, and its two matrices."""
+    """Return a module's places in the base, and its two matrices."""
     a, b, path = parts.a, parts.b, source.path
     if a is None or b is None:
         raise CheckpointError(f"{path}: module {module!r:.100} has no lora_{'B' if a else 'A'}")
@@ -395,7 +395,7 @@ def _checked(
 
 
 def _places(source: _Source, module: str, shape: tuple[int, int], base: Checkpoint) -> list[Place]:
-    """Of a module of ``shape``; the base has all of them, in these sizes."""
+    """Return the places of a module of ``shape``; checks that the base has them."""
     name = source.name_of(module)
     try:
         found = places(name, shape, base, pairs=source.pairs, converted=source.converted)
@@ -430,7 +430,7 @@ def _why_not(name: str) -> str:
 
 
 def _decomposed(part: LowRank, magnitude: Floats, name: str, base: Checkpoint) -> LowRank:
-    """DoRA: each row of ``W + B A`` has a length of its own."""
+    """DoRA: scale each row of ``W + B A`` to its own magnitude."""
     if name not in base.tensors:
         name = _EMBEDDING  # of a tied head
     factors, at = np.empty(len(magnitude), np.float32), 0
@@ -464,7 +464,7 @@ def _values(tensor: StoredTensor) -> Floats:
 
 
 def _digest(file: RangedFile, config: bytes) -> str:
-    """Names the contents: what was computed with an adapter must not pass for another's."""
+    """A digest of the contents, so that cached results of two adapters never mix."""
     found = hashlib.sha256(config)
     for at in range(0, file.size, _HASHED):
         found.update(file.read(at, min(_HASHED, file.size - at)).data)

@@ -1,10 +1,10 @@
-"""Which of the base's matrices a published module is, in which order its rows lie; merging into it.
+"""Maps an adapter's modules to the base's matrices and row order, and merges adapters into them.
 
-A checkpoint shows some matrices under other names, in parts, or with moved rows
+A checkpoint presents some matrices under other names, in parts, or with reordered rows
 (``safetensors/names.py``, ``family_tensors.py``, ``rows.py``). The same is done here to a column of
-row numbers, so that an adapter's rows go where the base's went. What a task's copy is made of is
-merged in float32: tensors that the adapter does not change are read as they are. Where embedding
-and head are one table and the adapter changes one of them, they become two.
+row numbers, so that an adapter's rows go where the base's went. Merging is in float32; tensors that
+the adapter does not change are read unchanged. If embedding and head are one table and the adapter
+changes one of them, they become two.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TOWERS = re.compile(
     re.DOTALL,
 )
 _ONLY_MERGED = (
-    # what is computed by other steps than products of rows with a matrix
+    # not computed by multiplying rows by a matrix
     (re.compile(r".+\.mlp\.gate\.weight", re.DOTALL), "routers"),
     (re.compile(r".+\.experts\.\d+\..+", re.DOTALL), "routed experts"),
     (re.compile(r".+\.[kv]_b_proj\.weight", re.DOTALL), "matrices of latent attention's heads"),
@@ -46,7 +46,7 @@ _ONLY_MERGED = (
     (re.compile(r".+\b(ngram_embedding|embed_tokens_per_layer)\.weight", re.DOTALL), "tables"),
 )
 _IN_FILES = (
-    # modules of folders, and what GGUF's names for their matrices stand for
+    # names of modules in folders, and those that GGUF's names are translated to
     (re.compile(r"\.feed_forward\.w1\."), ".mlp.gate_proj."),  # LFM2
     (re.compile(r"\.feed_forward\.w3\."), ".mlp.up_proj."),
     (re.compile(r"\.feed_forward\.w2\."), ".mlp.down_proj."),
@@ -56,15 +56,15 @@ _IN_FILES = (
     (re.compile(r"\.mixer\.(?=[qkvo]_proj\.)"), ".self_attn."),
     (re.compile(r"\.mixer\.(?=(up|down)_proj\.)"), ".mlp."),
 )
-_COUNTED = {"moe_num_experts": 0}  # where a config says nothing of experts
+_COUNTED = {"moe_num_experts": 0}  # default where a config has no experts
 _IN_MEMORY = ".forget_gate."  # how transformers groups some of Kimi Linear's matrices
 _DELTA = re.compile(r".+\.linear_attn\.(in_proj_(?P<part>qkv|z|b|a)|(?P<out>out_proj))\.weight")
-_IN_GROUPS = "qwen3next"  # whose GGUF files keep the value heads of a key head together
+_IN_GROUPS = "qwen3next"  # its GGUF files keep the value heads of a key head together
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A matrix of the base: its tensor, and which of the module's rows and columns it has.
+    """A matrix of the base: its tensor, and the module's rows and columns that it takes.
 
     None: all of them, as they are.
     """
@@ -75,12 +75,12 @@ class Place:
 
 
 def is_beside_text(module: str) -> bool:
-    """Whether a module belongs to no decoder, but to what sees and hears."""
+    """Whether a module belongs to a vision or audio tower, not to the decoder."""
     return _TOWERS.fullmatch(module) is not None
 
 
 def text_module(module: str, base: Checkpoint) -> str:
-    """The decoder's name of a published module's matrix: without what multimodal models add."""
+    """The decoder's name of a published module's matrix, without multimodal prefixes."""
     whole = f"{module}.weight"
     if whole in base.tensors:
         return whole
@@ -91,20 +91,20 @@ def text_module(module: str, base: Checkpoint) -> str:
 
 
 def why_only_merged(name: str) -> str | None:
-    """What a tensor is that cannot be adapted while the model runs; None: it can."""
+    """Why a tensor cannot be adapted while the model runs; None if it can."""
     return next((what for pattern, what in _ONLY_MERGED if pattern.fullmatch(name)), None)
 
 
 def places(
     name: str, shape: tuple[int, int], base: Checkpoint, *, pairs: bool, converted: bool
 ) -> list[Place]:
-    """Where the matrix that is published as ``name`` (a decoder's tensor) lies in ``base``.
+    """The places in ``base`` of the matrix published as ``name`` (a decoder's tensor).
 
     ``pairs``: it is published with the rotary rows of queries and keys in pairs; ``converted``: in
     the order of GGUF files.
 
     Raises:
-        CheckpointError: its rows are not those that the base's config asks for.
+        CheckpointError: its number of rows does not fit the base's config.
     """
     rows, columns = shape
     if name in base.tensors and not pairs and not _DELTA.fullmatch(name):
@@ -124,7 +124,7 @@ def places(
 
 
 def _in_file(name: str, base: Checkpoint) -> str:
-    """A tensor by the name that it has in a GGUF file's checkpoint, if it is there."""
+    """A tensor's name in a GGUF file's checkpoint, if it is there."""
     others = (pattern.sub(other, name) for pattern, other in _IN_FILES)
     return next((other for other in others if other in base.tensors), name)
 
@@ -134,7 +134,7 @@ def _in_order(numbers: Numbers) -> bool:
 
 
 def _in_turns(place: Place, rows: int, columns: int, base: Checkpoint) -> Place:
-    """GGUF files of Qwen3.5 have the value heads of all key heads by turns."""
+    """Interleave value heads of all key heads, as GGUF files of Qwen3.5 do."""
     match = _DELTA.fullmatch(place.name)
     turned = base.kind == "gguf" and base.architecture in QWEN_DELTA - {_IN_GROUPS}
     if match is None or not turned:
@@ -147,7 +147,7 @@ def _in_turns(place: Place, rows: int, columns: int, base: Checkpoint) -> Place:
     before = 2 * keys * key if match["part"] == "qkv" else 0
     count = columns if match["out"] else rows
     if count != before + heads * width:
-        return place  # the base's is another, which is told of where shapes are compared
+        return place  # another shape: the later comparison of shapes reports it
     by_key = np.arange(before, count).reshape(keys, heads // keys, width)
     order = np.concatenate([np.arange(before), by_key.swapaxes(0, 1).reshape(-1)])
     if match["out"]:
@@ -164,7 +164,7 @@ class _RowNumbers(RowSource):
 
 
 class MergedCheckpoint:
-    """Follows the ``Checkpoint`` protocol; ``base`` stays the caller's to close."""
+    """A ``Checkpoint`` of ``base`` with the adapter merged; the caller closes ``base``."""
 
     def __init__(self, base: Checkpoint, adapter: Adapter[LowRank]) -> None:
         self._base = base
@@ -185,7 +185,7 @@ class MergedCheckpoint:
 
     @property
     def kind(self) -> str:
-        """See ``Checkpoint``; what the base's files say of text and sampling holds too."""
+        """The base's kind, whose rules for text and sampling still hold."""
         return self._base.kind
 
     @property
@@ -209,7 +209,7 @@ class MergedCheckpoint:
         return self._base.metadata
 
     def close(self) -> None:
-        """Nothing of its own."""
+        """Do nothing: the caller closes the base."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
         block = self._base.read(self._source.get(name, name), start, stop)

@@ -1,7 +1,7 @@
 """GGUF metadata as a Hugging Face config and generation config.
 
-Translates what the file says and adds only what the file implies (a tied head, the factors of long
-rotary scaling). Defaults of an architecture that a file leaves out are that architecture's.
+Translates the file's keys and adds only what the file implies (a tied head, the factors of long
+rotary scaling). The architecture supplies defaults for keys that a file leaves out.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from localrt.quant.formats import unpack
 
 _MOST_LAYERS = 1 << 16
 _LONGEST_ROPE = 1 << 16
-_STANDS_STILL = 1e9  # a rotary divisor that leaves nothing of a frequency
+_STANDS_STILL = 1e9  # a rotary divisor that makes a frequency zero
 
 
 def count_layers(architecture: str, metadata: GgufMetadata) -> tuple[int, int]:
-    """The blocks of a file, and how many of them it says predict further tokens; 0 if not said.
+    """A file's number of blocks, and of multi-token prediction blocks; 0 where not given.
 
     Raises:
         CheckpointError: a count is of a wrong type.
@@ -48,10 +48,10 @@ def model_config(
     tensors: Mapping[str, StoredTensor],
     predicting: Collection[int] = (),
 ) -> dict[str, Any]:
-    """The parameters of a model under Hugging Face's keys.
+    """Return the model's parameters under Hugging Face's keys.
 
-    ``tensors`` has Hugging Face's names; its shapes and the small rotary vectors are looked at.
-    ``predicting`` blocks are no layers.
+    ``tensors`` has Hugging Face's names; only shapes and small rotary vectors are used.
+    ``predicting`` are the blocks that are not layers of the decoder.
 
     Raises:
         CheckpointError: a parameter is of a wrong type.
@@ -96,7 +96,7 @@ def model_config(
 
 
 def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
-    """Token ids that begin and end a text, and sampling defaults, under Hugging Face's keys.
+    """Return BOS and EOS token ids and sampling defaults under Hugging Face's keys.
 
     Raises:
         CheckpointError: a value is of a wrong type.
@@ -118,7 +118,7 @@ def generation_config(metadata: GgufMetadata) -> dict[str, Any]:
 
 
 def _leave_out(config: dict[str, Any], predicting: Collection[int], metadata: GgufMetadata) -> None:
-    """Count layers without the blocks that predict, in lists of one entry a block too.
+    """Leave the prediction blocks out of the layer count and of per-block lists.
 
     Raises:
         CheckpointError: a list has entries for fewer or more blocks.
@@ -142,7 +142,7 @@ def _leave_out(config: dict[str, Any], predicting: Collection[int], metadata: Gg
 
 
 def _numbers(metadata: GgufMetadata, key: str) -> Any:
-    """A number; or, where a file has one for each layer, their list unless all are the same."""
+    """Return a number, or a list if the file has different numbers per layer."""
     if key not in metadata or not metadata.is_array(key):
         return metadata.number(key)
     values = metadata[key] if metadata.count(key) <= _MOST_LAYERS else ["too many"]
@@ -152,22 +152,22 @@ def _numbers(metadata: GgufMetadata, key: str) -> Any:
 
 
 def _listed(metadata: GgufMetadata, key: str) -> list[Any]:
-    """An array of one entry a layer, or so; empty where there is none, or far too many."""
+    """Return an array of about one entry per layer; empty if it is missing or too long."""
     listed = key in metadata and metadata.is_array(key)
     return list(metadata[key]) if listed and metadata.count(key) <= _MOST_LAYERS else []
 
 
 def _add_routing(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
-    """How a router's scores are made. An unknown number stays, for the architecture to refuse."""
+    """Add the router's scoring. The architecture refuses an unknown number."""
     if (normalized := metadata.flag(f"{architecture}.expert_weights_norm")) is not None:
         config["norm_topk_prob"] = normalized
     function = metadata.integer(f"{architecture}.expert_gating_func")
-    if function:  # 0 says nothing
+    if function:  # 0: not given
         config["scoring_func"] = SCORING.get(function, str(function))
 
 
 def _head_size(config: Mapping[str, Any]) -> int | None:
-    """Hidden size over heads, where both are known."""
+    """Hidden size divided by heads, if both are known."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
         return hidden // heads
@@ -177,7 +177,7 @@ def _head_size(config: Mapping[str, Any]) -> int | None:
 def _add_vocabulary(
     config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
 ) -> None:
-    """The head and embedding have a row for each token; a file may not say how many."""
+    """Add the vocabulary size, from the embedding's rows if the file does not say it."""
     if "vocab_size" in config:
         return
     if (embedding := tensors.get("model.embed_tokens.weight")) is not None:
@@ -187,7 +187,7 @@ def _add_vocabulary(
 
 
 def _add_partial_rotary(config: dict[str, Any]) -> None:
-    """Rotation of a part of each head, as Hugging Face states it: a fraction."""
+    """Add partial rotation as Hugging Face gives it: a fraction of each head."""
     head_dim, rope_dim = config.get("head_dim", _head_size(config)), config.get("rope_dim")
     if isinstance(head_dim, int) and isinstance(rope_dim, int) and 0 < rope_dim < head_dim:
         config["partial_rotary_factor"] = rope_dim / head_dim
@@ -214,7 +214,7 @@ def _add_rope_scaling(
             kind = "longrope"
             scaling[f"{length}_factor"] = unpack(factors.read()).reshape(-1).tolist()
     if kind in (None, "none"):
-        linear = metadata.number(f"{architecture}.rope.scale_linear")  # before there was a type
+        linear = metadata.number(f"{architecture}.rope.scale_linear")  # older files, without a type
         if linear in (None, 1.0):
             return
         kind, scaling = "linear", {"factor": linear}
@@ -222,7 +222,7 @@ def _add_rope_scaling(
 
 
 def _add_layer_types(config: dict[str, Any], key: str, metadata: GgufMetadata) -> None:
-    """Which layers see a window only: every n-th sees all, or one flag for each layer."""
+    """Add which layers have a window: all but every n-th, or by one flag per layer."""
     if key in metadata and not metadata.is_array(key):
         config["sliding_window_pattern"] = metadata.integer(key)
     elif flags := _listed(metadata, key):
@@ -232,21 +232,21 @@ def _add_layer_types(config: dict[str, Any], key: str, metadata: GgufMetadata) -
 
 
 def _add_choice(config: dict[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
-    """How DeepSeek and GLM choose experts. First files of GLM do not say that scores are sigmoids.
+    """Add how DeepSeek and GLM choose experts. Early GLM files do not say that scores are sigmoids.
 
-    The file names no method: a group's best, or with sigmoids and a bias its best two.
+    The file names no method. It ranks groups by their best expert, with sigmoids by their best two.
     """
     biased = any(name.endswith("e_score_correction_bias") for name in tensors)
     scoring = config.setdefault("scoring_func", "sigmoid" if biased else "softmax")
     config["topk_method"] = "noaux_tc" if scoring == "sigmoid" else "group_limited_greedy"
     config["n_routed_experts"] = config.pop("num_local_experts", None)
     config.setdefault("norm_topk_prob", False)
-    if not config.get("routed_scaling_factor"):  # 0 says none, as not to say
+    if not config.get("routed_scaling_factor"):  # 0: none
         config.pop("routed_scaling_factor", None)
 
 
 def _add_temperature(config: dict[str, Any]) -> None:
-    """Mistral 3's rotary scaling, which leaves queries and keys as large as they were."""
+    """Add Mistral 3's rotary scaling, which does not change the size of queries and keys."""
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict):
         scaling["llama_4_scaling_beta"] = config.pop("llama_4_scaling_beta", None)
@@ -286,7 +286,7 @@ def _add_recurrent(config: dict[str, Any], architecture: str, metadata: GgufMeta
     }
     if not sizes["heads"] or not sizes["inner"]:
         return
-    if not metadata.flag(f"{architecture}.rope.scaling.finetuned"):  # as Granite says it
+    if not metadata.flag(f"{architecture}.rope.scaling.finetuned"):  # Granite's flag
         config["position_embedding_type"] = "nope"
     value = sizes["inner"] // sizes["heads"]
     config |= {
@@ -305,7 +305,7 @@ def _add_recurrent(config: dict[str, Any], architecture: str, metadata: GgufMeta
 
 
 def _add_kimi(config: dict[str, Any], metadata: GgufMetadata) -> None:
-    """Sizes of delta layers, which have as many heads as others; experts' shares sum up to 1."""
+    """Add sizes of delta layers (as many heads as others); expert weights sum to 1."""
     config["linear_head_dim"] = metadata.integer("kimi-linear.kda.head_dim")
     config["linear_num_heads"] = config.get("num_attention_heads")
     config["linear_conv_kernel_dim"] = metadata.integer("kimi-linear.ssm.conv_kernel")
@@ -315,7 +315,7 @@ def _add_kimi(config: dict[str, Any], metadata: GgufMetadata) -> None:
 def _add_connections(
     config: dict[str, Any], metadata: GgufMetadata, tensors: Mapping[str, StoredTensor]
 ) -> None:
-    """Streams, indexer and n-grams of Qwen3.8-Flash-Next. The file has what hashing takes."""
+    """Add Qwen3.8-Flash-Next's streams, indexer and n-grams, with the file's hash constants."""
     config["output_gate_type"] = "sigmoid"
     for key, name in CONNECTION_KEYS.items():
         config[name] = metadata.integer(f"qwen4exp.{key}")
@@ -332,7 +332,7 @@ def _add_connections(
 
 
 def _add_bases(config: dict[str, Any], metadata: GgufMetadata) -> None:
-    """Which layers have a rotary embedding: Hugging Face gives the others 0 as its base."""
+    """Add which layers have a rotary embedding: in Hugging Face configs others have base 0."""
     if flags := _listed(metadata, "granite_swa.attention.rope_pattern"):
         base = config.get("rope_theta")
         config["layer_rope_theta"] = [base if flag else 0 for flag in flags]
@@ -344,10 +344,9 @@ def _add_gemma(
     metadata: GgufMetadata,
     tensors: Mapping[str, StoredTensor],
 ) -> None:
-    """Gemma 3n's and Gemma 4's own keys, and what their tensors tell.
+    """Add Gemma 3n's and Gemma 4's own keys, and values that follow from their tensors.
 
-    Of two head sizes the plain key has the full layers'. The rotary divisors of these say which of
-    their pairs rotate.
+    The plain key has the head size of full layers. Their rotary divisors say which pairs rotate.
     """
     if (table := tensors.get("model.embed_tokens_per_layer.weight")) is not None:
         config["vocab_size_per_layer_input"] = table.rows
@@ -381,9 +380,9 @@ def _add_gemma(
 def _add_deepseek(config: dict[str, Any], architecture: str, metadata: GgufMetadata) -> None:
     """DeepSeek-V2's and V3's own keys.
 
-    Newer files hold latent attention in its absorbed form: one key/value head, whose size is under
-    the plain keys; a head's own sizes are under keys that end in ``_mla``. Older ones have the
-    latter under the plain keys.
+    Newer files hold latent attention in its absorbed form: the plain keys have the size of the one
+    key/value head, keys that end in ``_mla`` the size of each head. Older files have the latter
+    under the plain keys.
     """
     for key, name in DEEPSEEK_KEYS.items():
         value = metadata.number(f"{architecture}.{key}")
@@ -404,5 +403,5 @@ def _add_deepseek(config: dict[str, Any], architecture: str, metadata: GgufMetad
     config.pop("partial_rotary_factor", None)
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict) and "mscale_all_dim" in scaling:
-        # The file has a tenth of it; the two factors are the same in all published models.
+        # GGUF stores a tenth of the factor; both factors are equal in all published models.
         scaling["mscale_all_dim"] = scaling["mscale"] = 10 * scaling["mscale_all_dim"]
