@@ -60,7 +60,7 @@ def test_cancelled_pass(model: Model) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_on_gpu(model: Model, late: bool) -> None:
-    """With the first layer's state in RAM, the others on the card."""
+    """With the first layer's state in RAM, the others on the GPU."""
     names = [unit.name for unit in model.store.manifest.units]
     here = model.resident.cache(64)
     gpu = [name for name in names if name.startswith(("layers.1", "layers.2"))]

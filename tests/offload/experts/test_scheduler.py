@@ -111,7 +111,7 @@ def test_best_for_decoding(used: tuple, cpu: Rate, gpu: float, fetch: float) -> 
 
 
 def test_near_the_best_for_prompts() -> None:
-    """Random layers whose loads differ, at costs like those of a small card."""
+    """Random layers whose loads differ, at costs like those of a small GPU."""
     random = np.random.default_rng(0)
     costs = ExpertCosts(cpu=Rate(8, 55, 7), gpu=Rate(10, 11, 1), fetch=220)
     ratios = []

@@ -45,7 +45,7 @@ one_mixture = pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
 def places(
     model: Model, share: float, *, ssd: float = 0.0, shells: Where = Where.VRAM
 ) -> dict[str, Where]:
-    """``share`` of the experts in VRAM, ``ssd`` of the others on disk; the rest on the card."""
+    """``share`` of the experts in VRAM, ``ssd`` of the others on disk; the rest in RAM."""
     names = [unit.name for unit in model.store.manifest.units]
     experts = [name for name in names if ".expert." in name]
     where = {n: shells for n in names if n.endswith((".mlp", ".attention")) or n.startswith("head")}
@@ -56,7 +56,7 @@ def places(
 
 
 def stages(placed: Decoder) -> HybridExperts:
-    """What runs the sparse layers on the card."""
+    """What runs the sparse layers on the GPU."""
     found = placed.weights.sparse["gpu"]
     assert isinstance(found, HybridExperts)
     return found

@@ -190,7 +190,7 @@ ROTARY = ["aten::mul", "aten::cos", "aten::mul", "aten::sin", "aten::mul"]
 def test_launches_and_waits_of_a_token(
     coded: Model, tape: Tape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten launches a layer, or one a segment; the host waits only where rows leave the card."""
+    """Ten launches a layer, or one a segment; the host waits only where rows leave the GPU."""
     waits = list[str]()
     for name in ("cpu", "item", "tolist", "to"):
         plain = getattr(Tensor, name)
