@@ -25,7 +25,7 @@ from localrt.offload.planner.gpus import DEFAULT_GPU
 from localrt.offload.planner.pc import Hardware, planned_hardware
 from localrt.offload.planner.shapes import shape_from_config
 from localrt.planning.recommending import sized
-from localrt.quant.ops.kv import KvFormat
+from localrt.quant.ops.kv_formats import KvFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from localrt.models.config import DecoderConfig
 from localrt.offload.placement import Placement, Where
 from localrt.offload.shapes import ModelShape, PassSizes, aligned
 from localrt.quant.ops.attention import LATENT_SCRATCH_NBYTES
-from localrt.quant.ops.kv import KvFormat
+from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Ops
 
 PACKED_ROWS = 64

@@ -20,13 +20,8 @@ from localrt.models.units import TABLES, Unit, list_units, packed_nbytes
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.quant.choose import missing_on_gpu
 from localrt.quant.ops.attention import IndexSpec, LatentSpec, scratch_nbytes
-from localrt.quant.ops.kv import (
-    BLOCK_TOKENS,
-    LATENT_FORMATS,
-    KvFormat,
-    block_nbytes,
-    grown_capacity,
-)
+from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS, LATENT_FORMATS, KvFormat, block_nbytes
 from localrt.quant.ops.protocol import LayerSpec
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateLayout

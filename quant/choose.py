@@ -10,7 +10,7 @@ from localrt.common.option_names import option
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.ops.attention import IndexSpec, LatentSpec
 from localrt.quant.ops.hybrid_cache import split_layers
-from localrt.quant.ops.kv import parse_kv_format
+from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import LayerSpec, Ops
 from localrt.quant.ops.recurrent import RecurrentSpec
 

@@ -24,7 +24,7 @@ from localrt.offload.planner.advice import helpful_changes
 from localrt.offload.planner.gpus import DEFAULT_GPU, GPUS, GpuModel
 from localrt.offload.planner.pc import Hardware, budgets_of, machine_here, with_gpu
 from localrt.planning.models import shape_of
-from localrt.quant.ops.kv import parse_kv_format
+from localrt.quant.ops.kv_formats import parse_kv_format
 
 if TYPE_CHECKING:
     from localrt.api import Model

@@ -18,7 +18,7 @@ from localrt.cli.options import (
 )
 from localrt.common.formatting import format_rate
 from localrt.evaluate import Evaluation, evaluate
-from localrt.quant.ops.kv import KV_FORMATS
+from localrt.quant.ops.kv_formats import KV_FORMATS
 from localrt.quantize.calibration import read_file
 
 EXAMPLES: Examples = (

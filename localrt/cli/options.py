@@ -16,7 +16,7 @@ from localrt.common.errors import OptionError
 from localrt.common.settings import ENDPOINT_KEY
 from localrt.engine.options import read_options
 from localrt.hub import DEMO_NAME
-from localrt.quant.ops.kv import KV_FORMATS
+from localrt.quant.ops.kv_formats import KV_FORMATS
 
 # Name, type, metavar and help text. The type is a function that converts the text, ``bool`` for a
 # switch, ``list`` for a text that may be repeated, or a tuple of choices.

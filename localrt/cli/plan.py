@@ -23,7 +23,7 @@ from localrt.offload.planner.pc import PRESETS, Hardware
 from localrt.planning.models import find_model, shape_of
 from localrt.planning.plan import plan
 from localrt.planning.what_runs import what_runs
-from localrt.quant.ops.kv import KV_FORMATS
+from localrt.quant.ops.kv_formats import KV_FORMATS
 
 EXAMPLES: Examples = (
     ("localrt plan", "what this PC runs well"),

@@ -32,7 +32,8 @@ from localrt.models.checkpoints.gguf.file import split_part
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.kv import BLOCK_TOKENS, FillBlocks, held_blocks
+from localrt.quant.ops.kv import FillBlocks, held_blocks
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.states import SavedState, reachable
 
 PERSON = ""

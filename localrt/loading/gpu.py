@@ -16,7 +16,7 @@ from localrt.offload.planner.gpus import measured_profile
 from localrt.offload.planner.machine import GpuProfile, MachineProfile
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.gpu_file import GpuRates
-from localrt.quant.ops.kv import parse_kv_format
+from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import Ops
 
 # Reads and writes of a copy within the GPU's memory reach about what reading alone does.

@@ -12,7 +12,7 @@ from localrt.common.option_names import option
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES
 from localrt.offload.account import longest_context
-from localrt.quant.ops.kv import parse_kv_format
+from localrt.quant.ops.kv_formats import parse_kv_format
 
 ENGINES = ("auto", "native", "llamacpp")
 FORMATS = (None, "bf16", "f32")

@@ -67,7 +67,7 @@ from localrt.offload.planner.simulate import simulate
 from localrt.offload.store.cached import cached_store, mend_unit, store_folder
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.attention import AttentionSpec
-from localrt.quant.ops.kv import parse_kv_format
+from localrt.quant.ops.kv_formats import parse_kv_format
 from localrt.quant.ops.protocol import Ops
 
 

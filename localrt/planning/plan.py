@@ -38,7 +38,7 @@ from localrt.offload.store.pack import fingerprint
 from localrt.planning.models import find_model, has_weights, known_model_of, shape_of
 from localrt.planning.recommending import FILE, other_files, recommend_on, sized, usual_offer
 from localrt.quant.formats import FORMATS
-from localrt.quant.ops.kv import KvFormat, parse_kv_format
+from localrt.quant.ops.kv_formats import KvFormat, parse_kv_format
 from localrt.quantize.mix import MIX_FORMATS, LossTable, known_losses
 
 _LEAST_BITS = 2.7  # all matrices in the smallest format

@@ -36,7 +36,7 @@ from localrt.offload.planner.pc import (
 from localrt.offload.planner.plan import Change, PlanRequest, in_words
 from localrt.offload.planner.search import fits
 from localrt.planning.models import find_model, shape_of
-from localrt.quant.ops.kv import parse_kv_format
+from localrt.quant.ops.kv_formats import parse_kv_format
 
 if TYPE_CHECKING:
     from localrt.loading.parts import LoadedModel

@@ -28,7 +28,8 @@ from localrt.common.files import private_file, private_folder, write_text
 from localrt.models.prefix import Tokens, common_prefix
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
-from localrt.quant.ops.kv import BLOCK_TOKENS, FillBlocks
+from localrt.quant.ops.kv import FillBlocks
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.states import SavedState, reachable
 
 _VERSION = 2

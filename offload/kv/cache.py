@@ -23,7 +23,8 @@ from localrt.offload.placement import KvPlace
 from localrt.quant.cpu.kv import NativeKVCache, cache_format, map_zeros, move_rows
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.attention import AttentionSpec
-from localrt.quant.ops.kv import BLOCK_TOKENS, CacheFormat, block_nbytes, grown_capacity
+from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS, CacheFormat, block_nbytes
 
 
 class Slot:

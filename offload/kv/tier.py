@@ -17,7 +17,8 @@ from localrt.offload.kv.file import IoThread
 from localrt.offload.placement import KvPlace
 from localrt.quant.cpu.kv import NativeKVCache, token_nbytes
 from localrt.quant.ops.attention import AttentionSpec
-from localrt.quant.ops.kv import BLOCK_TOKENS, CacheFormat, grown_capacity
+from localrt.quant.ops.kv import grown_capacity
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS, CacheFormat
 
 
 class KvTier:

@@ -17,7 +17,7 @@ from localrt.offload.experts.scheduler import ExpertCosts, Ready, schedule
 from localrt.offload.placement import PlacedUnit, UnitKind
 from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.shapes import ModelShape
-from localrt.quant.ops.kv import KvFormat
+from localrt.quant.ops.kv_formats import KvFormat
 
 # What the seconds of a unit depend on: format, macs, bytes, kind, layer of attention, rows, on_gpu.
 _Key: TypeAlias = tuple[str, int, int, UnitKind, int | None, int, bool]

@@ -15,7 +15,7 @@ from localrt.offload.planner.machine import MachineProfile
 from localrt.offload.planner.simulate import Resource
 from localrt.offload.planner.verdict import PROMPT_TOKENS, Expected, Verdict, judge
 from localrt.offload.shapes import ModelShape
-from localrt.quant.ops.kv import KvFormat
+from localrt.quant.ops.kv_formats import KvFormat
 
 PlannedPlace = Literal["streamed", "memory", "gpu"]
 

@@ -20,15 +20,13 @@ import numpy.typing as npt
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec
-from localrt.quant.ops.kv import (
+from localrt.quant.ops.kv import GrowingCache, ReadBlocks, grown_capacity
+from localrt.quant.ops.kv_formats import (
     BLOCK_TOKENS,
     KV_CHUNK,
     LATENT_FORMATS,
     CacheFormat,
-    GrowingCache,
-    ReadBlocks,
     block_nbytes,
-    grown_capacity,
 )
 
 _TILE = 16  # tokens

@@ -73,7 +73,8 @@ from localrt.quant.ops.experts import (
     Routing,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, split_layers, states_of
-from localrt.quant.ops.kv import CacheFormat, KVCache, grown_capacity
+from localrt.quant.ops.kv import KVCache, grown_capacity
+from localrt.quant.ops.kv_formats import CacheFormat
 from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StateCache, StateLayout

@@ -34,7 +34,7 @@ from localrt.quant.ops.attention import (
     Rope,
 )
 from localrt.quant.ops.hybrid_cache import HybridCache, begin_states
-from localrt.quant.ops.kv import BLOCK_TOKENS, KV_FORMATS, LATENT_FORMATS
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS, KV_FORMATS, LATENT_FORMATS
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 from localrt.quant.ops.states import StatePass

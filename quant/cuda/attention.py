@@ -3,7 +3,7 @@
 Up to 64 rows are split over runs of 256 keys, which are joined in order: a row's result is the same
 to the bit for any number of rows. More rows (prompts) are one kernel, which takes all keys in turn.
 Lengths come from device memory: a recorded CUDA graph stays valid as the cache fills. Keys and
-values are kept as ``quant/ops/kv.py`` and ``quant/cuda/src/kv.cuh`` say, a token's bytes of one
+values are kept as ``quant/ops/kv_formats.py`` and ``kv.cuh`` say, a token's bytes of one
 head together; unlike on the CPU, quantized keys keep the bias of their projection.
 """
 
@@ -33,7 +33,8 @@ from localrt.quant.ops.attention import (
     run_nbytes,
 )
 from localrt.quant.ops.hybrid_cache import split_layers
-from localrt.quant.ops.kv import KVCache, KvFormat, grown_capacity, head_nbytes
+from localrt.quant.ops.kv import KVCache, grown_capacity
+from localrt.quant.ops.kv_formats import KvFormat, head_nbytes
 from localrt.quant.ops.protocol import LayerSpec, ranges
 from localrt.quant.ops.states import StateLayout
 from localrt.quant.reference.kv import kv_of, sequence_cache

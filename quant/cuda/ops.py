@@ -62,7 +62,8 @@ from localrt.quant.ops.experts import (
     RouterWeights,
     Routing,
 )
-from localrt.quant.ops.kv import KVCache, KvFormat
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Batch, Forward, LayerSpec, MlpSpec, MlpWeights
 from localrt.quant.reference.experts import gated
 

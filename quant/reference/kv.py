@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from localrt.quant.ops.hybrid_cache import HybridCache
-from localrt.quant.ops.kv import BLOCK_TOKENS, GrowingCache, KVCache, ReadBlocks, read_pieces
+from localrt.quant.ops.kv import GrowingCache, KVCache, ReadBlocks, read_pieces
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.protocol import Span
 from localrt.quant.ops.recurrent import RecurrentSpec
 from localrt.quant.ops.states import StateCache

@@ -16,7 +16,8 @@ from localrt.common.errors import StorageError
 from localrt.offload.kv.block_file import BlockFile
 from localrt.quant.cpu.kv import NativeKVCache
 from localrt.quant.formats.packed import Bytes
-from localrt.quant.ops.kv import BLOCK_TOKENS, ReadBlocks
+from localrt.quant.ops.kv import ReadBlocks
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 
 SIZE = 100  # bytes of a block
 

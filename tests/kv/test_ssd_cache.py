@@ -24,7 +24,7 @@ from localrt.offload.kv import KvTier
 from localrt.offload.kv.file import PAGE, IoThread, KvFile
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.kv import KV_FORMATS, CacheFormat
+from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import save_tiny, tokens
 

@@ -25,7 +25,8 @@ from localrt.offload.store import pack_store
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.kv import CacheFormat, KVCache
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.kv_formats import CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from tests.store.synthetic import SyntheticCheckpoint
 

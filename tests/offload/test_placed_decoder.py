@@ -14,7 +14,7 @@ from localrt.common.errors import MemoryBudgetError
 from localrt.offload.placement import Where
 from localrt.offload.ring import PAGE
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.kv import CacheFormat
+from localrt.quant.ops.kv_formats import CacheFormat
 from tests.offload.placed import (
     MODE,
     PLENTY,

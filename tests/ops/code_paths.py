@@ -16,7 +16,7 @@ from localrt.common.errors import OptionError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.kv import KV_FORMATS, CacheFormat
+from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch
 from tests.ops.test_native_matmul import ISAS
 

@@ -10,7 +10,7 @@ import pytest
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
-from localrt.quant.ops.kv import CacheFormat
+from localrt.quant.ops.kv_formats import CacheFormat
 from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
 from localrt.quant.reference.ops import TorchOps
 from tests.models.tiny import MIXTURES, oracle, relative_error, tokens

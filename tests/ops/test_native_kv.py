@@ -14,7 +14,8 @@ from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, PackedTensor
 from localrt.quant.ops.attention import AttentionSpec, AttentionWeights, Rope
-from localrt.quant.ops.kv import KV_FORMATS, CacheFormat, KVCache, block_nbytes
+from localrt.quant.ops.kv import KVCache
+from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
 from tests.models.tiny_configs import DEEPSEEK_DENSE, DEEPSEEK_SPARSE

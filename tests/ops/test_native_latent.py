@@ -21,7 +21,7 @@ from localrt.quant.choose import make_ops
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.kv import move_rows
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.kv import CacheFormat, block_nbytes
+from localrt.quant.ops.kv_formats import CacheFormat, block_nbytes
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.quant.reference.ops import TorchOps
 from localrt.quantize.quantize import Recipe, quantize_model

@@ -14,7 +14,7 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.kv import CacheFormat
+from localrt.quant.ops.kv_formats import CacheFormat
 from localrt.quant.ops.protocol import Batch
 from tests.models.tiny import CONFIGS, oracle, relative_error, tokens
 from tests.ops.code_paths import KV_FORMATS, logits

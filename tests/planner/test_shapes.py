@@ -16,7 +16,7 @@ from localrt.models.registry import read_config
 from localrt.offload.planner import Budgets, shape_from_checkpoint, shape_from_config
 from localrt.offload.planner.report import explain
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.kv import parse_kv_format
+from localrt.quant.ops.kv_formats import parse_kv_format
 from tests.models.tiny import save_tiny
 from tests.models.tiny_configs import FAMILIES, FAMILY_MIXTURES
 from tests.planner.models import CONFIGS, machine, planned, published

@@ -16,7 +16,7 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.kv import KV_FORMATS, CacheFormat
+from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.tree import ROOT, TokenTree
 from tests.models.tiny import save_tiny, tokens

@@ -17,7 +17,8 @@ from localrt.engine.protocol import Check, Engine, EngineSession, Forecast, Logi
 from localrt.models.weight_store import PipelineCounts
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.adapters import Mix
-from localrt.quant.ops.kv import BLOCK_TOKENS, BlockCache, FillBlocks, KVCache, ReadBlocks
+from localrt.quant.ops.kv import BlockCache, FillBlocks, KVCache, ReadBlocks
+from localrt.quant.ops.kv_formats import BLOCK_TOKENS
 from localrt.quant.ops.states import SavedState
 from localrt.speculative.tree import TokenTree
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from localrt.quant.cuda.attention import attend, rope_append, row_nbytes
 from localrt.quant.cuda.launch import noting
 from localrt.quant.ops.attention import scratch_nbytes
-from localrt.quant.ops.kv import KvFormat
+from localrt.quant.ops.kv_formats import KvFormat
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import random
 from tests.ops.recurrent_layers import tree_mask
