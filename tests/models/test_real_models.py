@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -23,18 +24,21 @@ pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(1800)]
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n",
-    "Once upon a time there was a dragon who",
-    "Water boils at",
-    "SELECT name, age FROM users WHERE",
     "Die Hauptstadt von Deutschland ist",
-    "1, 1, 2, 3, 5, 8, 13,",
-    "import numpy as np\n\nx = np.",
-    "The three laws of thermodynamics are:",
     "<html>\n<body>\n<h1>",
 ]
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 # Top two logits closer than this may swap between two correct float32 implementations.
 TIE = 1e-3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Beside other tests, threads that wait for each other cost more than they bring."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=["smollm2", "qwen0.5b", "gemma270m"])
@@ -74,19 +78,15 @@ def greedy(decoder: Decoder, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_logits(pair: Any) -> None:
+    """Of a prompt beyond a block of the cache, and of tokens one by one behind it."""
     ours, tokenizer, theirs = pair
-    ids = tokenizer.encode(" ".join(PROMPTS))
-    got = ours.forward(Batch.extend([(ours.cache(len(ids)), ids)]))
-    assert relative_error(got, logits_of(theirs, ids)) < 1e-4
-
-
-def test_long_logits(pair: Any) -> None:
-    ours, tokenizer, theirs = pair
-    ids = (tokenizer.encode(" ".join(PROMPTS)) * 8)[:640]
-    cache = ours.cache(len(ids))
-    ours.forward(Batch.extend([(cache, ids[:-3])]), rows=[])
+    ids = (tokenizer.encode(" ".join(PROMPTS)) * 20)[:300]
+    expected = logits_of(theirs, ids)
+    cache, rows = ours.cache(len(ids)), [*range(0, 290, 7)]
+    got = ours.forward(Batch.extend([(cache, ids[:-3])]), rows=rows)
+    assert relative_error(got, expected[rows]) < 1e-4
     got = np.concatenate([ours.forward(Batch.extend([(cache, [t])])) for t in ids[-3:]])
-    assert relative_error(got, logits_of(theirs, ids)[-3:]) < 1e-4
+    assert relative_error(got, expected[-3:]) < 1e-4
 
 
 def test_greedy(pair: Any) -> None:
