@@ -17,6 +17,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # What tests pack and keep is neither looked for nor left in the user's own folders.
 os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="localrt-tests-")
 os.environ["LOCALRT_KV_DISK"] = "off"
+# Several processes' threads of torch would fight for the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import atexit
 import gc

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
@@ -30,15 +29,6 @@ PROMPTS = [
 NEW_TOKENS = 12
 # Top two logits closer than this may swap between two correct float32 implementations.
 TIE = 1e-3
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Beside other tests, threads that wait for each other cost more than they bring."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=["smollm2", "qwen0.5b", "gemma270m"])

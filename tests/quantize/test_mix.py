@@ -31,10 +31,7 @@ from localrt.quantize.mix import (
 )
 from localrt.quantize.quantize import QuantizeReport, Recipe, quantize_model
 from tests.models.tiny import tokens
-from tests.quantize.test_quantize import one_thread
 from tests.store.synthetic import SyntheticCheckpoint
-
-__all__ = ["one_thread"]  # a fixture
 
 TEXT = [token % 250 for token in tokens(512 * 8, seed=9)]
 GROUPS = st.builds(

@@ -17,10 +17,7 @@ from tests.quantize.test_quantize import (
     TEXT,
     distance,
     logits,
-    one_thread,
 )
-
-__all__ = ["one_thread"]  # a fixture
 
 EXPERT = "model.layers.1.mlp.experts.3.{}_proj.weight"
 

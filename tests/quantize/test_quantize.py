@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from localrt.common.errors import (
     CancelledError,
@@ -37,15 +36,6 @@ from tests.store.synthetic import SyntheticCheckpoint
 
 TEXT = tokens(64 * 40, seed=9)
 QKV = "model.layers.{}.self_attn.{}_proj.{}"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other cost more than such small matrices."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
