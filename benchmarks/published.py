@@ -30,7 +30,7 @@ from localrt.quant.ops.kv_formats import KvFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """``tok_s`` of ``model`` (a short name of the table; ``called`` as its users do) on ``card``.
+    """``tok_s`` of ``model`` (a short name of the table; ``called`` as its users do) on ``gpu``.
 
     ``bits`` are those of a weight in ``file``, None where it is as published. ``ctx`` tokens were
     held. What is empty was not named; ``ram`` is then taken to be 32 GB.
@@ -39,7 +39,7 @@ class Published:
     model: str
     called: str
     tok_s: float
-    card: str = ""
+    gpu: str = ""
     engine: str = ""
     file: str = ""
     bits: float | None = 4.9
@@ -52,7 +52,7 @@ class Published:
     @property
     def pc(self) -> str:
         """The PC, as ``parse_pc`` reads it."""
-        return f"{self.card or DEFAULT_GPU}, {self.ram or '32GB'} DDR5-5600, 8 cores, NVMe"
+        return f"{self.gpu or DEFAULT_GPU}, {self.ram or '32GB'} DDR5-5600, 8 cores, NVMe"
 
     @property
     def known(self) -> KnownModel:
@@ -62,9 +62,9 @@ class Published:
         return found
 
 
-def _a3b(tok_s: float, engine: str, card: str = "RTX 4060 Ti 8GB", **more: Any) -> Published:
+def _a3b(tok_s: float, engine: str, gpu: str = "RTX 4060 Ti 8GB", **more: Any) -> Published:
     return Published(
-        model="qwen3.5:35b", called="35B-A3B", card=card, engine=engine, tok_s=tok_s, **more
+        model="qwen3.5:35b", called="35B-A3B", gpu=gpu, engine=engine, tok_s=tok_s, **more
     )
 
 
@@ -87,7 +87,7 @@ PUBLISHED: tuple[Published, ...] = (
     Published(
         model="qwen3.5:27b",
         called="27B",
-        card="RTX 5060 Laptop 8GB",
+        gpu="RTX 5060 Laptop 8GB",
         file="IQ4_XS",
         bits=4.3,
         tok_s=4.2,
@@ -156,7 +156,7 @@ def published_table(record: Mapping[str, Any]) -> str:
 
 
 def _machine(row: Mapping[str, Any]) -> str:
-    gpu = row["card"] or "a GPU of 8 GB"
+    gpu = row["gpu"] or "a GPU of 8 GB"
     return f"{gpu}, {row['ram']} of RAM" if row["ram"] else gpu
 
 

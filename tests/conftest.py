@@ -153,7 +153,7 @@ def nothing_on_stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No card, own folders, and nothing is measured: plans are for given rates."""
+    """No GPU, own folders, and nothing is measured: plans are for given rates."""
     from localrt.offload import hardware
     from localrt.offload.planner import pc as plan_pc
     from localrt.offload.planner.machine import MachineProfile

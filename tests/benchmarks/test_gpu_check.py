@@ -82,7 +82,7 @@ def test_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(result.ok for result in found.values()), capsys.readouterr().err
     assert found["adapters, model"].values["others_keep_their_bits"]
     assert found["adapters, model"].values["changed_by"] > 0.05
-    machine = {"device": "a card"}
+    machine = {"device": "a GPU"}
     results = [asdict(result) for result in found.values()]
     record = {"machine": machine, "command": "c", "seconds": 1.0, "results": results}
     assert "| decode, 1 at once |" in gpu_tables(record)
@@ -100,7 +100,7 @@ def test_minutes_are_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     found = iter([Result("copy", True), Result("copy again", True), Result("logits", True)])
     monkeypatch.setattr(command, "found_by", lambda *_: found)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a card")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
     arguments = ["gpu_check", "--out", str(out), "--minutes", "0", "--only", "copy,logits"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert command.main() == 0

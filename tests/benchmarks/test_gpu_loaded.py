@@ -1,4 +1,4 @@
-"""What makes a model through ``localrt.load`` pass on a card; its processes are made up here."""
+"""What makes a model through ``localrt.load`` pass on a GPU; its processes are made up here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def checked(
             np.save(job["logits"], ROWS + np.float32(off if resident else 0))
         return {
             "token_ids": list(range(job.get("tokens", size.tokens))),
-            "placement": "all on the card" if resident else "placed",
+            "placement": "all on the GPU" if resident else "placed",
             "computed_by_cpu": 0 if resident else by_cpu,
             "peak_vram_bytes": 60e9 if resident else peak,
         }

@@ -135,9 +135,9 @@ def test_weights_on_disk(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert exact["placement"]["units"]["layers.0.attention"] == "ram"
     packed = as_json(capsys, tiny_folder, "--ctx", "64", "--format", "int4-g32")
     assert packed["model"]["weight_bytes"] <= exact["model"]["weight_bytes"]
-    card = as_json(capsys, tiny_folder, "--gpu", "virtual:1GB@12GB/s,256GB/s,20TFLOPS")
-    assert card["hypothetical"] == ["--gpu"]
-    assert card["placement"]["units"]["layers.0.attention"] == "vram"
+    gpu = as_json(capsys, tiny_folder, "--gpu", "virtual:1GB@12GB/s,256GB/s,20TFLOPS")
+    assert gpu["hypothetical"] == ["--gpu"]
+    assert gpu["placement"]["units"]["layers.0.attention"] == "vram"
 
 
 @pytest.mark.parametrize(

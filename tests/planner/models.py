@@ -282,7 +282,7 @@ RATE = GpuRates(
     launch_s=1e-5,
     replay_s=2e-6,
 )
-"""A measured card."""
+"""A measured GPU."""
 
 
 @functools.cache
@@ -292,9 +292,9 @@ def published(name: str) -> ModelShape:
 
 
 def machine(*, gpu: bool = False, ssd: float = 1e9, link: float = 12e9) -> MachineProfile:
-    """A small desktop; with ``gpu`` a card of 256 GB/s."""
+    """A small desktop; with ``gpu`` a GPU of 256 GB/s."""
     rate = KernelRate((1, 64, 512), (2.5e-11, 2e-10, 1.4e-9))
-    card = GpuProfile(name="card", vram_bytes=8 << 30, bytes_s=256e9, flops=20e12, call_s=0.0)
+    gpu_profile = GpuProfile(name="gpu", vram_bytes=8 << 30, bytes_s=256e9, flops=20e12, call_s=0.0)
     return MachineProfile(
         name="test machine",
         ssd_bytes_s=ssd,
@@ -302,7 +302,7 @@ def machine(*, gpu: bool = False, ssd: float = 1e9, link: float = 12e9) -> Machi
         kernels={"int4-g32": rate},
         attention=KernelRate((1, 64), (4e-11, 1e-11)),
         threads=2,
-        gpu=card if gpu else None,
+        gpu=gpu_profile if gpu else None,
         link_bytes_s=link if gpu else None,
     )
 

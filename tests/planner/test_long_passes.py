@@ -1,4 +1,4 @@
-"""Prompts beside a card: what crosses the link for them, from how many rows on, in which chunks."""
+"""Prompts beside a GPU: what crosses the link for them, from how many rows on, in which chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_cpu(link: float, cpu: float) -> MachineProfile:
 
 
 def half_in_ram(experts: int) -> tuple[Placement, Costs]:
-    """Everything but half of the MLPs, or of the experts, on the card."""
+    """Everything but half of the MLPs, or of the experts, on the GPU."""
     model = shape(layers=4, experts=experts)
     kind = "expert" if experts else "mlp"
     moved = [unit.name for unit in model.units if unit.kind == kind][::2]

@@ -1,4 +1,4 @@
-"""Machines: rates between measurements, JSON, cards, and measuring this one once."""
+"""Machines: rates between measurements, JSON, GPUs, and measuring this one once."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ def test_find_gpu() -> None:
     for other in ("NVIDIA GeForce RTX 4090 Ti", "RTX 4050 SUPER", "RTX 9999", "H200", ""):
         assert find_gpu(other) is None
     assert find_gpu("RTX 4060 16GB") is None
-    for name, card in GPUS.items():
-        assert find_gpu(name) == card
+    for name, gpu in GPUS.items():
+        assert find_gpu(name) == gpu
 
 
 def test_virtual_gpu() -> None:
-    card = parse_gpu("virtual:8GB@12GB/s,256GB/s,20TFLOPS")
-    assert card.vram_bytes == 8_000_000_000
-    assert card.link_bytes_s == 12e9
-    assert card.profile.bytes_s == 256e9
-    assert card.profile.flops == 20e12
-    assert card.profile.call_s == 0
+    gpu = parse_gpu("virtual:8GB@12GB/s,256GB/s,20TFLOPS")
+    assert gpu.vram_bytes == 8_000_000_000
+    assert gpu.link_bytes_s == 12e9
+    assert gpu.profile.bytes_s == 256e9
+    assert gpu.profile.flops == 20e12
+    assert gpu.profile.call_s == 0
     for bad in ("virtual:8GB", "virtual:8GB@12GB,1GB/s,1TFLOPS", "virtual:1GB@1GB/s,1GB/s,fast"):
         with pytest.raises(OptionError):
             parse_gpu(bad)
@@ -97,7 +97,7 @@ def test_measured_gpu() -> None:
         for kind in ("mlp", "expert")
     )
     model = shape(layers=1, experts=8)
-    here = replace(machine(gpu=True), gpu=measured_profile("card", 8 << 30, RATE))
+    here = replace(machine(gpu=True), gpu=measured_profile("gpu", 8 << 30, RATE))
     costs = Costs(shape=model, machine=here)
     # A unit is five launches.
     assert costs.gpu(unit, 512) == pytest.approx(5 * 2e-6 + 2e6 * 8e-11)

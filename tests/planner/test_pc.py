@@ -85,7 +85,7 @@ DDR4, DDR5 = "DDR4-3200", "DDR5-5600"
 
 
 @pytest.mark.parametrize(
-    ("text", "card", "cores", "memory"),
+    ("text", "gpu", "cores", "memory"),
     [
         ("RTX 4060, 32GB, NVMe", "RTX 4060 8GB", 8, DDR5),
         ("RTX 4050, 16GB", "RTX 4050 Laptop 6GB", 8, DDR5),
@@ -110,9 +110,9 @@ DDR4, DDR5 = "DDR4-3200", "DDR5-5600"
         ("Mac mini M4 Pro, 24GB", None, 8, "216GB/s"),
     ],
 )
-def test_typical_pcs(text: str, card: str | None, cores: int, memory: str) -> None:
+def test_typical_pcs(text: str, gpu: str | None, cores: int, memory: str) -> None:
     pc = parse_pc(text)
-    assert (pc.gpu and pc.gpu.name) == card
+    assert (pc.gpu and pc.gpu.name) == gpu
     assert pc.cores == cores
     assert pc.ram_bytes_s == pytest.approx(parse_memory_speed(memory), rel=0.01)
 
@@ -154,11 +154,11 @@ def test_other_gpus(gpu: str) -> None:
     ],
 )
 def test_consumer_gpus(name: str) -> None:
-    card = parse_gpu(f"NVIDIA GeForce {name} GPU")
-    assert card.name.rpartition(" ")[0] == name
-    assert 2 << 30 <= card.vram_bytes <= 32 << 30
-    assert 60e9 < card.bytes_s < 2e12
-    assert parse_gpu(name.replace(" Laptop", " Mobile")) == card
+    gpu = parse_gpu(f"NVIDIA GeForce {name} GPU")
+    assert gpu.name.rpartition(" ")[0] == name
+    assert 2 << 30 <= gpu.vram_bytes <= 32 << 30
+    assert 60e9 < gpu.bytes_s < 2e12
+    assert parse_gpu(name.replace(" Laptop", " Mobile")) == gpu
 
 
 def test_parse_memory_speed() -> None:

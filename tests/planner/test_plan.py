@@ -260,8 +260,8 @@ def test_latents_in_four_bits() -> None:
 def test_mixture_beside_a_gpu(name: str) -> None:
     shape = published(name)
     profile = typical_machine()
-    card = GPUS["RTX 4060 8GB"]
-    profile = replace(profile, gpu=card.profile, link_bytes_s=card.link_bytes_s, ssd_bytes_s=3.5e9)
+    gpu = GPUS["RTX 4060 8GB"]
+    profile = replace(profile, gpu=gpu.profile, link_bytes_s=gpu.link_bytes_s, ssd_bytes_s=3.5e9)
     budgets = Budgets(ram=32 * 1000 * MB, vram=8 * 1000 * MB)
     plan = planned(shape, profile, budgets, ctx=4096)
     experts = [unit for unit in shape.units if unit.kind == "expert"]
@@ -269,7 +269,7 @@ def test_mixture_beside_a_gpu(name: str) -> None:
     assert plan.prediction.nbytes["ssd"] == pytest.approx(read, rel=0.1)
     active = sum(plan.prediction.nbytes[way] for way in ("ram", "vram"))
     assert active == pytest.approx(shape.pass_nbytes, rel=0.02)  # everything is computed once
-    bound = max(read / profile.ssd_bytes_s, active / (profile.ram_bytes_s + card.bytes_s))
+    bound = max(read / profile.ssd_bytes_s, active / (profile.ram_bytes_s + gpu.bytes_s))
     assert bound < 1.1 / plan.prediction.tok_s
     slowest = read / profile.ssd_bytes_s + 2 * shape.pass_nbytes / profile.ram_bytes_s
     assert 1 / plan.prediction.tok_s < slowest

@@ -42,19 +42,19 @@ def test_resident_and_streamed(tmp_path: Path) -> None:
     assert less.report.splitlines()[0] == str(less.verdict)
     assert "tok/s predicted" not in less.report
     assert less.to_dict()["prediction"]["tok_s"] == less.tok_s
-    card = localrt.plan(folder, gpu="virtual:1GB@12GB/s,256GB/s,20TFLOPS", advise=False)
-    assert 0 < card.vram_bytes <= 1e9
-    assert "memory at 256 GB/s (given)" in card.details
+    gpu = localrt.plan(folder, gpu="virtual:1GB@12GB/s,256GB/s,20TFLOPS", advise=False)
+    assert 0 < gpu.vram_bytes <= 1e9
+    assert "memory at 256 GB/s (given)" in gpu.details
 
 
 def test_measured_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    card = hardware.Gpu("NVIDIA GeForce RTX 4060", 8 << 30, 7 << 30)
-    monkeypatch.setattr(hardware, "gpus", lambda: (card,))
+    gpu = hardware.Gpu("NVIDIA GeForce RTX 4060", 8 << 30, 7 << 30)
+    monkeypatch.setattr(hardware, "gpus", lambda: (gpu,))
     cache = tmp_path / "LOCALRT_CACHE"
     by_rule, _ = with_gpu(machine(), Hardware(), cache)
     assert by_rule.sources["gpu"] == "typical"
-    GpuFile(cache, card.name, ["key"]).write("rates", RATE.to_dict())
-    # Another card than this machine's is not what was measured.
+    GpuFile(cache, gpu.name, ["key"]).write("rates", RATE.to_dict())
+    # Another GPU than this machine's is not what was measured.
     other, _ = with_gpu(machine(), Hardware(gpu="RTX 4060 8GB"), cache)
     for each in (by_rule, other):
         assert each.gpu is not None

@@ -16,12 +16,12 @@ GB = 10**9
 
 
 def with_gpu() -> MachineProfile:
-    card = GPUS["RTX 4060 8GB"]
-    return replace(typical_machine(), gpu=card.profile, link_bytes_s=card.link_bytes_s)
+    gpu = GPUS["RTX 4060 8GB"]
+    return replace(typical_machine(), gpu=gpu.profile, link_bytes_s=gpu.link_bytes_s)
 
 
 @pytest.mark.parametrize(
-    ("name", "ram", "card", "nearly"),
+    ("name", "ram", "gpu", "nearly"),
     [
         ("qwen2.5-coder-1.5b", 4 * GB, False, 0.001),
         ("qwen2.5-coder-1.5b", 700_000_000, False, 0.1),
@@ -31,9 +31,9 @@ def with_gpu() -> MachineProfile:
         ("gpt-oss-20b", 32 * GB, True, 0.2),
     ],
 )
-def test_estimate_is_near_the_plan(name: str, ram: int, card: bool, nearly: float) -> None:
-    machine = with_gpu() if card else typical_machine()
-    budgets = Budgets(ram=ram, vram=8 * GB if card else 0)
+def test_estimate_is_near_the_plan(name: str, ram: int, gpu: bool, nearly: float) -> None:
+    machine = with_gpu() if gpu else typical_machine()
+    budgets = Budgets(ram=ram, vram=8 * GB if gpu else 0)
     request = PlanRequest(shape=published(name), machine=machine, budgets=budgets, ctx=2048)
     expected, plan = estimate(request), make_plan(request)
     assert expected is not None

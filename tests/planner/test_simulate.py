@@ -20,7 +20,7 @@ CPU_PLACES = (Where.RAM, Where.SSD)
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Costs, Placement]:
-    """Any small model, placed anyhow on a machine with or without a card."""
+    """Any small model, placed anyhow on a machine with or without a GPU."""
     model = shape(
         layers=draw(st.integers(1, 4)),
         attention=4096 * draw(st.integers(1, 900)),
@@ -189,7 +189,7 @@ def test_activations_cross() -> None:
     }
     placement = Placement(where=where, kv=("vram",) * 2)
     found = simulate(Costs(shape=model, machine=machine(gpu=True)), placement)
-    # Onto the card and back in each of two layers.
+    # Onto the GPU and back in each of two layers.
     crossing = Costs(shape=model, machine=machine(gpu=True)).crossing()
     assert found.waits["crossing"] == pytest.approx(4 * crossing)
 

@@ -25,7 +25,7 @@ PAGE = 4096
 
 @st.composite
 def problems(draw: st.DrawFn, *, most: int = 3) -> Problem:
-    """Two or three classes of a few units, with or without a card, in tight memory."""
+    """Two or three classes of a few units, with or without a GPU, in tight memory."""
     gpu = draw(st.booleans())
     classes = []
     kinds: list[UnitKind] = ["attention", "mlp", "head"]

@@ -1,4 +1,4 @@
-// What quant/cuda/src/device.cuh has for a card, for a CPU: kernels run in tests as emulator.cpp says. It
+// What quant/cuda/src/device.cuh has for a GPU, for a CPU: kernels run in tests as emulator.cpp says. It
 // includes nothing, so that a kernel compiles in half a second.
 #pragma once
 #define EMULATED
