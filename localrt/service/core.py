@@ -162,7 +162,7 @@ class Core:
             pooling=parts.pooling,
             quantization=parts.quantization or parts.engine.info.format,
         )
-        self.parking = Parking(parts.engine, prompts)
+        self.saver = CacheSaver(parts.engine, prompts)
         self.adapters = Adapters(parts.engine, lambda: open_checkpoint(parts.path))
         self.requests = RequestBuilder(parts, self.defaults, drafts, self.adapters)
         keep = parts.engine.idle_sessions(parts.ctx)
@@ -268,7 +268,7 @@ class Core:
 
     def close(self) -> None:
         """Free weights and caches."""
-        self.parking.close()
+        self.saver.close()
         self._pool.close()
         if self.drafts is not None:
             self.drafts.close()
@@ -290,8 +290,8 @@ def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
     return PromptCache(folder / key, limit=parse_size(settings.kv_disk, KV_DISK))
 
 
-class Parking:
-    """Of the model with ``engine``; without ``prompts`` nothing is saved. Thread-safe."""
+class CacheSaver:
+    """Saves KV caches of ``engine``'s conversations; none without ``prompts``. Thread-safe."""
 
     def __init__(self, engine: Engine, prompts: PromptCache | None) -> None:
         self._info = engine.info
@@ -317,7 +317,7 @@ class Parking:
         return self._prompts.save(session) if to == "disk" else self._prompts.hold(session)
 
     def restore(self, session: EngineSession, prompt: Sequence[int]) -> None:
-        """Give ``session`` what the disk has of ``prompt``, where that is more than it holds."""
+        """Give ``session`` the saved cache of ``prompt``, if that is longer than its own."""
         if self._prompts is None:
             return
         began = time.perf_counter()
@@ -329,7 +329,7 @@ class Parking:
             self.keeper.restored(session.nbytes, time.perf_counter() - began)
 
     def close(self) -> None:
-        """Forget who waits; what is on the disk stays."""
+        """Forget the waiting conversations; what is on the disk stays."""
         self.keeper.close()
         self._prompts = None
 
@@ -340,7 +340,7 @@ class Parking:
 
 
 class KvChatCache:
-    """A conversation's session, which it keeps from answer to answer; parked while it waits."""
+    """A conversation's session, kept from answer to answer, maybe saved while it waits."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -368,25 +368,25 @@ class KvChatCache:
         on_progress: ProgressCallback | None,
     ) -> Generator[Chunk, None, None]:
         """The next turn of ``messages``."""
-        core, parking = self._core, self._core.parking
+        core, saver = self._core, self._core.saver
         tool = PERSON  # whom it will wait for
         self._lock.acquire()
         self._cancel = cancel
-        parking.keeper.returns(self)
+        saver.keeper.returns(self)
         try:
             if self._session is None:
                 self._session = core.new_session()
             request = core.requests.make(
                 messages, tools=tools, cancel=cancel, on_progress=on_progress, **options
             )
-            request = replace(request, restore=parking.restore)
+            request = replace(request, restore=saver.restore)
             for chunk in core.stream_on(self._session, request):
                 if chunk.tool_calls:
                     tool = chunk.tool_calls[0].name
                 yield chunk
         finally:
             self._lock.release()
-            parking.keeper.waits(self, tool)
+            saver.keeper.waits(self, tool)
 
     def park(self, to: Tier) -> int:
         with self._lock:
@@ -417,7 +417,7 @@ class KvChatCache:
         self._cancel.set()
 
     def _park(self, to: Tier) -> int:
-        saved = self._core.parking.save(self._session, to)
+        saved = self._core.saver.save(self._session, to)
         if saved:
             self._free()
         return saved

@@ -85,7 +85,7 @@ class LiveModel(Closing):
             LocalrtError: the prompt or an option cannot be used, or the batch is closed.
         """
         request = self._core.requests.make(prompt, **options)
-        request = replace(request, restore=self._core.parking.restore)
+        request = replace(request, restore=self._core.saver.restore)
         return self._live.submit(request, client=client, notify=notify)
 
     def stream(
@@ -167,7 +167,7 @@ class LiveModel(Closing):
 
     def _save(self, session: EngineSession) -> None:
         with suppress(LocalrtError):  # a full disk: what it holds is computed again
-            self._core.parking.save(session, "disk")
+            self._core.saver.save(session, "disk")
 
 
 class AsyncAnswer(AsyncIterator[Chunk]):

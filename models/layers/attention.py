@@ -7,8 +7,8 @@ they were published in (``models/checkpoints/family_tensors.py``).
 An indexer scores blocks of a few tokens, and attention sees those of the best blocks. What the
 indexer remembers is one more layer of the KV cache. A token's key there is its own index key, its
 value the finished key of the block that it ends. Both follow from the tokens before it, like any
-key and value, so that trims, trees, parking, formats and restarts need nothing new. A row's tokens
-are gathered as a tree's are, in their order, so that its bits depend on the rows before it alone.
+key and value, so that trims, trees, saved caches, formats and restarts need nothing new. A row's
+tokens are gathered in their order, as a tree's are, so that its bits depend on the rows before it.
 The index stays in RAM; what is read of keys and values does not grow with the context.
 """
 

@@ -87,7 +87,7 @@ def known_machine(cache: Path, folder: Path | None = None) -> MachineProfile | N
     """What ``cache`` has, with the disk that ``folder`` lies on if it is known, else any.
 
     For whoever must not load the machine: nothing is measured. A file of another processor or
-    version is taken all the same, since it is as good as any guess.
+    version is taken all the same: nothing better is known.
     """
     import psutil  # most uses measure, and need it not
 

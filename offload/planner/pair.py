@@ -1,8 +1,8 @@
 """Where a draft goes beside its target: on the GPU, in RAM, or nowhere.
 
 Each placement reserves the draft's memory, and the target is planned with the rest as it is planned
-alone. The tokens that guessing brings are a forecast from one acceptance; while a model runs, the
-tuner measures, and does not guess where that is slower.
+alone. The tokens that drafting brings are a forecast from one acceptance; while a model runs, the
+tuner measures, and does not draft where that is slower.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ on prose less."""
 Place = Literal["draft on GPU", "draft on CPU", "no draft"]
 
 DRAFT_CTX, DRAFT_NODES = 2048, 128
-"""The history in tokens that a draft sees unless told otherwise, and the guesses behind it."""
+"""Tokens of history that a draft sees by default, and the draft tokens behind it."""
 
 # The head of more than 64 rows is counted as a prompt's, which has one row.
-_GUESSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 _PLANNED_ROWS = (1, 6, 24)
 _AS_GOOD = 0.98  # of the best: the first of these is taken
@@ -43,9 +43,9 @@ _TOKEN_BYTES = 8
 class PairCandidate:
     """One placement. ``plan`` is the target's; None where it does not fit, ``problem`` says why.
 
-    Rates are tokens per second: ``tok_s`` the better of guessing and not guessing, ``plain_tok_s``
-    without. A pass of the best tree of ``guesses`` in ``levels`` takes ``verify_s`` of the target
-    and ``draft_s`` of the draft, which takes ``vram`` and ``ram`` bytes.
+    Rates are tokens per second: ``tok_s`` the better of drafting and not drafting, ``plain_tok_s``
+    without. A pass of the best tree (``draft_tokens`` in ``levels``) takes ``verify_s`` of the
+    target and ``draft_s`` of the draft, which takes ``vram`` and ``ram`` bytes.
     """
 
     place: Place
@@ -53,7 +53,7 @@ class PairCandidate:
     problem: str = ""
     tok_s: float = 0.0
     plain_tok_s: float = 0.0
-    guesses: int = 0
+    draft_tokens: int = 0
     levels: int = 0
     tokens_per_pass: float = 1.0
     verify_s: float = 0.0
@@ -93,20 +93,20 @@ class PairPlan:
             for each in self.candidates
             if each is not best
         ]
-        guesses = f" with {best.guesses} guesses per pass" if best.guesses else ""
-        forecast = f"{format_rate(best.tok_s)} tok/s forecast{guesses} ({'; '.join(others)})"
+        drafted = f" with {best.draft_tokens} draft tokens per pass" if best.draft_tokens else ""
+        forecast = f"{format_rate(best.tok_s)} tok/s forecast{drafted} ({'; '.join(others)})"
         return f"{best.words()}: {forecast}"
 
     def table(self) -> list[str]:
         """A line for each placement, the best marked, with what a pass takes."""
-        headers = ("tok/s", "pass", "drafting", "guesses", "tokens/pass", "")
+        headers = ("tok/s", "pass", "drafting", "draft tokens", "tokens/pass", "")
         rows = []
         for each in self.candidates:
             cells = ["-"] * 5
             if each.plan is not None:
                 cells = [format_rate(each.tok_s), f"{1e3 * each.verify_s:.1f} ms", "-", "-", "1.00"]
-            if each.guesses:
-                cells[2:4] = f"{1e3 * each.draft_s:.1f} ms", str(each.guesses)
+            if each.draft_tokens:
+                cells[2:4] = f"{1e3 * each.draft_s:.1f} ms", str(each.draft_tokens)
                 cells[4] = f"{each.tokens_per_pass:.2f}"
             rows.append((*cells, each.words() + ("  (best)" if each is self.best else "")))
         return [
@@ -118,7 +118,7 @@ class PairPlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         names = (
-            *("place", "problem", "tok_s", "plain_tok_s", "guesses", "levels"),
+            *("place", "problem", "tok_s", "plain_tok_s", "draft_tokens", "levels"),
             *("tokens_per_pass", "verify_s", "draft_s"),
         )
         return {
@@ -206,16 +206,16 @@ def _forecast(
         verify = cache(partial(_pass_s, plan))
         plain = 1 / verify(1)
         found = replace(empty, plan=plan, verify_s=verify(1), tok_s=plain, plain_tok_s=plain)
-        for guesses, levels, tokens in _trees(acceptance) if drafted else ():
-            verify_s = verify(1 + guesses)
+        for draft_tokens, levels, tokens in _trees(acceptance) if drafted else ():
+            verify_s = verify(1 + draft_tokens)
             # A pass for the root, and one for each level that has children.
-            draft_s = level_s(1) + (levels - 1) * level_s(-(-guesses // levels))
+            draft_s = level_s(1) + (levels - 1) * level_s(-(-draft_tokens // levels))
             tok_s = tokens / (verify_s + draft_s)
             if tok_s > found.tok_s:
                 found = replace(
                     found,
                     tok_s=tok_s,
-                    guesses=guesses,
+                    draft_tokens=draft_tokens,
                     levels=levels,
                     tokens_per_pass=tokens,
                     verify_s=verify_s,
@@ -245,7 +245,7 @@ def _level_s(draft: ModelShape, target: PlanRequest, ctx: int, rows: int, *, on_
 
 @cache
 def _trees(acceptance: float) -> tuple[tuple[int, int, float], ...]:
-    """Guesses, levels and expected tokens of a pass, its own included, of the likeliest trees.
+    """The likeliest trees: draft tokens, levels, and the tokens expected of a pass, its own too.
 
     A draft's first choice is right with one probability ``p`` at every position, its second with
     that share of the rest, and so on. Trees grow by the likeliest node that is left.
@@ -253,12 +253,12 @@ def _trees(acceptance: float) -> tuple[tuple[int, int, float], ...]:
     found = []
     for depth in _DEPTHS:
         waiting, tokens, levels = [(-acceptance, 1)], 1.0, 0
-        for guesses in range(1, _GUESSES[-1] + 1):
+        for draft_tokens in range(1, _SIZES[-1] + 1):
             chance, level = heappop(waiting)
             tokens, levels = tokens - chance, max(levels, level)
             heappush(waiting, (chance * (1 - acceptance), level))
             if level < depth:
                 heappush(waiting, (chance * acceptance, level + 1))
-            if guesses in _GUESSES:
-                found.append((guesses, levels, tokens))
+            if draft_tokens in _SIZES:
+                found.append((draft_tokens, levels, tokens))
     return tuple(found)

@@ -45,7 +45,7 @@ def test_table(folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     table = text[text.index(f"With {DRAFT} as its draft") :].splitlines()
     assert table[0].endswith("70 % are right (assumed)")
-    assert table[1].split() == ["tok/s", "pass", "drafting", "guesses", "tokens/pass"]
+    assert table[1].split() == ["tok/s", "pass", "drafting", "draft", "tokens", "tokens/pass"]
     assert len(table) == 5
     assert sum(line.endswith("(best)") for line in table) == 1
     assert table[-1].endswith(("no draft", "no draft  (best)"))

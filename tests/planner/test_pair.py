@@ -99,14 +99,14 @@ def test_better_draft() -> None:
     assert rates == sorted(rates)
     assert rates[0] < rates[-1]
     certain = at(planned(acceptance=1.0), "draft on CPU")
-    assert certain.tokens_per_pass == pytest.approx(1 + certain.guesses)
+    assert certain.tokens_per_pass == pytest.approx(1 + certain.draft_tokens)
 
 
 def test_draft_on_the_gpu_and_target_on_the_cpu() -> None:
     plan = planned(vram=20 * MB, ram=50 * MB)
     best = plan.best
     assert best.place == "draft on GPU"
-    assert 1 <= best.levels <= best.guesses
+    assert 1 <= best.levels <= best.draft_tokens
     assert 1 < best.tokens_per_pass <= 1 + best.levels
     assert best.plain_tok_s < best.tok_s
     assert best.tok_s == pytest.approx(best.tokens_per_pass / (best.verify_s + best.draft_s))

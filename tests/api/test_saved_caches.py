@@ -69,13 +69,13 @@ def test_short_memory_parks_idle_chat(model: Model, monkeypatch: pytest.MonkeyPa
     chat = model.chat()
     chat.send(PROMPT, max_tokens=4)
     assert chat.kv_nbytes
-    monkeypatch.setattr(core_of(model).parking.keeper, "_room", lambda: 0)
-    assert core_of(model).parking.keeper.make_room() > 0
+    monkeypatch.setattr(core_of(model).saver.keeper, "_room", lambda: 0)
+    assert core_of(model).saver.keeper.make_room() > 0
     assert chat.kv_nbytes == 0
     assert chat.send("Go on.", max_tokens=4).metrics.cached_tokens > 100
 
 
-def test_parking_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
     with localrt.load(real_model("smollm2"), ctx=2048) as model:
         chat = model.chat()
