@@ -4,5 +4,5 @@ An architecture is a function of 10 to 100 lines, in a file of its family. It re
 ``DecoderConfig`` (``models/config.py``), with one ``AttentionSpec`` per layer (heads, window,
 rotary, scale, softcap), and names its tensors where they differ from Llama's. The registry maps the
 names that ``config.json`` and GGUF use. A tensor that no part asked for is an error: a model that
-runs without one of its parts writes wrong text without any other sign.
+lacks one of its parts would silently write wrong text.
 """

@@ -1,8 +1,8 @@
-"""DeepSeek and GLM: experts chosen by groups, and in most latent attention.
+"""DeepSeek and GLM: experts chosen by groups, and latent attention in most models.
 
-The first layers are dense. V2 scores by a softmax and takes the groups with the best expert; V3 by
-sigmoids, with a bias that counts in the choice alone, and the groups whose best two are best. The
-softmax's scale grows with YaRN's ``mscale_all_dim`` squared.
+The first layers are dense. V2 scores by a softmax and ranks groups by their best expert. V3 scores
+by sigmoids, with a bias that only affects the choice, and ranks groups by their best two. The
+attention scale is multiplied by YaRN's ``mscale_all_dim`` squared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from localrt.quant.ops.protocol import MlpSpec
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """The keys of both configs, and of GGUF's ``deepseek2``, which is both."""
+    """Read the config of V2, V3, or GGUF's ``deepseek2``, which is either."""
     eps = raw.number("rms_norm_eps", 1e-6)
     layers = raw.integer("num_hidden_layers")
     activation = raw.choice("hidden_act", "silu", ACTIVATIONS)
@@ -65,7 +65,7 @@ def _attention(raw: RawConfig, eps: float) -> LatentSpec:
 
 
 def _mscale(raw: RawConfig) -> float:
-    """What YaRN multiplies queries and keys by in all their dimensions, rotary or not."""
+    """YaRN's factor of queries and keys in all dimensions, rotary or not."""
     scaling = raw.mapping("rope_scaling")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default" or not scaling.get("mscale_all_dim"):
@@ -77,7 +77,7 @@ def _mscale(raw: RawConfig) -> float:
 def read_mixtures(
     raw: RawConfig, eps: float, layers: int, activation: str
 ) -> tuple[MixtureSpec | None, ...]:
-    """The mixture of each layer, as ``DecoderConfig`` has them."""
+    """Read the mixture of each layer, for ``DecoderConfig.mixtures``."""
     if not raw.optional_integer("n_routed_experts"):
         return ()
     if activation != "silu":
@@ -91,7 +91,7 @@ def read_mixtures(
         sparse = [layer >= dense and layer % frequency == 0 for layer in range(layers)]
     method = raw.text("topk_method", "noaux_tc" if _is_v3(raw) else "greedy")
     router = _router(raw, eps, method)
-    # A GGUF file does not say whether there is a bias: it has one or not.
+    # In GGUF only the tensor shows whether there is a bias.
     biased = method == "noaux_tc"
     if raw.is_gguf:
         biased = any(raw.has_tensor(f"model.layers.{n}.{CHOICE_BIAS}") for n in range(layers))
@@ -103,7 +103,7 @@ def read_mixtures(
 
 
 def _is_v3(raw: RawConfig) -> bool:
-    """Whether what a config leaves out is as in V3; GGUF leaves nothing out."""
+    """Whether missing keys have V3's defaults; GGUF has all keys."""
     return raw.architecture != "DeepseekV2ForCausalLM"
 
 
@@ -138,9 +138,9 @@ def read_glm4_moe(raw: RawConfig) -> DecoderConfig:
     """GLM-4.5, GLM-4.5-Air and GLM-4.6: half of each head is rotated, experts are chosen as in
     DeepSeek-V3, and the first layers are dense.
 
-    GLM-4.7-Flash has latent attention too: its config is ``deepseek.py``'s.
+    GLM-4.7-Flash has latent attention too: ``read_config`` reads its config.
 
-    Llama's keys and those of DeepSeek's mixtures; ``use_qk_norm`` in the largest.
+    Reads Llama's keys and DeepSeek's mixture keys; the largest models have ``use_qk_norm``.
     """
     config = llama.read_config(raw)
     spec = config.attending[0]

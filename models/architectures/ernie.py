@@ -1,7 +1,7 @@
 """ERNIE 4.5: Llama, and a mixture of experts in most layers of the larger ones.
 
-A bias counts in the choice of experts alone. Rotary pairs lie side by side in the published rows of
-queries and keys; checkpoints put them in order (``models/checkpoints/rows.py``).
+A bias only affects the choice of experts. Published rows of queries and keys have rotary pairs side
+by side; checkpoints reorder them (``models/checkpoints/rows.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from localrt.models.raw_config import RawConfig, expert_count_key, read_mixture,
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """Llama's keys, and the mixture's; GGUF has other words for some."""
+    """Read Llama's keys and the mixture's; GGUF names some differently."""
     config = replace(llama.read_config(raw), architecture="ernie")
     if not raw.has(expert_count_key(raw)):
         return config

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (text): sandwich norms, and layers behind a window.
+"""Gemma 2 and 3 (text): sandwich norms, and sliding-window layers.
 
 Published norm weights are ``w - 1``.
 """
@@ -27,7 +27,7 @@ _LAYERS_27B = 46
 
 
 def read_gemma2(raw: RawConfig) -> DecoderConfig:
-    """Gemma 2: sandwich norms, soft-capped scores and logits, every other layer behind a window.
+    """Gemma 2: sandwich norms, soft-capped scores and logits, a window in every other layer.
 
     Gemma 3 shares all but the scores' cap.
 
@@ -44,9 +44,9 @@ def read_gemma2(raw: RawConfig) -> DecoderConfig:
 
 
 def read_attention(raw: RawConfig, rope: Rope) -> AttentionSpec:
-    """A full-attention layer. A GGUF file of Gemma 2 leaves the query scale to us."""
+    """Read a full-attention layer. GGUF files of Gemma 2 do not have the query scale."""
     heads, head_dim = raw.integer("num_attention_heads", 8), raw.integer("head_dim", 256)
-    # The 27B scales queries by hidden size over heads, the others by head size.
+    # The 27B scales queries by hidden size divided by heads, the others by head size.
     largest = raw.is_gguf and raw.integer("num_hidden_layers", 26) == _LAYERS_27B
     share = raw.integer("hidden_size", 2304) // heads if largest else head_dim
     return AttentionSpec(
@@ -71,7 +71,7 @@ def sandwich_config(
 ) -> DecoderConfig:
     """The decoder around Gemma's layers; ``windowed`` says which are ``sliding``.
 
-    Published configs leave out what transformers' config class has as a default: so do we.
+    Defaults are those of transformers' config class, which published configs leave out.
     """
     hidden = raw.integer("hidden_size", 2304)
     activation = raw.choice("hidden_activation", "gelu_pytorch_tanh", ACTIVATIONS)

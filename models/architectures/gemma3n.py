@@ -1,7 +1,7 @@
 """Gemma 3n (text): several residual streams, per-layer embeddings, shared keys and values.
 
-Gemma 4 took over the latter two (``gemma4.py``). Layers run on one of the streams and correct the
-others (``models/layers/altup.py``). In the first layers, MLPs keep only a share of their gates.
+Gemma 4 has the latter two as well (``gemma4.py``). Layers run on one of the streams and correct the
+others (``models/layers/altup.py``). In the first layers, MLPs keep only the largest gates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.streams import StreamSpec
 
 _LAYERS, _SHARED = 35, 15
-_SPARSE_LAYERS, _SPARSITY = 10, 0.95  # of a config that leaves them out
+_SPARSE_LAYERS, _SPARSITY = 10, 0.95  # defaults
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
@@ -79,9 +79,9 @@ def _read_full(raw: RawConfig) -> AttentionSpec:
 
 
 def _read_cutoffs(raw: RawConfig, layers: int) -> tuple[float | None, ...]:
-    """Of each layer, how many deviations above their mean gates are cut; None where none are.
+    """Each layer's gate cutoff, in standard deviations above the mean; None: no cutoff.
 
-    Configs have the share that is cut, GGUF files the deviations.
+    Configs have the share of gates that is cut, GGUF files the deviations.
     """
     deviations = raw.layer_list("activation_sparsity_scale", layers)
     if deviations is not None:

@@ -1,6 +1,6 @@
 """gpt-oss: mixtures in MXFP4, attention sinks, every other layer with a window, biases throughout.
 
-Experts clamp what they gate (``swiglu_oai``); YaRN's ramp is not rounded to whole frequencies.
+Experts use a clamped gate (``swiglu_oai``); YaRN's ramp is not rounded to whole dimensions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from localrt.models.raw_config import RawConfig, read_mixture, with_mixture
 from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.experts import ExpertSpec
 
-_ALPHA = 1.702  # of the gate's sigmoid: what ``swiglu_oai`` computes
+_ALPHA = 1.702  # the factor within the gate's sigmoid in ``swiglu_oai``
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """Llama's keys; ``intermediate_size`` is an expert's."""
+    """Read Llama's keys; ``intermediate_size`` is an expert's width."""
     if raw.number("swiglu_alpha", _ALPHA) != _ALPHA:
         raise UnsupportedModelError(f"swiglu_alpha must be {_ALPHA}")
     config = llama.read_config(raw)
@@ -34,9 +34,9 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 
 
 def _attention(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ...]:
-    """Sinks everywhere; the window in the layers that ``layer_types`` names, else in every second.
+    """Sinks in all layers, a window where ``layer_types`` says, by default in every second.
 
-    GGUF has no word for YaRN's ramp.
+    GGUF has no key for YaRN's ramp.
     """
     plain = config.attending[0]
     parameters = dict(raw.mapping("rope_scaling"))

@@ -19,9 +19,9 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 
 
 def with_factors(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
-    """``config`` with factors of embedding, attention scores, what a layer adds, and logits.
+    """``config`` with factors of embedding, attention scores, layer outputs and logits.
 
-    Logits are divided by theirs.
+    Logits are divided by their factor.
     """
     gguf_default = config.attending[0].scale if raw.is_gguf else 1.0
     scale = raw.number("attention_multiplier", gguf_default)
@@ -37,7 +37,7 @@ def with_factors(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
 def read_granite_moe(raw: RawConfig) -> DecoderConfig:
     """Granite-MoE (IBM Granite 3): Granite with mixtures; GraniteMoeShared adds a shared MLP.
 
-    Granite's keys; ``intermediate_size`` is an expert's.
+    Reads Granite's keys; ``intermediate_size`` is an expert's width.
     """
     config = replace(llama.read_config(raw), architecture="granite_moe")
     return with_experts(raw, with_factors(raw, config))
@@ -55,7 +55,7 @@ def with_experts(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
 def read_granite_swa(raw: RawConfig) -> DecoderConfig:
     """Granite with windows, dense or with mixtures: sinks, and a rotary base for each layer.
 
-    Every fourth layer sees all; where a layer's base is 0 it has no rotary embedding.
+    Every fourth layer has no window; a layer with base 0 has no rotary embedding.
 
     Granite's keys, ``layer_types`` and ``layer_rope_theta``.
     """
@@ -87,7 +87,7 @@ _KINDS = {"linear_attention": False, "mamba": False, "full_attention": True, "at
 
 
 def read_granite_hybrid(raw: RawConfig) -> DecoderConfig:
-    """Granite 4 (IBM): Mamba-2, attention without rotary embedding at times; dense, or mixtures.
+    """Granite 4 (IBM): Mamba-2, and attention without rotary embedding; dense or mixtures.
 
     Granite's keys, Mamba's, and ``layer_types``.
     """

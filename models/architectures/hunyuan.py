@@ -1,7 +1,7 @@
-"""Hunyuan (Tencent), dense: norms on every query and key head, behind their rotation.
+"""Hunyuan (Tencent), dense: norms on every query and key head, after their rotation.
 
-A rotary scaling called "dynamic" stretches the base by a fixed ``alpha``; GGUF files have the base
-that follows.
+A rotary scaling called "dynamic" scales the base by a fixed ``alpha``; GGUF files have the scaled
+base.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAMES = LayerNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_la
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """Llama's keys, and ``alpha`` of the rotary scaling."""
+    """Read Llama's keys and the rotary scaling's ``alpha``."""
     config = llama.read_config(raw)
     plain = config.attending[0]
     attention = replace(plain, rope=_rope(raw, plain.head_dim), window=None, norms_last=True)

@@ -1,6 +1,6 @@
-"""Kimi-Linear (Moonshot): Kimi Delta Attention, latent attention without rotation at times.
+"""Kimi-Linear (Moonshot): Kimi Delta Attention, and some layers of unrotated latent attention.
 
-Its delta layers have a decay for each key channel, and make decays and gates by way of few numbers.
+Its delta layers have a decay for each key channel and low-rank projections for decays and gates.
 Experts are DeepSeek-V3's.
 """
 
@@ -26,9 +26,9 @@ _KEYS = {
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """DeepSeek-V3's keys, some under names of their own, and those of the delta layers.
+    """Read DeepSeek-V3's keys, some renamed, and those of the delta layers.
 
-    ``layer_types``, or the numbers from 1 of ``full_attn_layers``, say which layers attend.
+    ``layer_types`` or ``full_attn_layers`` (counted from 1) says which layers attend.
     """
     raw = raw.renamed(_KEYS)
     config = deepseek.read_config(raw)
@@ -47,7 +47,7 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 
 
 def _standing_still(spec: object) -> LatentSpec:
-    """Its rotary part is one that turns nothing."""
+    """Replace the rotary embedding by one with frequency zero."""
     assert isinstance(spec, LatentSpec), "as DeepSeek's"
     return replace(spec, rope=Rope((0.0,) * (spec.rope_dim // 2)), interleaved=False)
 

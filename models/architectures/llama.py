@@ -1,5 +1,5 @@
-"""Llama 2 and 3.x, Mistral and SmolLM2: the plain decoder, from which most architectures start; and
-those that differ from it in little.
+"""Llama 2 and 3.x, Mistral and SmolLM2: the plain decoder that most architectures build on, and
+models that differ little from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """Llama's ``config.json`` keys, and Mistral's sliding window over every layer."""
+    """Read Llama's ``config.json`` keys, and Mistral's sliding window of all layers."""
     heads = raw.integer("num_attention_heads")
     hidden = raw.integer("hidden_size")
     head_dim = raw.integer("head_dim", hidden // heads)
@@ -55,18 +55,18 @@ def read_config(raw: RawConfig) -> DecoderConfig:
 def read_seed_oss(raw: RawConfig) -> DecoderConfig:
     """Seed-OSS: Llama with biases on queries, keys and values.
 
-    Llama's keys; the weights tell which biases there are.
+    Reads Llama's keys; the tensors show which biases there are.
     """
     return replace(read_config(raw), architecture="seed_oss")
 
 
-_TEXT_MODELS = {name: name for name in ("llama", "mistral", "llava")}  # the last: not said
+_TEXT_MODELS = {name: name for name in ("llama", "mistral", "llava")}  # llava: no type given
 
 
 def read_llava(raw: RawConfig) -> DecoderConfig:
     """LLaVA around a Llama or a Mistral: Pixtral, Apriel 1.5 and 1.6. The text model runs.
 
-    Llama's keys; the text model's ``model_type`` says whose defaults hold.
+    Reads Llama's keys; the text model's ``model_type`` selects the defaults.
     """
     raw.choice("model_type", "llama", _TEXT_MODELS)
     return replace(read_config(raw), architecture="llava")
@@ -75,20 +75,19 @@ def read_llava(raw: RawConfig) -> DecoderConfig:
 def read_mixtral(raw: RawConfig) -> DecoderConfig:
     """Mixtral: Mistral with a mixture of experts in every layer.
 
-    GGUF files of it call themselves ``llama`` (see ``registry.py``).
+    Its GGUF files have the architecture ``llama`` (see ``registry.py``).
 
-    Llama's keys; ``intermediate_size`` is an expert's. The chosen weights sum to 1.
+    Reads Llama's keys; ``intermediate_size`` is an expert's width. The chosen weights sum to 1.
     """
     config = read_config(raw)
     return with_mixture(replace(config, architecture="mixtral"), read_mixture(raw, config))
 
 
 def read_ministral3(raw: RawConfig) -> DecoderConfig:
-    """Ministral 3 and Mistral 3: Mistral with YaRN, and queries that grow far into a text.
+    """Ministral 3 and Mistral 3: Mistral with YaRN, and queries scaled up at late positions.
 
-    Llama's keys; Llama 4's ``llama_4_scaling_beta`` among those of the rotary embedding.
-
-    Mistral Small 3.1 has none.
+    Reads Llama's keys, and ``llama_4_scaling_beta`` among the rotary parameters; Mistral Small 3.1
+    has none.
     """
     config = replace(read_config(raw), architecture="ministral3")
     scaling = raw.mapping("rope_scaling")

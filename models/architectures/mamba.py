@@ -22,7 +22,7 @@ from localrt.quant.ops.recurrent import RecurrentSpec
 
 
 def read_mamba(raw: RawConfig, *, eps: float, inner: int) -> RecurrentSpec:
-    """A layer by ``mamba_*``; ``inner`` is its width. Results are normed by groups of heads."""
+    """A layer from ``mamba_*``; ``inner`` is its width. Outputs are normed per group of heads."""
     heads, groups = raw.integer("mamba_n_heads"), raw.integer("mamba_n_groups", 1)
     if inner % heads or inner % groups:
         raise CheckpointError(
@@ -46,7 +46,7 @@ def read_mamba(raw: RawConfig, *, eps: float, inner: int) -> RecurrentSpec:
 
 
 def mamba_names(raw: RawConfig, prefix: str, *, biased: bool) -> RecurrentNames:
-    """The tensors below ``prefix``."""
+    """The tensor names below ``prefix``."""
     return RecurrentNames(
         mix=(f"{prefix}.in_proj",),
         taps=(f"{prefix}.conv1d",),
@@ -68,11 +68,11 @@ _FALCON_H1_NAMES = LayerNames(
 
 
 def read_falcon_h1(raw: RawConfig) -> DecoderConfig:
-    """Falcon-H1 (TII): in every layer attention and Mamba-2 side by side, and many factors.
+    """Falcon-H1 (TII): attention and Mamba-2 in parallel in every layer, and many factors.
 
-    GGUF files have these in the weights.
+    GGUF files have the factors folded into the weights.
 
-    Llama's keys, Mamba's, and ``*_multiplier``.
+    Reads Llama's keys, Mamba's, and ``*_multiplier``.
     """
     config = llama.read_config(raw)
     (plain,) = set(config.attending)
@@ -140,7 +140,7 @@ def read_nemotron_h(raw: RawConfig) -> DecoderConfig:
     """Nemotron-H and Nemotron 3 (NVIDIA): layers of one kind each, Mamba-2, attention without
     rotary embedding, an MLP with a squared ReLU and no gate, or a mixture of such.
 
-    What each layer is, says a list, or in first models a pattern of letters.
+    A list gives each layer's kind; the first models have a pattern of letters.
     """
     raw = raw.renamed(_KEYS)
     kinds = _kinds(raw)
@@ -200,7 +200,7 @@ def _kinds(raw: RawConfig) -> list[str]:
 
 
 def _read_mixture(raw: RawConfig, eps: float) -> MixtureSpec:
-    """As DeepSeek-V3 chooses, of experts without a gate."""
+    """Read a mixture with DeepSeek-V3's routing and experts without a gate."""
     groups = raw.integer("n_group", 1)
     router = RouterSpec(
         count=raw.integer("n_routed_experts"),

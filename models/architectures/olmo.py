@@ -25,10 +25,9 @@ def read_olmo2(raw: RawConfig) -> DecoderConfig:
     """OLMo 2 and OLMo 3: norms on results instead of inputs, and over all heads of queries and of
     keys.
 
-    In OLMo 3 three of four layers see a window, and only the others' rotary embedding is
-    scaled.
+    In OLMo 3 three of four layers have a window; only the others scale their rotary embedding.
 
-    Llama's keys; OLMo 3 has a ``sliding_window``, for the layers that ``layer_types`` names.
+    Reads Llama's keys; OLMo 3 has a ``sliding_window`` in the layers that ``layer_types`` names.
     """
     config = llama.read_config(raw)
     full = replace(config.attending[0], joint_norms=True, window=None)
@@ -51,7 +50,7 @@ def read_olmo2(raw: RawConfig) -> DecoderConfig:
 def read_olmoe(raw: RawConfig) -> DecoderConfig:
     """OLMoE: Llama with many small experts, and norms over all heads of queries and of keys.
 
-    Llama's keys; ``intermediate_size`` is an expert's.
+    Reads Llama's keys; ``intermediate_size`` is an expert's width.
     """
     if raw.optional_number("clip_qkv") is not None:
         raise UnsupportedModelError("clip_qkv (clipped queries, keys and values) is not supported")
@@ -62,7 +61,7 @@ def read_olmoe(raw: RawConfig) -> DecoderConfig:
 
 
 _KINDS = {"linear_attention": False, "full_attention": True}
-_RESULT_EPS = 1e-5  # of the norm behind the state, whatever the config says of others
+_RESULT_EPS = 1e-5  # fixed epsilon of the norm after the state
 _PREFIX = "linear_attn."
 _NAMES = RecurrentNames(
     mix=tuple(f"{_PREFIX}{part}_proj" for part in "qkvgba"),
@@ -76,13 +75,14 @@ _NAMES = RecurrentNames(
 
 
 def read_olmo_hybrid(raw: RawConfig) -> DecoderConfig:
-    """OLMo Hybrid: Gated DeltaNet, and OLMo 3's attention at times, mostly without rotary
+    """OLMo Hybrid: Gated DeltaNet, and some layers of OLMo 3's attention, mostly without rotary
     embedding.
 
-    What is around attention norms results, as in OLMo 2; around DeltaNet are norms on inputs.
-    Of a value up to twice as much is written as the state lacks (``linear_allow_neg_eigval``).
+    Attention's outputs are normed, as in OLMo 2; DeltaNet's inputs are normed. With
+    ``linear_allow_neg_eigval`` the delta rule's write strength goes up to 2.
 
-    Llama's keys, and Qwen3.5's for DeltaNet; without ``layer_types`` every fourth attends.
+    Reads Llama's keys, and Qwen3.5's for DeltaNet; without ``layer_types`` every fourth layer
+    attends.
     """
     config = llama.read_config(raw)
     layers, attending = config.layers, replace(config.attending[0], joint_norms=True)

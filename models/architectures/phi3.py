@@ -13,7 +13,7 @@ _NAMES = LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """Llama's keys; "su" and "yarn" are old names of LongRoPE here."""
+    """Read Llama's keys; "su" and "yarn" are old names of LongRoPE here."""
     config = llama.read_config(raw)
     parameters = dict(raw.mapping("rope_scaling"))
     kind = parameters.get("rope_type") or parameters.get("type")

@@ -14,7 +14,7 @@ def read_qwen2(raw: RawConfig) -> DecoderConfig:
     """Qwen2 and Qwen2.5: Llama with biases on q, k and v, and a sliding window on upper layers
     only.
 
-    Llama's keys; q, k and v always have a bias.
+    Reads Llama's keys; q, k and v always have a bias.
     """
     config = llama.read_config(raw)
     return replace(
@@ -23,7 +23,7 @@ def read_qwen2(raw: RawConfig) -> DecoderConfig:
 
 
 def windowed_layers(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpec, ...]:
-    """The window holds where ``layer_types`` or ``max_window_layers`` says, and if switched on."""
+    """Which layers have a window, if on, by ``layer_types`` or ``max_window_layers``."""
     windowed = [False] * config.layers
     if raw.flag("use_sliding_window"):
         first = int(raw.number("max_window_layers", 28))
@@ -37,7 +37,7 @@ def windowed_layers(raw: RawConfig, config: DecoderConfig) -> tuple[AttentionSpe
 def read_qwen3(raw: RawConfig) -> DecoderConfig:
     """Qwen3: Qwen2 without biases, with a norm on every query and key head.
 
-    Llama's keys; ``head_dim`` is the config's own, not hidden size over heads.
+    Reads Llama's keys; ``head_dim`` is given, not hidden size divided by heads.
     """
     config = llama.read_config(raw)
     return replace(
@@ -46,10 +46,9 @@ def read_qwen3(raw: RawConfig) -> DecoderConfig:
 
 
 def read_qwen2_moe(raw: RawConfig) -> DecoderConfig:
-    """Qwen2-MoE and Qwen1.5-MoE: Qwen2 with mixtures, and a shared expert behind a gate of its
-    own.
+    """Qwen2-MoE and Qwen1.5-MoE: Qwen2 with mixtures, and a shared expert with its own gate.
 
-    Qwen2's keys and those of the mixture; chosen weights do not sum to 1 unless it says so.
+    Reads Qwen2's and mixture keys; chosen weights sum to 1 only if the config says so.
     """
     config = read_qwen2(raw)
     spec = replace(
@@ -65,9 +64,8 @@ def read_qwen2_moe(raw: RawConfig) -> DecoderConfig:
 def read_qwen3_moe(raw: RawConfig) -> DecoderConfig:
     """Qwen3-MoE: Qwen3 with mixtures; no shared expert.
 
-    Qwen3's keys and those of the mixture. A window, where it is switched on, is every layer's.
-
-    ``norm_topk_prob`` is set in the published configs; GGUF and Qwen3-VL leave it to us.
+    Reads Qwen3's and mixture keys. A window, if switched on, holds in every layer.
+    ``norm_topk_prob`` defaults to true: GGUF and Qwen3-VL leave it out.
     """
     config = llama.read_config(raw)
     inner = raw.integer("moe_intermediate_size")

@@ -1,6 +1,6 @@
-"""Qwen3.5 to 3.8 and Qwen3-Next, dense and with mixtures: Gated DeltaNet, full attention at times.
+"""Qwen3.5 to 3.8 and Qwen3-Next, dense or mixtures: Gated DeltaNet, and some full attention.
 
-Attention has a gate for every number of a head, and rotates a quarter of it.
+Attention has an elementwise gate and rotates a quarter of each head.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from localrt.models.layers.rope import read_rope
 from localrt.models.raw_config import RawConfig, read_mixture, sparse_layers, with_mixture
 from localrt.quant.ops.recurrent import RecurrentSpec
 
-_IN_GROUPS = "qwen3next"  # whose files keep the value heads of a key head together
+_IN_GROUPS = "qwen3next"  # its files keep the value heads of a key head together
 _KINDS = {"linear_attention": False, "full_attention": True, "indexed_attention": True}
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """``layer_types`` says which layers attend; without it, every fourth does."""
-    if not raw.has("intermediate_size"):  # mixtures alone
+    """Read the config; ``layer_types`` says which layers attend, by default every fourth."""
+    if not raw.has("intermediate_size"):  # all layers are mixtures
         raw = raw.renamed({"moe_intermediate_size": "intermediate_size"})
     config = llama.read_config(raw)
     (plain,) = set(config.attending)

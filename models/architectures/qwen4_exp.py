@@ -1,7 +1,7 @@
 """Qwen3.8-Flash-Next, the prototype of Qwen4: Qwen3.5's mixtures with several residual streams.
 
 Layers read a mixture of the streams and have no norms of their own. Attention sees the tokens that
-an indexer chooses. Before one layer the streams gain what hashed n-grams say.
+an indexer chooses. Before one layer, hashed n-gram embeddings are added to the streams.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GATES = {"silu": "silu", "sigmoid": "sigmoid"}
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """``output_gate_type`` is of DeltaNet layers."""
+    """Read the config; ``output_gate_type`` applies to DeltaNet layers."""
     config = qwen3_5.read_config(raw)
     gate = raw.choice("output_gate_type", raw.text("hidden_act", "silu"), _GATES)
     streams = raw.integer("hc_count", 4)
@@ -63,7 +63,7 @@ def _index(raw: RawConfig, config: DecoderConfig) -> IndexSpec:
 
 
 def _ngrams(raw: RawConfig, config: DecoderConfig, streams: int) -> NgramLayer | None:
-    """Of the one layer that has n-grams; files count layers from 1."""
+    """Read the n-grams of the one layer that has them; files count layers from 1."""
     layers = raw.sequence("ple_layer_ids") or []
     if not layers:
         return None

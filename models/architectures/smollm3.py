@@ -11,7 +11,7 @@ from localrt.models.raw_config import RawConfig
 
 
 def read_config(raw: RawConfig) -> DecoderConfig:
-    """Llama's keys, ``no_rope_layers`` (0 marks a layer without) or ``no_rope_layer_interval``."""
+    """Read Llama's keys, and ``no_rope_layers`` (0: no RoPE) or ``no_rope_layer_interval``."""
     config = llama.read_config(raw)
     interval = raw.integer("no_rope_layer_interval", 4)
     rotary = raw.sequence("no_rope_layers") or [

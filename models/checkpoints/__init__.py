@@ -1,15 +1,15 @@
 """Models on disk: GGUF files, Hugging Face folders and stores, behind one protocol.
 
 A ``Checkpoint`` maps Hugging Face tensor names to shapes and formats, has a config with Hugging
-Face's keys, and reads ranges of rows. It shows the decoder alone:
+Face's keys, and reads ranges of rows. It presents only the decoder:
 ``models/checkpoints/text_model.py`` strips prefixes of multimodal models and leaves out towers and
-blocks that predict further tokens, which are then neither read nor packed nor planned for. One
-table translates GGUF's tensor names, another its keys. GGUF stores llama's rotary rows in another
-order, and so do ERNIE's folders; Qwen3-Next keeps together what belongs to a key head. This is
-undone while reading, by moving whole packed rows, so no value changes. Data is read with ``pread``,
-not mapped: pages that were read once then do not count as this process's memory, and a model is
-never in memory twice. Every count and length in a header is checked against the file's size before
-use. Types that localrt cannot unpack are still listed, so that llama.cpp can run the file.
+prediction blocks, which are never read, packed or planned for. One table translates GGUF's tensor
+names, another its keys. GGUF files of Llama and ERNIE's folders store rotary rows in another order;
+Qwen3-Next groups rows by key head. Reading undoes this by moving whole packed rows, so no value
+changes. Data is read with ``pread``, not mapped: mapped pages would count as this process's memory,
+and a model could be in memory twice. Every count and length in a header is checked against the
+file's size before use. Tensors of types that localrt cannot unpack are still listed, so that
+llama.cpp can run the file.
 
 ``unpack`` returns float32 for every format, in numpy, bit for bit what the ``gguf`` package
 returns.

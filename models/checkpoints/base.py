@@ -3,8 +3,8 @@
 Names and config keys are Hugging Face's whatever the file format: a GGUF file is translated by one
 table (``gguf/names.py``), so that an architecture is written once. Tensors are read by rows: steps
 along the first axis; a vector or scalar is a single row. ``StoredTensor`` is a range of bytes in a
-file, for GGUF and safetensors alike, and so is an expert out of a stacked tensor; other sources put
-in order what does not lie so. It knows no file format, architecture or device.
+GGUF or safetensors file: a tensor, or one expert of a stacked tensor. Other sources reorder rows
+while reading. It knows no file format, architecture or device.
 
 Files are read by ``pread`` into memory that the caller owns, not through a memory map: mapped pages
 count as the process's memory and are evicted when they are about to be needed.
@@ -28,13 +28,13 @@ from localrt.common.errors import CheckpointError
 from localrt.quant.formats.packed import Bytes, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
 
-_MOST_PER_CALL = 1 << 30  # systems refuse, or silently shorten, single reads of 2 GiB and more
+_MOST_PER_CALL = 1 << 30  # systems refuse or silently shorten reads of 2 GiB and more
 
 
 class RangedFile:
-    """An open file of known size, closed at the latest when it is forgotten.
+    """An open file of known size, closed by ``close`` or when it is garbage-collected.
 
-    Threads may read at the same time, but must have finished when it is closed.
+    Threads may read concurrently, but must finish before it is closed.
 
     Raises:
         CheckpointError: the file cannot be opened, or is a folder or another special file.
@@ -56,7 +56,7 @@ class RangedFile:
         """``count`` bytes from ``offset``, as a new array.
 
         Raises:
-            CheckpointError: the file ends before, cannot be read, or is closed.
+            CheckpointError: the file is too short, cannot be read, or is closed.
         """
         if offset < 0 or count < 0 or offset + count > self.size:
             raise CheckpointError(
@@ -92,13 +92,13 @@ class RangedFile:
             raise CheckpointError(f"{self.path} is closed")
         if hasattr(os, "preadv"):
             return os.preadv(self._file.fileno(), [view], offset)
-        with self._lock:  # no positioned reads on this system
+        with self._lock:  # this system has no positioned reads
             self._file.seek(offset)
             return self._file.readinto(view) or 0
 
 
 def describe_start(file: RangedFile) -> str:
-    """What a file that is not what it should be seems to be, for an error message."""
+    """Describe what an unexpected file seems to be, for an error message."""
     if file.size == 0:
         return "it is empty"
     start = file.read(0, min(file.size, 16)).tobytes()
@@ -115,7 +115,7 @@ WeightBlock: TypeAlias = PackedTensor | TiledTensor
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor without reading it. ``shape`` is row-major: (out, in)."""
+    """A tensor's shape and format, known without reading it. ``shape`` is row-major: (out, in)."""
 
     name: str
     shape: tuple[int, ...]
@@ -124,7 +124,7 @@ class TensorInfo:
 
 
 class TensorSource(Protocol):
-    """Named tensors and where they are from: all that building a part of a model takes."""
+    """Named tensors and their origin: all that is needed to build a part of a model."""
 
     @property
     def path(self) -> Path:
@@ -132,7 +132,7 @@ class TensorSource(Protocol):
 
     @property
     def architecture(self) -> str:
-        """As the file names it: ``"llama"`` (GGUF) or ``"LlamaForCausalLM"`` (config.json)."""
+        """The architecture's name in the file: ``"llama"`` (GGUF) or ``"LlamaForCausalLM"``."""
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -142,13 +142,13 @@ class TensorSource(Protocol):
         """Rows ``start`` to ``stop`` of a tensor, read from disk now and owned by the caller.
 
         Raises:
-            CheckpointError: no such tensor, or the file ends before its data.
+            CheckpointError: no such tensor, or the file is too short.
         """
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
         """The tensor's rows in order, in pieces of at most ``max_bytes`` packed bytes each.
 
-        A store gives a matrix as one ``TiledTensor``, however large.
+        A store returns a matrix of any size as one ``TiledTensor``.
         """
 
 
@@ -157,7 +157,7 @@ class Checkpoint(TensorSource, Protocol):
 
     @property
     def kind(self) -> str:
-        """Whose conventions config and text files follow: ``"gguf"`` or ``"safetensors"``.
+        """The conventions of config and text files: ``"gguf"`` or ``"safetensors"``.
 
         A store keeps those of the model that it was packed from.
         """
@@ -172,7 +172,7 @@ class Checkpoint(TensorSource, Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of how the weights are read, a line each; mostly nothing."""
+        """Lines for the user about how the weights are read; mostly empty."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -198,16 +198,16 @@ _VECTORS = (
 
 @dataclass(frozen=True, slots=True)
 class RowSource(ABC):
-    """A tensor whose rows can be read, however they lie in a file; ``info`` says what it is then.
+    """A tensor that is read by rows, in any file layout; ``info`` describes the result.
 
-    Subclasses read in ``_read``, from rows that are there.
+    Subclasses implement ``_read``; its row numbers are valid.
     """
 
     info: TensorInfo
 
     @property
     def scale(self) -> float:
-        """What every value is times."""
+        """The factor of all values."""
         return 1.0
 
     @property
@@ -222,7 +222,7 @@ class RowSource(ABC):
 
     @property
     def rows_together(self) -> int:
-        """Rows that are best read in one go, because each takes reading them all."""
+        """How many rows to read together, because reading one means reading all of them."""
         return 1
 
     def read(self, start: int = 0, stop: int | None = None) -> PackedTensor:
@@ -230,7 +230,7 @@ class RowSource(ABC):
 
         Raises:
             ValueError: the tensor has no such rows.
-            CheckpointError: the file ends before them, or is closed.
+            CheckpointError: the file is too short, or is closed.
         """
         stop = self.rows if stop is None else stop
         if not 0 <= start <= stop <= self.rows:
@@ -247,7 +247,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def _read(self, start: int, stop: int) -> Bytes:
-        """The bytes of at least one row, in any shape."""
+        """Return the bytes of one or more rows, in any shape."""
 
     def _row_ranges(self, max_bytes: int) -> Iterator[tuple[int, int]]:
         """Consecutive ``(start, stop)`` covering all rows."""
@@ -266,7 +266,7 @@ class RowSource(ABC):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor(RowSource):
-    """A tensor whose bytes begin at ``offset`` of ``file``; its values are times ``factor``."""
+    """A tensor whose bytes begin at ``offset`` of ``file``; ``factor`` scales its values."""
 
     file: RangedFile
     offset: int
@@ -282,7 +282,7 @@ class StoredTensor(RowSource):
 
 @dataclass(frozen=True, slots=True)
 class DerivedRows(RowSource):
-    """Rows made of those of ``whole``, whose values are times the same."""
+    """Rows made of the rows of ``whole``, with the same scale."""
 
     whole: RowSource
 
@@ -292,7 +292,7 @@ class DerivedRows(RowSource):
 
 
 class SourcedCheckpoint:
-    """How a ``Checkpoint`` whose tensors are ``RowSource``s by their names is read."""
+    """Base of a ``Checkpoint`` whose tensors are ``RowSource``s by name."""
 
     path: Path
 
@@ -322,7 +322,7 @@ class SourcedCheckpoint:
 
 
 def _flat(source: RowSource) -> RowSource:
-    """A small tensor of a recurrent layer as a vector, others as they are."""
+    """Small tensors of recurrent layers as vectors, others unchanged."""
     info = source.info
     if not info.name.endswith(_VECTORS) or info.format.block != 1:
         return source

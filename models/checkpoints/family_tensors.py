@@ -1,25 +1,23 @@
-"""Families' tensors in the one form that the model takes, whatever form they were published in.
+"""Brings model families' tensors into the one form that the decoder takes.
 
-Qwen3-Next has two matrices for DeltaNet's projections, in which the rows of each key head lie
-together; Qwen3.5 has them apart. Whole packed rows are moved, which changes no value.
+Qwen3-Next has two matrices for DeltaNet's projections, with rows grouped by key head; Qwen3.5 has
+separate matrices. Whole packed rows are moved, which changes no value.
 
-Gemma 3n's and Gemma 4's table of per-layer embeddings has a row for each layer of each token here:
-the same bytes, so that what a token needs lies together in tiles. A layer's router of streams is
-used by two units, each of which has a copy; its coefficients are vectors. Keys and values of layers
-that attend to an earlier one's are published in some files, and are left out.
+Gemma 3n's and Gemma 4's table of per-layer embeddings gets a row for each layer of each token: the
+same bytes, but a token's rows share tiles. Two units use a layer's router of streams, so each gets
+a copy; its coefficients are vectors. Unused K and V matrices of layers that attend to an earlier
+layer's keys and values are left out.
 
-DeepSeek's matrices from latents to keys and to values are published as one (``kv_b_proj``) or, in
-newer GGUF files, apart and per head: ``k_b_proj`` transposed, so that it turns a query into one
-against latents, and ``v_b_proj``. The model takes the latter two as matrices of stacked heads.
-Values are rows of the published matrix, in its bytes. Transposed keys cannot be: what was not
-quantized keeps its format, GGUF's types become f16, which rounds less than they were rounded, and
-other groups f32, which holds them.
+DeepSeek's matrices from latents to keys and values are published as one (``kv_b_proj``) or, in
+newer GGUF files, per head: ``v_b_proj``, and ``k_b_proj`` transposed, which maps a query into the
+latent space. The model takes the latter two as matrices of stacked heads. Rows for values are
+unchanged bytes of the published matrix. Keys are transposed, so they are converted: unquantized
+formats stay, GGUF's types become f16 (an error below their own), other groups f32 (exact).
 
-The table of hashed n-grams is one matrix here, which is published in hundreds of parts. Beside it
-lie the numbers that hashing takes, which follow from the config, and in files whose table is in FP8
-what its values are times.
+The table of hashed n-grams is published in hundreds of parts and becomes one matrix. Files also
+have the hash constants, which follow from the config, and the scales of a table in FP8.
 
-It knows config keys and tensors, no files.
+Knows config keys and tensors, no files.
 """
 
 from __future__ import annotations
@@ -52,10 +50,10 @@ from localrt.quant.formats.packed import Bytes
 def family_tensors(
     stored: Mapping[str, RowSource], config: Mapping[str, Any]
 ) -> dict[str, RowSource]:
-    """``stored`` as the model takes it. Other families' tensors are as they were.
+    """Return ``stored`` in the decoder's form. Other families' tensors stay unchanged.
 
     Raises:
-        CheckpointError: a tensor is not what the config says, or is missing.
+        CheckpointError: a tensor does not fit the config, or is missing.
     """
     tensors = dict(stored)
     for in_models_form in (_latent_tensors, _gemma_tensors, delta_tensors):
@@ -64,7 +62,7 @@ def family_tensors(
 
 
 _BOTH: Mapping[str, tuple[tuple[str, str], ...]] = {
-    # the published matrix, and what it holds in its order: "v" stands for the values' rows
+    # the published matrix and its parts in order: "v" stands for rows of values
     "linear_attn.in_proj_qkvz.weight": (("in_proj_qkv", "qkv"), ("in_proj_z", "z")),
     "linear_attn.in_proj_ba.weight": (("in_proj_b", "b"), ("in_proj_a", "a")),
 }
@@ -73,12 +71,11 @@ _BOTH: Mapping[str, tuple[tuple[str, str], ...]] = {
 def delta_tensors(
     stored: Mapping[str, RowSource], config: Mapping[str, Any]
 ) -> dict[str, RowSource]:
-    """``stored`` with Qwen3.5's matrices in the place of Qwen3-Next's.
-
-    Other architectures' tensors are as they were.
+    """``stored`` with Qwen3-Next's matrices replaced by Qwen3.5's. Other architectures' tensors
+    stay unchanged.
 
     Raises:
-        CheckpointError: a matrix is not what the config says.
+        CheckpointError: a matrix does not fit the config.
     """
     found: dict[str, RowSource] = {}
     for name, tensor in stored.items():
@@ -143,7 +140,7 @@ class _PartsOfGroups(DerivedRows):
         return np.concatenate([piece.reshape(-1, self.row_bytes) for piece in pieces])
 
     def _places(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Where rows ``start`` to ``stop`` lie in the published matrix."""
+        """The row numbers of ``start`` to ``stop`` in the published matrix."""
         size, at = self.whole.rows // self.groups, 0
         for begin, count in self.runs:
             for group in range(self.groups):
@@ -169,7 +166,7 @@ _PURPOSES = ("prediction", "correction")
 def _gemma_tensors(
     stored: Mapping[str, RowSource], config: Mapping[str, Any]
 ) -> dict[str, RowSource]:
-    """``stored`` with a table and routers as the model takes them."""
+    """``stored`` with table and routers in the decoder's form."""
     width, shared = (
         number if type(number := config.get(key)) is int and number > 0 else 0
         for key in ("hidden_size_per_layer_input", "num_kv_shared_layers")
@@ -177,7 +174,7 @@ def _gemma_tensors(
     if not (width or shared):
         return dict(stored)
     layers = config.get("num_hidden_layers")
-    first_shared = layers - shared if type(layers) is int else 0  # a config without is refused
+    first_shared = layers - shared if type(layers) is int else 0  # 0 is refused later
     found: dict[str, RowSource] = {}
     for name, tensor in stored.items():
         match = _LAYER.fullmatch(name)
@@ -194,7 +191,7 @@ def _gemma_tensors(
 
 
 def _is_unused(stem: str, shares: bool, config: Mapping[str, Any]) -> bool:
-    """Whether the model does without a layer's tensor; ``shares``: it has no keys of its own."""
+    """Whether a layer's tensor is unused; ``shares``: the layer has no keys of its own."""
     if stem == _STREAM_SCALE:
         return config.get("altup_correct_scale") is False
     return shares and _KEYS_AND_VALUES.fullmatch(stem) is not None
@@ -217,13 +214,13 @@ def _by_layer(tensor: RowSource, width: int) -> RowSource:
 
 @dataclass(frozen=True, slots=True)
 class _ShorterRows(DerivedRows):
-    """The rows of ``whole``, each as ``parts`` rows."""
+    """The rows of ``whole``, each split into ``parts`` rows."""
 
     parts: int
 
     @property
     def rows_together(self) -> int:
-        """Those of a whole row."""
+        """The rows of one whole row."""
         return self.parts
 
     def _read(self, start: int, stop: int) -> Bytes:
@@ -233,7 +230,7 @@ class _ShorterRows(DerivedRows):
 
 
 def _parts(tensor: RowSource, prefix: str, stem: str) -> Iterator[RowSource]:
-    """What one tensor of a layer is."""
+    """The decoder's tensors made from one tensor of a layer."""
     info = tensor.info
     if (copies := _COPIED.get(stem)) is not None:
         for purpose in _PURPOSES:
@@ -250,7 +247,7 @@ _BOTH_PROJECTIONS, _KEYS, _VALUES = "kv_b_proj.weight", "k_b_proj.weight", "v_b_
 def _latent_tensors(
     stored: Mapping[str, RowSource], config: Mapping[str, Any]
 ) -> dict[str, RowSource]:
-    """``stored`` with the model's matrices in the place of the published ones."""
+    """``stored`` with the published matrices replaced by the decoder's."""
     if not isinstance(config.get("kv_lora_rank"), int):
         return dict(stored)
     found: dict[str, RowSource] = {}
@@ -266,7 +263,7 @@ def _latent_tensors(
 
 
 def _joined(tensor: RowSource) -> RowSource:
-    """Matrices of all heads as one: their rows follow one another already."""
+    """The per-head matrices as one; their rows are already consecutive."""
     info = tensor.info
     if isinstance(tensor, StackedRows):
         return replace(tensor.whole, info=replace(tensor.whole.info, name=info.name))
@@ -279,7 +276,7 @@ def _joined(tensor: RowSource) -> RowSource:
 def _split_heads(
     tensor: RowSource, stem: str, config: Mapping[str, Any]
 ) -> tuple[RowSource, RowSource]:
-    """Keys and values out of the published matrix; ``stem`` begins their names."""
+    """Split the published matrix into keys and values; ``stem`` begins their names."""
 
     def size(key: str) -> int:
         number = config.get(key)
@@ -306,7 +303,7 @@ def _split_heads(
 
 
 def _key_format(format_: Format) -> Format:
-    """What transposed keys are in."""
+    """The format of transposed keys."""
     if format_ in (F32, F16, BF16):
         return format_
     return F32 if format_.name in GROUP_CODECS else F16
@@ -314,20 +311,19 @@ def _key_format(format_: Format) -> Format:
 
 @dataclass(frozen=True, slots=True)
 class _OfHeads(RowSource):
-    """A matrix made of the heads of ``both``."""
+    """A matrix made from the heads of ``both``, the published matrix."""
 
     both: RowSource
     heads: int
 
     @property
     def rows_together(self) -> int:
-        """Rows of a head: whole ones at a time, so that none is read twice."""
+        """Rows per head: whole heads are read, so that no row is read twice."""
         return self.rows // self.heads
 
     def _covering(self, start: int, stop: int) -> tuple[PackedTensor, int, int]:
-        """The published rows of the heads that rows ``start`` to ``stop`` are of.
-
-        And where the latter begin among those heads' rows here, and the rows of a published head.
+        """The published rows of the heads that contain rows ``start`` to ``stop``. Also returns
+        where ``start`` lies among those heads' rows, and the rows of a published head.
         """
         span = self.both.rows // self.heads
         first, last = start // self.rows_together, -(-stop // self.rows_together)
@@ -336,7 +332,7 @@ class _OfHeads(RowSource):
 
 
 class _ValueRows(_OfHeads):
-    """A head's last rows, in their bytes."""
+    """A head's last rows, unchanged."""
 
     __slots__ = ()
 
@@ -377,12 +373,12 @@ _CONSTANTS = (
 
 
 def is_hash_constant(name: str) -> bool:
-    """Whether a tensor has integers that the config says too."""
+    """Whether a tensor holds hash constants, which the config gives too."""
     return name.endswith(_CONSTANTS)
 
 
 def _ngram_tensors(stored: Mapping[str, RowSource]) -> dict[str, RowSource]:
-    """``stored`` with one table in the place of its parts."""
+    """``stored`` with the table's parts replaced by one table."""
     parts: dict[int, RowSource] = {}
     found: dict[str, RowSource] = {}
     scales: set[float] = set()
@@ -433,8 +429,8 @@ def _joined_tables(parts: list[RowSource], last: int, scale: float) -> RowSource
 
 @dataclass(frozen=True, slots=True)
 class _Parts(RowSource):
-    """Rows of ``parts`` one after the other; ``ends`` are where they end, values are times
-    ``factor``.
+    """Concatenated rows of ``parts``; ``ends`` are their last row numbers plus 1, ``factor`` is
+    their scale.
     """
 
     parts: tuple[RowSource, ...]

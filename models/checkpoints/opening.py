@@ -1,4 +1,4 @@
-"""From a path to a checkpoint: looks at what is there, and says plainly when it is not a model."""
+"""Opens a checkpoint by its path; a path that is not a model gets a clear error."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     model.
 
     Raises:
-        CheckpointError: nothing there, not a model, several models, truncated or malformed.
-        UnsupportedModelError: pickled weights, or quantized ones or a type that is not read here.
+        CheckpointError: no file, not a model, several models, truncated or malformed.
+        UnsupportedModelError: pickled weights, or an unsupported type or quantization.
     """
     if path.is_dir():
         return _open_folder(path)

@@ -1,7 +1,7 @@
 """Many strings in one block of bytes: a vocabulary without an object for each piece.
 
-A Python string takes some 55 bytes beside its text, and a vocabulary with its merges has three
-hundred thousand. Knows UTF-8 and where each string begins, not what the strings are.
+A Python string takes some 55 bytes besides its text, and a vocabulary with its merges has three
+hundred thousand. Knows UTF-8 and offsets, not what the strings mean.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 _U64 = struct.Struct("<Q")
-_AT_ONCE = 1 << 14  # strings; keeps what numpy puts aside small
+_AT_ONCE = 1 << 14  # strings at a time, to bound numpy's temporary arrays
 
 
 class PackedStrings:
-    """An immutable sequence of strings, each decoded when it is asked for.
+    """An immutable sequence of strings, each decoded when accessed.
 
     ``data`` holds them one after the other in UTF-8 (a lone surrogate is its three bytes), and
     string ``i`` lies at ``offsets[i]`` to ``offsets[i + 1]``. Malformed bytes are read as U+FFFD.
@@ -30,7 +30,7 @@ class PackedStrings:
         kind = np.uint32 if len(data) < 1 << 32 else np.uint64
         self.data = data
         self.offsets: npt.NDArray[np.unsignedinteger[Any]] = np.ascontiguousarray(offsets, kind)
-        self._offsets = self.offsets.data  # numbers of Python's own, in half the time
+        self._offsets = self.offsets.data  # Python's own integers take half the time
 
     @classmethod
     def of(cls, strings: Iterable[str]) -> PackedStrings:
@@ -41,7 +41,7 @@ class PackedStrings:
 
     @classmethod
     def from_prefixed(cls, data: npt.NDArray[np.uint8], count: int) -> PackedStrings:
-        """Pack ``count`` strings that fill ``data``, each behind its length in eight bytes."""
+        """Pack ``count`` strings that fill ``data``, each after its length in eight bytes."""
         ends = array("Q", [0])
         at, view, length_at = 0, data.data, _U64.unpack_from
         for _ in range(count):

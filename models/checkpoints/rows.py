@@ -1,13 +1,13 @@
-"""Rows that lie otherwise in a file than the model takes them: of experts, rotary pairs, groups.
+"""Reorders rows that lie differently in a file: of experts, rotary pairs, groups.
 
-A tensor of all experts of a layer is taken apart. Where an expert's rows lie together, it is a
-range of the file and nothing else; where they do not (gpt-oss publishes gate and up in turns, and
-transposed), its own bytes are read and put in order. llama.cpp rotates neighbouring pairs of a
-head's values, Hugging Face its two halves: whole packed rows are moved, which changes no value.
-ggml's NVFP4 keeps the scales of four groups before their nibbles, ours each before its own; TQ1_0
-has five digits of base three in a byte, and takes a fifth more with two bits for each.
+A tensor of all experts of a layer is split. If an expert's rows are contiguous, it is just a range
+of the file. Otherwise (gpt-oss interleaves gate and up, transposed) its bytes are read and
+reordered. llama.cpp rotates neighbouring pairs of a head's values, Hugging Face its two halves:
+whole packed rows are moved, which changes no value. ggml's NVFP4 has the scales of four groups
+before their nibbles, ours each scale before its group. TQ1_0 packs five base-3 digits in a byte; it
+becomes 2-bit codes, a fifth larger.
 
-It knows names and shapes; which architecture stacks what is a table elsewhere.
+Knows names and shapes; other modules have the tables of which architecture stacks what.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MATRIX = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What the parts of a stacked tensor are called, below ``model.layers.N.``.
+    """The names of a stacked tensor's parts, below ``model.layers.N.``.
 
-    ``{}`` in a name is the expert's number; with none, the tensor is one matrix. Of two names each
-    has half the rows: the first half, or with ``turns`` every second. A ``transposed`` tensor is
-    (experts, columns, rows).
+    ``{}`` in a name is the expert's number; without it, the tensor is one matrix. Two names share
+    the rows: by halves, or with ``turns`` alternately. A ``transposed`` tensor is (experts,
+    columns, rows).
     """
 
     names: tuple[str, ...]
@@ -59,7 +59,7 @@ def split_stack(
     parts = len(stack.names)
     for number, own in enumerate(split_ranges(tensor, stack, prefix, count)):
         part = number % parts
-        whole = own.offset - part * own.info.nbytes  # where the expert's own bytes begin
+        whole = own.offset - part * own.info.nbytes  # the offset of the expert's bytes
         if stack.turns or (stack.transposed and len(own.info.shape) > 1):
             rows = own.info.shape[0]
             taken = (
@@ -73,7 +73,7 @@ def split_stack(
 def split_ranges(
     tensor: StoredTensor, stack: Stack, prefix: str, count: int | None
 ) -> Iterator[StoredTensor]:
-    """``split_stack``, taking it that parts lie one after another, as they do in GGUF."""
+    """``split_stack`` for consecutive parts, as in GGUF."""
     info, parts = tensor.info, len(stack.names)
     is_vector = not stack.names[0].endswith(_MATRIX)
     stacked = "{}" in stack.names[0]
@@ -96,10 +96,10 @@ def split_ranges(
 
 
 def check_stack(info: TensorInfo, dims: int, count: int | None) -> int:
-    """The number of experts in a stacked tensor of ``dims`` dimensions.
+    """Return the number of experts in a stacked tensor of ``dims`` dimensions.
 
     Raises:
-        CheckpointError: it has others, or is not for ``count`` experts.
+        CheckpointError: another number of dimensions, or not for ``count`` experts.
     """
     if len(info.shape) != dims:
         raise CheckpointError(
@@ -116,11 +116,11 @@ def check_stack(info: TensorInfo, dims: int, count: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StackedRows(DerivedRows):
-    """All experts' matrices (experts, rows, columns); ``whole`` has their rows in one matrix."""
+    """All experts' matrices (experts, rows, columns), from their rows in one matrix, ``whole``."""
 
     @classmethod
     def of(cls, flat: RowSource, experts: int) -> StackedRows:
-        """``flat`` taken apart; its rows are whole experts'."""
+        """Split ``flat`` into experts of whole rows."""
         rows, columns = flat.info.shape
         return cls(replace(flat.info, shape=(experts, rows // experts, columns)), flat)
 
@@ -132,7 +132,7 @@ class StackedRows(DerivedRows):
 def split_rows(
     tensor: RowSource, stack: Stack, prefix: str, count: int | None
 ) -> Iterator[RowSource]:
-    """``split_stack`` of rows that are made of several tensors: ``StackedRows``, or one matrix.
+    """``split_stack`` for rows made of several tensors: ``StackedRows``, or one matrix.
 
     Raises:
         CheckpointError: the tensor's shape is not that of so many experts, or it is transposed.
@@ -169,10 +169,9 @@ class _SomeRows(DerivedRows):
 
 @dataclass(frozen=True, slots=True)
 class _Interleaved(RowSource):
-    """A matrix whose rows are the ``taken`` columns of one at ``offset``, ``parts`` times as large.
-
-    Or a vector of every such value. A row's values are as far apart as the file's rows are long, so
-    the whole matrix is read for any of them; ``blocks`` reads it once.
+    """A matrix whose rows are the ``taken`` columns of the matrix at ``offset``, which is ``parts``
+    times as large, or a vector of such values. A row's values are one file row apart, so reading
+    any row reads the whole matrix; ``blocks`` reads it once.
     """
 
     file: RangedFile
@@ -200,10 +199,10 @@ _TURNED = ("self_attn.q_proj", "self_attn.k_proj")
 def rotary_rows(
     stored: Mapping[str, RowSource], config: Mapping[str, Any], path: Path
 ) -> dict[str, RowSource]:
-    """Every query and key tensor of a model at ``path``, with halves in the place of pairs.
+    """All query and key tensors of a model at ``path``, with pairs reordered to halves.
 
     Raises:
-        CheckpointError: a tensor's rows are not heads of an even size.
+        CheckpointError: a tensor's rows do not form heads of an even size.
     """
     queries = config.get("num_attention_heads")
     keys = config.get("num_key_value_heads", queries)
@@ -226,13 +225,13 @@ def rotary_rows(
 
 @dataclass(frozen=True, slots=True)
 class _RotaryRows(DerivedRows):
-    """The rows of ``whole``, a matrix or a vector of ``heads``, halves in the place of pairs."""
+    """The rows of ``whole``, a matrix or vector of ``heads``, with pairs reordered to halves."""
 
     heads: int
 
     @property
     def rows_together(self) -> int:
-        """Rows of a head: whole ones at a time, so that none is read twice."""
+        """Rows per head: whole heads are read, so that no row is read twice."""
         return max(1, self.rows // self.heads)
 
     def _read(self, start: int, stop: int) -> Bytes:
@@ -247,7 +246,7 @@ class _RotaryRows(DerivedRows):
 
 
 def regrouped(source: RowSource) -> RowSource:
-    """``source``, or the same numbers in a format that localrt computes with."""
+    """``source``, converted exactly if localrt does not compute in its format."""
     found = _FORMATS.get(source.info.format)
     if found is None:
         return source
@@ -274,7 +273,7 @@ class _Regrouped(DerivedRows):
 
 
 def _nvfp4(blocks: Bytes) -> Bytes:
-    """(n, 36) to (4 n, 9). ggml's scales have no sign, and its largest code stands for 0."""
+    """(n, 36) to (4 n, 9). ggml's scales have no sign; its largest code stands for 0."""
     scales = blocks[:, :4] & 127
     scales[scales == 127] = 0
     return np.concatenate([scales.reshape(-1, 1), blocks[:, 4:].reshape(-1, 8)], axis=1)

@@ -1,4 +1,4 @@
-"""A GGUF model as a checkpoint: Hugging Face's tensor names, row order and config."""
+"""A GGUF model as a checkpoint, with Hugging Face's tensor names, row order and config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GgufCheckpoint(SourcedCheckpoint):
 
     Raises:
         CheckpointError: not a GGUF file, truncated or malformed, or a part is missing.
-        UnsupportedModelError: a version or tensor type that is not read here.
+        UnsupportedModelError: an unsupported version or tensor type.
     """
 
     kind = "gguf"
@@ -70,12 +70,12 @@ class GgufCheckpoint(SourcedCheckpoint):
             part.close()
 
     def _prediction_blocks(self) -> frozenset[int]:
-        """The blocks that are no layers."""
+        """The prediction blocks, which are not layers."""
         names = [name for part in self._parts for name in part.tensors]
         return prediction_blocks(*count_layers(self.architecture, self.metadata), names)
 
     def _rename(self, predicting: frozenset[int]) -> dict[str, StoredTensor]:
-        """The decoder's tensors by their Hugging Face names, and every expert by itself."""
+        """The decoder's tensors by their Hugging Face names, each expert separate."""
         experts = self.metadata.integer(f"{self.architecture}.expert_count")
         stored: dict[str, StoredTensor] = {}
         factors = self._factors()
@@ -90,8 +90,8 @@ class GgufCheckpoint(SourcedCheckpoint):
         return stored
 
     def _factors(self) -> dict[str, list[float]]:
-        """Of NVFP4's tensors what the values are times, of all or of each expert, by the names of
-        the tensors that say so; those that say how inputs were quantized say nothing here.
+        """Scales of NVFP4 tensors (one, or one per expert), by their tensors' names; scales of
+        quantized inputs are ignored.
         """
         tensors = {name: each for part in self._parts for name, each in part.tensors.items()}
         packed = [name for name, each in tensors.items() if each.info.format.name == "nvfp4"]
@@ -115,7 +115,7 @@ class GgufCheckpoint(SourcedCheckpoint):
     def _scaled(
         self, plain: list[StoredTensor], factors: Mapping[str, list[float]], name: str
     ) -> list[StoredTensor]:
-        """The parts of the tensor ``name`` times their factors."""
+        """The parts of the tensor ``name`` with their scales."""
         own = f"{name.removesuffix('.weight')}.scale"
         own = own if own in factors else f"{name}.scale"
         if own not in factors:
@@ -129,7 +129,7 @@ class GgufCheckpoint(SourcedCheckpoint):
         ]
 
     def _plain(self, name: str, tensor: StoredTensor, experts: int | None) -> list[StoredTensor]:
-        """What one tensor of the file is."""
+        """The decoder's tensors made from one tensor of the file."""
         if (stacked := expert_stack(self.architecture, name)) is not None:
             prefix, stack = stacked
             return list(split_ranges(tensor, stack, prefix, experts))

@@ -2,8 +2,8 @@
 
 Follows the GGUF specification of the ggml project. Opening reads the header only: key-value pairs
 and where tensors lie, under ggml's own names. Every count and length is checked against the file's
-size before anything is allocated for it, so a damaged or hostile file costs no more memory than it
-has bytes. Hugging Face's names and row order are ``checkpoint.py``'s work.
+size before anything is allocated for it, so a damaged or hostile file costs no more memory than its
+size. ``checkpoint.py`` adds Hugging Face's names and row order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST_ALIGNMENT = 1 << 16
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether this is a file that begins as GGUF files do."""
+    """Whether this is a file with GGUF's magic number."""
     if not path.is_file():
         return False
     with path.open("rb") as stream:
@@ -35,11 +35,11 @@ def is_gguf(path: Path) -> bool:
 
 
 class GgufFile:
-    """An open GGUF file; ``tensors`` are by ggml's names, in file order.
+    """An open GGUF file; ``tensors`` have ggml's names, in file order.
 
     Raises:
         CheckpointError: not a GGUF file, truncated or malformed.
-        UnsupportedModelError: an older version, big endian, or a tensor type not read here.
+        UnsupportedModelError: an older version, big endian, or an unsupported tensor type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,7 @@ def open_gguf_parts(path: Path) -> tuple[GgufFile, ...]:
     """The file at ``path``, or all parts, first to last, of the split file it belongs to.
 
     Raises:
-        CheckpointError: a part is missing or belongs elsewhere, or as for ``GgufFile``.
+        CheckpointError: a part is missing or of another model, or as for ``GgufFile``.
     """
     opened = GgufFile(path)
     parts = [opened]
@@ -171,7 +171,7 @@ def _read_tensor(cursor: GgufCursor) -> tuple[TensorInfo, int]:
 
 
 def _format(cursor: GgufCursor, number: int, what: str) -> Format:
-    # A type that is only placed, not read: another engine may know it.
+    # A type that is not read here: another engine may support it.
     found = GGML_FORMATS.get(number) or GGML_UNREAD.get(number)
     if found is None:
         raise UnsupportedModelError(
@@ -184,7 +184,7 @@ def _format(cursor: GgufCursor, number: int, what: str) -> Format:
 def _place(
     cursor: GgufCursor, entries: list[tuple[TensorInfo, int]], alignment: int
 ) -> dict[str, StoredTensor]:
-    """Check that the tensors lie in the file behind the header, aligned and apart."""
+    """Check that tensors lie after the header, aligned, within the file, without overlap."""
     data_start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, StoredTensor] = {}
     for info, offset in entries:

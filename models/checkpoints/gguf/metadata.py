@@ -1,9 +1,9 @@
-"""GGUF's key-value pairs: where each value lies, and its decoding when it is asked for.
+"""GGUF's key-value pairs: located at opening, decoded when accessed.
 
-A vocabulary has hundreds of thousands of strings: opening a file steps over them, and whoever needs
-them decodes them. ``GgufCursor`` moves through a header with every step checked against the file,
-and reads through a window of a bounded size, so that a header costs no memory, however long it is
-or claims to be. Knows the types of the GGUF specification, not the meaning of any key.
+A vocabulary has hundreds of thousands of strings: opening a file skips them. ``GgufCursor`` moves
+through a header with every step checked against the file, and reads through a buffer of bounded
+size, so that a huge or damaged header costs no memory. Knows the types of the GGUF specification,
+not the meaning of any key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WINDOW = 1 << 20
 
 
 class GgufCursor:
-    """Steps over a file from its beginning; ``position`` is the next byte."""
+    """Reads a file's header from its beginning; ``position`` is the next byte."""
 
     def __init__(self, file: RangedFile) -> None:
         self.file = file
@@ -35,7 +35,7 @@ class GgufCursor:
         self._window_start = 0
 
     def error(self, text: str) -> CheckpointError:
-        """An error about this file, to be raised."""
+        """Return an error about this file, for the caller to raise."""
         return CheckpointError(f"{self.file.path}: {text}")
 
     def take(self, count: int, what: str) -> bytes:
@@ -63,7 +63,7 @@ class GgufCursor:
             raise self.error(f"{what} is not UTF-8") from None
 
     def skip(self, count: int, what: str) -> None:
-        """Step over ``count`` bytes, which the file must have."""
+        """Skip ``count`` bytes, which the file must have."""
         if count > self.file.size - self.position:
             raise self.error(
                 f"truncated: {what} ends at byte {self.position + count}, "
@@ -72,7 +72,7 @@ class GgufCursor:
         self.position += count
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Step over ``count`` length-prefixed strings: a vocabulary, in tens of milliseconds."""
+        """Skip ``count`` length-prefixed strings: for a vocabulary, tens of milliseconds."""
         length_at = _U64.unpack_from
         while count:
             at = self._reach(8, what)
@@ -83,19 +83,19 @@ class GgufCursor:
                     at += 8 + length_at(window, at)[0]
                 done = count
             except (struct.error, OverflowError):
-                pass  # the next length lies outside the window, or outside the file
+                pass  # the next length is outside the buffer, or outside the file
             count -= done
             self.position = self._window_start
             self.skip(at, what)
 
     def check_count(self, count: int, smallest: int, most: int, what: str) -> None:
-        """Refuse ``count`` things of at least ``smallest`` bytes that the file cannot hold."""
+        """Raise if the file cannot hold ``count`` items of at least ``smallest`` bytes."""
         room = self.file.size - self.position
         if count > most or count * smallest > room:
             raise self.error(f"claims {count} {what}, which {room} bytes cannot hold")
 
     def _reach(self, count: int, what: str) -> int:
-        """Index in the window of the current position, with ``count`` bytes from there."""
+        """The current position's index in the buffer, which has ``count`` bytes from there on."""
         at = self.position - self._window_start
         if not 0 <= at <= len(self._window) - count:
             size = min(max(count, _WINDOW), self.file.size - self.position)
@@ -127,7 +127,7 @@ _SIZES: Mapping[int, int] = MappingProxyType(
     {kind: np.dtype(code).itemsize for kind, code in _NUMBERS.items()}
 )
 _U32 = struct.Struct("<I")
-_FIRST_PAIR = 24  # behind magic, version, and the numbers of tensors and of pairs
+_FIRST_PAIR = 24  # after magic, version, and the numbers of tensors and of pairs
 _MOST_PAIRS = 1 << 16
 _MOST_STRINGS = 1 << 24  # in one array; the largest vocabularies have some 2^19 merges
 _LONGEST_KEY = (1 << 16) - 1
@@ -136,7 +136,7 @@ _DEEPEST_ARRAY = 4
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Where a value's bytes lie; ``count`` and ``element`` are an array's length and its type."""
+    """Where a value's bytes lie; ``count`` and ``element`` are an array's length and type."""
 
     kind: int
     start: int
@@ -148,9 +148,9 @@ class _Value:
 class GgufMetadata(Mapping[str, Any]):
     """Key-value pairs as plain Python values, decoded at each access and not kept.
 
-    Arrays come as lists, but arrays of strings as ``PackedStrings``; ``numbers`` has an array of
-    numbers without a list. Malformed UTF-8 in text becomes U+FFFD. Decoding a vocabulary takes tens
-    of milliseconds: keep the result, not the mapping's promise.
+    Arrays are lists, arrays of strings ``PackedStrings``; ``numbers`` returns an array of numbers.
+    Malformed UTF-8 in text becomes U+FFFD. Decoding a vocabulary takes tens of milliseconds: keep
+    the result instead of reading it again.
     """
 
     def __init__(self, file: RangedFile, values: Mapping[str, _Value]) -> None:
@@ -172,7 +172,7 @@ class GgufMetadata(Mapping[str, Any]):
         return len(self._values)
 
     def alone(self) -> bytes:
-        """The contents of a GGUF file that has these pairs, byte for byte, and no tensors."""
+        """The bytes of a GGUF file with these pairs and no tensors."""
         end = max((value.stop for value in self._values.values()), default=_FIRST_PAIR)
         data = self._file.read(0, end).tobytes()
         return data[:8] + bytes(8) + data[16:]
@@ -208,7 +208,7 @@ class GgufMetadata(Mapping[str, Any]):
         return value
 
     def integer(self, key: str) -> int | None:
-        """Like ``number``, of a whole number only."""
+        """Like ``number``, but only for a whole number."""
         value: int | None = self._typed(key, _SIZES.keys() - {_BOOL}, "a number")
         if isinstance(value, float):
             raise CheckpointError(f"{self.path}: metadata key {key!r} is not a whole number")
@@ -232,13 +232,13 @@ class GgufMetadata(Mapping[str, Any]):
         return self[key]
 
     def _elements(self, value: _Value) -> npt.NDArray[np.uint8]:
-        """The bytes of an array behind its type and count."""
+        """The bytes of an array after its type and count."""
         start = value.start + 12
         return self._file.read(start, value.stop - start)
 
 
 def read_pairs(cursor: GgufCursor, count: int) -> GgufMetadata:
-    """Locate ``count`` pairs from the cursor on.
+    """Locate ``count`` pairs from the cursor's position.
 
     Raises:
         CheckpointError: truncated or malformed, or more than the file can hold.
@@ -255,7 +255,7 @@ def read_pairs(cursor: GgufCursor, count: int) -> GgufMetadata:
 
 
 def _locate(cursor: GgufCursor, kind: int, what: str, depth: int = 0) -> _Value:
-    """Step over one value of the type ``kind``, checking it."""
+    """Check and skip one value of the type ``kind``."""
     start = cursor.position
     count, element = 1, -1
     if kind in _SIZES:
@@ -284,7 +284,7 @@ def _locate(cursor: GgufCursor, kind: int, what: str, depth: int = 0) -> _Value:
 
 
 def _decode(data: bytes, at: int, kind: int) -> tuple[Any, int]:
-    """The value at ``at`` of bytes that ``_locate`` has checked, and where it ends."""
+    """Decode the value at ``at``, which ``_locate`` has checked; returns it and its end."""
     if kind in _SIZES:
         stop = at + _SIZES[kind]
         return np.frombuffer(data[at:stop], _NUMBERS[kind])[0].item(), stop

@@ -1,7 +1,7 @@
-"""GGUF's names for tensors and parameters, and Hugging Face's for the same things.
+"""Tables of GGUF's names for tensors and parameters, and Hugging Face's names for them.
 
-Tables and their look-ups. How the values behind the names differ (row order, norm weights, rotary
-scaling) is the business of ``checkpoint.py`` and ``config.py``.
+``checkpoint.py`` and ``config.py`` handle differences in values (row order, norm weights, rotary
+scaling).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QWEN_DELTA = frozenset({"qwen3next", "qwen35", "qwen35moe", "qwen4exp"})
 _TENSORS: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
-    "token_embd_norm": "model.norm",  # LFM2's, behind the last layer
+    "token_embd_norm": "model.norm",  # LFM2's, after the last layer
     "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer",
     "per_layer_model_proj": "model.per_layer_model_projection",
@@ -78,7 +78,7 @@ _LAYER_TENSORS: Mapping[str, str] = {
 }
 
 _EXPERT_TENSORS: Mapping[str, str] = {
-    # Mixtral's first files: a tensor for each expert, its number before "weight"
+    # early Mixtral files: a tensor for each expert, its number before "weight"
     "ffn_gate": "mlp.experts.{}.gate_proj",
     "ffn_up": "mlp.experts.{}.up_proj",
     "ffn_down": "mlp.experts.{}.down_proj",
@@ -100,7 +100,7 @@ _STACKS_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 }
 
 _WHOLE_NAMES: Mapping[str, str] = {
-    # names that Hugging Face gives no ".weight" or ".bias"
+    # names without ".weight" or ".bias" in Hugging Face
     "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ffn_gate_inp.scale": "mlp.gate.norm.weight",
@@ -144,7 +144,7 @@ _DELTA_NET = {
 _DELTA_NET_TOGETHER = {
     **_DELTA_NET,
     "ssm_ba": "linear_attn.in_proj_ba",
-    "ssm_in": "linear_attn.in_proj_qkvz",  # of first files; others have the four apart
+    "ssm_in": "linear_attn.in_proj_qkvz",  # of early files; others have four tensors
 }
 _CONNECTED_DELTA_NET = {
     **_DELTA_NET,
@@ -336,7 +336,7 @@ ROPE_SCALING_KEYS: Mapping[str, str] = {
 }
 
 TOKEN_KEYS: Mapping[str, str] = {
-    # after "tokenizer.ggml."; any of three may end a text
+    # after "tokenizer.ggml."; each of the three ends a text
     "bos_token_id": "bos_token_id",
     "padding_token_id": "pad_token_id",
     "eos_token_id": "eos_token_id",
@@ -360,7 +360,7 @@ _NAME = re.compile(
 
 
 def hf_tensor_name(architecture: str, name: str) -> str:
-    """Hugging Face's name of a GGUF tensor; the name itself where Hugging Face has none."""
+    """Hugging Face's name of a GGUF tensor, or the same name if there is none."""
     match = _NAME.fullmatch(name)
     if match is None:
         return name
@@ -383,9 +383,8 @@ def hf_tensor_name(architecture: str, name: str) -> str:
 
 
 def expert_stack(architecture: str, name: str) -> tuple[str, Stack] | None:
-    """What a tensor of all experts of a layer holds, and the prefix of its parts' names.
-
-    Or one of all residual streams, or of shared experts.
+    """The ``Stack`` of a tensor of all experts of a layer, and the prefix of its parts' names. Also
+    for tensors of all residual streams or of shared experts.
     """
     match = _NAME.fullmatch(name)
     if match is None or match["expert"] is not None or match["kind"] == "scale":
