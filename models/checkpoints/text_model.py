@@ -1,8 +1,8 @@
-"""Which tensors of a published model belong to its decoder, and what they are called there.
+"""Which tensors of a published model belong to its decoder, and their names without prefixes.
 
-Multimodal models keep the decoder below a prefix, beside towers for images and sounds. Blocks of
-multi-token prediction have a prefix of their own, or follow the last layer as if they were more of
-them. What is not the decoder's is never read. Knows names, no files.
+Multimodal models keep the decoder below a prefix, next to vision and audio towers. Blocks of
+multi-token prediction have a prefix, or are numbered as layers after the last one. Other tensors
+than the decoder's are never read. Knows names, no files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _PREFIXES = (
-    # of a multimodal model's decoder, and what they are without the towers; the first that fits
+    # prefixes of a multimodal model's decoder, and their replacements; the first match counts
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
     ("language_model.model.", "model."),
@@ -40,7 +40,7 @@ def is_multimodal(config: Mapping[str, Any]) -> bool:
 
 
 def decoder_tensor(name: str, config: Mapping[str, Any], *, multimodal: bool) -> str | None:
-    """A tensor of a Hugging Face folder by the decoder's name of it; None outside the decoder."""
+    """The decoder's name for a tensor of a Hugging Face folder; None outside the decoder."""
     if multimodal:
         for prefix, plain in _PREFIXES:
             if name.startswith(prefix):
@@ -57,7 +57,7 @@ def decoder_tensor(name: str, config: Mapping[str, Any], *, multimodal: bool) ->
 
 
 def _prediction_layers(config: Mapping[str, Any]) -> range:
-    """The numbers that prediction blocks have as layers: they follow the last."""
+    """The layer numbers of prediction blocks, which follow the last layer."""
     layers = config.get("num_hidden_layers")
     extra = config.get("num_nextn_predict_layers", config.get("num_mtp_layers"))
     if type(layers) is not int or type(extra) is not int:
@@ -66,10 +66,10 @@ def _prediction_layers(config: Mapping[str, Any]) -> range:
 
 
 def prediction_blocks(blocks: int, predicting: int, names: Iterable[str]) -> frozenset[int]:
-    """Which of a GGUF file's ``blocks`` predict further tokens and are no layers of the decoder.
+    """Which of a GGUF file's ``blocks`` are prediction blocks, not layers of the decoder.
 
-    ``predicting`` is how many the file says. Some files say it and have none; some do not count in
-    ``blocks`` those that they have.
+    ``predicting`` is the file's number of them. Some files give it and have none; others do not
+    include them in ``blocks``.
     """
     own: set[int] = set()
     found: set[int] = set()
@@ -89,5 +89,5 @@ def gguf_block(name: str) -> int | None:
 
 
 def is_beside_decoder(name: str) -> bool:
-    """Whether a GGUF tensor is of a tower for images or sounds."""
+    """Whether a GGUF tensor belongs to a vision or audio tower."""
     return name.startswith(_GGUF_TOWERS)

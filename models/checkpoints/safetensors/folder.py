@@ -1,10 +1,9 @@
 """A Hugging Face folder as a checkpoint: ``config.json`` beside whole or sharded safetensors.
 
-Headers are read at opening, weights when they are asked for. A model appears as its decoder alone
-(``text_model.py``), a mixture's experts one by one (``names.py``). Its config is that of one text
-model, with one way to say a thing: multimodal configs hold the text model's parameters in an object
-of their own, and transformers 5 moved rotary parameters into ``rope_parameters``. Both are brought
-to the flat, older form. Knows no architecture, never unpickles.
+Opening reads headers; weights are read on request. Only the decoder is presented
+(``text_model.py``), with separate experts (``names.py``). The config is normalized to the flat,
+older form of a text model: multimodal configs nest the text model's parameters, and transformers 5
+moved rotary parameters into ``rope_parameters``. Knows no architecture, never unpickles.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _KIMIS_LENGTH = "model_max_length"
 
 
 def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The config of the text model.
+    """Return the config of the text model in the flat, older form.
 
     Raises:
         CheckpointError: a part is of a wrong type.
@@ -59,10 +58,10 @@ def flatten_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _add_older_rope(config: dict[str, Any], path: Path) -> None:
-    """``rope_theta`` and ``rope_scaling`` from ``rope_parameters``, which count where both are.
+    """Add ``rope_theta`` and ``rope_scaling`` from ``rope_parameters``, which take precedence.
 
-    Gemma 3 has parameters for each kind of layer: those of full attention are the model's, the
-    sliding window's base is ``rope_local_base_freq``.
+    Gemma 3 has parameters for each kind of layer: full attention's become the model's, the sliding
+    window's base becomes ``rope_local_base_freq``.
     """
     rope = config.get("rope_parameters")
     if rope is None:
@@ -88,7 +87,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed.
-        UnsupportedModelError: quantized weights, or a type of number that is not read here.
+        UnsupportedModelError: an unsupported quantization or type of number.
     """
 
     kind = "safetensors"
@@ -118,7 +117,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
             file.close()
 
     def _locate(self, *, multimodal: bool) -> dict[str, RowSource]:
-        """Every tensor of the decoder, by its plain name."""
+        """Every tensor of the decoder, by its name in localrt."""
         located = self._located(multimodal=multimodal)
         published = published_tensors(located, self._scheme)
         if self._scheme is not None:
@@ -158,8 +157,8 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
     def _listed(
         self, decoders: Callable[[str], str | None]
     ) -> Iterator[tuple[str, StoredTensor | str, Path]]:
-        """All tensors of the files without an index, or those that the index lists, of the files
-        that hold some of the decoder.
+        """The tensors that the index lists, from files that hold parts of the decoder; without an
+        index, the tensors of all files.
         """
         names = {entry.name for entry in self.path.iterdir()}
         shards: dict[str, set[str]] = {}
@@ -192,7 +191,7 @@ class SafetensorsCheckpoint(SourcedCheckpoint):
                     yield name, tensor, path
 
     def _weight_map(self, *, whole: bool) -> dict[str, str]:
-        """The index; empty where it is malformed and there is a ``whole`` file."""
+        """Read the index; empty if it is malformed and there is a ``whole`` file."""
         try:
             return _weight_map(self.path / INDEX_NAME)
         except CheckpointError:
@@ -223,7 +222,7 @@ def _generation_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """The index's tensor names and their files, which must lie beside it."""
+    """The index's tensor names and their files, which must be in its folder."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map")

@@ -29,21 +29,21 @@ _RAW = (RAW_BYTES, INT8, INT32, UINT32, INT64, E5M2, EXPONENTS)
 _FORMATS: Mapping[str, Format] = MappingProxyType(
     {format_.name.upper(): format_ for format_ in (F32, F16, BF16, F8_E4M3, *_RAW)}
 )
-_LONGEST_HEADER = 100_000_000  # the specification's own bound
+_LONGEST_HEADER = 100_000_000  # the specification's limit
 _LONGEST_JSON = 64 << 20
 _MOST_DIMENSIONS = 8
 
 
 def is_raw(format_: Format) -> bool:
-    """Whether another tensor or the architecture knows what is meant: parts of packed weights."""
+    """Whether a type holds parts of packed weights, which need other tensors to be decoded."""
     return format_ in _RAW
 
 
 def read_header(file: RangedFile) -> dict[str, StoredTensor | str]:
     """Every tensor of ``file`` by name, in file order.
 
-    A tensor whose type is not read here is given as that type's name: whether it is needed is for
-    the caller to know (see ``unread_type_error``).
+    A tensor of an unsupported type is returned as the type's name; the caller decides whether that
+    is an error (see ``unread_type_error``).
 
     Raises:
         CheckpointError: not a safetensors file, truncated or malformed.
@@ -106,7 +106,7 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def _entry(file: RangedFile, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Type, shape and byte range of a header's entry."""
+    """Return the type, shape and byte range of a header's entry."""
     wrong = CheckpointError(f"{file.path}: the header's entry for {name[:80]!r} is malformed")
     if not isinstance(entry, dict):
         raise wrong
@@ -121,7 +121,7 @@ def _entry(file: RangedFile, name: str, entry: Any) -> tuple[str, tuple[int, ...
 
 
 def _check_ranges(file: RangedFile, ranges: list[tuple[int, int, str]], room: int) -> None:
-    """The data is exactly the tensors: no holes, no overlaps, nothing missing."""
+    """Check that tensors cover the data exactly: no holes, no overlaps, nothing missing."""
     position = 0
     for begin, end, name in sorted(ranges):
         if end < begin or begin != position:
@@ -140,7 +140,7 @@ def _check_ranges(file: RangedFile, ranges: list[tuple[int, int, str]], room: in
 
 
 def unread_type_error(path: Path, name: str, kind: str) -> UnsupportedModelError:
-    """The refusal of a tensor whose type is not read here."""
+    """The error for a tensor of an unsupported type."""
     return UnsupportedModelError(
         f"{path}: tensor {name[:80]!r} is {kind[:20]}, which localrt cannot read in safetensors; "
         "use a model in F32, F16 or BF16, or a GGUF file"

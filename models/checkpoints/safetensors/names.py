@@ -1,8 +1,8 @@
-"""Tensor names of Hugging Face folders, and localrt's names of the same things.
+"""Maps tensor names of Hugging Face folders to localrt's names.
 
-Most architectures are called what Llama's parts are called, and keep their names. Mixtures differ
-in how they name and stack their experts: tables of what stands below ``model.layers.N.``, where
-``{}`` is an expert's number. Every expert appears by itself: ``mlp.experts.E.gate_proj.weight``.
+Most architectures use Llama's names, which stay. Mixtures differ in how they name and stack their
+experts: tables have the names below ``model.layers.N.``, where ``{}`` is an expert's number.
+Experts are presented separately: ``mlp.experts.E.gate_proj.weight``.
 
 gpt-oss's experts are published in MXFP4: ``..._blocks`` (experts, rows, groups, 16) has two
 neighbouring columns in each byte, ``..._scales`` (experts, rows, groups) the exponents.
@@ -35,10 +35,10 @@ _HALF = MXFP4.block // 2  # bytes of a group's nibbles
 def split_mxfp4(
     blocks: StoredTensor, scales: StoredTensor, stack: Stack, prefix: str, count: int | None
 ) -> Iterator[RowSource]:
-    """Every expert's matrices out of the two tensors.
+    """Split the two tensors into every expert's matrices.
 
     Raises:
-        CheckpointError: their shapes are not those of so many experts.
+        CheckpointError: their shapes do not fit the number of experts.
     """
     experts = check_stack(blocks.info, 4, count)
     _, rows, groups, width = blocks.info.shape
@@ -91,7 +91,7 @@ _DOWN_BIAS = ("mlp.experts.{}.down_proj.bias",)
 _CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 _SHARED_GATE_UP = ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
 _OURS: Mapping[str, str] = {
-    # localrt's name; ``{}`` in both is the same number
+    # other name to localrt's name; ``{}`` is the same number in both
     # Qwen, Kimi
     **{
         f"{shared}.{kind}_proj.weight": f"mlp.shared_experts.{kind}_proj.weight"
@@ -105,7 +105,7 @@ _OURS: Mapping[str, str] = {
         for theirs, ours in zip(("w1", "w3", "w2"), (*_GATE_UP, *_DOWN), strict=True)
     },
     "block_sparse_moe.gate.weight": "mlp.gate.weight",
-    # Kimi; transformers calls dense layers so too
+    # Kimi; also transformers' dense layers
     **{
         f"block_sparse_moe.{kind}_proj.weight": f"mlp.{kind}_proj.weight"
         for kind in ("gate", "up", "down")
@@ -139,10 +139,10 @@ _OURS: Mapping[str, str] = {
     "mlp.gate.moe_statics.e_score_correction_bias": _CHOICE_BIAS,
 }
 _STACKS: Mapping[str, Stack] = {
-    # What transformers 5 makes of experts in memory, and some publish: stacked, gate before up
+    # transformers 5's form of experts in memory, sometimes published: stacked, gate before up
     **{
         f"{mlp}experts.{kind}_proj": Stack(names)
-        for mlp in ("mlp.", "", "feed_forward.", "block_sparse_moe.")  # without: Gemma 4
+        for mlp in ("mlp.", "", "feed_forward.", "block_sparse_moe.")  # without ".mlp": Gemma 4
         for kind, names in (("gate_up", _GATE_UP), ("down", _DOWN))
     },
     # Granite
@@ -160,7 +160,7 @@ _STACKS: Mapping[str, Stack] = {
     "mixer.experts.down_proj": Stack(_DOWN),
 }
 _PUBLISHED = {
-    # what transformers renames too
+    # transformers renames these too
     "attention_layer_norm.weight": "input_layernorm.weight",  # OLMo Hybrid
     "feedforward_layer_norm.weight": "post_attention_layernorm.weight",
     "self_attn.gate_proj.weight": "self_attn.g_proj.weight",  # LFM3
@@ -176,7 +176,7 @@ _TOP = {
 }
 _QWEN3_VL = "Qwen3VLMoeForConditionalGeneration"
 _QWEN3_VL_STACKS: Mapping[str, Stack] = {
-    # as published; transformers writes them as ``_STACKS``
+    # as published; transformers saves them as in ``_STACKS``
     "mlp.experts.gate_up_proj": Stack(_GATE_UP, transposed=True),
     "mlp.experts.down_proj": Stack(_DOWN, transposed=True),
 }
@@ -206,10 +206,10 @@ _BLOCKS, _SCALES = "_blocks", "_scales"
 def plain_tensors(
     architecture: str, config: Mapping[str, Any], stored: Mapping[str, RowSource]
 ) -> dict[str, RowSource]:
-    """``stored`` under localrt's names, every expert by itself.
+    """``stored`` under localrt's names, with separate experts.
 
     Raises:
-        CheckpointError: two tensors of one name, or a stacked one that does not fit the config.
+        CheckpointError: two tensors have the same name, or a stack does not fit the config.
     """
     stored = {named.info.name: named for named in map(_named, stored.values())}
     count = _expert_count(config)
@@ -226,7 +226,7 @@ def plain_tensors(
 
 
 def _named(tensor: RowSource) -> RowSource:
-    """Under a name that is localrt's whatever the architecture."""
+    """Return the tensor under its localrt name, the same for all architectures."""
     name = _TOP.get(tensor.info.name)
     layer = _LAYER.fullmatch(tensor.info.name)
     if layer is not None and (stem := _PUBLISHED.get(layer["stem"])) is not None:
@@ -235,7 +235,7 @@ def _named(tensor: RowSource) -> RowSource:
 
 
 def _expert_count(config: Mapping[str, Any]) -> int | None:
-    """Experts of a layer, if the config says."""
+    """The number of experts per layer, if the config has it."""
     values = (config.get(key) for key in _COUNT_KEYS)
     return next((value for value in values if type(value) is int), None)
 
@@ -243,7 +243,7 @@ def _expert_count(config: Mapping[str, Any]) -> int | None:
 def _stacks(
     architecture: str, config: Mapping[str, Any], stored: Mapping[str, RowSource]
 ) -> Mapping[str, Stack]:
-    """How the experts of a layer are stacked, if they are."""
+    """The stacks of a layer's experts, if they are stacked."""
     if architecture == _GPT_OSS:
         return _GPT_OSS_STACKS
     if architecture == _QWEN3_VL:
@@ -268,7 +268,7 @@ def _parts(
     stored: Mapping[str, RowSource],
     count: int,
 ) -> list[RowSource]:
-    """What one tensor of a file is; nothing where another one brings it along."""
+    """The localrt tensors made from one tensor; none if it belongs to another tensor."""
     match = _LAYER.fullmatch(name)
     if match is None:
         return [tensor]

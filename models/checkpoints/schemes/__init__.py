@@ -1,12 +1,11 @@
-"""Quantized safetensors as others publish them, as rows of our formats: no value changes, and only
-what is asked for is read.
+"""Reads published quantized safetensors as rows of our formats, on request and without changing
+values.
 
 Quantized folders keep a weight in several tensors: codes, scales, zero points, orders. Each family
-of schemes has a file, which checks that the tensors fit each other and makes them one ``RowSource``
-of the weight's name. The config says which family it is; the tensors' types and shapes say the
-rest, so that a folder may mix schemes. The format follows from the type of the scales and the
-columns that share one, before any data is read. ``docs/models.md`` lists what becomes of each
-scheme.
+of schemes has a file, which checks that the tensors fit each other and makes one ``RowSource`` per
+weight from them. The config names the family; types and shapes of tensors decide the rest, so a
+folder may mix schemes. The format follows from the scales' type and the group size, before any data
+is read. ``docs/models.md`` lists the format for each scheme.
 
 Start reading at ``weights.py``, then ``methods.py``.
 """

@@ -1,9 +1,9 @@
-"""bitsandbytes' NF4: nibbles of the whole matrix in one run, the first in a byte's high nibble.
+"""bitsandbytes' NF4: nibbles of the whole matrix in a row, the first in the byte's high half.
 
-Beside ``weight`` (bytes, 1) lie the largest magnitude of each block (``absmax``), the sixteen
-levels (``quant_map``) and, as JSON in bytes, shape and block size (``quant_state``). With double
-quantization ``absmax`` is a byte for each block, which names a level of ``nested_quant_map`` that
-is times a ``nested_absmax``, plus an offset.
+Other tensors of ``weight`` (bytes, 1) are the largest magnitude of each block (``absmax``), the
+sixteen levels (``quant_map``) and, as JSON in bytes, shape and block size (``quant_state``). With
+double quantization a block's ``absmax`` is a byte: an index into ``nested_quant_map``, whose value
+is multiplied by a ``nested_absmax``, plus an offset.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BitsAndBytes:
 
     @classmethod
     def of(cls, keys: Keys) -> BitsAndBytes:
-        """Of a ``quantization_config``.
+        """Read a ``quantization_config``.
 
         Raises:
             UnsupportedModelError: 8 bits, or FP4.
@@ -91,7 +91,7 @@ class BitsAndBytes:
 
 
 def _state(tensor: StoredTensor) -> tuple[int, int, int, float | None]:
-    """Rows, columns, block size, and what is added to twice quantized magnitudes."""
+    """Rows, columns, block size, and the offset of double-quantized magnitudes."""
     malformed = wrong(tensor, "is malformed: it should be JSON with a shape of two and a blocksize")
     if tensor.info.format != RAW_BYTES or not 0 < tensor.info.nbytes <= _LONGEST_STATE:
         raise malformed
@@ -114,7 +114,7 @@ def _state(tensor: StoredTensor) -> tuple[int, int, int, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Nested:
-    """How magnitudes are quantized again, ``size`` of them with one of their own."""
+    """Double quantization: ``size`` magnitudes share a ``nested_absmax``."""
 
     absmax: StoredTensor
     levels: StoredTensor
@@ -122,7 +122,7 @@ class _Nested:
     size: int
 
     def values(self, codes: Bytes, first: int) -> Floats:
-        """Of consecutive magnitudes, the first of which is number ``first``."""
+        """Return consecutive magnitudes, from number ``first`` on."""
         levels = unpack(self.levels.read())
         at = np.arange(first, first + len(codes)) // self.size
         found: Floats = levels[codes] * unpack(self.absmax.read())[at] + np.float32(self.offset)

@@ -1,12 +1,12 @@
 """compressed-tensors, as llm-compressor and Neural Magic publish it.
 
-A folder may mix schemes; what a weight's tensors are called and hold tells which one it has:
+A folder may mix schemes; names and types of a weight's tensors show which one it has:
 
     weight_packed int32           whole numbers of 4 or 8 bits, ``weight_shape`` (rows, columns)
-    weight_packed uint8           FP4: NVFP4 with ``weight_global_scale``, else MXFP4
-    weight int8, FP8              a byte for each
+    weight_packed uint8           FP4: NVFP4 with ``weight_global_scale``, else MXFP4 weight int8,
+    FP8              a byte for each
 
-Signed codes are stored with half of their range added. ``weight_zero_point`` is packed along rows.
+Signed codes are stored plus half of their range. ``weight_zero_point`` is packed along rows.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _SHAPE, _ZEROS, _GROUPS = ".weight_shape", ".weight_zero_point", ".weight_g_idx"
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
-    """See ``Scheme``. ``blocks`` are (rows, columns) of FP8 that share a scale, of any group: which
-    modules are of which follows from the tensors, as targets may overlap.
+    """See ``Scheme``. ``blocks`` are the (rows, columns) of FP8 that share a scale, of all groups;
+    the tensors show which one a module has, as targets may overlap.
     """
 
     endings: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -79,10 +79,10 @@ class CompressedTensors:
 
     @classmethod
     def of(cls, keys: Keys) -> CompressedTensors:
-        """Of a ``quantization_config``.
+        """Read a ``quantization_config``.
 
         Raises:
-            UnsupportedModelError: a format, or a transform of inputs, that is not read here.
+            UnsupportedModelError: an unsupported format or transform of inputs.
             CheckpointError: a key is malformed.
         """
         keys.one_of("format", _FORMATS, "dense")
@@ -132,7 +132,7 @@ class CompressedTensors:
         return None
 
     def _block(self, parts: Parts) -> tuple[int, int] | None:
-        """Those whose scales these are; the first where none fits."""
+        """The block size that fits the scales' shape, else the first."""
         shape, scales = parts.need(_WEIGHT).info.shape, parts.need(_SCALE).info.shape
         fitting = (
             block
@@ -143,7 +143,7 @@ class CompressedTensors:
 
 
 def _typical(kind: str, bits: int, weights: Keys) -> str:
-    """The format of a group's weights, whose scales are mostly bfloat16."""
+    """The usual format of a group's weights: scales are mostly bfloat16."""
     group = weights.value("group_size")
     if kind == "float":
         fp4 = NVFP4 if group == NVFP4.block else MXFP4
@@ -153,7 +153,7 @@ def _typical(kind: str, bits: int, weights: Keys) -> str:
 
 
 def _packed(parts: Parts, packed: StoredTensor) -> RowSource:
-    """Whole numbers in words."""
+    """Return the source of whole numbers packed in words."""
     require_shape(packed, INT32, None, None)
     shape = parts.need(_SHAPE)
     require_shape(shape, INT32 if shape.info.format == INT32 else INT64, 2)
@@ -167,7 +167,7 @@ def _packed(parts: Parts, packed: StoredTensor) -> RowSource:
 
 
 def _bytes(parts: Parts, weight: StoredTensor) -> RowSource:
-    """Whole numbers in bytes."""
+    """Return the source of whole numbers in bytes."""
     require_shape(weight, INT8, None, None)
     rows, columns = weight.info.shape
     return _whole_numbers(parts, weight, rows, columns, 8)
@@ -220,7 +220,7 @@ class _WholeNumbers(CodedRows):
         return scales if self.order is None else scales[:, list(self.order)]
 
     def _zeros(self, start: int, stop: int) -> Floats:
-        """(rows, groups as published)."""
+        """Return zero points (rows, groups as published)."""
         assert self.zeros is not None
         if self.zeros.info.format == INT8:
             zeros: Floats = (self.zeros.read(start, stop).data ^ np.uint8(128)).astype(np.float32)

@@ -1,11 +1,11 @@
-"""FP4 and FP8 weights as published: transformers' own fp8, and NVIDIA's ModelOpt.
+"""Published FP4 and FP8 weights: transformers' own fp8, and NVIDIA's ModelOpt.
 
-FP4 has two neighbouring columns in a byte, the first in its low nibble, and scales in a tensor of
-their own: E4M3 for 16 columns (NVFP4), exponents for 32 (MXFP4). Ours stand before their group's
-nibbles, column j beside j + 8 or j + 16: bits move, no value changes. FP8 is E4M3 or E5M2 codes and
-a scale for the tensor, its rows, or blocks of it: DeepSeek and Qwen publish blocks of 128 x 128
-with ``weight_scale_inv``, which is multiplied like any other scale. E4M3 keeps its byte; E5M2,
-which nobody publishes models in, becomes float32.
+FP4 has two neighbouring columns in a byte, the first in its low nibble, and a separate tensor of
+scales: E4M3 for 16 columns (NVFP4), exponents for 32 (MXFP4). Our formats put the scale before its
+group's nibbles, and pair column j with j + 8 or j + 16: bits move, no value changes. FP8 is E4M3 or
+E5M2 codes and a scale for the tensor, its rows, or blocks of it: DeepSeek and Qwen publish blocks
+of 128 x 128 with ``weight_scale_inv``, which is multiplied like any other scale. E4M3 keeps its
+byte; E5M2, rarely used for weights, becomes float32.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def nvfp4_rows(
     *,
     inverse: bool = False,
 ) -> RowSource:
-    """The matrix ``name``: values are times ``factor``, or with ``inverse`` divided by it.
+    """The matrix ``name``; values are multiplied by ``factor``, or with ``inverse`` divided by it.
 
     Raises:
-        CheckpointError: tensors that are not NVFP4.
+        CheckpointError: the tensors are not NVFP4.
     """
     shape = _shape(nibbles, scales, NVFP4, F8_E4M3)
     info = weight_info(name, *shape, NVFP4)
@@ -66,7 +66,7 @@ def mxfp4_rows(name: str, nibbles: StoredTensor, scales: StoredTensor) -> RowSou
     """The matrix ``name``.
 
     Raises:
-        CheckpointError: tensors that are not MXFP4.
+        CheckpointError: the tensors are not MXFP4.
     """
     shape = _shape(nibbles, scales, MXFP4, RAW_BYTES)
     return _Fp4Rows(weight_info(name, *shape, MXFP4), nibbles, scales)
@@ -116,7 +116,7 @@ class _NvFp4Rows(_Fp4Rows):
 
     @property
     def scale(self) -> float:
-        """The tensor's own factor, read each time: it is four bytes."""
+        """The tensor's scale, read each time: it is four bytes."""
         factor = numbers(self.factor.read()).reshape(-1)[:1]
         with np.errstate(divide="ignore"):
             factor = np.float32(1) / factor if self.inverse else factor
@@ -131,7 +131,7 @@ def fp8_rows(
     """The matrix ``name``; ``block`` is (rows, columns) that share a scale, if the config says.
 
     Raises:
-        CheckpointError: no matrix in FP8, or scales that do not fit it.
+        CheckpointError: not a matrix in FP8, or its scales do not fit.
     """
     if codes.info.format not in (F8_E4M3, E5M2):
         raise wrong(codes, "should be FP8, as its scales say")
@@ -183,9 +183,9 @@ _SCALES = ("_scale_inv", "_scale")
 class Fp8:
     """transformers' ``fp8`` (DeepSeek, Qwen, Mistral) and ``fbgemm_fp8``: see ``Scheme``.
 
-    A weight's scale is ``weight_scale_inv`` or ``weight_scale``. Experts of a layer may be one
-    tensor, with no ``.weight`` behind its name. ``block`` is (rows, columns) that share a scale;
-    None: rows, or all.
+    A weight's scale is ``weight_scale_inv`` or ``weight_scale``. A layer's experts may be one
+    tensor, without ``.weight`` in its name. ``block`` is (rows, columns) that share a scale; None:
+    a scale per row or tensor.
     """
 
     endings: ClassVar[Mapping[str, str]] = {
@@ -201,7 +201,7 @@ class Fp8:
         """Of a ``quantization_config``.
 
         Raises:
-            UnsupportedModelError: another type of number.
+            UnsupportedModelError: an unsupported type of number.
             CheckpointError: a key is malformed.
         """
         keys.one_of("fmt", ("e4m3", "float8_e4m3fn", None), None)
@@ -225,16 +225,16 @@ class Fp8:
 
 _SCALE, _FACTOR = ".weight_scale", ".weight_scale_2"
 _ACTIVATION_BITS = {"NVFP4": 4, "FP8": 8, "FP8_PER_CHANNEL_PER_TOKEN": 8, "W4A8_NVFP4_FP8": 8}
-_ALONE = ("NVFP4_AWQ", "W4A16_NVFP4", "FP8_PB_WO")  # weights are all that is quantized
+_ALONE = ("NVFP4_AWQ", "W4A16_NVFP4", "FP8_PB_WO")  # only weights are quantized
 _MIXED = "MIXED_PRECISION"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOpt:
-    """NVIDIA's, described in ``hf_quant_config.json`` or the config itself: see ``Scheme``.
+    """NVIDIA's ModelOpt, configured in ``hf_quant_config.json`` or the config: see ``Scheme``.
 
     NVFP4 is ``weight`` (rows, columns / 2) in bytes, ``weight_scale`` for 16 columns in E4M3, and
-    ``weight_scale_2``, which is times all. FP8 is ``weight`` and ``weight_scale``.
+    ``weight_scale_2``, the tensor's scale. FP8 is ``weight`` and ``weight_scale``.
     """
 
     endings: ClassVar[Mapping[str, str]] = dict.fromkeys((_WEIGHT, _SCALE, _FACTOR), _WEIGHT)
@@ -243,10 +243,10 @@ class ModelOpt:
 
     @classmethod
     def of(cls, keys: Keys) -> ModelOpt:
-        """Of a ``quantization_config``, or of the ``quantization`` in ``hf_quant_config.json``.
+        """Read a ``quantization_config``, or ``quantization`` in ``hf_quant_config.json``.
 
         Raises:
-            UnsupportedModelError: an algorithm that is not read here.
+            UnsupportedModelError: an unsupported algorithm.
         """
         known = (*_ACTIVATION_BITS, *_ALONE)
         algorithms = [keys.one_of("quant_algo", (*known, _MIXED), "")]

@@ -1,4 +1,4 @@
-"""From a model's config to the scheme that it was quantized with, if it was."""
+"""Finds the scheme that a model was quantized with, from its config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MODELOPT_FILE = "hf_quant_config.json"
 
 
 def _auto_round(keys: Keys) -> Scheme:
-    """AutoRound, whose tensors are those of the method that ``packing_format`` names."""
+    """Read AutoRound: ``packing_format`` names the method whose tensors it uses."""
     packing = str(keys.value("packing_format") or "auto_round:auto_gptq")
     if "llm_compressor" in packing:
         return CompressedTensors.of(keys)
@@ -56,10 +56,10 @@ _PACKED_EXPERTS = {"mxfp4": ("GptOssForCausalLM", "gpt_oss")}
 
 
 def read_scheme(config: Mapping[str, Any], folder: Path) -> tuple[str, Scheme | None]:
-    """The method's name and its scheme; without one, tensors are what they seem.
+    """Return the method's name and its scheme; None if the weights are not quantized.
 
     Raises:
-        UnsupportedModelError: the weights are quantized in a way that is not read here.
+        UnsupportedModelError: an unsupported quantization.
         CheckpointError: a part of the config is malformed.
     """
     path = folder / "config.json"
@@ -101,7 +101,7 @@ def _unknown(path: Path, method: Any) -> UnsupportedModelError:
 def published_notes(
     method: str, scheme: Scheme, tensors: Mapping[str, RowSource]
 ) -> tuple[str, ...]:
-    """What a user should know: the formats that hold the weights, and what the scheme says."""
+    """Lines for the user: the formats of the weights, and the scheme's notes."""
     formats = Counter(
         source.info.format for source in tensors.values() if not isinstance(source, StoredTensor)
     )

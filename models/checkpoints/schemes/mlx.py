@@ -2,12 +2,12 @@
 
 An affine value is scale * code + bias. In the modes that are named after formats, codes are floats,
 and scales are bytes. A config's ``quantization`` has mode, bits and group size for all weights, and
-for some by their module's name. Codes of 2 to 6 bits that ours have no groups for take 8.
+exceptions by module name. Codes of 2 to 6 bits without a group format of ours are stored in 8 bits.
 
-What mlx-lm changes in some models' numbers when it converts them is changed back. Convolutions
-whose taps lie on the second axis show that a model was converted: published they are on the last.
-Qwen3.5's and Qwen3-Next's norms have 1 added then; taking it off is exact in float32. Falcon-H1's
-factors are multiplied into its weights, which cannot be undone.
+mlx-lm's conversion changes some models' numbers; this is undone. A model was converted if its
+convolutions' taps are on the second axis instead of the last. Then 1 was added to Qwen3.5's and
+Qwen3-Next's norms; subtracting it is exact in float32. Falcon-H1's factors are multiplied into its
+weights, which cannot be undone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from localrt.quant.formats.packed import Bytes, Floats
 
 _WEIGHT, _SCALES, _MINIMA = ".weight", ".scales", ".biases"
 _BITS = (2, 3, 4, 5, 6, 8)
-_MODES = {  # bits and group size where a config does not say; others than affine have no choice
+_MODES = {  # default bits and group size; only affine may have others
     "affine": (4, 64),
     "mxfp4": (4, 32),
     "nvfp4": (4, 16),
@@ -49,7 +49,7 @@ _MODES = {  # bits and group size where a config does not say; others than affin
 
 @dataclass(frozen=True, slots=True)
 class _Width:
-    """How a module is packed."""
+    """A module's packing."""
 
     mode: str
     bits: int
@@ -58,7 +58,7 @@ class _Width:
 
 @dataclass(frozen=True, slots=True)
 class Mlx:
-    """See ``Scheme``. How all modules are packed, and single ones."""
+    """See ``Scheme``. The default packing of modules, and exceptions."""
 
     endings: ClassVar[Mapping[str, str]] = dict.fromkeys((_WEIGHT, _SCALES, _MINIMA), _WEIGHT)
     usual: _Width
@@ -67,10 +67,10 @@ class Mlx:
 
     @classmethod
     def of(cls, keys: Keys) -> Mlx:
-        """Of a config's ``quantization``.
+        """Read a config's ``quantization``.
 
         Raises:
-            UnsupportedModelError: other bits, or another mode.
+            UnsupportedModelError: unsupported bits or mode.
             CheckpointError: a key is malformed.
         """
         modules: dict[str, _Width] = {}
@@ -125,14 +125,14 @@ def _width(keys: Keys) -> _Width:
 
 
 def _plain(module: str) -> str:
-    """A module's name without what its tensors' names lose too."""
+    """A module's name without the prefix that its tensors' names lose."""
     name = f"{module}{_WEIGHT}"
     plain = decoder_tensor(name, {}, multimodal=True) or decoder_tensor(name, {}, multimodal=False)
     return (plain or name).removesuffix(_WEIGHT)
 
 
 def _floats(name: str, words: StoredTensor, scales: StoredTensor, mode: str) -> RowSource:
-    """A matrix of the modes that are named after formats."""
+    """Return a matrix in one of the floating-point modes."""
     rows, columns = words.info.shape
     require_shape(scales, RAW_BYTES, None, None)
     codes = replace(words, info=replace(words.info, shape=(rows, 4 * columns), format=RAW_BYTES))
@@ -175,10 +175,10 @@ _FACTORS = "FalconH1"
 def unconverted(
     architecture: str, tensors: Mapping[str, RowSource], path: Path
 ) -> dict[str, RowSource]:
-    """``tensors`` of a model at ``path`` as its publisher has them.
+    """``tensors`` of a model at ``path`` with mlx-lm's conversion undone.
 
     Raises:
-        UnsupportedModelError: they cannot be had.
+        UnsupportedModelError: the conversion cannot be undone.
     """
     found = dict(tensors)
     if not any(name.endswith("conv1d.weight") and _is_moved(t) for name, t in found.items()):

@@ -1,8 +1,8 @@
-"""Rows whose codes and scales lie in several tensors, as rows of blocks of one of our formats.
+"""Combines rows of codes and scales from several tensors into blocks of one of our formats.
 
-Which format holds a scheme's numbers exactly follows from the type of its scales and the columns
-that share one: no data is looked at. Where no groups of ours fit, numbers are unpacked to float32,
-which holds all of them.
+The type of a scheme's scales and its group size decide which format holds its numbers exactly; no
+data is read for that. If none of our group formats fits, numbers are unpacked to float32, also
+exactly.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Decoded:
         return np.ascontiguousarray(values, "<f4").view(np.uint8)
 
     def split(self, blocks: Bytes) -> tuple[Bytes, Floats]:
-        """There is no way back."""
+        """Not supported."""
         raise NotImplementedError
 
 
@@ -70,7 +70,7 @@ class CodedRows(RowSource):
 
     @abstractmethod
     def _scales(self, start: int, stop: int) -> Floats:
-        """What the codec takes of the same rows' groups: (rows, groups, k)."""
+        """The codec's scales for the same rows' groups: (rows, groups, k)."""
 
     def _read(self, start: int, stop: int) -> Bytes:
         codes, scales = self._codes(start, stop), self._scales(start, stop)
@@ -82,7 +82,7 @@ class CodedRows(RowSource):
 class Grid:
     """A number for each block of ``height`` rows and ``width`` columns of a matrix.
 
-    A tensor of bytes has exponents of two: they are E8M0.
+    A tensor of bytes holds powers of two (E8M0).
     """
 
     tensor: StoredTensor
@@ -93,12 +93,12 @@ class Grid:
     def of(
         cls, tensor: StoredTensor, rows: int, columns: int, block: tuple[int, int] | None
     ) -> Grid:
-        """The numbers of a matrix: one, one a row, or one for each block.
+        """The numbers of a matrix: one in all, one per row, or one per block.
 
-        ``block`` is (rows, columns) as the config says; None is what divides the matrix.
+        ``block`` is (rows, columns) from the config; None: it follows from the shapes.
 
         Raises:
-            CheckpointError: the tensor has another shape.
+            CheckpointError: the tensor's shape does not fit.
         """
         shape = tensor.info.shape
         if tensor.info.format not in (*FLOATS, RAW_BYTES, EXPONENTS):
@@ -117,7 +117,7 @@ class Grid:
         raise wrong(tensor, f"does not divide {rows} rows of {columns} into equal blocks{sizes}")
 
     def of_rows(self, start: int, stop: int, columns: int, group: int) -> Floats:
-        """For each ``group`` of a row's ``columns``: (rows, groups)."""
+        """Return a number for each ``group`` of a row's ``columns``: (rows, groups)."""
         first = start // self.height
         values = numbers(self.tensor.read(first, -(-stop // self.height)))
         rows = np.arange(start, stop) // self.height - first
@@ -136,7 +136,7 @@ def numbers(tensor: PackedTensor) -> Floats:
 def column_groups(
     groups: StoredTensor | None, columns: int, count: int, *, may_be_unset: bool = False
 ) -> tuple[int, ...] | None:
-    """Each column's group of ``count``; None where they follow one another, or are not set."""
+    """Each column's group of ``count``; None if groups are consecutive columns, or not set."""
     if groups is None:
         return None
     require_shape(groups, INT32, columns)
@@ -151,17 +151,17 @@ def column_groups(
 
 
 def weight_info(name: str, rows: int, columns: int, format_: Format) -> TensorInfo:
-    """Of a matrix in ``format_``."""
+    """The ``TensorInfo`` of a matrix in ``format_``."""
     return TensorInfo(name, (rows, columns), format_, rows * format_.row_bytes(columns))
 
 
 def group_of(*spans: int) -> int:
-    """The largest of our groups that divides all of these columns; 0 if none does."""
+    """The largest of our group sizes that divides all of ``columns``; 0 if none does."""
     return next((group for group in GROUPS if not any(span % group for span in spans)), 0)
 
 
 def symmetric_codec(bits: int, group: int, scales: Format) -> GroupCodec:
-    """For scale * (code - half the range); ``group`` 0: none of ours."""
+    """The codec of scale * (code - half the range); ``group`` 0: no group format of ours."""
     if not group:
         return Decoded(ZeroPointCodec(bits, GROUPS[0]))
     if scales == F16:
@@ -170,7 +170,7 @@ def symmetric_codec(bits: int, group: int, scales: Format) -> GroupCodec:
 
 
 def symmetric_scales(codec: GroupCodec, scales: Floats, bits: int) -> Floats:
-    """What ``symmetric_codec`` takes: (..., k) of scales (...)."""
+    """Scales for ``symmetric_codec``: (..., k) from scales (...)."""
     middle = np.float32(1 << (bits - 1))
     if isinstance(codec, AffineCodec):
         return scales[..., None]
@@ -179,12 +179,12 @@ def symmetric_scales(codec: GroupCodec, scales: Floats, bits: int) -> Floats:
 
 
 def zero_point_codec(bits: int, group: int) -> GroupCodec:
-    """For scale * (code - zero)."""
+    """The codec of scale * (code - zero)."""
     return ZeroPointCodec(bits, group) if group else Decoded(ZeroPointCodec(bits, GROUPS[0]))
 
 
 def minimum_codec(bits: int, group: int, scales: Format) -> GroupCodec:
-    """For scale * code + minimum."""
+    """The codec of scale * code + minimum."""
     if not group or scales not in (F16, BF16):
         return Decoded(BrainCodec(bits, GROUPS[0]))
     return BrainCodec(bits, group) if scales == BF16 else AFFINE[f"int{bits}-g{group}m"]

@@ -1,10 +1,10 @@
-"""What schemes have in common: a config's checked values, and the tensors of a quantized weight.
+"""Common parts of schemes: checked config values, and the tensors of a quantized weight.
 
-What is not understood is an error that names the key and what would work: a scheme that is read in
-part would give other numbers without a sign. A ``Scheme`` knows how its tensors' names end, and
-makes one source of those of a weight. A weight that the scheme left out has none of them, and stays
-what it is. Tensors of all experts of a layer have three axes; they are read as one matrix whose
-rows are all experts', one after the other.
+An unknown value is an error that names the key and what would work: a partly read scheme would
+silently give wrong numbers. A ``Scheme`` knows the suffixes of its tensors' names, and makes one
+source from a weight's tensors. Weights that were not quantized have none of these tensors and stay
+unchanged. Tensors of all experts of a layer have three axes; they are read as one matrix of all
+experts' rows in order.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _PAIR = re.compile(r"(\d{1,9})x(\d{1,9})")
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """``values`` as ``where`` has them: a file's path, and the keys that lead there."""
+    """Config ``values`` found at ``where``: a file's path, and the keys that lead there."""
 
     values: Mapping[str, Any]
     where: str
 
     def value(self, key: str) -> Any:
-        """As it stands; None if there is none."""
+        """The value unchecked; None if there is none."""
         return self.values.get(key)
 
     def number(self, key: str, default: int | None = None) -> int:
         """A whole number.
 
         Raises:
-            CheckpointError: anything else, or nothing without a ``default``.
+            CheckpointError: another value, or none and no ``default``.
         """
         found = self.values.get(key, default)
         if type(found) is not int or abs(found) > 1 << 30:
@@ -53,10 +53,10 @@ class Keys:
         return found
 
     def one_of(self, key: str, known: Sequence[T], default: T) -> T:
-        """A value that is read here.
+        """Return the value, which must be a supported one.
 
         Raises:
-            UnsupportedModelError: it is not; the message lists what is.
+            UnsupportedModelError: it is not; the message lists the supported ones.
         """
         found = self.values.get(key, default)
         for value in known:
@@ -99,12 +99,12 @@ class Keys:
         raise self.wrong(key, "should be two whole numbers of at least 1")
 
     def wrong(self, key: str, reason: str) -> CheckpointError:
-        """The refusal of a malformed value."""
+        """The error for a malformed value."""
         found = self.values.get(key)
         return CheckpointError(f"{self.where}: {key} {reason}, is {_short(found)}")
 
     def unread(self, key: str, what: str) -> UnsupportedModelError:
-        """The refusal of a scheme that is not read here."""
+        """The error for an unsupported scheme."""
         return UnsupportedModelError(
             f"{self.where}: {key} asks for {what}, which localrt cannot read; use the original "
             "model, or a GGUF file of it"
@@ -121,12 +121,12 @@ def weights_alone(kind: str, bits: int, input_bits: int) -> str:
 
 
 def _short(value: Any) -> str:
-    """In one line of the message."""
+    """A value shortened to fit a one-line message."""
     return repr(value)[:60]
 
 
 UNUSED = (
-    # what is known of activations and caches: weights alone are read here
+    # settings of activations and caches are ignored: only weights are read
     ".input_scale",
     ".input_global_scale",
     ".input_zero_point",
@@ -135,23 +135,23 @@ UNUSED = (
     ".k_scale",
     ".v_scale",
 )
-_TABLE = ".ngram_embedding."  # which ``checkpoints/family_tensors.py`` joins, scales and all
+_TABLE = ".ngram_embedding."  # ``checkpoints/family_tensors.py`` joins these, with their scales
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The tensors of one weight by how their names end; ``name`` is the weight's."""
+    """The tensors of one weight by suffix; ``name`` is the weight's."""
 
     name: str
     stem: str
     tensors: Mapping[str, StoredTensor]
 
     def find(self, ending: str) -> StoredTensor | None:
-        """The tensor whose name ends so, if there is one."""
+        """The tensor with this suffix, if there is one."""
         return self.tensors.get(ending)
 
     def need(self, ending: str) -> StoredTensor:
-        """The same; ``CheckpointError`` if there is none."""
+        """The tensor with this suffix; ``CheckpointError`` if there is none."""
         found = self.tensors.get(ending)
         if found is None:
             other = next(iter(self.tensors.values()))
@@ -167,28 +167,28 @@ class Scheme(Protocol):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of it, a line each."""
+        """Lines for the user about the scheme."""
 
     @property
     def typical(self) -> str:
-        """The format that its weights mostly are here, as far as the config tells."""
+        """The format of most weights, as far as the config tells."""
 
     endings: ClassVar[Mapping[str, str]]
     """How names of its tensors end, and how the weight's name ends in their place."""
 
     def source(self, parts: Parts) -> RowSource | None:
-        """The weight; None if it was left out, and its one tensor is what it seems.
+        """The weight's source; None if the weight is not quantized.
 
         Raises:
             CheckpointError: tensors are missing, or do not fit each other or the config.
-            UnsupportedModelError: the weight is packed in a way that is not read here.
+            UnsupportedModelError: an unsupported packing.
         """
 
 
 def published_tensors(
     stored: Mapping[str, StoredTensor], scheme: Scheme | None
 ) -> dict[str, RowSource]:
-    """``stored`` with one source in the place of each quantized weight's tensors."""
+    """``stored`` with each quantized weight's tensors replaced by one source."""
     if scheme is None:
         return dict(stored)
     found: dict[str, RowSource] = {}
@@ -234,7 +234,7 @@ def _source(scheme: Scheme, parts: Parts) -> RowSource | None:
 
 
 def _flat(tensor: StoredTensor) -> StoredTensor:
-    """Three axes as two: rows of all experts."""
+    """Merge the first two of three axes: rows of all experts."""
     shape = tensor.info.shape
     if len(shape) != 3:
         return tensor
@@ -244,9 +244,8 @@ def _flat(tensor: StoredTensor) -> StoredTensor:
 def require_shape(
     tensor: StoredTensor, format_: Format | None, *shape: int | None, why: str = ""
 ) -> None:
-    """Raise ``CheckpointError`` unless a tensor has this type and shape; None is at least 1.
-
-    ``why`` the shape is this one.
+    """Raise ``CheckpointError`` unless a tensor has this type and shape; None means any size above
+    0. ``why`` explains the shape.
     """
     info = tensor.info
     fits = len(info.shape) == len(shape) and all(
@@ -260,7 +259,7 @@ def require_shape(
 
 
 def wrong(tensor: StoredTensor, reason: str) -> CheckpointError:
-    """The refusal of a tensor, which tells what it is."""
+    """The error for a tensor that does not fit; it names the tensor's type and shape."""
     info = tensor.info
     kind = info.format.name.upper()
     return CheckpointError(

@@ -1,8 +1,7 @@
-"""AWQ and GPTQ: whole numbers that are packed along columns or rows of a transposed matrix.
+"""AWQ and GPTQ: whole numbers packed along columns or rows of a transposed matrix.
 
-The files keep a matrix as (columns, rows): what is a row here is a column there. Some thousand rows
-are read at a time, from a stretch of each of the file's rows, so that reading goes on quickly while
-little is held.
+The files store a matrix as (columns, rows): our rows are their columns. Some thousand rows are read
+at a time, from a part of each row of the file: fast enough, with little memory.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from localrt.quant.formats.packed import Bytes, Floats
 
 
 def read_columns(tensor: StoredTensor, first: int, last: int) -> Codes:
-    """Columns ``first`` to ``last`` of a matrix (rows, columns), as bytes (rows, columns, each)."""
+    """Read columns ``first`` to ``last`` of a matrix, as bytes (rows, columns, item size)."""
     rows, columns = tensor.info.shape
     each = tensor.info.format.block_bytes
     if last - first == columns:
@@ -47,14 +46,14 @@ def read_columns(tensor: StoredTensor, first: int, last: int) -> Codes:
     return out.reshape(rows, -1, each)
 
 
-_STRETCH = 4 << 20  # bytes of words read at a time, or of numbers made of them
+_STRETCH = 4 << 20  # bytes at a time, of words read or of unpacked numbers
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnRows(CodedRows):
     """Rows of ``words``, ``scales`` (groups, rows) and ``zeros``, of ``bits``.
 
-    ``order`` has each column's group where groups are not ``group`` columns one after another.
+    ``order`` has each column's group if groups are not ``group`` consecutive columns.
     """
 
     words: StoredTensor
@@ -78,7 +77,7 @@ class ColumnRows(CodedRows):
 
     @abstractmethod
     def _zeros(self, start: int, stop: int) -> Bytes | None:
-        """Zero points (groups, rows); None where they are the middle of the range."""
+        """Zero points (groups, rows); None if all are the middle of the range."""
 
     def _scales(self, start: int, stop: int) -> Floats:
         columns = self.info.shape[1]
@@ -100,12 +99,12 @@ class ColumnRows(CodedRows):
 
 _WORDS, _ZEROS, _SCALES = ".qweight", ".qzeros", ".scales"
 _EACH = 8  # rows in a word
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of them is
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of each row in a word
 
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """As AutoAWQ's GEMM version writes it: see ``Scheme``. ``group`` 0 is a whole row.
+    """AutoAWQ's GEMM version: see ``Scheme``. ``group`` 0 is a whole row.
 
     ``qweight`` (columns, rows / 8) and ``qzeros`` (groups, rows / 8) pack eight neighbouring rows
     in an int32, in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
@@ -183,7 +182,7 @@ class _AwqRows(ColumnRows):
 
 
 def _rows_of(words: StoredTensor, start: int, stop: int) -> Bytes:
-    """(rows, columns or groups) of the words that hold rows ``start`` to ``stop``."""
+    """Unpack rows ``start`` to ``stop`` from words: (rows, columns or groups)."""
     first = start // _EACH
     found = read_columns(words, first, -(-stop // _EACH)).view("<u4")[..., 0]  # (columns, words)
     pairs = np.ascontiguousarray(found.T).view(np.uint8).reshape(*found.T.shape, 4)
@@ -200,13 +199,13 @@ _NOTHING = MappingProxyType({4: 0, 8: 0})
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """As AutoGPTQ and GPTQModel write it: see ``Scheme``. ``group`` 0 is a whole row.
+    """AutoGPTQ's and GPTQModel's format: see ``Scheme``. ``group`` 0 is a whole row.
 
     ``qweight`` (columns * bits / 32, rows) packs neighbouring columns, ``qzeros`` (groups, rows *
-    bits / 32) neighbouring rows, both as int32. Version 1 of the files stores zero points less 1,
-    taken off whole words (``lacking``), so that a zero borrows from its neighbour; version 2 stores
-    them as they are. ``g_idx`` names each column's group: with activation order, groups are not
-    columns side by side, and no group format of ours holds them.
+    bits / 32) neighbouring rows, both as int32. Version 1 of the format stores zero points minus 1,
+    subtracted from whole words (``lacking``), so that a zero borrows from its neighbour; version 2
+    stores them unchanged. ``g_idx`` names each column's group: with activation order, a group's
+    columns are not consecutive, and no group format of ours holds them.
     """
 
     endings: ClassVar[Mapping[str, str]] = dict.fromkeys(
@@ -216,7 +215,7 @@ class Gptq:
     group: int
     symmetric: bool
     lacking: Mapping[int, int]
-    modules: bool = False  # some have groups of their own
+    modules: bool = False  # some modules have their own group sizes
     notes: tuple[str, ...] = ()
 
     @classmethod

@@ -1,1 +1,1 @@
-"""Stores, packed by localrt itself, as checkpoints."""
+"""Stores, which localrt packs itself, as checkpoints."""

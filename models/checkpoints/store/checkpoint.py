@@ -1,8 +1,8 @@
-"""A store as a checkpoint: whole matrices as tiles, ready to be used where they were read to.
+"""A store as a checkpoint: whole matrices as tiles, usable in place.
 
-A unit is read by one request, and its SHA-256 compared when it is read for the first time. Its
-tensors are views of that memory, which must stay as it is for as long as what is made of them is
-used. It does not know how a store is written (``offload/store``).
+A unit is read by one request; its SHA-256 is verified at the first read. Its tensors are views of
+that memory, which must not change while they are used. Does not know how a store is written
+(``offload/store``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Mend: TypeAlias = Callable[[StoredUnit, Bytes], None]
 class UnitMemory:
     """A unit's tensors in ``data``, its whole range. See ``TensorSource``.
 
-    ``vectors`` are those of a unit whose ``data`` lies where the CPU cannot read it.
+    ``vectors`` holds the unit's vectors if the CPU cannot read ``data``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class UnitMemory:
         return PackedTensor(name, tensor.format, tensor.shape, self._bytes(tensor).reshape(1, -1))
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
-        """A matrix as it lies."""
+        """Yield a matrix as a view."""
         tensor = self._tensors[name]
         if len(tensor.shape) == 1:
             yield self.read(name)
@@ -94,8 +94,7 @@ class UnitMemory:
 class Verifier:
     """Compares each unit of the store at ``path`` with the SHA-256 in its manifest, once.
 
-    ``mend`` makes a damaged unit again, in its memory and its file; it raises CheckpointError where
-    that cannot be done.
+    ``mend`` repacks a damaged unit, in memory and file; it raises CheckpointError if it cannot.
     """
 
     def __init__(self, path: Path, *, enabled: bool = True, mend: Mend | None = None) -> None:
@@ -105,7 +104,7 @@ class Verifier:
         self._seen: set[str] = set()
 
     def __call__(self, unit: StoredUnit, data: Bytes) -> None:
-        """Raises CheckpointError when the unit is damaged, and stays so."""
+        """Verify a unit; raises CheckpointError if it is damaged and cannot be mended."""
         if not self._enabled or unit.name in self._seen:
             return
         if not unit.is_whole(data):
@@ -126,8 +125,8 @@ _Part = tuple[StoredUnit, UnitTensor]
 class StoreCheckpoint:
     """A folder written by ``offload/store``. See ``Checkpoint``.
 
-    ``verify=False`` leaves SHA-256 sums unchecked, which take half a second per gigabyte.
-    ``manifest`` stands in for the folder's own.
+    ``verify=False`` skips SHA-256 checks, which take half a second per gigabyte. ``manifest``
+    replaces the folder's own.
 
     Raises:
         CheckpointError: a file is missing, truncated or malformed.
@@ -162,13 +161,12 @@ class StoreCheckpoint:
         }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> PackedTensor:
-        """Rows ``start`` to ``stop`` of a tensor, out of their tiles.
+        """Read rows ``start`` to ``stop`` of a tensor from its tiles.
 
-        Rows of a matrix are read alone, and not compared with a SHA-256.
+        Rows of a matrix are read without verifying a SHA-256.
 
         Raises:
-            CheckpointError: no such tensor, the files are closed, or the bytes are not those that
-                were written.
+            CheckpointError: no such tensor, the files are closed, or the bytes are damaged.
             ValueError: the tensor has no such rows, or they are stored rotated.
         """
         parts = self._find(name)
@@ -184,7 +182,7 @@ class StoreCheckpoint:
         row_bytes = info.format.row_bytes(info.shape[1])
         first = start // TILE_ROWS * TILE_ROWS
         last = min(-(-stop // TILE_ROWS) * TILE_ROWS, rows)
-        # The parts of a matrix follow one another in their file.
+        # The parts of a matrix are consecutive in their file.
         at = unit.offset + tensor.offset + first * row_bytes
         count = -(-(last - first) // TILE_ROWS) * TILE_ROWS * row_bytes
         tiles = self._files[unit.file].read(at, count)
@@ -193,7 +191,7 @@ class StoreCheckpoint:
         return rows_read.take_rows(np.arange(start - first, stop - first))
 
     def blocks(self, name: str, max_bytes: int = 2 << 20) -> Iterator[WeightBlock]:
-        """The whole tensor: a matrix as tiles, read by one request; ``max_bytes`` is of no effect.
+        """The whole tensor: a matrix as tiles, read by one request; ``max_bytes`` is ignored.
 
         Raises:
             CheckpointError: as for ``read``.
@@ -208,7 +206,7 @@ class StoreCheckpoint:
         yield TiledTensor(name, info.format, shape, data, tensor.scale, tensor.hadamard)
 
     def _unit(self, unit: StoredUnit) -> UnitMemory:
-        """A unit's whole range. The unit that was read last is kept, so that it is read once."""
+        """Read a unit's whole range. The last unit is kept, so that it is read once."""
         if self._held is None or self._held[0] is not unit:
             data = self._files[unit.file].read(unit.offset, unit.nbytes)
             self._verify(unit, data)
@@ -229,7 +227,7 @@ class StoreCheckpoint:
         return self._parts[name]
 
     def _read_slices(self, units: list[StoredUnit]) -> Bytes:
-        """The ranges of consecutive units as one."""
+        """Read the ranges of consecutive units as one."""
         first, last = units[0], units[-1]
         count = last.offset + last.nbytes - first.offset
         data = self._files[first.file].read(first.offset, count)
@@ -239,7 +237,7 @@ class StoreCheckpoint:
         return data
 
     def _open_files(self) -> None:
-        """Every file, none shorter than its units."""
+        """Open every file, and check that it is long enough for its units."""
         for unit in self.manifest.units:
             if unit.file not in self._files:
                 self._files[unit.file] = RangedFile(self.path / unit.file)
@@ -252,7 +250,7 @@ class StoreCheckpoint:
                 )
 
     def _locate(self) -> dict[str, tuple[_Part, ...]]:
-        """Where each tensor lies; the parts of a matrix that is cut follow one another."""
+        """Where each tensor lies; the parts of a sliced matrix are in order."""
         found: dict[str, list[_Part]] = {}
         for unit in self.manifest.units:
             for tensor in unit.tensors:

@@ -36,15 +36,15 @@ UNIT_ALIGNMENT = 4096
 
 _VERSION_KEY = "localrt_store"
 _LARGEST = 1 << 62
-_ROTATIONS = (0, 16, 32, 64, 128)  # blocks that kernels rotate activations in; 0 for none
+_ROTATIONS = (0, 16, 32, 64, 128)  # block size of the activation rotation; 0 for none
 
 
 @dataclass(frozen=True, slots=True)
 class UnitTensor:
-    """A tensor, or the part of it from row ``row`` on, that lies in a unit.
+    """A tensor in a unit, or a part of one from row ``row`` on.
 
-    A matrix is tiles, with the meaning of ``scale`` and ``hadamard`` of ``TiledTensor``; a vector
-    is float32 values. ``offset`` counts from the unit's beginning.
+    A matrix is tiles, with ``scale`` and ``hadamard`` as in ``TiledTensor``; a vector is float32
+    values. ``offset`` counts from the unit's beginning.
     """
 
     name: str
@@ -75,7 +75,7 @@ class StoredUnit:
     tensors: tuple[UnitTensor, ...]
 
     def is_whole(self, data: npt.NDArray[np.uint8]) -> bool:
-        """Whether ``data`` is what was written."""
+        """Whether ``data`` matches the unit's SHA-256."""
         return hashlib.sha256(data.data).hexdigest() == self.sha256
 
 
@@ -83,7 +83,7 @@ class StoredUnit:
 class Source:
     """What was packed: ``fingerprint`` is a digest of its config, tensor table and first rows.
 
-    ``path`` says where a mere copy was made from; stores that may be passed on do not say it.
+    ``path`` is where a packed copy was made from; stores meant for sharing leave it out.
     """
 
     name: str
@@ -97,9 +97,9 @@ class Quantization:
     """How a quantized store's weights were chosen.
 
     ``calibration`` is a digest of the text's tokens, ``compute`` the format of the passes over it,
-    ``loss`` how far next tokens diverge from the source's on other parts of the text, in nats.
-    With ``folded`` n > 0, the values of attention (rows of v and its bias) are stored rotated by
-    blocks of n, and so are the inputs of the output projection: the two cancel.
+    ``loss`` the divergence of next tokens from the source's on held-out text, in nats. With
+    ``folded`` n > 0, the values of attention (rows of v and its bias) are stored rotated by blocks
+    of n, and so are the inputs of the output projection: both rotations cancel.
     """
 
     format: str
@@ -115,7 +115,7 @@ class Quantization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """All that a store says of itself. ``format`` is that of most weights."""
+    """A store's description. ``format`` is the format of most weights."""
 
     kind: Literal["gguf", "safetensors"]
     architecture: str
@@ -130,7 +130,7 @@ class Manifest:
     version: int = field(default=STORE_VERSION)
 
     def describes_same(self, other: Manifest) -> bool:
-        """Whether both are of the same packing, however far it has come."""
+        """Whether both describe the same packing, finished or not."""
         return self._packing() == other._packing()
 
     def _packing(self) -> str:
@@ -170,7 +170,7 @@ def read_manifest(path: Path) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """A JSON object whose entries are checked as they are asked for."""
+    """A JSON object whose entries are checked when accessed."""
 
     values: Mapping[str, Any]
     path: str
