@@ -1,4 +1,4 @@
-"""What a decoder is: its shape and behaviour, and what its tensors are called.
+"""Describes a decoder: its shape, its behaviour, and the names of its tensors.
 
 An architecture's own file (``architectures/llama.py``, ...) reads a checkpoint's config into these.
 Nothing here computes.
@@ -20,7 +20,7 @@ from localrt.quant.ops.protocol import LayerSpec, MlpSpec
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
-# A sparse layer's tensors, below ``model.layers.N.``, whatever a file calls them
+# A sparse layer's tensors, below ``model.layers.N.``, in localrt's names
 ROUTER = "mlp.gate"
 CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 ROUTER_NORM = "mlp.gate.norm.weight"
@@ -41,19 +41,19 @@ Places: TypeAlias = Sequence[tuple[LayerSpec, int]]
 
 
 class Layer(Protocol):
-    """What joins the residual stream: attention or an MLP."""
+    """A part whose output is added to the residual stream: attention or an MLP."""
 
     def __call__(self, state: Any) -> Array:
-        """(R, D), for ``state.x`` of a ``PassState``."""
+        """Return (R, D), to be added to ``state.x`` of a ``PassState``."""
 
     def matrices(self) -> dict[str, Weight]:
-        """The stacked matrices by the first name in each."""
+        """The stacked matrices by the first name of each stack."""
 
 
 def memory_places(layers: Iterable[Sequence[LayerSpec]]) -> Iterator[tuple[int, ...]]:
-    """Of what each layer remembers, the numbers in a cache that is made for all ``layers``.
+    """The indices of each layer's memory in a cache for all ``layers``.
 
-    What keeps keys and values is numbered for itself, and so is what has a state.
+    Layers with keys and values are numbered separately from layers with a state.
     """
     counts = Counter[bool]()
     for memory in layers:
@@ -73,9 +73,8 @@ def expert_matrices(number: int) -> tuple[str, ...]:
 class LayerNames:
     """A layer's tensors, below ``model.layers.N.``; the defaults are Llama's.
 
-    Without ``attention_norm`` and ``mlp_norm``, the residual stream is read as it is. What has a
-    ``post_norm`` is normed before it joins the stream. Behind three of ``qkv`` come the gates of
-    heads that have one each.
+    Without ``attention_norm`` and ``mlp_norm``, inputs are not normed. A ``post_norm`` norms an
+    output before it is added. A fourth name in ``qkv`` is for per-head gates.
     """
 
     attention_norm: str = "input_layernorm"
@@ -93,10 +92,10 @@ class LayerNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecurrentNames:
-    """A recurrent layer's tensors, below ``model.layers.N.``. ``mix`` are stacked in the order of
-    ``RecurrentWeights``, as are ``taps``; ``decay_is_rate``: it is not the logarithm of one.
-    ``biased``: both projections have a bias. ``block`` names what is around such a layer, where
-    this differs from what is around those that attend.
+    """A recurrent layer's tensors, below ``model.layers.N.``. ``mix`` and ``taps`` are stacked in
+    the order of ``RecurrentWeights``; ``decay_is_rate``: the decay is a rate, not its logarithm.
+    ``biased``: both projections have a bias. ``block`` has the norms' names where they differ from
+    those of attention layers.
     """
 
     mix: tuple[str, ...]
@@ -117,8 +116,8 @@ class RecurrentNames:
 class MixtureSpec:
     """A layer's mixture. ``inner`` is an expert's width, ``shared`` that of the shared experts.
 
-    ``beside_dense``: a dense MLP runs beside it, and each has norms of its own. With ``latent``,
-    experts see so many numbers that a row is projected to, and what they give is projected back.
+    ``beside_dense``: a dense MLP runs in parallel, with separate norms. With ``latent``, rows are
+    projected to that width for the experts, and their output is projected back.
     """
 
     router: RouterSpec
@@ -135,10 +134,10 @@ class MixtureSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
-    """Factors of what parts of a layer see and give, where these are not 1 (Falcon-H1).
+    """Factors of the inputs and outputs of a layer's parts (Falcon-H1).
 
-    ``projected`` are those of what a recurrent layer projects a row to: gates, values, keys,
-    queries and time steps of ``ssm``.
+    ``projected`` are the factors of a recurrent layer's projections: gates, values, keys, queries
+    and time steps of ``ssm``.
     """
 
     attention_in: float = 1.0
@@ -151,9 +150,9 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table beside the embedding, of which passes take rows: the one tensor of ``unit``.
+    """A further table of which passes read rows, like the embedding: the one tensor of ``unit``.
 
-    Checkpoints present it as one matrix of ``shape``.
+    Checkpoints present the table as one matrix of ``shape``.
     """
 
     unit: str
@@ -161,17 +160,17 @@ class Table:
     shape: tuple[int, int]
 
     def part(self, weight: Weight) -> Part:
-        """What takes a pass's rows of a table that is in memory."""
+        """The part that looks up a pass's rows in a table in memory."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """How a model's layers are put together: what is computed around attention and MLPs.
+    """How a model's layers are composed: what is computed around attention and MLPs.
 
-    Most architectures have ``layers/block.py``'s ``ResidualBlock``. What runs once, ``before`` the
-    first layer or ``after`` the last one, belongs to that layer's unit. ``final_norm``: there is a
-    norm before the head.
+    Most architectures use the ``ResidualBlock`` of ``layers/block.py``. Parts that run once,
+    ``before`` the first layer or ``after`` the last, belong to that layer's unit. ``final_norm``:
+    there is a norm before the head.
     """
 
     final_norm: ClassVar[bool] = True
@@ -179,43 +178,43 @@ class Block:
     def attention(
         self, config: DecoderConfig, layer: int, weights: WeightLoader, at: Places
     ) -> Part:
-        """A layer's attention or recurrence; ``at`` is where the cache has what it remembers."""
+        """Build a layer's attention or recurrence; ``at`` are the cache places of its memory."""
         raise NotImplementedError
 
     def mlp(self, config: DecoderConfig, layer: int, weights: WeightLoader, mlp: Layer) -> Part:
-        """How a layer's ``mlp`` joins the residual stream."""
+        """Build the part that adds a layer's ``mlp`` to the residual stream."""
         raise NotImplementedError
 
     def before(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
-        """What is computed before the first layer."""
+        """Build the parts that run once, before the first layer."""
         return ()
 
     def after(self, config: DecoderConfig, weights: WeightLoader) -> Sequence[Part]:
-        """What is computed behind the last layer."""
+        """Build the parts that run once, after the last layer."""
         return ()
 
     def memory(self, config: DecoderConfig, layer: int) -> tuple[LayerSpec, ...]:
-        """What a layer remembers of a sequence: nothing if it is an MLP alone."""
+        """A layer's memory of a sequence: none if it is only an MLP."""
         own = config.attention[layer]
         return () if own is None else (own,)
 
     def tables(self, config: DecoderConfig) -> Sequence[Table]:
-        """What passes take rows of, beside the embedding."""
+        """The tables, besides the embedding, that passes read rows of."""
         return ()
 
     def numbers_beside(self, config: DecoderConfig) -> int:
-        """How many numbers a row of a pass has beside the residual stream."""
+        """How many numbers a row of a pass needs besides the residual stream."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """What a decoder is, whatever file it came from. ``attention`` has one entry per layer, which
-    is a ``RecurrentSpec`` where the layer has a state in the place of keys and values, and None
-    where it is an MLP alone. ``block`` puts layers together.
+    """A decoder's config, independent of the file format. ``attention`` has one entry per layer: a
+    ``RecurrentSpec`` if the layer has a state instead of keys and values, None if it is only an
+    MLP. ``block`` composes the layers.
 
     ``mixtures`` has one entry per layer, None for a dense one; it is empty for a dense model. A
-    layer without a mixture whose ``inner_sizes`` are 0 has no MLP.
+    layer without a mixture and with an inner size of 0 has no MLP.
     """
 
     architecture: str
@@ -236,7 +235,7 @@ class DecoderConfig:
     tied_head: bool = False
     mixtures: tuple[MixtureSpec | None, ...] = ()
     logit_scale: float = 1.0
-    inner_sizes: tuple[int, ...] = ()  # of each layer's MLP, where they differ
+    inner_sizes: tuple[int, ...] = ()  # of each layer's MLP, if they differ
     cutoffs: tuple[float | None, ...] = ()  # of each layer's MLP, see ``MlpSpec``
     names: LayerNames = LayerNames()
     recurrent: RecurrentNames | None = None
@@ -253,27 +252,27 @@ class DecoderConfig:
         return tuple(spec for spec in self.attention if isinstance(spec, AttentionSpec))
 
     def memory_of(self, layer: int) -> tuple[LayerSpec, ...]:
-        """What a layer remembers of a sequence, in the block's order."""
+        """A layer's memory of a sequence, in the block's order."""
         return self.block.memory(self, layer)
 
     @property
     def memories(self) -> tuple[tuple[LayerSpec, ...], ...]:
-        """What each layer remembers."""
+        """Each layer's memory."""
         return tuple(map(self.memory_of, range(self.layers)))
 
     @property
     def cache_places(self) -> tuple[tuple[int, ...], ...]:
-        """Where each layer finds what it remembers in a cache of all layers."""
+        """The places of each layer's memory in a cache for all layers."""
         own = tuple(memory_places(self.memories))
         return tuple(own[self.cache_of(layer)] for layer in range(self.layers))
 
     @property
     def memory(self) -> tuple[LayerSpec, ...]:
-        """What the cache of a sequence is made for: what all layers remember, in order."""
+        """The memory of all layers, in order: the layout of a sequence's cache."""
         return tuple(spec for own in self.memories for spec in own)
 
     def has_mlp(self, layer: int) -> bool:
-        """Whether a layer has an MLP, or a mixture in its place."""
+        """Whether a layer has an MLP or a mixture."""
         return self.mixture(layer) is not None or self.inner_size(layer) > 0
 
     @property
@@ -296,17 +295,17 @@ class DecoderConfig:
         return replace(self.mlp, cutoff=self.cutoffs[layer]) if self.cutoffs else self.mlp
 
     def cache_of(self, layer: int) -> int:
-        """The layer whose keys and values a layer attends to: itself, or an earlier one."""
+        """The layer whose keys and values a layer uses: itself, or an earlier one."""
         spec = self.attention[layer]
         reads = spec.reads if isinstance(spec, AttentionSpec) else None
         return layer if reads is None else reads
 
     def mixture(self, layer: int) -> MixtureSpec | None:
-        """A layer's mixture of experts; None where its MLP is dense."""
+        """A layer's mixture of experts; None if its MLP is dense."""
         return self.mixtures[layer] if self.mixtures else None
 
     @property
     def sparse_layers(self) -> dict[int, int]:
-        """The layers with a mixture of experts, each with its number among them."""
+        """The layers with a mixture of experts, with their index among the sparse layers."""
         found = [layer for layer in range(self.layers) if self.mixture(layer) is not None]
         return {layer: place for place, layer in enumerate(found)}

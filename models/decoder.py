@@ -1,8 +1,8 @@
-"""The decoder that the known architectures share: a list of parts, one after another.
+"""The decoder that all architectures share: a list of parts, run in order.
 
-Parts are made of weights that are there, one layer's as well as all; the config's ``block`` puts a
-layer's together, and ``Decoder`` runs them. A ``WeightStore`` knows where their weights are: the
-pass is the same for a model in memory and for one that is streamed.
+Parts are built from weights in memory, one layer at a time or all; the config's ``block`` composes
+a layer's parts, and ``Decoder`` runs them. A ``WeightStore`` knows where weights are: the pass is
+the same for resident and streamed models.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def load_attention(
     weights: WeightLoader,
     at: Sequence[int] | None = None,
 ) -> Part:
-    """A layer's attention or recurrence, ``at`` its places in a cache that has not all layers.
+    """Build a layer's attention or recurrence; ``at`` are its places in a partial cache.
 
-    With the first layer's comes what is computed once, before it.
+    The first layer's includes the parts that run once, before it.
     """
     places = config.cache_places[layer] if at is None else at
     before = config.block.before(config, weights) if layer == 0 else ()
@@ -41,9 +41,9 @@ def load_attention(
 def load_mlp(
     config: DecoderConfig, layer: int, weights: WeightLoader, experts: Experts | None
 ) -> Part:
-    """A layer's MLP; a sparse one has its ``experts`` compute.
+    """Build a layer's MLP; a sparse one calls ``experts``.
 
-    With the last layer's comes what is computed once, behind it.
+    The last layer's includes the parts that run once, after it.
     """
     mlp = (
         GatedMlp(config, layer, weights)
@@ -58,7 +58,7 @@ def load_mlp(
 def load_resident_mlp(
     config: DecoderConfig, layer: int, weights: WeightLoader, ops: Ops, experts: ResidentExperts
 ) -> Part:
-    """A layer's MLP with all that it computes with; a sparse one's go to ``experts``."""
+    """Build a layer's MLP with all weights; a sparse layer's experts are added to ``experts``."""
     spec = config.mixture(layer)
     if spec is None:
         return load_mlp(config, layer, weights, None)
@@ -71,7 +71,7 @@ def load_resident_mlp(
 
 
 def load_norm(config: DecoderConfig, weights: WeightLoader) -> Vector | None:
-    """The norm before the head, if there is one."""
+    """Load the norm before the head, if there is one."""
     if not config.block.final_norm:
         return None
     return weights.vector(
@@ -83,7 +83,7 @@ def load_norm(config: DecoderConfig, weights: WeightLoader) -> Vector | None:
 
 
 def load_resident(config: DecoderConfig, ops: Ops, weights: WeightLoader) -> ResidentWeights:
-    """All parts of a model in the memory of ``ops``."""
+    """Load all parts of a model into the memory of ``ops``."""
     shape = (config.vocab_size, config.hidden_size)
     with ops.scope():
         table = weights.matrix(shape, EMBEDDING)
@@ -105,7 +105,7 @@ def load_resident(config: DecoderConfig, ops: Ops, weights: WeightLoader) -> Res
 
 
 class Decoder:
-    """A model that can run: ``weights`` has its parts, and waits for what is not in memory."""
+    """A model that can run: ``weights`` has its parts, and waits for missing ones."""
 
     def __init__(self, weights: WeightStore) -> None:
         self.weights = weights
@@ -126,18 +126,18 @@ class Decoder:
     ) -> Logits:
         """Logits of the chosen ``rows`` (default: all), shape (rows, vocab), float32.
 
-        Keys and values of the batch are in the caches afterwards and count as held. ``check`` runs
-        before every part; when it raises, the caches are as they were. ``features`` (R, D) is
-        filled with the residual stream of all rows after the last block, before the final norm.
+        Afterwards the caches hold the keys and values of the batch. ``check`` runs before every
+        part; if it raises, the caches are unchanged. ``features`` (R, D) is filled with the
+        residual stream of all rows after the last block, before the final norm.
 
         Raises:
             MemoryBudgetError: the caches have outgrown what the budget leaves beside the weights.
-            CheckpointError: a file fails, or is no longer what it was.
+            CheckpointError: a file cannot be read, or has changed.
         """
         weights = self.weights
         wanted = np.arange(len(batch.tokens)) if rows is None else np.asarray(rows, np.intp)
         with self.ops.scope():
-            # A second time where a GPU's memory, which others use too, has run out in the first.
+            # Try again if GPU memory, which other programs use too, ran out.
             for again in (True, False):
                 state = weights.begin(batch, wanted, check)
                 try:
@@ -156,7 +156,7 @@ class Decoder:
         return state.logits
 
     def _compute(self, state: PassState, check: Check | None, features: Logits | None) -> None:
-        """All parts of a pass."""
+        """Run all parts of a pass."""
         for part in self.weights.body:
             if check is not None:
                 check()

@@ -1,9 +1,9 @@
 """Typed, checked access to a checkpoint's config, so that every architecture fails in one line.
 
-It knows key lookup and bounds, and what the configs of mixtures have in common; what a key means is
-the architecture's business. What a published config means by a key that it leaves out says
-``architectures/defaults.json``: a line for each ``model_type`` of a text model, with the values of
-transformers' config classes, which exporters rely on. GGUF files are written out in full.
+Knows key lookup and bounds, and common keys of mixtures; architectures know what a key means.
+Defaults of missing keys are in ``architectures/defaults.json``: a line for each ``model_type`` of a
+text model, with the values of transformers' config classes, which exporters rely on. GGUF files
+have all keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from localrt.quant.ops.experts import ExpertSpec, RouterSpec, Scoring
 
 _FILE = Path(__file__).with_name("architectures") / "defaults.json"
 _SAME = (
-    # One thing by several names: the default of one does not hold beside another
+    # Synonyms: one's default does not apply if another is given
     ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts"),
     ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts"),
     ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
@@ -40,7 +40,7 @@ _SAME = (
 
 
 def with_default_values(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """``config`` and, for keys that are not in it, its family's defaults; null is a value."""
+    """``config`` with its family's defaults for missing keys; null is a value."""
     table = _table()
     family = str(config.get("model_type"))
     if not isinstance(table.get(family), Mapping):
@@ -60,7 +60,7 @@ def _table() -> Mapping[str, Any]:
 
 
 T = TypeVar("T")
-# Larger than any real model's; a corrupt header must not become a huge allocation.
+# Larger than any real model's: a corrupt header must not cause a huge allocation.
 _LIMITS = {
     "vocab_size": 1 << 21,
     "num_hidden_layers": 1 << 12,
@@ -82,9 +82,9 @@ _SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 class RawConfig:
-    """A checkpoint's ``config`` with typed getters, and the few small tensors that belong to it.
+    """A checkpoint's ``config`` with typed getters, and a few small tensors that complete it.
 
-    ``context`` is the number of tokens that sessions will hold: some rotary scalings depend on it.
+    ``context`` is the context size in tokens: some rotary scalings depend on it.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, context: int | None = None) -> None:
@@ -96,12 +96,12 @@ class RawConfig:
 
     @property
     def architecture(self) -> str:
-        """As the checkpoint names it."""
+        """The checkpoint's name of the architecture."""
         return self._checkpoint.architecture
 
     @property
     def is_gguf(self) -> bool:
-        """Some facts live in llama.cpp's code, not in the file."""
+        """Whether the file is GGUF: llama.cpp's code then has defaults that the file lacks."""
         return self._checkpoint.kind == "gguf"
 
     def has(self, key: str) -> bool:
@@ -154,7 +154,7 @@ class RawConfig:
         return None if listed is None else tuple(float(value) for value in listed)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """So many positive numbers; ones where there is no such key."""
+        """``count`` positive numbers; ones if the key is missing."""
         values = self.sequence(key)
         if values is None:
             return (1.0,) * count
@@ -207,7 +207,7 @@ class RawConfig:
         return value
 
     def nested(self, key: str, name: str | None = None) -> RawConfig:
-        """The object ``key``, or the object ``name`` within it, to be read like a config."""
+        """The object ``key``, or the object ``name`` in it, as a config."""
         values: Any = self.mapping(key)
         if name is not None:
             values = values.get(name)
@@ -216,7 +216,7 @@ class RawConfig:
         return self._with(values)
 
     def renamed(self, names: Mapping[str, str]) -> RawConfig:
-        """This config with the keys of ``names`` under their names there."""
+        """This config with keys renamed by ``names``."""
         found = {new: self._values[old] for old, new in names.items() if old in self._values}
         return self._with({**self._values, **found})
 
@@ -226,7 +226,7 @@ class RawConfig:
         return other
 
     def choice(self, key: str, default: str, table: Mapping[str, Any]) -> Any:
-        """``table``'s value for a string key; an unknown string is not supported."""
+        """Look up a string in ``table``; an unknown one is an ``UnsupportedModelError``."""
         name = self.text(key, default)
         if name not in table:
             known = ", ".join(table)
@@ -244,7 +244,7 @@ class RawConfig:
         return unpack(self._checkpoint.read(name)).reshape(-1)
 
     def windowed(self, default: list[bool]) -> list[bool]:
-        """Whether each layer sees a window only: ``layer_types``, or ``default`` without one."""
+        """Whether each layer has a window, by ``layer_types``, or ``default`` without it."""
         kinds = {"full_attention": False, "sliding_attention": True}
         return self.layer_kinds("layer_types", len(default), kinds) or default
 
@@ -256,7 +256,7 @@ class RawConfig:
         return values
 
     def count(self, key: str) -> int:
-        """How many layers a list, or a string of letters, is of.
+        """The number of layers, from the length of a list or string of letters.
 
         Raises:
             CheckpointError: it is neither, or there is none.
@@ -265,7 +265,7 @@ class RawConfig:
         return len(values if isinstance(values, str) else self.sequence(key) or [])
 
     def layer_kinds(self, key: str, layers: int, table: Mapping[str, T]) -> list[T] | None:
-        """``table``'s value for each layer's string, or None; an unknown one is not supported.
+        """Look up each layer's string in ``table``; None without the key.
 
         A string instead of a list has a letter for each layer.
         """
@@ -281,7 +281,7 @@ class RawConfig:
         return None if kinds is None else [table[kind] for kind in kinds]
 
     def last_layer(self, key: str, layers: int) -> int:
-        """A layer's number; -1, or no such key, is the last one."""
+        """A layer's number; -1 or a missing key means the last one."""
         return layers - 1 if self._values.get(key) == -1 else self.integer(key, layers - 1)
 
     def _required(self, key: str, default: float | None) -> Any:
@@ -297,9 +297,9 @@ class RawConfig:
 
 
 def positive_number(value: object) -> float | None:
-    """``value`` where it is a number above 0 that can be calculated with; else None.
+    """``value`` if it is a usable number above 0, else None.
 
-    What is nearly 0 or infinite becomes it in the first division.
+    Values near 0 or infinity would become 0 or infinite in the first division.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -316,7 +316,7 @@ _USED_KEYS = ("num_experts_per_tok", "moe_k")
 
 
 def expert_count_key(raw: RawConfig) -> str:
-    """The key that tells the number of a layer's experts."""
+    """The key that has the number of experts per layer."""
     return next((key for key in _COUNT_KEYS if raw.has(key)), _COUNT_KEYS[0])
 
 
@@ -328,10 +328,10 @@ def read_mixture(
     normalize: bool = True,
     inner: int | None = None,
 ) -> MixtureSpec:
-    """The mixture of every sparse layer, without shared experts.
+    """Read the mixture of every sparse layer, without shared experts.
 
-    ``scoring`` and ``normalize`` are the defaults; ``inner`` is an expert's width where it is not
-    the config's ``intermediate_size``.
+    ``scoring`` and ``normalize`` are defaults; ``inner`` is an expert's width if it is not the
+    config's ``intermediate_size``.
 
     Raises:
         ValueError: more experts are used than there are.
@@ -349,7 +349,7 @@ def read_mixture(
 
 
 def sparse_layers(raw: RawConfig, layers: int) -> list[bool]:
-    """Qwen's ``mlp_only_layers`` and ``decoder_sparse_step``: which layers are mixtures."""
+    """Which layers are mixtures, by Qwen's ``mlp_only_layers`` and ``decoder_sparse_step``."""
     step = raw.integer("decoder_sparse_step", 1)
     dense = raw.sequence("mlp_only_layers") or []
     if any(type(layer) is not int for layer in dense):
@@ -360,6 +360,6 @@ def sparse_layers(raw: RawConfig, layers: int) -> list[bool]:
 def with_mixture(
     config: DecoderConfig, spec: MixtureSpec, sparse: Sequence[bool] | None = None
 ) -> DecoderConfig:
-    """``config`` with the mixture in the layers that are ``sparse``; None means in all."""
+    """``config`` with the mixture in the ``sparse`` layers; None means in all."""
     chosen = sparse if sparse is not None else [True] * config.layers
     return replace(config, mixtures=tuple(spec if here else None for here in chosen))

@@ -1,6 +1,6 @@
-"""Architectures by the names that ``config.json`` and GGUF use for them.
+"""Architectures by their names in ``config.json`` and GGUF.
 
-It does not know engines: ``load_decoder`` takes any ``Ops``.
+Does not know engines: ``load_decoder`` takes any ``Ops``.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ ARCHITECTURES = {name: module for module, names in _PUBLISHED.items() for name i
 
 
 def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
-    """What reads the config of the architecture that a checkpoint names.
+    """The function that reads the config of a checkpoint's architecture.
 
     Raises:
-        UnsupportedModelError: not known here; lists what is.
+        UnsupportedModelError: an unknown architecture; lists the known ones.
     """
     if name not in ARCHITECTURES:
         known = ", ".join(sorted(set(ARCHITECTURES.values())))
@@ -94,7 +94,7 @@ def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
 
 
 def read_config(checkpoint: Checkpoint, *, context: int | None = None) -> DecoderConfig:
-    """The checkpoint's config; ``context`` is the session size that rotary scaling may follow."""
+    """Read the checkpoint's config; rotary scaling may depend on ``context``, in tokens."""
     name = checkpoint.architecture
     if name == "llama" and checkpoint.config.get("num_local_experts"):
         name = "MixtralForCausalLM"  # GGUF has one name for both
@@ -106,10 +106,10 @@ def read_config(checkpoint: Checkpoint, *, context: int | None = None) -> Decode
 
 
 def require_readable(checkpoint: Checkpoint) -> None:
-    """Every tensor is of a format that localrt can unpack.
+    """Check that localrt can unpack every tensor's format.
 
     Raises:
-        UnsupportedModelError: names the first that is not, and what could be used instead.
+        UnsupportedModelError: names the first unsupported one, and an alternative.
     """
     for info in checkpoint.tensors.values():
         if FORMATS.get(info.format.name) != info.format:
@@ -128,6 +128,6 @@ def load_decoder(
     *,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Decoder:
-    """Read every tensor into ``ops`` and build the model; ``on_bytes`` gets bytes as read."""
+    """Read every tensor into ``ops`` and build the model; ``on_bytes`` gets each read's bytes."""
     require_readable(checkpoint)
     return Decoder(load_resident(config, ops, WeightLoader(checkpoint, ops, on_bytes)))

@@ -71,8 +71,9 @@ _BOTH: Mapping[str, tuple[tuple[str, str], ...]] = {
 def delta_tensors(
     stored: Mapping[str, RowSource], config: Mapping[str, Any]
 ) -> dict[str, RowSource]:
-    """``stored`` with Qwen3-Next's matrices replaced by Qwen3.5's. Other architectures' tensors
-    stay unchanged.
+    """``stored`` with Qwen3-Next's matrices replaced by Qwen3.5's.
+
+    Other architectures' tensors stay unchanged.
 
     Raises:
         CheckpointError: a matrix does not fit the config.
@@ -322,8 +323,9 @@ class _OfHeads(RowSource):
         return self.rows // self.heads
 
     def _covering(self, start: int, stop: int) -> tuple[PackedTensor, int, int]:
-        """The published rows of the heads that contain rows ``start`` to ``stop``. Also returns
-        where ``start`` lies among those heads' rows, and the rows of a published head.
+        """The published rows of the heads that contain rows ``start`` to ``stop``.
+
+        Also returns where ``start`` lies among those heads' rows, and the rows of a published head.
         """
         span = self.both.rows // self.heads
         first, last = start // self.rows_together, -(-stop // self.rows_together)

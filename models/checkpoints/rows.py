@@ -169,9 +169,10 @@ class _SomeRows(DerivedRows):
 
 @dataclass(frozen=True, slots=True)
 class _Interleaved(RowSource):
-    """A matrix whose rows are the ``taken`` columns of the matrix at ``offset``, which is ``parts``
-    times as large, or a vector of such values. A row's values are one file row apart, so reading
-    any row reads the whole matrix; ``blocks`` reads it once.
+    """The ``taken`` columns, as rows, of a matrix ``parts`` times as large at ``offset``.
+
+    Or a vector of such values. A row's values are one file row apart, so reading any row reads the
+    whole matrix; ``blocks`` reads it once.
     """
 
     file: RangedFile

@@ -1,9 +1,9 @@
-"""Gemma 3n's block over several residual streams (AltUp), with inputs of each layer's own.
+"""Gemma 3n's block over several residual streams (AltUp), with per-layer inputs.
 
-Attention's part predicts all streams and runs on the active one, with a learned residual of low
-rank beside it; the MLP's part corrects all streams by what became of that one, and adds the layer's
-own inputs to the others. ``quant/ops/streams.py`` says what is computed. Before the first layer the
-streams are made of the embedding, behind the last they are joined.
+The attention part predicts all streams and runs on the active one, in parallel with a learned
+low-rank residual. The MLP part corrects all streams by the active one's result, and adds the
+per-layer inputs to the others. ``quant/ops/streams.py`` computes this. The streams are made from
+the embedding before the first layer, and joined after the last.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _SPLIT, _JOIN = "model.altup_projections.{}.weight", "model.altup_unembed_projec
 _LEFT, _RIGHT = "laurel.linear_left.weight", "laurel.linear_right.weight"
 _LOW_RANK_NORM = "laurel.post_laurel_norm.weight"
 _SCALE = "altup.correct_output_scale"
-_HALF = math.sqrt(0.5)  # attention and the low rank's residual both hold the stream
+_HALF = math.sqrt(0.5)  # attention and the low-rank residual both include the stream
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitStreams:
-    """The streams, of the embedding."""
+    """Makes the streams from the embedding."""
 
     projections: Weight
 
@@ -40,7 +40,7 @@ class SplitStreams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinStreams:
-    """What the head sees, of the streams."""
+    """Makes the head's input from the streams."""
 
     projections: Weight
 
@@ -51,7 +51,7 @@ class JoinStreams:
 
 
 class StreamAttention:
-    """Predicts the streams, and adds attention and the low rank's residual to the active one."""
+    """Predicts the streams, and adds attention and the low-rank residual to the active one."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class StreamAttention:
         )
 
     def __call__(self, state: PassState) -> None:
-        """``state.streams`` become predictions, ``state.x`` the active one with attention."""
+        """Set ``state.streams`` to predictions, ``state.x`` to the active one plus attention."""
         ops = state.ops
         state.streams, state.x = ops.predict_streams(state.streams, self.weights, self.spec)
         beside = ops.low_rank(state.x, self.low_rank)
@@ -93,7 +93,7 @@ class StreamMlp:
         self.gate = InputGate(config, layer, weights, block.inputs.width)
 
     def __call__(self, state: PassState) -> None:
-        """``state.streams`` become those behind the layer."""
+        """Replace ``state.streams`` by the layer's output."""
         ops = state.ops
         active = ops.add(state.x, self.layer(state))
         streams, state.x = ops.correct_streams(state.streams, active, self.weights, self.spec)
@@ -107,7 +107,7 @@ def _load_router(
     weights: WeightLoader,
     purpose: Literal["prediction", "correction"],
 ) -> StreamWeights:
-    """The router of predictions or of corrections: a unit each, so that each has its own copy."""
+    """Load the router for predictions or corrections: two units, so each has a copy."""
     hidden, prefix = config.hidden_size, f"model.layers.{layer}.altup."
     count, corrects = block.streams.count, purpose == "correction"
     coefficients = count**2 if corrects else count**3
@@ -123,8 +123,8 @@ def _load_router(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AltUp(Block):
-    """Gemma 3n's. ``scaled``: the active stream is scaled before it gates a layer's ``inputs``;
-    ``low_rank`` is that of the residual beside attention.
+    """Gemma 3n's block. ``scaled``: the active stream is scaled before it gates a layer's
+    ``inputs``; ``low_rank`` is the rank of the residual parallel to attention.
     """
 
     streams: StreamSpec
@@ -153,11 +153,11 @@ class AltUp(Block):
         return (self.inputs.table(config.layers),)
 
     def numbers_beside(self, config: DecoderConfig) -> int:
-        """Inputs as they are read, as rows and as they are projected; streams before and behind."""
+        """Inputs raw, as rows and projected; streams before and after a layer."""
         inputs = config.layers * self.inputs.width
         return 3 * inputs + 2 * self.streams.count * config.hidden_size
 
     def _projections(self, config: DecoderConfig, weights: WeightLoader, name: str) -> Weight:
-        """The matrices of all streams but the first, ``name`` with their numbers."""
+        """Load the matrices of all streams but the first; ``name`` gets the stream's number."""
         others, hidden = self.streams.count - 1, config.hidden_size
         return weights.matrix((others * hidden, hidden), *(name.format(n) for n in range(others)))

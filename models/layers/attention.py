@@ -1,15 +1,15 @@
 """Latent attention (DeepSeek-V2), and attention to the tokens that an indexer chooses.
 
-Names, shapes and order of the tensors; what they compute is ``quant/ops/attention.py``'s.
-Checkpoints give the latents' matrices to keys and values apart and ready for use, whatever form
-they were published in (``models/checkpoints/family_tensors.py``).
+Knows names, shapes and order of the tensors; ``quant/ops/attention.py`` computes. Checkpoints
+present the matrices from latents to keys and values separately, whatever their published form
+(``models/checkpoints/family_tensors.py``).
 
-An indexer scores blocks of a few tokens, and attention sees those of the best blocks. What the
-indexer remembers is one more layer of the KV cache. A token's key there is its own index key, its
-value the finished key of the block that it ends. Both follow from the tokens before it, like any
-key and value, so that trims, trees, saved caches, formats and restarts need nothing new. A row's
-tokens are gathered in their order, as a tree's are, so that its bits depend on the rows before it.
-The index stays in RAM; what is read of keys and values does not grow with the context.
+An indexer scores blocks of a few tokens, and attention sees the tokens of the best blocks. The
+indexer's memory is one more layer of the KV cache: a token's key there is its index key, its value
+the finished key of the block that it ends. Both depend only on earlier tokens, like any key and
+value, so trimming, trees, saved caches, formats and restarts work unchanged. A row's tokens are
+gathered in order, as for a tree, so its bits depend only on the rows before it. The index stays in
+RAM; the keys and values that are read do not grow with the context.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _OUT = "self_attn.o_proj"
 
 
 def latent_groups(spec: LatentSpec) -> tuple[tuple[str, ...], ...]:
-    """The matrices that are multiplied whole, those together that share their input.
+    """The matrices that are multiplied whole, grouped by shared input.
 
-    Each head's own, to keys and values, are not among them: each has inputs of its own.
+    Per-head matrices to keys and values are not included: each has its own inputs.
     """
     first = (_QUERY_DOWN if spec.query_rank else _QUERY, _DOWN)
     return (first, *(((_QUERY_UP,),) if spec.query_rank else ()), (_OUT,))
@@ -75,7 +75,7 @@ class LatentAttention:
         return ops.latent_output(q, self.weights, self.spec, step, self.layer)
 
     def matrices(self) -> dict[str, Weight]:
-        """The weights of ``latent_groups``, by the first name of each."""
+        """The weights of ``latent_groups``, by the first name of each group."""
         own = self.weights
         whole = [weight for weight in (own.down, own.query_up, own.out) if weight is not None]
         groups = latent_groups(self.spec)
@@ -84,12 +84,12 @@ class LatentAttention:
 
 _PREFIX = "self_attn.indexer."
 _JOINT = ("index_qk_proj",)
-_APART = ("q_proj", "k_proj")  # as GGUF files have it
+_APART = ("q_proj", "k_proj")  # GGUF's name
 
 
 class IndexedAttention:
-    """An indexer, then ``attention``. ``index_at`` is what the indexer remembers in the cache;
-    ``apart``: its queries and key are projected by two matrices.
+    """An indexer, then ``attention``. ``index_at`` is the place of the indexer's memory in the
+    cache; ``apart``: separate matrices project its queries and key.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The block of most architectures: attention, then an MLP, each added to the residual stream.
 
-Recurrent layers stand in attention's place or side by side with it. Blocks with several streams, or
-with inputs that every layer has of its own, are in ``altup.py``, ``hyper_connections.py`` and
-``inputs.py``.
+Recurrent layers replace attention or run in parallel with it. Blocks with several streams or with
+per-layer inputs are in ``altup.py``, ``hyper_connections.py`` and ``inputs.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from localrt.quant.ops.recurrent import RecurrentSpec
 def load_mixer(
     config: DecoderConfig, layer: int, weights: WeightLoader, spec: LayerSpec, place: int
 ) -> Layer:
-    """Attention of any kind, or a recurrent layer; ``place`` is its number in the cache."""
+    """Load attention of any kind, or a recurrent layer; ``place`` is its index in the cache."""
     if isinstance(spec, RecurrentSpec):
         return Recurrent(config, layer, weights, spec, place)
     kind = LatentAttention if isinstance(spec, LatentSpec) else Attention
@@ -33,8 +32,8 @@ def load_mixer(
 class ResidualBlock(Block):
     """``x + scale * attention(x)``, then ``x + scale * mlp(x)``.
 
-    ``beside`` is a recurrent layer side by side with each layer's attention: both see the residual
-    stream as it is before either joins it.
+    ``beside`` is a recurrent layer in parallel with each layer's attention: both read the same
+    residual stream.
     """
 
     scale: float = 1.0

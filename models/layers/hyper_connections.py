@@ -1,8 +1,8 @@
-"""Hyper-connections: a block over several residual streams, of which layers read a mixture.
+"""Hyper-connections: a block over several residual streams; layers read a mixture of them.
 
-``quant/ops/streams.py`` says what is computed. Before the first layer each stream is the embedding;
-behind the last, ``ReadStreams`` makes of them what the head sees. Attention sees the tokens that an
-indexer chooses, and before one layer the streams gain what hashed n-grams say (Qwen3.8-Flash-Next).
+``quant/ops/streams.py`` computes this. Before the first layer each stream is the embedding; after
+the last, ``ReadStreams`` makes the head's input from them. Attention sees the tokens that an
+indexer chooses, and before one layer hashed n-gram embeddings are added (Qwen3.8-Flash-Next).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHARE = "block_inject_weight.weight"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatStream:
-    """The streams, of the embedding."""
+    """Makes the streams from the embedding."""
 
     count: int
 
@@ -42,13 +42,13 @@ class RepeatStream:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Connected:
-    """A layer that reads all streams, each of which takes its share of what the layer gives."""
+    """A layer that reads a mixture of all streams and adds its weighted output to each."""
 
     layer: Layer
     weights: ConnectionWeights
 
     def __call__(self, state: PassState) -> None:
-        """``state.streams`` become those behind the layer."""
+        """Replace ``state.streams`` by the layer's output."""
         state.x, shares = state.ops.read_streams(state.streams, self.weights)
         state.streams = state.ops.share_out(state.streams, self.layer(state), shares)
 
@@ -58,7 +58,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadStreams:
-    """What the head sees, of the streams."""
+    """Makes the head's input from the streams."""
 
     weights: ConnectionWeights
 
@@ -70,11 +70,11 @@ class ReadStreams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyperConnections(Block):
-    """``count`` residual streams, of which layers read a mixture; its gates are projected in two
-    steps, by way of ``rank`` numbers. What reads them has norms of its own.
+    """A block of ``count`` residual streams; layers read a mixture, whose gates have low-rank
+    projections of ``rank``. Each reader has its own norms.
 
-    ``index`` chooses the tokens that layers attend to; ``index_apart``: its queries and key are
-    projected by two matrices. One layer may have ``ngrams``.
+    ``index`` chooses the tokens that layers attend to; ``index_apart``: separate matrices project
+    its queries and key. One layer may have ``ngrams``.
     """
 
     final_norm = False
@@ -123,7 +123,7 @@ class HyperConnections(Block):
         return (ReadStreams(self._connection(config, weights, _MIXER, shares=False)),)
 
     def memory(self, config: DecoderConfig, layer: int) -> tuple[LayerSpec, ...]:
-        """An indexer comes before its attention, n-grams last."""
+        """A layer's memory: the indexer before its attention, n-grams last."""
         own, ngrams = config.attention[layer], self.ngrams
         whole = (
             self.index if isinstance(own, AttentionSpec) else None,
@@ -137,8 +137,8 @@ class HyperConnections(Block):
         return () if own is None else (own.table(config.cache_places[own.layer][-1]),)
 
     def numbers_beside(self, config: DecoderConfig) -> int:
-        """Streams before and behind, normed, and their gates; rows of n-grams, and the tiles that
-        they are read with; tokens that an indexer chooses.
+        """Streams before and after a layer, normed, and gates; n-gram rows and the tiles read for
+        them; tokens that an indexer chooses.
         """
         streams = self.count * config.hidden_size
         ngrams = 0 if self.ngrams is None else self.ngrams.width * (1 + TILE_ROWS // 2)

@@ -1,12 +1,12 @@
-"""Per-layer embeddings, Gemma 3n's and Gemma 4's: inputs that every layer has of its own.
+"""Per-layer embeddings of Gemma 3n and Gemma 4: every layer has inputs of its own.
 
-A table holds a few numbers of each token for every layer; a pass takes a token's rows of it, and
-adds what the embeddings are projected to. Behind its MLP a layer gates its part of them by the
-residual stream. It knows names and shapes; ``quant/ops/streams.py`` says what is computed.
+A table has a few numbers per token and layer; a pass reads its tokens' rows and adds projected
+embeddings. After its MLP, a layer gates its inputs by the residual stream. Knows names and shapes;
+``quant/ops/streams.py`` computes.
 
-Checkpoints present the table with one row per layer of each token, which are the same bytes. A
-token's rows therefore lie together, in three or four tiles. A streamed model reads them from the
-SSD for each pass and never holds the table.
+Checkpoints present the table with one row per token and layer, without changing bytes, so a token's
+rows are contiguous, in three or four tiles. A streamed model reads them from the SSD for each pass
+and never loads the whole table.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PROJECTION_NORM = "model.per_layer_projection_norm.weight"
 _GATE = "per_layer_input_gate"
 _OUT = "per_layer_projection"
 _POST_NORM = "post_per_layer_input_norm"
-_HALF = math.sqrt(0.5)  # rows and projections are added to one variance
+_HALF = math.sqrt(0.5)  # the sum of rows and projections keeps its variance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInputs:
-    """``width`` numbers for each layer, of each of ``vocab_size`` tokens."""
+    """Per-layer inputs: ``width`` numbers per layer for each of ``vocab_size`` tokens."""
 
     width: int
     vocab_size: int
@@ -51,7 +51,7 @@ class LayerInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputTable(Table):
-    """Each token has the rows of all ``layers``, which are times ``scale``."""
+    """The table: each token has a row for each of ``layers``, multiplied by ``scale``."""
 
     scale: float
     layers: int
@@ -62,25 +62,25 @@ class InputTable(Table):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputRows:
-    """The tokens' rows of a table that is in memory."""
+    """Looks up the tokens' rows in a table in memory."""
 
     table: Weight
     scale: float
     layers: int
 
     def __call__(self, state: PassState) -> None:
-        """``state.inputs`` as the table has them, for the batch's tokens."""
+        """Set ``state.inputs`` to the table's rows of the batch's tokens."""
         state.inputs = state.ops.embed(self.table, state.step, self.scale, each=self.layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProjectInputs:
-    """The embeddings' part of the inputs, before the first layer."""
+    """Adds projected embeddings to the inputs, before the first layer."""
 
     weights: InputProjection
 
     def __call__(self, state: PassState) -> None:
-        """``state.inputs`` as layers take them."""
+        """Bring ``state.inputs`` into the form that layers read."""
         state.inputs = state.ops.project_inputs(state.x, state.inputs, self.weights)
 
 
@@ -106,7 +106,7 @@ class InputGate:
         return self.of(state, state.x)
 
     def of(self, state: PassState, x: Array) -> Array:
-        """The same, gated by ``x`` (R, D)."""
+        """The gate's output for ``x`` (R, D)."""
         return state.ops.gate_inputs(x, state.inputs, self.weights, self.spec)
 
     def matrices(self) -> dict[str, Weight]:
@@ -116,9 +116,9 @@ class InputGate:
 def load_input_projection(
     config: DecoderConfig, weights: WeightLoader, width: int
 ) -> ProjectInputs:
-    """What is computed before the first layer."""
+    """Load the part that runs before the first layer."""
     hidden = config.hidden_size
-    # The projection is published with a scale of 1 / sqrt(D), which its norm takes out again.
+    # The published scale of 1 / sqrt(D) is omitted: the norm after it cancels it.
     return ProjectInputs(
         InputProjection(
             matrix=weights.matrix((config.layers * width, hidden), _PROJECTION),
@@ -131,8 +131,8 @@ def load_input_projection(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedInputs(Block):
-    """Gemma 4's: behind its MLP a layer adds its own ``inputs``, if the model has some, and times
-    the residual stream by a learned factor.
+    """Gemma 4's block: after its MLP a layer adds its ``inputs``, if the model has some, and
+    multiplies the residual stream by a learned factor.
     """
 
     inputs: LayerInputs | None
@@ -159,5 +159,5 @@ class GatedInputs(Block):
         return () if self.inputs is None else (self.inputs.table(config.layers),)
 
     def numbers_beside(self, config: DecoderConfig) -> int:
-        """Inputs as they are read, as rows, and as they are projected."""
+        """Inputs raw, as rows and projected."""
         return 0 if self.inputs is None else 3 * config.layers * self.inputs.width

@@ -1,7 +1,7 @@
-"""A mixture of experts in a block's MLP: norm, router, the chosen experts, those that all rows see.
+"""A mixture of experts as a block's MLP: norm, router, chosen experts, shared experts.
 
-The experts' weights are units of their own. Who computes the chosen ones is an ``Experts``: with
-all of them in memory ``ResidentExperts``, else one that brings them in between.
+Each expert's weights are a unit. An ``Experts`` computes the chosen ones: ``ResidentExperts`` if
+all are in memory, otherwise one that loads them during the pass.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RoutingWatch = Callable[[int, Routing], None]
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A sparse layer between its router and its experts' results: ``rows`` are what these see.
+    """A sparse layer's routed rows; ``rows`` are the experts' inputs.
 
     ``place`` is the layer's number among the sparse ones, ``spec`` what each expert computes.
     """
@@ -61,10 +61,10 @@ class Routed:
     routing: Routing
 
     def read(self, watch: RoutingWatch | None) -> None:
-        """The host needs the choice: it is waited for, and ``watch`` is told.
+        """Copy the router's choice to the host, waiting for it, and pass it to ``watch``.
 
         Raises:
-            CheckpointError: the router gives no numbers.
+            CheckpointError: the router gives NaN.
         """
         if not np.isfinite(self.routing.weights).all():
             raise CheckpointError(
@@ -138,10 +138,10 @@ class SparseMlp:
         return rows if self._beside is None else self._beside.join(state, rows)
 
     def _route(self, state: PassState) -> Routed:
-        """The normed rows and their experts, of which the host may not know yet.
+        """Return the normed rows and their experts, which may not be on the host yet.
 
         Raises:
-            CheckpointError: the router gives no numbers, as far as the host knows.
+            CheckpointError: the router gives NaN (noticed only if the host has the choice).
         """
         ops, down = state.ops, self._latent_down
         normed, routing = ops.norm_route(state.x, self.router, self.spec.router)
@@ -152,22 +152,22 @@ class SparseMlp:
         return routed
 
     def _shared_rows(self, ops: Ops, routed: Routed) -> Array | None:
-        """What the experts give that every row sees, (R, D); None where there are none."""
+        """The shared experts' output (R, D); None if there are none."""
         if self.shared is None:
             return None
         return ops.shared_mlp(routed.normed, self.shared, self._mlp, self.shared_gate)
 
     def _combine(self, ops: Ops, slots: Array, routing: Routing, shared: Array | None) -> Array:
-        """The layer's sum of all slots and ``shared``, (R, D); both are given up."""
+        """Sum all slots and ``shared``: (R, D). Both may be overwritten."""
         if self._latent_up is None:
             return ops.combine_experts(slots, routing, shared)
         rows = ops.combine_experts(slots, routing, None)
         return ops.widen_latents(rows, self._latent_up, shared)
 
     def matrices(self) -> dict[str, Weight]:
-        """The shared experts' stacked matrices by the first name in each.
+        """The shared experts' stacked matrices by the first name of each stack.
 
-        Not the others': few rows of a text reach each of them, too few to calibrate by.
+        Routed experts are left out: each gets too few rows of a text to calibrate with.
         """
         if self._beside is not None:
             return self._beside.dense.matrices()
@@ -178,7 +178,7 @@ class SparseMlp:
 
 
 class _BesideDense:
-    """A dense MLP that runs beside a layer's experts (Gemma 4), and the norms of both and their
+    """A dense MLP in parallel with a layer's experts (Gemma 4), with norms of both and of their
     sum.
     """
 
@@ -192,37 +192,37 @@ class _BesideDense:
         self._eps = config.norm_eps
 
     def join(self, state: PassState, rows: Array) -> Array:
-        """The layer's sum for ``state.x``; ``rows`` (R, D) are the experts'."""
+        """Return the layer's output, given the experts' ``rows`` (R, D)."""
         ops = state.ops
         rows = ops.norm(rows, self._expert_norm, self._eps)
         return ops.norm(ops.add(self.dense(state), rows), self._norm, self._eps)
 
 
 class Experts(Protocol):
-    """Who computes the experts of sparse layers. ``watch`` is told of every choice."""
+    """Computes the experts of sparse layers. ``watch`` gets every choice."""
 
     watch: RoutingWatch | None
 
     @property
     def capturable(self) -> bool:
-        """Whether passes run without the host knowing the choices: they can be recorded."""
+        """Whether passes run without the choices on the host, so they can be captured as graphs."""
 
     def begin(self, routed: Routed, state: Any) -> Turn:
-        """A layer's turn in a pass of ``state``: what its rows need begins to come."""
+        """Begin a layer in a pass of ``state``: start loading the experts that its rows need."""
 
 
 class Turn(Protocol):
     """One layer's experts in one pass."""
 
     def slots(self) -> Array:
-        """What the chosen experts give, as ``Ops.combine_experts`` takes it."""
+        """The chosen experts' outputs, for ``Ops.combine_experts``."""
 
     def end(self) -> None:
-        """The turn is over, whether all was computed or not."""
+        """End the layer, also after an error."""
 
 
 class ResidentExperts:
-    """All experts in memory, in ``tables`` by the layers' places. See ``Experts``."""
+    """All experts in memory: ``tables`` has one entry per sparse layer. See ``Experts``."""
 
     def __init__(self) -> None:
         self.tables: dict[int, ExpertTable] = {}
@@ -230,11 +230,11 @@ class ResidentExperts:
 
     @property
     def capturable(self) -> bool:
-        """See ``Experts``; dense layers have none."""
+        """Whether all layers' experts can be captured; see ``Experts``."""
         return self.watch is None and all(table.capturable for table in self.tables.values())
 
     def begin(self, routed: Routed, state: PassState) -> Turn:
-        """Everything is there."""
+        """Nothing to load."""
         return _ResidentTurn(state.ops, self.tables[routed.place], routed)
 
 
@@ -245,7 +245,7 @@ class _ResidentTurn:
     routed: Routed
 
     def slots(self) -> Array:
-        """See ``Turn``: all at once."""
+        """See ``Turn``; computes all experts at once."""
         routed = self.routed
         slots = self.ops.expert_slots(routed.rows, routed.routing)
         self.ops.run_experts(routed.rows, routed.routing, self.table, routed.spec, slots)

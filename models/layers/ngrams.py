@@ -1,15 +1,15 @@
-"""Hashed n-grams: which rows of a large table belong to a token and the tokens before it, and the
-layer that takes them.
+"""Hashed n-grams: maps a token and its predecessors to rows of a large table; and the layer that
+uses them.
 
-Each order of n-grams, from pairs up, has several heads; a head hashes the n-gram into a range of
-rows of its own, whose size is a prime (Engram, Cheng et al. 2026; Qwen3.8-Flash-Next). The rows of
-a token follow from its last tokens alone, so they can be asked for before the pass begins. The
-tokens before a pass are in the layer's memory, beside the rows that its convolution looks back on.
-What is computed of the rows is ``quant/ops/streams.py``'s.
+Each order of n-grams, from pairs up, has several heads; a head hashes the n-gram into its own range
+of rows, whose size is a prime (Engram, Cheng et al. 2026; Qwen3.8-Flash-Next). A token's rows
+depend only on the last tokens, so they can be requested before the pass begins. The layer's memory
+has the tokens before a pass and its convolution's last rows. ``quant/ops/streams.py`` computes with
+the rows.
 
-A pass asks for all its rows before the first layer, and the layer that takes them waits for what is
-not there yet; ``offload/pipeline/tables.py`` reads each from where it lies and keeps nothing. With
-the layer's memory they go back, branch and are saved with the rest.
+A pass requests all its rows before the first layer, and the layer waits for missing ones;
+``offload/pipeline/tables.py`` reads each from disk or RAM and caches nothing. The layer's memory is
+trimmed, branched and saved with the rest of the cache.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _LARGEST = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramSpec:
-    """A layer's hashed n-grams. ``table`` counts the layers of a model that have some.
+    """A layer's hashed n-grams. ``table`` is its index among the layers with n-grams.
 
-    ``heads`` are those of each order, ``rows_from`` is the least number of rows of a head, and
-    ``separator`` the token that no n-gram reaches across: the end of a text. Where a file has them,
-    ``sizes`` are the rows of each head, ``multipliers`` what tokens are times, the latest first,
-    and ``rows`` are the table's.
+    ``heads`` is the number per order, ``rows_from`` the least number of rows of a head, and
+    ``separator`` the end-of-text token that no n-gram crosses. Where a file has them, ``sizes`` are
+    the rows of each head, ``multipliers`` the factors of tokens, the latest token's first, and
+    ``rows`` is the table's number of rows.
     """
 
     orders: int = 3  # the longest n-gram
@@ -91,7 +91,7 @@ class NgramSpec:
 
     @property
     def rows_per_token(self) -> int:
-        """Of the table: one for each head of each order."""
+        """Table rows per token: one for each head of each order."""
         return (self.orders - 1) * self.heads
 
 
@@ -112,8 +112,8 @@ class NgramHash:
         """Of a token and of those before it, (N,)."""
 
     def rows_of(self, ngrams: Ids) -> Ids:
-        """The table's rows, (R, H), of ``ngrams`` (R, N) as ``ngrams_of`` has them."""
-        products = ngrams * self.multipliers  # below 2^63, as the multipliers are made
+        """The table's row numbers (R, H) of ``ngrams`` (R, N), which ``ngrams_of`` returns."""
+        products = ngrams * self.multipliers  # below 2^63 by the choice of multipliers
         mixed = np.bitwise_xor.accumulate(products, axis=1)[:, 1:]  # (R, orders)
         return np.repeat(mixed, self.spec.heads, axis=1) % self.sizes + self.offsets
 
@@ -121,11 +121,11 @@ class NgramHash:
 def ngrams_of(
     spec: NgramSpec, tokens: Ids, before: Ids, parents: Sequence[int] | None = None
 ) -> Ids:
-    """Each of ``tokens`` (R,) and those before it, the latest first, (R, N).
+    """Each of ``tokens`` (R,) with its predecessors, the latest first: (R, N).
 
-    ``before`` are a sequence's last tokens, or fewer at its beginning. Behind a separator, and
-    before the beginning, there are separators only. With ``parents`` the tokens are a tree: a token
-    comes behind that of its parent, which comes earlier, or with -1 behind ``before``.
+    ``before`` are a sequence's last tokens, fewer at its beginning. Predecessors before a separator
+    or the beginning are separators. With ``parents`` the tokens are a tree: a token follows its
+    parent, an earlier token, or with -1 follows ``before``.
     """
     last = np.full(spec.orders, spec.separator, np.int64)
     latest = before[::-1][: spec.orders]
@@ -145,13 +145,13 @@ def ngrams_of(
 
 
 def _head_sizes(spec: NgramSpec) -> list[int]:
-    """Primes, which no other head of the model has."""
+    """Return prime sizes, different for all heads of the model."""
     count = spec.rows_per_token
     return _primes(spec.rows_from, (spec.table + 1) * count)[spec.table * count :]
 
 
 def _multipliers(spec: NgramSpec) -> list[int]:
-    """Odd numbers whose products with a token do not exceed 63 bits."""
+    """Return odd numbers whose product with a token fits in 63 bits."""
     bound = max(1, _LARGEST // spec.vocab // 2)
     seed = spec.seed + _SEED_OF_LAYER * spec.table
     return [2 * (_splitmix(seed + _GAMMA * (n + 1)) % bound) + 1 for n in range(spec.orders)]
@@ -166,7 +166,7 @@ def _splitmix(value: int) -> int:
 
 
 def _primes(start: int, count: int) -> list[int]:
-    """The first ``count`` primes from ``start`` on, by a sieve of one stretch after the other."""
+    """The first ``count`` primes from ``start`` on, by a segmented sieve."""
     found: list[int] = []
     start, length = max(start, 2), max(1024, 32 * count)
     while len(found) < count:
@@ -181,9 +181,9 @@ def _primes(start: int, count: int) -> list[int]:
 
 
 def rows_of_pass(hashed: NgramHash, batch: Batch, place: int) -> Ids:
-    """The table's rows (R, H) for each token of ``batch``.
+    """The table's row numbers (R, H) for each token of ``batch``.
 
-    ``place`` is the layer's number among those with states in a cache.
+    ``place`` is the layer's index among a cache's states.
     """
     parts, row = [], 0
     for span in batch.spans:
@@ -193,7 +193,7 @@ def rows_of_pass(hashed: NgramHash, batch: Batch, place: int) -> Ids:
 
 
 def _ngrams(hashed: NgramHash, span: Span, tokens: Ids, place: int) -> Ids:
-    """Each of a sequence's new tokens, and those before it."""
+    """Each of a sequence's new tokens with its predecessors."""
     states, spec = states_of(span.cache), hashed.spec
     if span.mask is None:
         return ngrams_of(spec, tokens, states.tokens_behind(place, spec.orders))
@@ -207,8 +207,8 @@ def _ngrams(hashed: NgramHash, span: Span, tokens: Ids, place: int) -> Ids:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramLayer:
-    """Hashed n-grams before ``layer``: ``width`` numbers of a token, all rows of the table side by
-    side. ``memory`` is what the layer remembers of a sequence.
+    """Hashed n-grams before ``layer``: ``width`` numbers per token, all its table rows
+    concatenated. ``memory`` is the layer's memory of a sequence.
     """
 
     layer: int
@@ -224,7 +224,7 @@ class NgramLayer:
             )
 
     def table(self, place: int) -> HashedTable:
-        """Of which passes take rows; ``place`` is the layer's number among a cache's states."""
+        """The table that passes read; ``place`` is the layer's index among a cache's states."""
         hashed = NgramHash(self.spec)
         return HashedTable(
             unit="ngrams",
@@ -237,7 +237,7 @@ class NgramLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashedTable(Table):
-    """Which of its rows a token has, ``hashed`` tells from those before it."""
+    """A table whose rows ``hashed`` chooses from a token and its predecessors."""
 
     hashed: NgramHash
     place: int
@@ -246,26 +246,26 @@ class HashedTable(Table):
         return NgramRows(self, weight)
 
     def rows_of(self, batch: Batch) -> Ids:
-        """The rows of all tokens of ``batch``, those of each side by side."""
+        """The row numbers of all tokens of ``batch``, each token's in order."""
         return rows_of_pass(self.hashed, batch, self.place).reshape(-1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NgramRows:
-    """The tokens' rows of a table that is in memory."""
+    """Looks up the tokens' rows in a table in memory."""
 
     table: HashedTable
     weight: Weight
 
     def __call__(self, state: PassState) -> None:
-        """``state.ngrams`` gives the rows."""
+        """Set ``state.ngrams`` to a function that returns the rows."""
         assert state.batch is not None, "rows are asked for where a pass begins"
         rows = self.table.rows_of(state.batch)
         state.ngrams = lambda: state.ops.embed(self.weight, state.step, tokens=rows)
 
 
 class AddNgrams:
-    """Adds to all ``count`` streams what a layer makes of its n-grams."""
+    """Adds a layer's n-gram embeddings to all ``count`` streams."""
 
     def __init__(
         self,
@@ -298,7 +298,7 @@ class AddNgrams:
         )
 
     def __call__(self, state: PassState) -> None:
-        """``state.streams`` become those with n-grams; their rows are waited for."""
+        """Wait for the rows and add the n-gram embeddings to ``state.streams``."""
         assert state.ngrams is not None, "the first part of a pass asks for them"
         rows = state.ngrams()
         state.streams = state.ops.add_ngrams(

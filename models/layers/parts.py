@@ -1,8 +1,8 @@
 """The parts of a pass: embedding, attention, gated MLP, and slices of the head.
 
-A part runs itself on an ``Ops``, never looks inside an array, and is made of weights that are
-there: who makes a pass waits for them. How parts are put together is the block's: ``block.py``.
-Latent attention is in ``attention.py``, mixtures of experts in ``moe.py``.
+A part runs on an ``Ops``, never looks inside an array, and has its weights in memory: the
+``WeightStore`` waits for them. ``block.py`` composes parts. Latent attention is in
+``attention.py``, mixtures of experts in ``moe.py``.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Check: TypeAlias = Callable[[], None]
 
 @dataclass(slots=True, eq=False)
 class PassState:
-    """What a pass hands from part to part.
+    """The state of a pass, handed from part to part.
 
-    ``x`` (R, D) is the residual stream as ``ops`` keeps it, ``step`` what ``ops`` derived from the
-    ``batch``, which recorded runs do without. ``inputs`` are what every layer has of its own,
-    ``streams`` several residual streams, of which ``x`` then is the active one, or what a layer
-    reads of them. ``ngrams`` gives the rows of hashed n-grams, for which it may wait. ``logits``
-    (rows wanted, V) are filled by the head, for the rows ``wanted`` of ``x``. ``check`` is called
-    while a part waits, and may raise.
+    ``x`` (R, D) is the residual stream in the form of ``ops``, ``step`` what ``ops`` derived from
+    the ``batch``, which captured graphs do not need. ``inputs`` are the per-layer inputs.
+    ``streams`` are several residual streams; ``x`` is then the active one, or a layer's mixture of
+    them. ``ngrams`` returns the rows of hashed n-grams and may wait for them. The head fills
+    ``logits`` (rows wanted, V) for the rows ``wanted`` of ``x``. ``check`` is called while a part
+    waits, and may raise.
     """
 
     ops: Ops
@@ -56,14 +56,14 @@ class PassState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Residual:
-    """``(x + scale * layer(x)) * total``: how attention and MLP join the residual stream."""
+    """``(x + scale * layer(x)) * total``: adds attention or an MLP to the residual stream."""
 
     layer: Layer
     scale: float = 1.0
     total: float = 1.0
 
     def __call__(self, state: PassState) -> None:
-        """Add to ``state.x``."""
+        """Update ``state.x``."""
         state.x = state.ops.add(state.x, self.layer(state), self.scale, self.total)
 
     def matrices(self) -> dict[str, Weight]:
@@ -72,24 +72,24 @@ class Residual:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SideBySide:
-    """Layers that all see the residual stream as it is before any of them joins it."""
+    """Parallel layers: all read the same residual stream."""
 
     parts: tuple[Residual, ...]
 
     def __call__(self, state: PassState) -> None:
-        """Add what they give to ``state.x``, in order."""
+        """Add their outputs to ``state.x``, in order."""
         given = [part.layer(state) for part in self.parts]
         for part, rows in zip(self.parts, given, strict=True):
             state.x = state.ops.add(state.x, rows, part.scale, part.total)
 
     def matrices(self) -> dict[str, Weight]:
-        """See ``Layer``: those of all."""
+        """The matrices of all layers; see ``Layer``."""
         return {name: each for part in self.parts for name, each in part.matrices().items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """Parts of one unit, one after another."""
+    """Parts of one unit, run in order."""
 
     parts: tuple[Part, ...]
 
@@ -100,19 +100,19 @@ class Chain:
 
 
 def joined(parts: Sequence[Part]) -> Part:
-    """Parts of one unit as one."""
+    """Join parts of one unit into one part."""
     return parts[0] if len(parts) == 1 else Chain(tuple(parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embedding:
-    """The rows of a table that is in memory."""
+    """Looks up rows of an embedding table in memory."""
 
     table: Weight
     scale: float
 
     def __call__(self, state: PassState) -> None:
-        """``state.x``, for the batch's tokens."""
+        """Set ``state.x`` to the batch's token embeddings."""
         rows = state.ops.embed(self.table, state.step, self.scale)
         state.x = state.ops.adapt_tokens(rows, state.step, self.scale)
 
@@ -120,7 +120,7 @@ class Embedding:
 class Attention:
     """Norm, projections, rotary, cache, attention, output projection.
 
-    ``at`` is the number of its keys and values in the cache, where that does not have all layers.
+    ``at`` is the index of its keys and values in a cache that does not have all layers.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class GatedMlp:
     """``down(activation(gate(norm(x))) * up(norm(x)))``, or without a gate
     ``down(activation(up(norm(x))))``.
 
-    ``post_norm`` names the norm of the result where it is not the layer's.
+    ``post_norm`` names the output's norm if it is not the layer's.
     """
 
     def __init__(
@@ -240,10 +240,10 @@ class Head:
         self.fill(state, logits)
 
     def fill(self, state: PassState, logits: Logits) -> None:
-        """The same with ``logits`` (rows wanted, rows of its weight), which were made of them."""
+        """Fill ``state.logits`` from ``logits`` (rows wanted, rows of its weight)."""
         if logits.shape[1] == self._vocab:
             state.logits = logits
             return
-        if state.logits is None:  # at once: all slices and the whole would be twice the memory
+        if state.logits is None:  # at once: slices and whole would take twice the memory
             state.logits = large_floats((len(logits), self._vocab))
         state.logits[:, self._first_row : self._first_row + logits.shape[1]] = logits

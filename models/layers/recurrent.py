@@ -1,6 +1,6 @@
-"""A recurrent layer in a block: which tensors it is made of, whatever architecture calls them.
+"""A recurrent layer in a block: its tensors, for all architectures.
 
-What they compute is ``quant/ops/recurrent.py``'s.
+``quant/ops/recurrent.py`` computes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from localrt.quant.ops.recurrent import RecurrentSpec, RecurrentWeights
 
 
 def recurrent_groups(names: RecurrentNames) -> tuple[tuple[str, ...], ...]:
-    """The matrices, those together that share their input."""
+    """The matrices, grouped by shared input."""
     widening = ((names.gate_up,), (names.decay_up,)) if names.gate_up else ()
     return (names.mix, (names.out,), *widening)
 
@@ -24,7 +24,7 @@ def recurrent_groups(names: RecurrentNames) -> tuple[tuple[str, ...], ...]:
 class Recurrent:
     """Norm, projections, convolution, state, output projection.
 
-    ``at`` is the layer's number among the recurrent ones of a cache.
+    ``at`` is the layer's index among a cache's recurrent layers.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Recurrent:
 
 
 def _mix_scale(config: DecoderConfig, spec: RecurrentSpec, weights: WeightLoader) -> Vector | None:
-    """What the rows of ``mix`` are multiplied by, if by anything."""
+    """The factors of the rows of ``mix``, if there are any."""
     factors = config.multipliers.projected
     if set(factors) == {1.0}:
         return None
@@ -117,5 +117,5 @@ def _mix_scale(config: DecoderConfig, spec: RecurrentSpec, weights: WeightLoader
 
 
 def _rate(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Rates of decay, of their logarithms."""
+    """Return decay rates from their logarithms."""
     return -np.exp(values)

@@ -5,8 +5,8 @@ YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024), Llama 3.1's and Gemma 4's 
 parameters as Hugging Face configs name them. It does not know how the rotation is computed
 (``quant/ops``).
 
-Scalings that depend on length use the session's context, not the current length, so that keys in
-the cache stay valid.
+Scalings that depend on length use the context size, not the current length, so that keys in the
+cache stay valid.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def read_rope(
     default_theta: float = 10_000.0,
     default_share: float = 1.0,
 ) -> Rope:
-    """The rotary embedding that a config asks for.
+    """Read a config's rotary embedding.
 
     ``parameters`` replaces the config's own ``rope_scaling`` (and may have ``rope_theta``) where
     layers differ. LongRoPE and dynamic scaling follow ``raw.context``.
@@ -52,9 +52,9 @@ def read_rope(
     dim = raw.optional_integer("rope_dim") or int(head_dim * share)
     if not 2 <= dim <= head_dim or dim % 2:
         raise CheckpointError(f"rotary size must be even and at most {head_dim}, is {dim}")
-    with np.errstate(all="ignore"):  # what became of it is looked at below
+    with np.errstate(all="ignore"):  # the results are checked below
         inv_freq, scale = _scaled(raw, parameters, kind, theta, dim)
-        # Hugging Face keeps frequencies in float32; so does everything that was trained with it.
+        # float32, as in Hugging Face, which models were trained with
         rounded = inv_freq.astype(np.float32)
     if not (np.isfinite(rounded).all() and math.isfinite(scale)):
         raise CheckpointError(
@@ -64,7 +64,7 @@ def read_rope(
 
 
 def _proportional(head_dim: int, theta: float, share: float) -> Rope:
-    """A share of all pairs rotates, as fast as if all did; the others stand still."""
+    """A share of all pairs rotates, with unchanged frequencies; the others do not rotate."""
     if not 0 < share <= 1 or head_dim % 2:
         raise CheckpointError(
             f"partial_rotary_factor must be above 0 and at most 1 of an even head size, is {share} "
@@ -79,10 +79,10 @@ def _proportional(head_dim: int, theta: float, share: float) -> Rope:
 def _scaled(
     raw: RawConfig, parameters: Mapping[str, Any], kind: str, theta: float, dim: int
 ) -> tuple[Frequencies, float]:
-    """The frequencies of ``dim`` rotary dimensions, and what queries and keys are multiplied by."""
+    """The frequencies of ``dim`` rotary dimensions, and the factor of queries and keys."""
     exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
     scale = 1.0
-    if kind in ("default", "mrope"):  # the latter's three positions of a token are one in text
+    if kind in ("default", "mrope"):  # in text, M-RoPE's three positions of a token are equal
         inv_freq = theta**-exponents
     elif kind == "linear":
         inv_freq = theta**-exponents / scaling_number(parameters, "factor")
@@ -123,16 +123,16 @@ def scaling_number(parameters: Mapping[str, Any], key: str, default: float | Non
 
 def _original_context(raw: RawConfig, parameters: Mapping[str, Any]) -> float:
     key = "original_max_position_embeddings"
-    if raw.optional_integer(key):  # counts before the parameters' own
+    if raw.optional_integer(key):  # takes precedence over the parameters' own
         parameters = {key: raw.integer(key)}
     original = scaling_number(parameters, key, raw.integer("max_position_embeddings"))
-    if original < 2:  # its logarithm divides
+    if original < 2:  # its logarithm is a divisor
         raise CheckpointError(f"original_max_position_embeddings must be 2 or more, is {original}")
     return original
 
 
 def _dynamic(raw: RawConfig, parameters: Mapping[str, Any], theta: float, dim: int) -> float:
-    """The base that grows with the context."""
+    """The base frequency, which grows with the context."""
     if dim == 2:
         raise CheckpointError("dynamic rotary scaling needs more than 2 rotary dimensions")
     trained = raw.integer("max_position_embeddings")
@@ -184,7 +184,7 @@ def _yarn_scale(parameters: Mapping[str, Any], factor: float) -> float:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """What YaRN multiplies by for a context that is stretched by ``factor``."""
+    """YaRN's factor for a context extended by ``factor``."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

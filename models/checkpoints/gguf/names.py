@@ -383,8 +383,9 @@ def hf_tensor_name(architecture: str, name: str) -> str:
 
 
 def expert_stack(architecture: str, name: str) -> tuple[str, Stack] | None:
-    """The ``Stack`` of a tensor of all experts of a layer, and the prefix of its parts' names. Also
-    for tensors of all residual streams or of shared experts.
+    """The ``Stack`` of a tensor of all experts of a layer, and the prefix of its parts' names.
+
+    Also for tensors of all residual streams or of shared experts.
     """
     match = _NAME.fullmatch(name)
     if match is None or match["expert"] is not None or match["kind"] == "scale":

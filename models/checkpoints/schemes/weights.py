@@ -244,8 +244,9 @@ def _flat(tensor: StoredTensor) -> StoredTensor:
 def require_shape(
     tensor: StoredTensor, format_: Format | None, *shape: int | None, why: str = ""
 ) -> None:
-    """Raise ``CheckpointError`` unless a tensor has this type and shape; None means any size above
-    0. ``why`` explains the shape.
+    """Raise ``CheckpointError`` unless a tensor has this type and shape; None: any size above 0.
+
+    ``why`` explains the shape.
     """
     info = tensor.info
     fits = len(info.shape) == len(shape) and all(
