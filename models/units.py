@@ -1,13 +1,13 @@
 """The units of a model: the smallest parts that are stored, placed and moved as one.
 
-A layer's attention, with what is side by side with it, and its MLP are a unit each, with their
-norms and biases; a layer may have one of the two alone. So is every expert of a mixture; a sparse
-layer's MLP unit is what all rows need: norm, router, shared experts. The head is cut by rows into
-units no larger than the largest MLP, nor than 8 MB: small units need little to pass through, and
-let what is read for each token be little more than what is missing. The embedding is read by row;
-where it is the head too, it is cut like one. Per-layer embeddings and hashed n-grams are read by
-row too. What runs once, before the first layer or behind the last one, belongs to that layer's
-unit. This module knows names, shapes and sizes, neither files nor devices.
+A layer's attention (with a parallel recurrent layer) and its MLP are a unit each, with norms and
+biases; a layer may have only one of the two. Every expert is a unit; a sparse layer's MLP unit has
+what all rows need: norm, router, shared experts. The head is sliced by rows into units no larger
+than the largest MLP, nor than 8 MB: small units need small buffers, and little more than the
+missing bytes is read per token. The embedding is read by row; if it is also the head, it is sliced
+like one. Per-layer embeddings and hashed n-grams are read by row too. Parts that run once, before
+the first layer or after the last, belong to that layer's unit. Knows names, shapes and sizes,
+neither files nor devices.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LARGEST_SLICE = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit's tensors in the order in which they lie; ``layer`` is None outside of the layers.
+    """A unit's tensors in file order; ``layer`` is None outside of layers.
 
-    ``rows`` are those of the one matrix that is cut into several units.
+    ``rows`` are the unit's rows of a matrix that is sliced into several units.
     """
 
     name: str
@@ -48,13 +48,13 @@ class Unit:
 
 
 def list_units(tensors: Mapping[str, TensorInfo], config: DecoderConfig) -> tuple[Unit, ...]:
-    """All units of a model whose ``tensors`` have the formats that they are stored in.
+    """Return all units of a model; ``tensors`` have their stored formats.
 
     The order is that of a pass: embedding, layers, final norm, head.
 
     Raises:
-        CheckpointError: a tensor that every such model has is missing.
-        UnsupportedModelError: a tensor that belongs to no unit, or is neither matrix nor vector.
+        CheckpointError: a required tensor is missing.
+        UnsupportedModelError: a tensor belongs to no unit, or is neither matrix nor vector.
     """
     places = enumerate(config.cache_places)
     layers = [unit for n, at in places for unit in _layer_units(tensors, n, at, config)]
@@ -105,7 +105,7 @@ def packed_nbytes(info: TensorInfo) -> int:
 
 
 class _TensorNames(WeightLoader):
-    """Notes which tensors a part asks for, in the place of reading them."""
+    """Records the tensors that a part asks for, instead of reading them."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self._tensors = tensors
@@ -131,7 +131,7 @@ class _TensorNames(WeightLoader):
     def constants(self, name: str, values: npt.NDArray[np.float32]) -> None: ...
 
     def take(self) -> tuple[str, ...]:
-        """The names since the last call, once each: layers side by side share a norm."""
+        """The names since the last call, without duplicates: parallel layers share a norm."""
         names, self._names = tuple(dict.fromkeys(self._names)), []
         return names
 
@@ -139,7 +139,7 @@ class _TensorNames(WeightLoader):
 def _layer_units(
     tensors: Mapping[str, TensorInfo], layer: int, at: tuple[int, ...], config: DecoderConfig
 ) -> Iterator[Unit]:
-    """Attention, then MLP, then experts: what their parts are made of."""
+    """A layer's units: attention, MLP, experts."""
     names, spec = _TensorNames(tensors), config.mixture(layer)
     if at:
         load_attention(config, layer, names, at)
@@ -153,10 +153,10 @@ def _layer_units(
 
 
 def _slices(info: TensorInfo, limit: int) -> Iterator[Unit]:
-    """The head in rows of at most ``limit`` bytes.
+    """Slice the head into rows of at most ``limit`` bytes.
 
-    A slice is whole tiles and whole pages, so that the matrix is one range of its file too; the
-    fewest rows for which that holds are a slice even where they are more than ``limit``.
+    Slices are whole tiles and whole pages, so that the matrix is one range of its file; the
+    smallest such slice is used even if it exceeds ``limit``.
     """
     rows, columns = info.shape
     tile = TILE_ROWS * info.format.row_bytes(columns)
@@ -173,7 +173,7 @@ def _info(tensors: Mapping[str, TensorInfo], name: str) -> TensorInfo:
 
 
 def _require_all(tensors: Mapping[str, TensorInfo], units: list[Unit], *, tied: bool) -> None:
-    """A model without one of its parts gives quietly wrong text."""
+    """Check that all parts are there: without one, the text would be silently wrong."""
     used = {name for unit in units for name in unit.tensors}
     for name in tensors:
         if name not in used and not is_ignored(name) and not (tied and name == HEAD):

@@ -1,7 +1,7 @@
-"""Which safetensors files of a Hugging Face folder hold its weights, whatever they are called.
+"""Finds the safetensors files of a Hugging Face folder that hold its weights.
 
-The index decides where it can: exporters number shards in many ways. Works on names and opens the
-index alone, so that what is on the hub, in a cache and in a folder is judged by the same code.
+The index decides if there is one, since exporters number shards in many ways. Works on names and
+opens only the index, so that the same code serves hub, cache and folder.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
-_OTHERS = ("adapter", "consolidated")  # LoRA, and the weights again under other tensor names
+_OTHERS = ("adapter", "consolidated")  # LoRA, and copies of the weights under other tensor names
 
 
 def weight_files(names: Collection[str], shards: Collection[str] | None) -> list[str]:
     """Those among ``names`` that hold the weights; empty where some are missing.
 
-    ``shards`` are the files that the index lists, None without one. They count if they are all
-    there, else a whole file does. Without either it is all there is, unless a number is missing.
+    ``shards`` are the files that the index lists, None without one. They are used if all are there,
+    otherwise a whole file. Without either, all files are used, unless one's number is missing.
     """
     if shards and all(shard in names for shard in shards):
         return sorted(shards)
@@ -40,7 +40,7 @@ def weight_files(names: Collection[str], shards: Collection[str] | None) -> list
 
 
 def index_shards(folder: Path) -> frozenset[str] | None:
-    """The files that the folder's index lists; None without an index that can be read."""
+    """The files that the folder's index lists; None without a readable index."""
     try:
         index = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
         return frozenset(map(str, index["weight_map"].values()))

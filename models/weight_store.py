@@ -1,8 +1,7 @@
-"""Where a decoder's weights are: what a pass waits for, and what can be asked of their memory.
+"""Where a decoder's weights are: the protocol of passes, and of weight memory.
 
-``WeightStore`` says what a decoder needs of it, with answers for weights that stay in memory, where
-nothing is waited for and nothing can be evicted: ``ResidentWeights`` is that. Weights that are
-streamed are ``offload/pipeline``'s.
+``WeightStore`` is what a decoder needs; its defaults are for weights that stay in memory, without
+waiting or eviction: ``ResidentWeights``. ``offload/pipeline`` streams weights.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ Resource = Literal["ssd", "link", "cpu", "gpu"]
 
 @dataclass(frozen=True, slots=True)
 class PipelineCounts:
-    """What a pipeline has done since it was made: bytes, and seconds by resource.
+    """A pipeline's totals since it was made: bytes, and seconds by resource.
 
-    ``clock_s`` is the time now, as ``time.perf_counter`` has it. ``decode_passes`` counts the
-    passes of one row, ``decode_cpu_s`` are the CPU's busy seconds in them. Of the experts that
-    layers have asked for (``expert_uses``), ``expert_hits`` were in memory. ``memory_note`` says
-    which weights are no longer where they were at load, and why.
+    ``clock_s`` is the current ``time.perf_counter``. ``decode_passes`` counts the passes of one
+    row, ``decode_cpu_s`` the CPU's busy seconds in them. ``expert_uses`` counts requested experts,
+    ``expert_hits`` those that were in memory. ``memory_note`` says which weights have moved since
+    load, and why.
     """
 
     ssd_read_bytes: int
@@ -58,16 +57,16 @@ class Task:
 
 
 class WeightMemory:
-    """What can be asked of the memory that weights take; of those that stay in it, nothing.
+    """The memory of weights; the defaults are for weights that always stay in memory.
 
-    ``streams``: they need not all be in memory, and a budget is kept.
+    ``streams``: weights may be outside memory, and a budget is enforced.
     """
 
     streams = False
 
     @property
     def ram_nbytes(self) -> int:
-        """Bytes of RAM that weights take, where it is kept count of them."""
+        """Bytes of RAM that weights take, if they are counted."""
         return 0
 
     @property
@@ -81,26 +80,26 @@ class WeightMemory:
         return 0
 
     def take(self, nbytes: int) -> None:
-        """Something else needs ``nbytes`` of the budget from now on; below zero: no longer.
+        """Reserve ``nbytes`` of the budget for other data; a negative number releases them.
 
         Raises:
-            MemoryBudgetError: so much cannot be given; nothing changes then.
+            MemoryBudgetError: not enough; nothing changes.
         """
 
     def set_budget(self, nbytes: int, words: str) -> None:
-        """From now on ``nbytes`` of RAM for weights and caches; ``words`` say so to people.
+        """Set the RAM for weights and caches to ``nbytes``; ``words`` is the size as text.
 
         Raises:
-            MemoryBudgetError: what cannot be streamed takes more; nothing changes then.
+            MemoryBudgetError: weights that cannot be streamed take more; nothing changes.
         """
 
     def shrink_gpu(self, nbytes: int, words: str) -> int:
-        """Have ``nbytes`` less of the GPU's memory; the bytes freed, 0 if none can be."""
+        """Use ``nbytes`` less of the GPU's memory; returns the bytes freed, maybe 0."""
         return 0
 
     @property
     def gpu(self) -> tuple[int, int] | None:
-        """Bytes used of a GPU that weights are streamed to, and the most that may be."""
+        """Used bytes and limit of a GPU that weights are streamed to."""
         return None
 
 
@@ -115,22 +114,22 @@ class WeightStore:
     norm: Vector | None
     config: DecoderConfig
     body: Sequence[Part]
-    experts: Sequence[Experts] = ()  # of the sparse layers
+    experts: Sequence[Experts] = ()  # the experts of sparse layers
     memory = WeightMemory()
 
     @property
     def implementations(self) -> tuple[Ops, ...]:
-        """All that compute passes."""
+        """All ``Ops`` that compute passes."""
         return (self.ops,)
 
     # -- a pass ----------------------------------------------------------------------------------
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:
-        """A pass begins that gives the logits of the rows ``wanted``.
+        """Begin a pass that computes the logits of the rows ``wanted``.
 
         Raises:
             MemoryBudgetError: the caches have outgrown what the budget leaves beside the weights.
-            CheckpointError: a file is no longer what it was.
+            CheckpointError: a file has changed.
         """
         raise NotImplementedError
 
@@ -139,13 +138,13 @@ class WeightStore:
         raise NotImplementedError
 
     def end(self, state: PassState, batch: Batch) -> None:
-        """The pass has ended, and its rows count as held."""
+        """End the pass: the caches hold its rows."""
 
     def abandon(self) -> None:
-        """The pass was given up: the next one begins with the first part."""
+        """Abandon the pass: the next one begins with the first part."""
 
     def relieve(self) -> bool:
-        """Memory ran out in a pass: give some back. False if there is none to give."""
+        """Free memory after a pass ran out of it; returns False if none can be freed."""
         return False
 
     # -- caches ----------------------------------------------------------------------------------
@@ -158,14 +157,14 @@ class WeightStore:
         """Make room in ``cache`` for ``length`` tokens that do not come from a pass."""
         cache.reserve(length)
 
-    # -- what passes report ----------------------------------------------------------------------
+    # -- statistics ----------------------------------------------------------------------
 
     def counts(self) -> PipelineCounts | None:
-        """Totals so far; None where nothing is counted."""
+        """Totals so far; None if nothing is counted."""
         return None
 
     def tasks(self, keep: int | None = None) -> list[Task]:
-        """The tasks that are remembered; ``keep`` says how many from now on."""
+        """The recorded tasks; ``keep`` sets how many to record from now on."""
         return []
 
     def watch_routing(self, watch: RoutingWatch) -> None:
@@ -178,7 +177,7 @@ class WeightStore:
 
 
 class ResidentWeights(WeightStore):
-    """All weights stay in memory: parts are ready at all times."""
+    """Weights that stay in memory: parts are always ready."""
 
     def __init__(
         self,
@@ -195,7 +194,7 @@ class ResidentWeights(WeightStore):
         self._head = (head,)
 
     def begin(self, batch: Batch, wanted: npt.NDArray[np.intp], check: Check | None) -> PassState:
-        """See ``WeightStore``: there is nothing to wait for."""
+        """See ``WeightStore``; nothing to wait for."""
         return PassState(self.ops, self.ops.begin(batch), wanted=wanted, batch=batch)
 
     def head(self, state: PassState) -> Sequence[Part]:

@@ -1,7 +1,7 @@
-"""Checkpoint tensors to an implementation's weights: shapes checked, none overlooked.
+"""Loads checkpoint tensors as weights of an ``Ops``: checks shapes, and that none is unused.
 
-It knows names and shapes. A tensor that the architecture never asked for is an error: running a
-model without one of its parts would give quietly wrong text.
+Knows names and shapes. A tensor that the architecture never asked for is an error: a model without
+one of its parts would give silently wrong text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VectorKey = tuple[tuple[str, ...], float, float, Transform | None]
 are times, and what becomes of them.
 """
 
-# Derived from the config, read elsewhere, or of another modality: never part of the text model.
+# Derived from the config, read elsewhere, or of another modality: not part of the text model.
 _IGNORED_PARTS = (
     "rotary_emb.inv_freq",
     "rope_freqs.weight",
@@ -40,7 +40,7 @@ _IGNORED_PARTS = (
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a tensor may lie unread in a checkpoint: it is no part of the text model."""
+    """Whether a checkpoint's tensor may be ignored, as no part of the text model."""
     return any(part in name for part in _IGNORED_PARTS)
 
 
@@ -48,7 +48,7 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\..*")
 
 
 def missing_tensor(name: str) -> str:
-    """What to say of a tensor that a checkpoint lacks."""
+    """The message about a tensor that a checkpoint lacks."""
     expert = _EXPERT.fullmatch(name)
     if expert is None:
         return f"tensor {name} is missing"
@@ -59,10 +59,10 @@ def missing_tensor(name: str) -> str:
 
 
 class WeightLoader:
-    """Hands tensors to ``ops``, once each. ``on_bytes`` gets the packed bytes of every block.
+    """Loads tensors into ``ops``, each once.
 
-    ``repack`` gives a matrix's blocks another format. ``vectors`` keeps those that are made, and
-    has those that were made before of the same tensors.
+    ``on_bytes`` gets the packed bytes of every block. ``repack`` converts a matrix's blocks to
+    another format. ``vectors`` caches vectors, which are reused for the same tensors.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class WeightLoader:
         scale: float = 1.0,
         transform: Transform | None = None,
     ) -> Vector:
-        """The values of ``names`` joined in order, ``offset`` added, then times ``scale``."""
+        """The concatenated values of ``names``, plus ``offset``, multiplied by ``scale``."""
         self.check((size,), *names)
         key = (names, offset, scale, transform)
         if key not in self._vectors:
             values = np.concatenate([self._values(name) for name in names])
-            with np.errstate(all="ignore"):  # of a damaged file, as its matrices are unpacked
+            with np.errstate(all="ignore"):  # a damaged file may overflow
                 values = (values + np.float32(offset)) * np.float32(scale)
                 if transform is not None:
                     values = transform(values)
@@ -108,14 +108,14 @@ class WeightLoader:
         return self._vectors[key]
 
     def check(self, shape: tuple[int, ...], *names: str) -> None:
-        """Raise ``CheckpointError`` unless ``names``, one behind the other, have this shape."""
+        """Raise ``CheckpointError`` unless ``names``, stacked, have this shape."""
         shapes = [self._shape(name) for name in names]
         fits = all(len(s) == len(shape) and s[1:] == shape[1:] for s in shapes)
         if not fits or sum(s[0] for s in shapes) != shape[0]:
             self._mismatch(names, shapes, shape)
 
     def optional_vector(self, present: bool, size: int, *names: str) -> Vector | None:
-        """``vector`` where a model has one."""
+        """``vector``, or None if the model has none."""
         return self.vector(size, *names) if present else None
 
     def scalar(self, name: str) -> float:
@@ -126,18 +126,18 @@ class WeightLoader:
         return float(self._values(name)[0])
 
     def constants(self, name: str, values: npt.NDArray[np.float32]) -> Vector:
-        """What no tensor has; ``name`` stands for these values in any layer."""
+        """A vector of values that no tensor has; ``name`` identifies it in all layers."""
         key = ((name,), 0.0, 1.0, None)
         if key not in self._vectors:
             self._vectors[key] = self._ops.vector(values)
         return self._vectors[key]
 
     def skip(self, name: str) -> None:
-        """Count a tensor as dealt with although it is not read."""
+        """Count a tensor as used without reading it."""
         self._used.add(name)
 
     def finish(self) -> None:
-        """Raise if the checkpoint holds a tensor that nothing asked for."""
+        """Raise if the checkpoint has a tensor that nothing asked for."""
         for name in self._checkpoint.tensors:
             if name not in self._used and not is_ignored(name):
                 raise UnsupportedModelError(
@@ -176,7 +176,7 @@ class WeightLoader:
 
 @dataclass(frozen=True, slots=True)
 class TapsFirst:
-    """A convolution's taps (T, channels), as files have them the other way round."""
+    """A convolution's taps, transposed from the file's order to (T, channels)."""
 
     taps: int
 

@@ -1,1 +1,1 @@
-"""What every room may use: errors, settings, options in messages, files, sizes as text."""
+"""Helpers for all packages: errors, settings, options in messages, files, sizes as text."""

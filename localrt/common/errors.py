@@ -1,9 +1,9 @@
 """Every error that localrt raises on purpose. A message says what is wrong and what to do.
 
     LocalrtError
-    ├── OptionError (ValueError)       an option, size or sampling value that cannot be used
+    ├── OptionError (ValueError)       an unusable option, size or sampling value
     ├── CheckpointError                a model's files are missing, truncated or malformed
-    ├── UnsupportedModelError          well-formed, but of an architecture or type not known here
+    ├── UnsupportedModelError          well-formed, but an unknown architecture or type
     ├── TokenizerError                 no tokenizer, or text that it cannot handle
     ├── TemplateError                  the chat template refused the messages
     ├── ContextOverflowError           prompt and history do not fit the context
@@ -57,12 +57,12 @@ class LocalrtError(Exception):
         return spelled(super().__str__(), python_option)
 
     def told(self, spelling: Spelling) -> str:
-        """The line with its options as ``spelling`` writes them."""
+        """The message, with options spelled by ``spelling``."""
         return spelled(self.marked, spelling)
 
     @property
     def marked(self) -> str:
-        """The line with its options still marked, to be a part of another message."""
+        """The message with its options still marked, for use in another message."""
         return super().__str__()
 
 
@@ -87,9 +87,9 @@ class TemplateError(LocalrtError):
 
 
 class ContextOverflowError(LocalrtError):
-    """Prompt, history and answer do not fit the context: ``tokens`` (or more), where ``ctx`` fit.
+    """Prompt, history and answer have at least ``tokens`` tokens, more than the context's ``ctx``.
 
-    Both are None where they are not known.
+    Both are None if unknown.
     """
 
     def __init__(self, message: str, *, tokens: int | None = None, ctx: int | None = None) -> None:
@@ -110,7 +110,7 @@ class ModelNotFoundError(HubError):
 
 
 class GatedModelError(HubError):
-    """The hub wants a token, or its licence accepted (HTTP 401 or 403)."""
+    """The hub requires a token or an accepted licence (HTTP 401 or 403)."""
 
 
 class OfflineError(HubError):
@@ -134,9 +134,9 @@ _R = TypeVar("_R")
 
 
 def known_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have ``function`` raise ``OptionError`` for unknown arguments, with the name that was meant.
+    """Make ``function`` raise ``OptionError`` for unknown arguments, with a suggested name.
 
-    Python's own message names the wrong argument alone.
+    Python's own message names only the wrong argument.
     """
     known = inspect.signature(function).parameters
 

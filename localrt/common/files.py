@@ -1,8 +1,8 @@
 """Files that are replaced whole or not at all, and files that nobody else may read.
 
-The bytes go to another file in the same folder, are synced to the disk and renamed: a reader, or a
-crash, never meets half of one. Writers at the same time do not disturb each other: the last one
-wins. What people wrote is private from its first byte, whatever the umask.
+The bytes go to another file in the same folder, which is synced to the disk and renamed: neither a
+reader nor a crash ever sees half a file. Concurrent writers do not disturb each other: the last one
+wins. Users' texts are private from the first byte, whatever the umask.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import BinaryIO
 
 from localrt.common.errors import StorageError
 
-_MODE = 0o666  # what ``open`` gives, less the umask
+_MODE = 0o666  # the default mode of ``open``, before the umask
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077  # the rights of group and others
-_NAME_CHARACTERS = 40  # file systems take 255 bytes
+_NAME_CHARACTERS = 40  # file systems allow names of 255 bytes
 
 
 @contextmanager
@@ -31,13 +31,13 @@ def atomic_write(
 
     Args:
         path: the file to write or replace.
-        private: nobody else may read it; else the umask decides.
+        private: no other user may read it; otherwise the umask decides.
         sync: wait for the disk, so that a power cut leaves the old or the new file; False for what
             can be computed again.
-        aside: where the bytes go first, in the same folder; by default a name of this thread's own.
+        aside: the temporary file, in the same folder; by default one per thread.
 
     Raises:
-        OSError: the file cannot be written; what was there stays.
+        OSError: the file cannot be written; the old file stays.
     """
     if aside is None:
         writer = f"{os.getpid()}-{threading.get_ident()}"
@@ -59,8 +59,8 @@ def atomic_write(
 def write_bytes(
     path: Path, data: bytes, *, private: bool = False, sync: bool = True, folder: bool = False
 ) -> None:
-    """Write or replace a file, as ``atomic_write`` does. ``folder``: make its folder too, which
-    is as private as the file.
+    """Write or replace a file by ``atomic_write``. ``folder``: also make its folder, as private as
+    the file.
 
     Raises:
         StorageError: the file cannot be written; what was there stays.
@@ -91,7 +91,7 @@ def write_text(
 def private_folder(path: Path) -> None:
     """Make a folder that nobody else may enter, and its missing parents.
 
-    One that is there stays as it is: it may be shared on purpose. See ``keep_private``.
+    An existing folder is not changed: it may be shared on purpose. See ``keep_private``.
 
     Raises:
         OSError: it cannot be made.
@@ -107,9 +107,9 @@ def private_folder(path: Path) -> None:
 
 
 def private_file(path: Path) -> None:
-    """Make an empty file that nobody else may read, for those that open it by its name.
+    """Make an empty file that no other user may read, for libraries that open files by name.
 
-    One that is there keeps its bytes.
+    An existing file keeps its content.
 
     Raises:
         OSError: it cannot be made or opened.
@@ -121,11 +121,11 @@ def private_file(path: Path) -> None:
 def keep_private(path: Path) -> None:
     """Remove the access of other users that an earlier version gave to a file or folder.
 
-    Only where it belongs to this user; what a link leads to stays as it is.
+    Only if this user owns it; links are not followed.
     """
     if os.name == "nt":  # access is inherited from the user's folder
         return
-    with suppress(OSError):  # not there, or a file system without rights
+    with suppress(OSError):  # missing, or a file system without permissions
         status = path.lstat()
         rights = stat.S_IMODE(status.st_mode)
         shared = bool(rights & _OTHERS) and not stat.S_ISLNK(status.st_mode)

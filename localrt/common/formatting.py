@@ -1,4 +1,4 @@
-"""Sizes, numbers and tables as people read and write them. Knows no command and no model."""
+"""Formats and parses sizes, numbers and tables. Knows no command and no model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parse_size(size: str | int, of: str = "") -> int:
     Raises:
         OptionError: not a size, or not positive.
     """
-    # bool is an int to Python, and never a size.
+    # In Python bool is an int, but it is not a size.
     if isinstance(size, int) and not isinstance(size, bool):
         value = size
     else:
@@ -63,7 +63,7 @@ def format_count(count: int) -> str:
 
 
 def _scaled(value: float, units: Sequence[str]) -> tuple[str, str]:
-    """Two or three digits of ``value`` in the unit, of steps of 1000, that suits it."""
+    """Format ``value`` with two or three digits in a fitting unit, by steps of 1000."""
     step = 0
     while value >= 999.5 and step < len(units) - 1:
         value, step = value / 1000, step + 1
@@ -95,24 +95,24 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def one_line(text: object, limit: int = 200) -> str:
-    """Foreign text as a piece of one line: printable, folded, cut at ``limit`` characters."""
+    """Untrusted text for use in one line: printable, folded, cut at ``limit`` characters."""
     line = " ".join(str(text).split())
     line = "".join(each for each in line if each.isprintable())
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
 def printable(text: str) -> str:
-    """``text`` for a terminal: what would move its cursor, change its colours or turn the direction
-    of writing is spelled out. Line ends and tabs stay.
+    """``text`` for a terminal: control and direction characters are spelled out. Line ends and tabs
+    stay.
     """
     return _TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: str = "") -> str:
-    """Columns two spaces apart under ``headers``, without a final newline.
+    """Format a table: columns two spaces apart under ``headers``, without a final newline.
 
-    ``align`` has one letter per column, ``l`` or ``r``; columns it does not reach are ``l``. A row
-    may be shorter than the header: its last cell then runs on over the columns that are missing.
+    ``align`` has one letter per column, ``l`` or ``r``; further columns are ``l``. The last cell of
+    a row shorter than the header spans the missing columns.
     """
     columns = len(headers)
     align = align.ljust(columns, "l")

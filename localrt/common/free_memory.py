@@ -1,8 +1,7 @@
-"""Hands memory that was freed back to the system.
+"""Returns freed memory to the system.
 
-glibc keeps memory that a burst of work has freed (several megabytes after reading a vocabulary),
-which is then missing elsewhere under a memory limit. Other C libraries return it by themselves, or
-cannot be asked.
+glibc keeps freed memory (several megabytes after reading a vocabulary), which counts towards a
+memory limit. Other C libraries return it by themselves, or have no function for it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 
 
 def return_free_memory() -> None:
-    """Ask the C library to return it, which takes milliseconds; does nothing elsewhere."""
+    """Ask glibc to return freed memory, which takes milliseconds; elsewhere does nothing."""
     if not sys.platform.startswith("linux"):
         return
     try:

@@ -1,10 +1,10 @@
-"""Options named in messages, spelled as the reader knows them.
+"""Spells options in messages as the reader knows them.
 
-A message is written far from its reader. Where it names an option it calls ``option``, which writes
-the Python spelling in backticks. Code that shows a message respells it by ``spelled``: ``ctx=512``
-in Python, ``--ctx 512`` on the command line, ``/set ctx 512`` in the app. A single word in
-backticks is an option, so a message puts no other word in them. Knows no option's meaning; of
-options of other libraries it knows which of ours does the same.
+Code that writes a message names options by ``option``, which puts the Python spelling in backticks.
+Code that shows a message respells them by ``spelled``: ``ctx=512`` in Python, ``--ctx 512`` on the
+command line, ``/set ctx 512`` in the app. A single word in backticks is an option, so messages use
+backticks for nothing else. Knows no option's meaning, but has a table of other libraries' option
+names and ours.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import re
 import shlex
 from collections.abc import Callable, Iterable
 
-# An option's name, and its value or None, as one kind of reader writes them.
+# Spells an option, given its name and its value or None.
 Spelling = Callable[[str, object], str]
 
 _OPTION = re.compile(r"`([a-z_]+)(?:=(-?[\d.]+(?:e-?\d+)?|True|False|\"[^`]*\"))?`")
 
 
 def option(name: str, value: object = None) -> str:
-    """An option by its Python name, and its value where the message gives one."""
+    """Mark an option by its Python name, with its value if the message gives one."""
     return f"`{python_option(name, value)}`"
 
 
 def spelled(text: str, spelling: Spelling) -> str:
-    """A message with every option as ``spelling`` writes it."""
+    """A message with all options spelled by ``spelling``."""
 
     def respelled(found: re.Match[str]) -> str:
         return spelling(found[1], None if found[2] is None else ast.literal_eval(found[2]))
@@ -45,7 +45,7 @@ def python_option(name: str, value: object) -> str:
 
 
 def on_command_line(name: str, value: object) -> str:
-    """``--ctx 512``, ``--kv-format``; what has no flag is spelled as in Python."""
+    """``--ctx 512``, ``--kv-format``; an option without a flag is spelled as in Python."""
     if name in _NO_FLAGS:
         return python_option(name, value)
     flag = "--" + _FLAGS.get(name, name).replace("_", "-")
@@ -53,15 +53,15 @@ def on_command_line(name: str, value: object) -> str:
 
 
 def flag_value(value: object) -> str:
-    """A value as it is typed behind an option's name: ``on``, ``512``, ``'two words'``."""
+    """A value as typed after an option's name: ``on``, ``512``, ``'two words'``."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return shlex.quote(str(value))
 
 
 def meant_by(name: str, known: Iterable[str]) -> str | None:
-    """Which of the ``known`` names was meant by one that is not among them: what does the same in
-    other libraries, else the closest; None where none is close.
+    """The ``known`` name that an unknown one probably means: the equivalent of another library's
+    option, otherwise the closest; None if none is close.
     """
     names, ours = list(known), _ELSEWHERE.get(name.lower())
     if ours in names:
@@ -75,7 +75,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {meant}?" if meant else ""
 
 
-# Names of llama.cpp and its bindings, Ollama, transformers, vLLM and OpenAI's API, by ours.
+# Our names of options of llama.cpp and its bindings, Ollama, transformers, vLLM, OpenAI's API.
 _ELSEWHERE = {
     theirs: ours
     for ours, names in {
@@ -108,7 +108,7 @@ _ELSEWHERE = {
     for theirs in names.split()
 }
 
-# Flags that are called otherwise than their options in Python, and options without a flag.
+# Flags named differently from their Python options, and options without a flag.
 _FLAGS = {
     "adapters": "adapter",
     "dry_sequence_breakers": "dry_sequence_breaker",

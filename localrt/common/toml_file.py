@@ -1,7 +1,7 @@
-"""A TOML file that people write and the app changes: comments and order stay as they are.
+"""A TOML file that users and the app edit: the app keeps comments and order.
 
-A file that cannot be read is left alone. Changes read it again first, so that two apps do not undo
-each other's, and replace it as a whole.
+An unreadable file is not changed. A change reads the file again first, so that two apps do not undo
+each other's changes, and replaces it atomically.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from localrt.common.files import keep_private, write_text
 
 
 class TomlFile:
-    """``path`` need not exist; with None, what is changed is forgotten with the app."""
+    """``path`` need not exist; with None, changes are kept in memory only."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._text = ""  # without a path
 
     def read(self) -> dict[str, Any]:
-        """What it says; nothing where there is no file.
+        """The file's content; empty if there is no file.
 
         Raises:
             StorageError: it is not TOML, or cannot be read.
@@ -31,14 +31,14 @@ class TomlFile:
         return self._parsed()[1]
 
     def change(self, values: Mapping[str, Any], *, table: str | None = None) -> None:
-        """Set keys at the top, or in a table; None removes one, an empty table goes too.
+        """Set top-level keys, or keys of a table; None removes a key; empty tables are removed.
 
         Raises:
-            StorageError: it cannot be read, and is left as it is, or cannot be written.
+            StorageError: it cannot be read (and is not changed), or cannot be written.
         """
-        import tomlkit  # only a change pays for it
+        import tomlkit  # imported only for a change
 
-        text, _ = self._parsed()  # a file that is not TOML is somebody's work: it is not replaced
+        text, _ = self._parsed()  # never replace a file that is not TOML: it may be the user's work
         try:
             document: Any = tomlkit.parse(text)
             place: Any = document
@@ -62,7 +62,7 @@ class TomlFile:
             raise StorageError(f"{self.path} cannot be changed: {error}") from error
 
     def replace_table(self, table: str, values: Mapping[str, Any] | None) -> None:
-        """Have a table say exactly this; None removes it.
+        """Replace a table; None removes it.
 
         Raises:
             StorageError: as in ``change``.

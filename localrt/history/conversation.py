@@ -1,8 +1,8 @@
 """One conversation: a tree of turns, of which one branch is shown.
 
-Editing or asking again never loses anything: a turn put after an earlier one begins a branch there.
-Each turn remembers which of those after it was shown last. A turn is text and, in ``info``,
-whatever its writer wants to keep with it.
+Editing or regenerating never loses anything: a turn added after an earlier one begins a branch
+there. Each turn stores which of its successors was shown last. A turn is text and, in ``info``,
+further data of its writer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TITLE_LENGTH = 60
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A message of one side. ``branch`` of ``branches`` (from 1) are the turns in its place.
+    """A message. It is alternative ``branch`` of ``branches`` (from 1) in its place.
 
     ``state`` is ``"done"``, ``"cancelled"``, ``"failed"``, ``"writing"`` (by an app that is still
     running), or ``"cut"``: the app that wrote it ended in the middle. ``created`` is in seconds
@@ -61,18 +61,18 @@ class Turn:
 
 
 class Conversation:
-    """From ``History.new`` or ``History.open``. Thread-safe, and so for several apps at once."""
+    """From ``History.new`` or ``History.open``. Safe for several threads and several apps."""
 
     def __init__(self, database: Database, id: str) -> None:
         self._database = database
         self.id = id
         self._row()
 
-    # -- what it is called -----------------------------------------------------------------------
+    # -- title, model, options ---------------------------------------------------------------------
 
     @property
     def title(self) -> str:
-        """Given by ``set``, else the first line of the first turn; empty before."""
+        """The title given to ``set``, otherwise the first turn's first line; empty before that."""
         return str(self._row()["title"])
 
     @property
@@ -118,9 +118,9 @@ class Conversation:
         return tuple(self._turn(row, siblings[row["parent"]]) for row in shown)
 
     def branch(self, number: int) -> tuple[Turn, ...]:
-        """The branch that turn ``number`` is on, and below it what was shown there last.
+        """The branch through turn ``number``, continued by the turns shown last.
 
-        Unlike ``turns`` it stays where it is when another app shows another branch.
+        Unlike ``turns``, it does not change when another app shows another branch.
         """
         rows, siblings = self._tree()
         if number not in rows:
@@ -133,7 +133,7 @@ class Conversation:
 
     @property
     def version(self) -> int:
-        """Another number once another app has written to the file."""
+        """A number that changes when another app writes to the file."""
         return int(self._database.rows("PRAGMA data_version")[0][0])
 
     @property
@@ -151,9 +151,9 @@ class Conversation:
         after: int | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Turn:
-        """Put a turn behind turn ``after``, by default the last that is shown; it is shown then.
+        """Add a turn after turn ``after``, by default the last one shown, and show it.
 
-        ``after=0`` puts it at the beginning: another first turn.
+        ``after=0`` adds an alternative first turn.
         """
         with self._database.transaction() as connection:
             number = self._insert(connection, role, content, after, "done", info or {})
@@ -166,8 +166,8 @@ class Conversation:
         role: str = "assistant",
         info: Mapping[str, Any] | None = None,
     ) -> AnswerWriter:
-        """Begin a turn of the assistant, or the result of a ``"tool"``, to be written bit by bit;
-        use it as a context manager. ``info`` is what is known of it now.
+        """Begin a turn of the assistant, or the result of a ``"tool"``, that is written
+        incrementally; use it as a context manager. ``info`` is the turn's initial ``info``.
         """
         with self._database.transaction() as connection:
             number = self._insert(connection, role, "", after, "writing", info or {})
@@ -181,12 +181,12 @@ class Conversation:
         return self._turn(rows[number], siblings[rows[number]["parent"]])
 
     def siblings(self, number: int) -> tuple[int, ...]:
-        """The turns in the place of turn ``number``, itself included, oldest first."""
+        """The alternatives to turn ``number``, including itself, oldest first."""
         rows, siblings = self._tree("id, parent")
         return tuple(siblings[rows[number]["parent"]]) if number in rows else ()
 
     def show(self, number: int) -> None:
-        """Show the branch that turn ``number`` is on, and below it what was shown there last."""
+        """Show the branch through turn ``number``, continued by the turns shown last."""
         with self._database.transaction() as connection:
             self._show(connection, number)
 
@@ -201,7 +201,7 @@ class Conversation:
     def _tree(
         self, columns: str = "*"
     ) -> tuple[dict[int, sqlite3.Row], dict[int | None, list[int]]]:
-        """All turns by number, and the numbers of those in each place, by parent, oldest first."""
+        """All turns by number, and by parent the numbers of its alternatives, oldest first."""
         rows = self._database.rows(
             f"SELECT {columns} FROM turn WHERE conversation = ? ORDER BY id", (self.id,)
         )
@@ -271,7 +271,7 @@ class Conversation:
         return number
 
     def _show(self, connection: sqlite3.Connection, number: int) -> None:
-        """Make every turn above ``number`` point towards it."""
+        """Make every ancestor of turn ``number`` point towards it."""
         rows, _ = self._tree("id, parent")
         if number not in rows:
             raise StorageError(f"the conversation has no turn {number}")

@@ -1,12 +1,12 @@
 """The SQLite database behind the history: schema versions, damage, and answers as they grow.
 
-Write-ahead logging lets several apps use one file. What was committed survives a killed process. A
-file that cannot be used is kept, never overwritten: a damaged one is put aside, a newer one stays
-where it is and another is begun next to it. Without a file the same tables are in memory.
+Write-ahead logging lets several apps use one file. Committed data survives a killed process. An
+unusable file is never overwritten: a damaged one is renamed, a newer one stays and another file is
+begun next to it. Without a file the same tables are in memory.
 
-An answer is saved sentence by sentence, a row each until it ends, so that a killed app loses no
-more. Its turn names the process that writes it: others can tell a running answer from one that was
-cut off.
+An answer is saved sentence by sentence, one row each until it ends, so that a killed app loses at
+most a sentence. Its turn names the writing process, so others can tell a running answer from a cut
+one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import psutil
 from localrt.common.errors import CancelledError, OptionError, StorageError
 from localrt.common.files import keep_private, private_file, private_folder
 
-MEMORY_FIRST = 1 << 40  # turns of a database in memory count from here: no file's have such numbers
+MEMORY_FIRST = 1 << 40  # first turn number of a database in memory: no file has such numbers
 _VERSION = 1
 # In one transaction: another app may be making the same file.
 _SCHEMA = f"""
@@ -81,8 +81,8 @@ _SCHEMA = f"""
     PRAGMA user_version = {_VERSION};
     COMMIT;
 """
-_BUSY_SECONDS = 5.0  # that another app's transaction may take
-_CHECKED_WHOLE = 32 << 20  # bytes; a larger file is checked as it is used
+_BUSY_SECONDS = 5.0  # the longest wait for another app's transaction
+_CHECKED_WHOLE = 32 << 20  # bytes; larger files are not checked at opening
 
 
 class Database:
@@ -128,7 +128,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All that is done inside becomes permanent at the end, or nothing of it. May be nested.
+        """Commit all changes in the block at its end, or none. May be nested.
 
         Raises:
             StorageError: the disk is full, the file damaged, or another app keeps it locked.
@@ -150,7 +150,7 @@ class Database:
                 self._depth -= 1
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """What ``query`` finds. Raises as ``transaction`` does."""
+        """The result of ``query``. Raises as ``transaction``."""
         with self._lock, self._in_words():
             return self._connection.execute(query, values).fetchall()
 
@@ -172,16 +172,16 @@ class Database:
 
 
 def insert(connection: sqlite3.Connection, table: str, **values: Any) -> int:
-    """Add a row of these columns; its number."""
+    """Add a row with these columns; returns its number."""
     names, places = ", ".join(values), ", ".join("?" * len(values))
-    query = f"INSERT INTO {table} ({names}) VALUES ({places})"  # names are those of the code
+    query = f"INSERT INTO {table} ({names}) VALUES ({places})"  # names come from code
     number = connection.execute(query, tuple(values.values())).lastrowid
     assert number is not None, "an insert has a row"
     return number
 
 
 class _NewerError(Exception):
-    """The file's schema is of a later version: its number."""
+    """The file's schema has a later version number."""
 
 
 def _connected(path: Path | str) -> sqlite3.Connection:
@@ -203,7 +203,7 @@ def _in_memory() -> sqlite3.Connection:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    private_file(path)  # what SQLite writes beside it gets the same rights
+    private_file(path)  # SQLite's other files get the same permissions
     for beside in path.parent.glob(f"{glob.escape(path.name)}[-.]*"):  # -wal, .damaged-2026...
         keep_private(beside)
     connection = _connected(path)
@@ -253,15 +253,15 @@ def _reason(error: sqlite3.Error) -> str:
 
 _ENDS = ("done", "cancelled", "failed")
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"')\]]*\s|\n")
-_SAVE_SECONDS = 2.0  # a table or a list of numbers has no sentences
+_SAVE_SECONDS = 2.0  # tables and lists of numbers have no sentences
 _RETRY_SECONDS = 2.0
 
 
 class AnswerWriter:
-    """From ``Conversation.answer``. Leaving the ``with`` block without ``finish`` ends it: as
+    """Writes an answer, from ``Conversation.answer``. Leaving the ``with`` block ends it: as
     ``"done"``, or as ``"failed"`` (``"cancelled"`` for ``CancelledError``) after an exception.
 
-    ``write`` never fails: what cannot be saved is kept and tried again, ``problem`` says why.
+    ``write`` never fails: unsaved text is kept and retried, ``problem`` says why.
     """
 
     def __init__(self, database: Database, conversation: str, turn: int) -> None:
@@ -269,14 +269,14 @@ class AnswerWriter:
         self._conversation = conversation
         self.turn = turn
         self.problem: str | None = None
-        self._saved = ""  # only the length matters to the file; the text is for whoever asks
+        self._saved = ""  # the file only needs the length; the text is for readers
         self._open = ""
         self._saved_at = time.monotonic()
         self._finished = False
 
     @property
     def text(self) -> str:
-        """All that was written, saved or not."""
+        """All text so far, saved or not."""
         return self._saved + self._open
 
     def write(self, text: str) -> None:
@@ -289,10 +289,10 @@ class AnswerWriter:
             self._save()
 
     def finish(self, state: str = "done", *, info: Mapping[str, Any] | None = None) -> None:
-        """The answer is whole; ``state`` is ``"done"``, ``"cancelled"`` or ``"failed"``.
+        """End the answer; ``state`` is ``"done"``, ``"cancelled"`` or ``"failed"``.
 
         Raises:
-            StorageError: it could not be saved; it may be called again.
+            StorageError: it could not be saved; call it again to retry.
         """
         if state not in _ENDS:
             raise OptionError(f"an answer ends as {', '.join(_ENDS)}, not as {state!r}")
@@ -338,7 +338,7 @@ def settle(
     text: str | None,
     info: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make a turn's pieces its content, or ``text`` where the writer has it, and end it."""
+    """End a turn: its content is ``text`` if given, otherwise the saved pieces."""
     if text is None:
         pieces = connection.execute("SELECT text FROM piece WHERE turn = ? ORDER BY id", (turn,))
         text = "".join(row["text"] for row in pieces)
@@ -352,12 +352,12 @@ def settle(
 
 
 def own_name() -> str:
-    """This process: its number and its start time, since numbers are reused."""
+    """This process's id and start time, since ids are reused."""
     return f"{os.getpid()}@{psutil.Process().create_time():.2f}"
 
 
 def is_alive(name: str | None) -> bool:
-    """Whether the process of ``own_name`` still runs."""
+    """Whether the process with this ``own_name`` still runs."""
     try:
         number, began = (name or "").split("@")
         return abs(psutil.Process(int(number)).create_time() - float(began)) < 1.0

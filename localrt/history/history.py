@@ -1,7 +1,7 @@
-"""The history of conversations: a list that can be searched, and each of them to go on with.
+"""The history: conversations that can be listed, searched and continued.
 
-A conversation goes on in memory while its file cannot be written, and is copied back later. Turns
-keep the numbers that they have in the file; those added to the copy have numbers that no file uses.
+A conversation continues in memory while its file cannot be written, and is copied back later. Turns
+keep their numbers in the file; turns added to the copy have numbers that no file uses.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _SEARCH = """
     ORDER BY c.updated DESC, c.created DESC LIMIT ? OFFSET ?
 """
 _DELETE_EMPTY = "DELETE FROM conversation WHERE first IS NULL AND title = '' AND created < ?"
-_EMPTY_KEPT = 86_400.0  # seconds: another app may be about to write in it
-_SNIPPET = 80  # characters around what was found
+_EMPTY_KEPT = 86_400.0  # seconds: another app may be about to write to it
+_SNIPPET = 80  # characters around a match
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationInfo:
-    """A line of the list. Times in seconds since the epoch; ``turns`` counts all branches.
+    """An entry of the list. Times are in seconds since the epoch; ``turns`` counts all branches.
 
-    ``snippet`` is where a search found its words; empty without one, or if it found the title.
+    ``snippet`` is the text around a search's match; empty without a search or if the title matched.
     """
 
     id: str
@@ -71,8 +71,7 @@ class History(Closing):
     ``close``. ``notes`` are lines that a user should see.
 
     Raises:
-        StorageError: the file cannot be used; one that is damaged is put aside and told in
-            ``notes``.
+        StorageError: the file cannot be used; a damaged one is renamed, with a line in ``notes``.
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -93,14 +92,14 @@ class History(Closing):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the file's opening."""
+        """Lines for the user about opening the file."""
         return self._database.notes
 
     def list(
         self, search: str = "", *, limit: int = 100, offset: int = 0
     ) -> list[ConversationInfo]:
-        """Conversations, the one used last first; with ``search`` those that have all its words
-        in one turn, or all of it in the title. The last word may be unfinished.
+        """Conversations, latest use first. ``search`` selects those with all its words in one turn,
+        or with its text in the title. The last word may be a prefix.
         """
         if not search.strip():
             rows = self._database.rows(_LIST, (limit, offset))
@@ -113,7 +112,7 @@ class History(Closing):
     def new(
         self, *, model: str, system: str | None = None, options: Mapping[str, Any] | None = None
     ) -> Conversation:
-        """An empty conversation; the list has it once it has a turn or a title."""
+        """An empty conversation; it is listed once it has a turn or a title."""
         number, now = uuid.uuid4().hex, time.time()
         with self._database.transaction() as connection:
             given = json.dumps(dict(options or {}))
@@ -122,7 +121,7 @@ class History(Closing):
         return Conversation(self._database, number)
 
     def open(self, id: str) -> Conversation:
-        """One of the list."""
+        """Open a listed conversation."""
         try:
             return Conversation(self._database, id)
         except StorageError as error:
@@ -141,7 +140,7 @@ class History(Closing):
 
 
 def _match(search: str) -> str:
-    """The words of ``search`` as full-text search takes them; nothing in it is an operator."""
+    """The words of ``search`` as a full-text query; no word is an operator."""
     words = ['"' + word.replace('"', '""') + '"' for word in search.split()]
     return " ".join(words) + "*"
 
@@ -165,10 +164,10 @@ _FACTS = ("title", "model", "system", "options", "updated")
 def copy_to_memory(
     memory: History, id: str, turns: Iterable[Turn], facts: Mapping[str, Any]
 ) -> Conversation:
-    """A branch of a conversation as one of ``memory``, under the same id.
+    """Copy a branch of a conversation to ``memory``, under the same id.
 
-    ``facts`` are ``title``, ``model``, ``system`` and ``options``. Nothing is read from the file:
-    it may be locked, damaged or gone.
+    ``facts`` are ``title``, ``model``, ``system`` and ``options``. The file is not read: it may be
+    locked, damaged or missing.
     """
     now, parent = time.time(), None
     kept = {name: facts[name] for name in ("title", "model", "system")}
@@ -204,13 +203,14 @@ def end_answer(
 
 
 def merge(file: Conversation, copy: Conversation) -> dict[int, int]:
-    """Write what was added to the copy, and the answers that ended there, into the file.
+    """Write turns added to the copy, and answers that ended there, into the file.
 
     Returns:
-        The numbers in the file of the turns that came, by their numbers in the copy.
+        The file's numbers of the added turns, by their numbers in the copy.
 
     Raises:
-        StorageError: an answer is still being written, or the file cannot be; nothing is changed.
+        StorageError: an answer is still being written, or the file cannot be written; nothing is
+        changed.
     """
     rows = copy._database.rows("SELECT * FROM turn WHERE conversation = ? ORDER BY id", (copy.id,))
     if any(row["state"] == "writing" and row["id"] >= MEMORY_FIRST for row in rows):

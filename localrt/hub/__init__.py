@@ -1,9 +1,8 @@
-"""From the name of a model to its files on this machine, downloading them where they are missing.
+"""Finds a model's files on this machine by its name, and downloads missing ones.
 
-The cache is the hub's own, so that models are shared with other tools. This package knows files
-and names; it does not open a model. Start reading at ``names`` and ``resolving``. Importing it is
-cheap: ``download`` and ``package_index`` import huggingface_hub, and are imported by those who ask
-the hub, when they do.
+The cache is the hub's own, so that models are shared with other tools. This package knows files and
+names; it does not open a model. Start reading at ``names`` and ``resolving``. Importing it is
+cheap: modules that import huggingface_hub are imported only when the hub is asked.
 """
 
 from localrt.hub.listing import LocalModel, list_models

@@ -7,8 +7,8 @@ The cache has the documented layout, read and written without huggingface_hub:
                      /blobs/ETAG                the bytes, named by their checksum
     .locks/models--ORG--NAME/ETAG.lock          held while a blob is written
 
-Other tools read and write the same folder. A packed copy belongs to the model that it was made
-from, and is made again when it is missing; a quantized model has its folder's name.
+Other tools read and write the same folder. A packed copy belongs to its source model, and is made
+again when missing; a quantized model is named after its folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHORT_COMMIT = re.compile(r"[0-9a-f]{7,40}")
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model that is complete in the cache: a GGUF file, or a snapshot folder (no variant)."""
+    """A complete model in the cache: a GGUF file, or a snapshot folder (no variant)."""
 
     path: Path
     commit: str
@@ -56,15 +56,15 @@ class CachedRepo:
         return self.cache / (_PREFIX + self.repo.replace("/", "--"))
 
     def blob(self, etag: str) -> Path:
-        """Where the bytes with this checksum lie."""
+        """The path of the bytes with this checksum."""
         return self.folder / "blobs" / etag
 
     def partial(self, etag: str) -> Path:
-        """Where the bytes of an unfinished download lie, to be resumed."""
+        """The path of an unfinished download's bytes."""
         return self.folder / "blobs" / f"{etag}.incomplete"
 
     def lock(self, etag: str) -> Path:
-        """The lock file that every tool holds while it writes the blob."""
+        """The lock file that tools hold while they write the blob."""
         return self.cache / ".locks" / self.folder.name / f"{etag}.lock"
 
     def snapshot(self, commit: str) -> Path:
@@ -77,19 +77,19 @@ class CachedRepo:
         return sorted(path.name for path in folders if _COMMIT.fullmatch(path.name))
 
     def refs(self) -> dict[str, str]:
-        """Branches and tags with the commit each stood at when it was downloaded."""
+        """Branches and tags with their commits at the time of download."""
         refs = {}
         root = self.folder / "refs"
         for path in root.rglob("*"):
             try:
                 commit = path.read_text(encoding="ascii").strip()
-            except (OSError, UnicodeDecodeError):  # a folder, or no note
+            except (OSError, UnicodeDecodeError):  # a folder, or unreadable
                 continue
             refs[path.relative_to(root).as_posix()] = commit
         return refs
 
     def commit_of(self, revision: str | None) -> str | None:
-        """The commit of a branch, tag or (abbreviated) commit, as far as the cache knows."""
+        """The commit of a branch, tag or (abbreviated) commit, if the cache knows it."""
         name = revision or "main"
         if commit := self.refs().get(name):
             return commit if _COMMIT.fullmatch(commit) else None
@@ -99,22 +99,22 @@ class CachedRepo:
         return None
 
     def files(self, commit: str) -> list[str]:
-        """Relative paths of a snapshot's files whose bytes are there."""
+        """Relative paths of a snapshot's files whose bytes exist."""
         root = self.snapshot(commit)
         files = (path for path in root.rglob("*") if path.is_file())
         return sorted(path.relative_to(root).as_posix() for path in files)
 
     def paths(self) -> Iterator[Path]:
-        """The files of all snapshots: links, or the bytes themselves."""
+        """The files of all snapshots: links, or regular files."""
         for commit in self.commits():
             yield from (self.snapshot(commit) / name for name in self.files(commit))
 
     def link(self, commit: str, name: str, etag: str) -> None:
-        """Make the blob visible as a file of the snapshot: a relative link, or the file itself."""
+        """Add the blob to the snapshot: as a relative link, or by moving it there."""
         blob, pointer = self.blob(etag), self.snapshot(commit) / name
         target = Path(os.path.relpath(blob, pointer.parent))
         if pointer.is_symlink() and pointer.readlink() == target:
-            return  # others may be reading it
+            return  # other processes may be reading it
         pointer.parent.mkdir(parents=True, exist_ok=True)
         pointer.unlink(missing_ok=True)
         try:
@@ -123,7 +123,7 @@ class CachedRepo:
             blob.replace(pointer)
 
     def write_ref(self, revision: str, commit: str) -> None:
-        """Remember that ``revision`` stands at ``commit``; a commit needs no such note."""
+        """Record that ``revision`` is at ``commit``; a commit needs no such record."""
         if _COMMIT.fullmatch(revision):
             return
         path = self.folder / "refs" / revision
@@ -142,7 +142,7 @@ class CachedRepo:
 
 
 def find_cached(cache: Path, ref: HubRef) -> CachedModel | None:
-    """The model that ``ref`` names if the cache holds all of it. Asks nobody."""
+    """The model that ``ref`` names, if it is complete in the cache. Uses no network."""
     repo = CachedRepo(cache, ref.repo)
     commit = repo.commit_of(ref.revision)
     if commit is None:
@@ -159,14 +159,14 @@ def find_cached(cache: Path, ref: HubRef) -> CachedModel | None:
     return CachedModel(snapshot / variant.files[0], commit, variant_name(variant, variants))
 
 
-# As models/checkpoints/store/manifest.py has them: importing it would take numpy, and time.
+# As in models/checkpoints/store/manifest.py, whose import would take numpy, and time.
 _MANIFEST, _PARTIAL = "manifest.json", "manifest.partial.json"
 
 
 @dataclass(frozen=True, slots=True)
 class OwnStore:
-    """``source`` is the file or folder name of what was packed, ``origin`` where that lay, if the
-    store says it. ``quantized``: a model of its own, no mere copy. ``finished``: all of it is here.
+    """A store made by localrt. ``source`` is the packed model's file or folder name, ``origin`` its
+    path, if recorded. ``quantized``: a separate model, not a copy. ``finished``: it is complete.
     """
 
     path: Path
@@ -188,7 +188,7 @@ class OwnStore:
 
 
 def own_stores(settings: Settings) -> Iterator[OwnStore]:
-    """Those in the data folder, finished or not."""
+    """The stores in the data folder, finished or not."""
     folder = settings.data_dir / "stores"
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         store = read_store(path) or _read(path, _PARTIAL)
@@ -197,7 +197,7 @@ def own_stores(settings: Settings) -> Iterator[OwnStore]:
 
 
 def read_store(path: Path) -> OwnStore | None:
-    """What the manifest in this folder says; None where there is no finished store."""
+    """Read the manifest in this folder; None if there is no finished store."""
     return _read(path, _MANIFEST)
 
 
@@ -221,12 +221,12 @@ def find_quantized(name: str, settings: Settings) -> Path | None:
     """The quantized model whose folder has this name."""
     folder = settings.data_dir / "stores" / name
     inside = "/" not in name and "\\" not in name and name not in ("", ".", "..")
-    # os.path's is False for a name too long for the file system
+    # os.path.isdir is False for a name too long for the file system
     return folder if inside and os.path.isfile(folder / _MANIFEST) else None  # noqa: PTH113
 
 
 def is_own_store(path: Path, settings: Settings) -> bool:
-    """Whether this is a folder of localrt's data folder with a store, finished or not."""
+    """Whether this is a store, finished or not, in localrt's data folder."""
     return path.parent == settings.data_dir / "stores" and any(
         (path / name).is_file() for name in (_MANIFEST, _PARTIAL)
     )
@@ -244,7 +244,7 @@ def note_use(name: str, settings: Settings) -> None:
 
 
 def forget_use(name: str, settings: Settings) -> None:
-    """Forget when the model was used: it was deleted."""
+    """Forget the last use of a deleted model."""
     with suppress(OSError):
         _use_file(name, settings).unlink(missing_ok=True)
 

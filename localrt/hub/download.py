@@ -1,9 +1,9 @@
-"""From the hub to its cache: what a repository has, and its bytes, checked before they are visible.
+"""Lists repositories of the hub, and downloads files to its cache after checking their bytes.
 
 Every failure of huggingface_hub becomes one of localrt's errors here. That library takes a fifth of
-a second to import, so this module is imported only when the hub is asked. It throws unfinished
-files away, so the transfer is ours: a file grows as ``ETAG.incomplete``, is continued by
-a range request however it was interrupted, and becomes a blob once its checksum is right.
+a second to import, so this module is imported only when the hub is asked. It deletes unfinished
+files, so the transfer is our own: a file grows as ``ETAG.incomplete``, is resumed by a range
+request after any interruption, and becomes a blob once its checksum is right.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from localrt.common.progress import Progress, ProgressCallback
 from localrt.common.settings import Settings
 from localrt.hub.cache import CachedRepo
 
-# The root of the HTTP client's errors; which client it is depends on huggingface_hub.
+# The HTTP client's root exception; the client depends on huggingface_hub's version.
 HTTP_ERROR: type[Exception] = next(
     base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
 )
@@ -84,7 +84,7 @@ def list_repo(repo: str, revision: str | None, settings: Settings) -> RemoteRepo
         HubError: and its kinds; see ``hub_errors``.
     """
     with hub_errors(repo, settings, revision=revision):
-        # False, not None: with None the library would look for a token by itself.
+        # False, not None: with None the library would search for a token.
         api = HfApi(endpoint=settings.hub_endpoint, token=settings.read_hub_token() or False)
         try:
             info = api.model_info(
@@ -118,14 +118,14 @@ def list_repo(repo: str, revision: str | None, settings: Settings) -> RemoteRepo
 def hub_errors(
     repo: str, settings: Settings, *, revision: str | None = None, folder: Path | None = None
 ) -> Iterator[None]:
-    """Turn whatever the block raises into a LocalrtError that names ``repo``.
+    """Turn any exception in the block into a LocalrtError that names ``repo``.
 
     Raises:
         GatedModelError: HTTP 401 or 403.
         ModelNotFoundError: no such repository, revision or file.
         OfflineError: the hub cannot be reached, or the connection was lost.
         StorageError: ``folder`` cannot be written, or the disk is full.
-        HubError: anything else that the hub answered.
+        HubError: any other answer of the hub.
     """
     try:
         yield
@@ -142,7 +142,7 @@ def hub_errors(
 
 
 def storage_error(error: OSError, folder: Path | None) -> StorageError:
-    """The one line for a file that could not be written."""
+    """The error for a file that could not be written."""
     where = folder or error.filename or "the cache"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageError(f"the disk of {where} is full: free some space and try again")
@@ -185,7 +185,7 @@ def _is_inside(name: str) -> bool:
 
 
 _READ_TIMEOUT_S = 10.0
-_MAX_FAILURES = 5  # in a row, without a byte of progress
+_MAX_FAILURES = 5  # consecutive attempts without progress
 _FIRST_WAIT_S = 0.25
 _HASH_BLOCK = 4 << 20
 _REPORT_EVERY_S = 0.1
@@ -209,7 +209,7 @@ class Meter:
     _last: float = field(default=0.0, init=False)
 
     def set(self, name: str, done: int) -> None:
-        """``name`` stands at ``done`` bytes now, be it more or fewer than before."""
+        """Set ``name``'s bytes to ``done``, more or fewer than before."""
         self._per_file[name] = done
         if self.callback is None:
             return
@@ -230,7 +230,7 @@ def download(
     progress: ProgressCallback | None = None,
     cancel: Event | None = None,
 ) -> CachedRepo:
-    """Bring ``names`` of a repository into the cache, in this order; only what is missing moves.
+    """Download ``names`` of a repository into the cache, in this order; skips complete files.
 
     Stages of ``progress``: ``"download"``, then ``"verify"``, each in bytes over all files.
 
@@ -261,7 +261,7 @@ def download(
                 if not cached.blob(file.etag).exists():
                     _publish(file, cached.partial(file.etag), cached.blob(file.etag), meter, cancel)
                 cached.link(remote.commit, file.name, file.etag)
-                if file in missing:  # also when another process, or a twin, was faster
+                if file in missing:  # also if another process finished first
                     meter.set(file.name, file.size)
         cached.snapshot(remote.commit).mkdir(parents=True, exist_ok=True)
         cached.write_ref(revision or "main", remote.commit)
@@ -304,7 +304,7 @@ def _publish(
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One file on its way to ``partial``."""
+    """The download of one file to ``partial``."""
 
     remote: RemoteRepo
     file: RemoteFile
@@ -314,7 +314,7 @@ class _Transfer:
     cancel: Event | None
 
     def run(self) -> None:
-        """Grow ``partial`` to its full size, over as many connections as it takes."""
+        """Download ``partial`` to its full size, reconnecting as needed."""
         file, partial = self.file, self.partial
         failures = 0
         while (have := _size(partial)) != file.size or not partial.exists():
@@ -339,7 +339,7 @@ class _Transfer:
                 (self.cancel or Event()).wait(_FIRST_WAIT_S * 2**failures)
 
     def _stream(self, have: int) -> None:
-        """One request: append from byte ``have`` on, or start over if the server sends it all."""
+        """Make one request: append from byte ``have`` on, or start over if the server sends all."""
         remote, file, settings = self.remote, self.file, self.settings
         url = hf_hub_url(
             remote.repo, file.name, revision=remote.commit, endpoint=settings.hub_endpoint
@@ -379,7 +379,7 @@ def _size(path: Path) -> int:
 
 @contextmanager
 def _locked(path: Path, cancel: Event | None) -> Iterator[None]:
-    """Hold the lock that all tools of the hub respect; waiting for it can be cancelled."""
+    """Hold the lock that all tools of the hub use; waiting for it can be cancelled."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         while True:

@@ -1,7 +1,7 @@
 """Which files of a repository make a model: the GGUF variants, or safetensors with their configs.
 
-Works on relative paths with forward slashes, as the hub lists them and as a snapshot holds them, so
-that "what is there" and "what is here" are answered by the same code. Opens nothing.
+Works on relative paths with forward slashes, so that the same code serves the hub's lists and local
+snapshots. Opens no file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def quantization_label(stem: str) -> str | None:
 
 
 def gguf_variants(paths: Iterable[str]) -> list[GgufVariant]:
-    """The GGUF models among ``paths``, split files put together; projectors are left out."""
+    """The GGUF models among ``paths``, with split files grouped; projectors are left out."""
     groups: dict[tuple[str, int], list[tuple[int, str]]] = {}
     for path in paths:
         folder, _, name = path.rpartition("/")
@@ -79,7 +79,7 @@ def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: 
     """The variant called ``wanted`` (label or file name, any case), by default ``DEFAULT_LABEL``.
 
     Raises:
-        ModelNotFoundError: none or several fit; the message lists what is there.
+        ModelNotFoundError: none or several fit; the message lists the variants.
     """
     complete = [variant for variant in variants if variant.complete]
     there = ", ".join(dict.fromkeys(variant.label for variant in complete))
@@ -104,7 +104,7 @@ def choose_variant(variants: Collection[GgufVariant], wanted: str | None, repo: 
 
 
 def variant_name(variant: GgufVariant, variants: Collection[GgufVariant]) -> str:
-    """What to write after the colon: the label, or the file where several share a label."""
+    """The name after the colon: the label, or the file name if several share a label."""
     shared = sum(other.label == variant.label for other in variants) > 1
     return variant.files[0] if shared else variant.label
 
@@ -125,10 +125,10 @@ def _matching(variants: list[GgufVariant], wanted: str) -> list[GgufVariant]:
 def safetensors_model_files(
     paths: Collection[str], shards: Collection[str] | None = None
 ) -> list[str]:
-    """What a Hugging Face model needs among ``paths``, weights last; empty if there is none.
+    """The files of a Hugging Face model among ``paths``, weights last; empty if there is none.
 
-    Top-level files only: subfolders hold other tools' copies; pickles and ONNX never. ``shards``
-    are those that the index lists; until it is read, any but a whole file may be one.
+    Top-level files only: subfolders hold other tools' copies. Never pickles and ONNX. ``shards``
+    are the index's; before it is read, every file but a whole one may be a shard.
     """
     top = [path for path in paths if "/" not in path]
     weights = weight_files(top, shards)

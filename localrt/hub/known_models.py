@@ -1,9 +1,9 @@
-"""Short names of models that people run: ``llama3.2:3b`` stands for a repository of the hub.
+"""Short names of popular models: ``llama3.2:3b`` stands for a repository of the hub.
 
-A name is a family and a tag, as Ollama has them; a family alone means the first of its models here.
-``known_models.json`` names each one's repository of GGUF files and the public page that names it,
-``known_configs.json`` has the published configs, so that it can be planned for without the network.
-People add names of their own in ``config.toml`` (``names.py``).
+A name is a family and a tag, as in Ollama; a family alone means its first model here.
+``known_models.json`` has each model's repository of GGUF files and the public page that names it,
+``known_configs.json`` the published configs, so that planning needs no network. Users add their own
+names in ``config.toml`` (``names.py``).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from localrt.hub.names import close_to
 
 _CONFIGS = Path(__file__).with_name("known_configs.json")
 _MODELS = Path(__file__).with_name("known_models.json")
-_FIRST = "latest"  # a tag for the first of a family
+_FIRST = "latest"  # the tag of a family's first model
 _THINKS = re.compile(r"thinking|reasoning|\bR1\b|QwQ|gpt-oss|magistral", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """``parameters`` are billions, of the text part alone. ``shape`` names its config.
+    """``parameters`` are billions, of the text model only. ``shape`` names its config.
 
     ``source`` is the public page where ``repo`` was found; None: the repository's own. ``thinks``:
     it thinks before it answers.
@@ -46,11 +46,11 @@ class KnownModel:
 
     @property
     def page(self) -> str:
-        """Where to read that the repository is this model's."""
+        """The page that shows that the repository is this model's."""
         return self.source or f"https://huggingface.co/{self.repo}"
 
     def config(self) -> Mapping[str, Any]:
-        """The published ``config.json``, as far as it says the shape of the text model."""
+        """The part of the published ``config.json`` that describes the text model's shape."""
         return _configs()[self.shape]
 
 
@@ -61,19 +61,19 @@ KNOWN_MODELS: tuple[KnownModel, ...] = tuple(
 
 
 def find_known(name: str) -> KnownModel | None:
-    """The model of this short name, in any case: ``"llama3.2:3b"``, ``"llama3.2"``."""
+    """The model with this short name, ignoring case: ``"llama3.2:3b"``, ``"llama3.2"``."""
     name = name.strip().lower().removesuffix(f":{_FIRST}")
     return next((model for model in KNOWN_MODELS if name in (model.name, model.family)), None)
 
 
 def known_repo(repo: str) -> Mapping[str, Any] | None:
-    """The published config of the model in this repository, where it is one of these."""
+    """The published config of this repository's model, if it is known."""
     found = (model for model in KNOWN_MODELS if model.repo.lower() == repo.lower())
     return next((model.config() for model in found), None)
 
 
 def repo_thinks(repo: str) -> bool:
-    """Whether the model in this repository thinks before it answers: answers then take longer."""
+    """Whether the model in this repository thinks before it answers (slower answers)."""
     known = next((model for model in KNOWN_MODELS if model.repo.lower() == repo.lower()), None)
     if known is not None:
         return known.thinks
@@ -81,7 +81,7 @@ def repo_thinks(repo: str) -> bool:
 
 
 def close_names(name: str, others: Iterable[str] = ()) -> list[str]:
-    """Up to three short names, or some of ``others``, that ``name`` may have been meant for."""
+    """Up to three short names, or names in ``others``, similar to ``name``."""
     known = [each for model in KNOWN_MODELS for each in (model.family, model.name)]
     return close_to(name, [*others, *known])
 

@@ -1,9 +1,9 @@
-"""What every tokenizer is: the contract, the vocabulary, and the edges of encoding.
+"""The base of all tokenizers: protocol, vocabulary, and special cases of encoding.
 
-A token may end in the middle of a UTF-8 character, so text is decoded from bytes: what is complete
-comes out, the rest waits for the next token. The edges are the tokens around a text (BOS, EOS),
-text that was not UTF-8, and the promise that ``parse_special=False`` never yields a control token.
-How plain text becomes ids is the subclass's.
+A token may end in the middle of a UTF-8 character, so text is decoded from bytes: complete
+characters are returned, the rest waits for the next token. The special cases are BOS and EOS, text
+that was not UTF-8, and the guarantee that ``parse_special=False`` never yields a control token.
+Subclasses turn plain text into ids.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 def ignore_count(count: int) -> None:
-    """The ``Watch`` that lets every text become tokens to its end."""
+    """A ``Watch`` that never stops encoding."""
 
 
 def behind(ids: Sequence[int], watch: Watch) -> Watch:
-    """For what is read behind ``ids``, as long as they are by then: ``watch`` hears of both."""
+    """A ``Watch`` for text encoded after ``ids``: ``watch`` gets the sum of both counts."""
     return lambda count: watch(len(ids) + count)
 
 
 class Detokenizer:
     """Text of one growing token sequence, piece by piece, without the tokens in ``skip``.
 
-    ``strip_space`` drops one space at the very start: the one that such a vocabulary's encoder puts
-    in front of every text.
+    ``strip_space`` drops one space at the very start, which the encoder of some vocabularies adds
+    to every text.
     """
 
     def __init__(
@@ -63,19 +63,19 @@ class Detokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """What is left at the end; an incomplete character becomes U+FFFD."""
+        """Return the rest; an incomplete character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
 class Tokenizer(ABC):
     """Text to token ids and back. Thread-safe.
 
-    It knows ``vocab_size`` ids; a model's head may have more rows. ``eos_ids`` end a generation
-    (end of sequence, end of turn), ``special_ids`` are the control tokens. With ``strip_space``,
-    decoding drops the space that encoding puts in front of a text. ``infill_ids`` are the tokens to
-    fill in the middle with, where the model's files declare them: ``pre``, ``suf``, ``mid``,
-    ``pad``, ``rep`` and ``sep``, as in GGUF. ``chat_prefix`` begins every conversation, whether or
-    not its template writes it.
+    It has ``vocab_size`` ids; a model's head may have more rows. ``eos_ids`` end a generation (end
+    of sequence, end of turn), ``special_ids`` are the control tokens. With ``strip_space``,
+    decoding drops the space that encoding adds before a text. ``infill_ids`` are the
+    fill-in-the-middle tokens, if the model's files declare them: ``pre``, ``suf``, ``mid``,
+    ``pad``, ``rep`` and ``sep``, as in GGUF. ``chat_prefix`` begins every conversation, even if its
+    template does not write it.
     """
 
     vocab_size: int
@@ -104,12 +104,12 @@ class Tokenizer(ABC):
         """
 
     def least_tokens(self, text: str) -> int:
-        """No more than ``text`` becomes, from its length and the longest token; 0: not known."""
+        """A lower bound of ``text``'s token count, from the longest token; 0: not known."""
         return 0
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that ``token`` stands for; a control token stands for its own name."""
+        """The bytes of ``token``; a control token's are its name."""
 
     @abstractmethod
     def token_text(self, token: int) -> str:
@@ -131,7 +131,7 @@ class Tokenizer(ABC):
 
 
 class TokenMatcher:
-    """The strings of ``tokens`` (text -> id), to be looked for in any number of texts."""
+    """Finds the strings of ``tokens`` (text -> id) in texts."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = {text: token for text, token in tokens.items() if text}
@@ -165,9 +165,9 @@ class TokenMatcher:
         return None
 
     def split(self, text: str, ignored: Container[int] = ()) -> Iterator[str | int]:
-        """``text`` as an alternation of plain stretches (never empty) and token ids.
+        """Split ``text`` into plain segments (never empty) and token ids.
 
-        Tokens in ``ignored`` remain text, in which no other token is found.
+        Tokens in ``ignored`` remain text, and no token is found inside them.
         """
         end = 0
         for start, stop, token in self.spans(text):
@@ -202,10 +202,10 @@ _UNESCAPED = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 class Vocabulary:
     """Pieces by id, ids by piece, and the ids with a meaning.
 
-    ``prefix`` and ``suffix`` go around a text with ``add_special``; ``eos`` ends a generation;
+    ``add_special`` adds ``prefix`` and ``suffix`` to a text; ``eos`` ends a generation;
     ``special`` are the control tokens; ``strip_space`` drops one leading space in decoding;
-    ``infill`` are the ``Tokenizer.infill_ids``. ``begins_chats``: the prefix leads a conversation
-    too where its template does not write it.
+    ``infill`` are the ``Tokenizer.infill_ids``. ``begins_chats``: conversations begin with the
+    prefix too, if the template does not write it.
     """
 
     pieces: Pieces
@@ -240,7 +240,7 @@ class VocabularyTokenizer(Tokenizer):
 
     @abstractmethod
     def _byte_id(self, byte: int) -> int | None:
-        """The token of one byte, if the vocabulary has it."""
+        """The token of a byte, if the vocabulary has one."""
 
     def encode(
         self,
@@ -273,12 +273,12 @@ class VocabularyTokenizer(Tokenizer):
         return self._vocabulary.pieces.find(text)
 
     def _encode_bytes(self, data: bytes) -> list[int]:
-        """One token for each byte; U+FFFD where the vocabulary lacks one of them."""
+        """One token for each byte; U+FFFD if a byte has no token."""
         ids = [token for byte in data if (token := self._byte_id(byte)) is not None]
         return ids if len(ids) == len(data) else self._encode_text("\ufffd", False, ignore_count)
 
     def _spell_out(self, ids: list[int]) -> list[int]:
-        """``ids`` with control tokens that text ran into replaced by the bytes of their names.
+        """Replace control tokens that plain text merged into by the bytes of their names.
 
         Some vocabularies can merge ``<`` ``s`` ``>`` into the real ``<s>``.
         """
@@ -293,10 +293,10 @@ class VocabularyTokenizer(Tokenizer):
 
 
 def _valid_parts(text: str) -> Iterator[str | bytes]:
-    """``text`` as valid Unicode, with the bytes that lone surrogates carry in between.
+    """Split ``text`` into valid Unicode and the bytes that lone surrogates stand for.
 
-    ``surrogateescape`` surrogates are their byte (neighbours that form a character become it);
-    any other lone surrogate is its three bytes.
+    ``surrogateescape`` surrogates stand for one byte (consecutive bytes that form a character
+    become it); other lone surrogates for three.
     """
     if not _SURROGATES.search(text):
         if text:
@@ -313,13 +313,13 @@ def _valid_parts(text: str) -> Iterator[str | bytes]:
 
 
 def is_package_error(error: BaseException) -> bool:
-    """Whether a call of the package may have raised it: no interrupt, no exit."""
+    """Whether the package may have raised the error: not an interrupt or exit."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def package_errors(what: str) -> Iterator[None]:
-    """For calls of the package alone: what they raise is a TokenizerError that begins ``what``."""
+    """Turn the package's errors in this block into a TokenizerError that begins ``what``."""
     try:
         yield
     except BaseException as error:

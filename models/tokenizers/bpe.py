@@ -1,16 +1,16 @@
-"""Byte-pair encoding from packed tables, as two families of models have it.
+"""Byte-pair encoding from packed tables, in two variants.
 
-Of bytes (GPT-2, Llama 3, Qwen), and of SentencePiece (Llama 2, Mistral, Gemma). Neither knows where
+Byte-level (GPT-2, Llama 3, Qwen), and SentencePiece (Llama 2, Mistral, Gemma). Neither knows where
 the vocabulary was stored.
 
-For bytes the ``tokenizers`` package normalizes text and cuts it into words, which takes no
-vocabulary; merging is done here and yields what the package's own model would. Added tokens are
-found before, because whether a control token counts is decided call by call.
+For byte-level BPE the ``tokenizers`` package normalizes text and splits it into words, without a
+vocabulary; merging is done here with the same result as the package's. Added tokens are found
+first, because each call decides whether control tokens count.
 
 SentencePiece needs no list of merges: the adjacent pair that scores best is merged, so 262,144
-tokens load in a fraction of a second. GGUF files of Gemma 4 have a list all the same. Text is
-merged chunk by chunk, cut where no piece of the vocabulary reaches across, and short chunks are
-remembered. Characters without a piece fall back to their UTF-8 bytes.
+tokens load in a fraction of a second. GGUF files of Gemma 4 have a list nevertheless. Text is
+merged in chunks, cut where no piece of the vocabulary can cross, and short chunks are cached.
+Characters without a piece fall back to their UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ Bytes that print keep their Latin-1 character; the others take the characters fr
 _CHAR_TO_BYTE = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
 _CACHED_CHARS = 48
 _CACHED_WORDS = 1 << 13  # some 2 MB when full
-# In bytes, about: cutting into words puts some 170 bytes aside for each.
+# About, in bytes: splitting into words takes some 170 bytes of memory for each.
 _LONG_TEXT = 1 << 14
-_LONGEST_WORD = 1 << 15  # a longer one is cut there
-_OPEN = 3  # words at the end of a stretch, which the text behind it may change
-# No normal form joins these to what precedes them.
+_LONGEST_WORD = 1 << 15  # longer words are cut there
+_OPEN = 3  # words at a segment's end, which the text after it may change
+# Normalization never combines these with preceding characters.
 _STARTER = re.compile("[\0-\u02ff\u0370-\u0482\u048a-\u0590\u3041-\u3096\u4e00-\u9fff가-\ud7a3]")
-_SHRINKS = 3  # times, at most, when NFC puts characters together
+_SHRINKS = 3  # the most times that NFC shortens text
 
 
 def piece_bytes(piece: str) -> bytes:
-    """The bytes that a vocabulary entry spells; one outside the alphabet stands for itself."""
+    """The bytes of a vocabulary entry; an entry outside the byte alphabet is plain UTF-8."""
     try:
         return bytes([_CHAR_TO_BYTE[char] for char in piece])
     except KeyError:
@@ -67,13 +67,13 @@ def piece_bytes(piece: str) -> bytes:
 
 
 class ByteLevelTokenizer(VocabularyTokenizer):
-    """``words`` knows the pieces that a word may become, in the byte alphabet.
+    """``words`` has the pieces of words, in the byte alphabet.
 
-    With ``whole_words`` a word that is one of them is taken as it is, whatever ``merges`` say.
-    ``added`` are matched as a whole, and the vocabulary's special ones only with ``parse_special``;
-    they stand for their names. What lies between goes through ``normalizer`` and ``pre_tokenizer``,
-    which ends in the byte alphabet. ``cut_long`` says that the one is NFC, and that the other finds
-    the same words when it begins at any of them: long text is read in stretches then.
+    With ``whole_words`` a word that is itself a piece is not merged from parts. ``added`` tokens
+    are matched whole, the vocabulary's special ones only with ``parse_special``; they decode to
+    their names. Other text goes through ``normalizer`` and ``pre_tokenizer``, which ends in the
+    byte alphabet. ``cut_long`` says that the normalizer is NFC and that the words do not change
+    when text begins at any of them: long text is then encoded in segments.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ByteLevelTokenizer(VocabularyTokenizer):
 
     @cached_property
     def _longest(self) -> int:
-        """Bytes that one token stands for, at most."""
+        """The most bytes of one token."""
         names = (len(self.token_text(token).encode()) for token in self._literal)
         return max(self._words.longest, *names, 1)
 
@@ -133,7 +133,7 @@ class ByteLevelTokenizer(VocabularyTokenizer):
         return ids
 
     def _words_of(self, text: str) -> Iterator[Iterator[str]]:
-        """The words of ``text``, those of a stretch at a time."""
+        """Yield the words of ``text``, segment by segment."""
         rest, width = "", 1 if text.isascii() else 3  # bytes of a character
         for stretch, last in self._stretches(text, width):
             with package_errors("the model's tokenizer cannot encode this text"):
@@ -142,7 +142,7 @@ class ByteLevelTokenizer(VocabularyTokenizer):
             count = len(words)
             if not last:
                 count -= _OPEN
-                # A character's bytes may be two words.
+                # A character's bytes may be split into two words.
                 while count > 0 and words[count][1][0] < words[count - 1][1][1]:
                     count -= 1
                 if count <= 0 and width * len(rest) < _LONGEST_WORD:
@@ -152,7 +152,7 @@ class ByteLevelTokenizer(VocabularyTokenizer):
             rest = rest[words[count][1][0] :] if count < len(words) else ""
 
     def _stretches(self, text: str, width: int) -> Iterator[tuple[str, bool]]:
-        """``text`` in pieces that are normalized alone, and whether each is the last."""
+        """Segments of ``text`` that can be normalized alone, and whether each is the last."""
         start, size, most = 0, max(1, _LONG_TEXT // width), _LONGEST_WORD // width
         while self._cut_long and len(text) - start > size:
             stop = start + size
@@ -165,7 +165,7 @@ class ByteLevelTokenizer(VocabularyTokenizer):
             yield text[start:], True
 
     def _merge(self, word: str, watch: Watch = ignore_count) -> tuple[int, ...]:
-        """Ids of ``word``; bytes without a piece are left out."""
+        """Merge ``word`` into ids; bytes without a piece are left out."""
         if self._whole_words and (token := self._words.find(word)) is not None:
             return (token,)
         known = self._byte_ids
@@ -183,13 +183,13 @@ class ByteLevelTokenizer(VocabularyTokenizer):
 
 SPACE = "▁"
 _CACHED_CHUNKS = 1 << 15
-_SHORT_TEXT = 1 << 12  # characters, which are read in no time
-_HEARD = 4096  # tokens between two calls of a watch
+_SHORT_TEXT = 1 << 12  # characters; encoding these takes no noticeable time
+_HEARD = 4096  # tokens between calls of a watch
 _LINES = re.compile("[^\n]+|\n+")
 
 
 def join_by_scores(words: PieceTable, scores: npt.NDArray[Any]) -> Join[str]:
-    """Neighbours become any piece there is; that of the best score first."""
+    """Join neighbours to pieces of the vocabulary, best score first."""
     floats = np.ascontiguousarray(scores, np.result_type(scores, np.float32)).data
 
     def join(left: str, right: str) -> tuple[float, str] | None:
@@ -201,7 +201,7 @@ def join_by_scores(words: PieceTable, scores: npt.NDArray[Any]) -> Join[str]:
 
 
 def join_by_merges(words: PieceTable, merges: MergeTable) -> Join[str]:
-    """Neighbours become what a list says, in its order."""
+    """Join neighbours by a list of merges, in its order."""
 
     def join(left: str, right: str) -> tuple[float, str] | None:
         first, second = words.find(left), words.find(right)
@@ -212,14 +212,13 @@ def join_by_merges(words: PieceTable, merges: MergeTable) -> Join[str]:
 
 
 class SentencePieceTokenizer(VocabularyTokenizer):
-    """``words`` knows the pieces that merges may build, and ``join`` which come first.
+    """``words`` has the pieces that merges may build; ``join`` ranks them.
 
     With ``lines_apart`` line ends are never joined to other text, and several of them are one piece
-    if there is such a piece. ``byte_ids`` has the token of each byte where the vocabulary has byte
-    tokens. ``added`` are matched in text as a whole; of those, the ones in the vocabulary's
-    ``special`` count only with ``parse_special``. ``space_prefix`` puts a space in front of text
-    that begins a sequence or follows an added token. ``swallow_space`` are added tokens that take
-    the whitespace after them.
+    if the vocabulary has it. ``byte_ids`` has the token of each byte if the vocabulary has byte
+    tokens. ``added`` tokens are matched whole, the vocabulary's special ones only with
+    ``parse_special``. ``space_prefix`` adds a space before text that begins a sequence or follows
+    an added token. ``swallow_space`` are added tokens that drop the whitespace after them.
     """
 
     def __init__(
@@ -242,7 +241,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
         self._bytes = {token: bytes([byte]) for byte, token in byte_ids.items()}
         self._space_prefix = space_prefix
         self._swallow_space = swallow_space
-        # U+2581 is a space, whether the vocabulary or the text writes it: match both as one
+        # U+2581 is a space in the vocabulary and in text: match both
         self._added = TokenMatcher(
             {text.replace(SPACE, " "): token for text, token in added.items()}
         )
@@ -258,7 +257,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
 
     @cached_property
     def _longest(self) -> int:
-        """Characters that one token stands for, at most."""
+        """The most characters of one token."""
         return max(self._words.longest, *self._name_lengths, 1)
 
     def _encode_text(self, text: str, parse_special: bool, watch: Watch) -> list[int]:
@@ -300,7 +299,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
             yield line[start:]
 
     def _merge(self, chunk: str, watch: Watch = ignore_count) -> tuple[int, ...]:
-        """Ids of a chunk: the best merges first."""
+        """Merge a chunk into ids, best merges first."""
         if self._lines_apart and chunk[:1] == "\n":
             token = self._words.find(chunk)
             if token is not None:
@@ -331,7 +330,7 @@ class SentencePieceTokenizer(VocabularyTokenizer):
 
 
 def _boundary(words: PieceTable) -> re.Pattern[str]:
-    """Where text may be cut: in front of a space that no piece joins to what precedes it."""
+    """Where text may be cut: before a space that no piece joins to the text before it."""
     mark = SPACE.encode()
     text, offsets = words.pieces.data, words.pieces.offsets.astype(np.int64)
     data = np.frombuffer(text, np.uint8)

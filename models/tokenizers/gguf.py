@@ -1,8 +1,8 @@
 """A tokenizer from the key-values of a GGUF file: ``tokenizer.ggml.*``.
 
-Reads the vocabulary, the type of each token and the special ids, and hands them to byte-level BPE
-(``gpt2``) or SentencePiece BPE (``llama``; ``gemma4`` with a list of merges). Which tokens end a
-turn is partly known by name alone: files rarely say. Does not read files.
+Reads the vocabulary, the type of each token and the special ids, and makes byte-level BPE
+(``gpt2``) or SentencePiece BPE (``llama``; ``gemma4`` with a list of merges). Some tokens that end
+a turn are known only by name, since files rarely mark them. Does not read files.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from localrt.models.tokenizers.tables import MergeTable, PieceTable
 _PREFIX = "tokenizer.ggml."
 _KNOWN_MODELS = ("gpt2", "llama", "gemma4")
 
-# Names that end a turn wherever they occur, and names that do so only when marked as control
-# tokens (Gemma's "</s>" is HTML).
+# Names that always end a turn, and names that do only if marked as control tokens (Gemma's "</s>"
+# is HTML).
 _END_NAMES = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -66,7 +66,7 @@ _END_CONTROL_NAMES = (
     "<|tool_response>",  # Gemma 4: a tool's result comes next
 )
 _END_KEYS = ("eos", "eot", "eom")
-# Of ``Tokenizer.infill_ids``: first the keys that files had for them at first.
+# Keys of ``Tokenizer.infill_ids``, those of older files first.
 _INFILL_KEYS = (
     *(("pre", "prefix"), ("suf", "suffix"), ("mid", "middle")),
     *((part, f"fim_{part}") for part in ("pre", "suf", "mid", "pad", "rep", "sep")),
@@ -104,11 +104,11 @@ def gguf_tokenizer(
 ) -> Tokenizer:
     """The tokenizer that a GGUF file's ``metadata`` describes.
 
-    ``pre`` names the pre-tokenizer in the file's place; ``note`` hears where neither does.
+    ``pre`` overrides the file's pre-tokenizer; ``note`` is called if neither names one.
 
     Raises:
         TokenizerError: the file has none, or contradicts itself.
-        UnsupportedModelError: a kind of tokenizer or pre-tokenizer that is not known here.
+        UnsupportedModelError: an unknown type of tokenizer or pre-tokenizer.
     """
     model = metadata.get(f"{_PREFIX}model")
     if model is None or model in ("none", "no_vocab"):
@@ -127,7 +127,7 @@ def gguf_tokenizer(
 
 
 def _pre_name(metadata: Mapping[str, Any], tokens: _Tokens, note: Callable[[str], None]) -> str:
-    """The file's, or its family's where the file has none, or one that is not known."""
+    """The file's pre-tokenizer; its family's if the file has none or an unknown one."""
     named = metadata.get(f"{_PREFIX}pre") or "default"
     if not isinstance(named, str):
         raise _malformed("pre", "text", named)
@@ -149,7 +149,7 @@ def _pre_name(metadata: Mapping[str, Any], tokens: _Tokens, note: Callable[[str]
 def _byte_level(metadata: Mapping[str, Any], tokens: _Tokens, pre: PreType) -> Tokenizer:
     merges = MergeTable(tokens.table, _strings(metadata, "merges"))
     vocabulary = _vocabulary(metadata, tokens, add_bos=pre.add_bos)
-    # Merges may build any piece: the tokenizer spells out control tokens that they lead to
+    # Merges may build any piece; control tokens built this way are replaced by their bytes
     hidden = np.isin(tokens.types, (_Type.CONTROL, _Type.UNKNOWN, _Type.UNUSED))
     return ByteLevelTokenizer(
         vocabulary,
@@ -178,7 +178,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
     added = _added(tokens, vocabulary)
     swallow: frozenset[int] = frozenset()
     if metadata.get("general.architecture") == "phi3":
-        # Phi-3's tokenizer.json marks its role tokens so; GGUF has no place for the mark
+        # Phi-3's tokenizer.json marks its role tokens like this; GGUF has no such mark
         keep = ("<unk>", "<s>", "<|endoftext|>")
         swallow = frozenset(token for name, token in added.items() if name not in keep)
     return SentencePieceTokenizer(
@@ -193,7 +193,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
 
 
 def _gemma4(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
-    """As llama.cpp reads it: a text always begins with BOS, whatever the file says."""
+    """Like llama.cpp: a text always begins with BOS, even if the file says otherwise."""
     vocabulary = _vocabulary(metadata, tokens, add_bos=True)
     if vocabulary.bos is not None:
         vocabulary = replace(vocabulary, prefix=(vocabulary.bos,))
@@ -210,12 +210,12 @@ def _gemma4(metadata: Mapping[str, Any], tokens: _Tokens) -> Tokenizer:
 
 
 def _plain_words(tokens: _Tokens) -> PieceTable:
-    """The pieces that text may become."""
+    """The pieces that plain text may become."""
     return tokens.table.only(np.isin(tokens.types, (_Type.NORMAL, _Type.USER_DEFINED)))
 
 
 def _added(tokens: _Tokens, vocabulary: Vocabulary) -> dict[str, int]:
-    """The tokens that are found in text as a whole."""
+    """The tokens that are matched whole in text."""
     added = tokens.of_type(_Type.CONTROL, _Type.UNKNOWN, _Type.USER_DEFINED)
     return added | {tokens.table.text(token): token for token in vocabulary.special}
 
@@ -233,7 +233,7 @@ def _read_tokens(metadata: Mapping[str, Any]) -> _Tokens:
 
 
 def _strings(metadata: Mapping[str, Any], name: str) -> PackedStrings:
-    """An array of strings."""
+    """Return an array of strings."""
     found = metadata.get(f"{_PREFIX}{name}")
     if found is None:
         raise _missing(name)
@@ -245,7 +245,7 @@ def _strings(metadata: Mapping[str, Any], name: str) -> PackedStrings:
 
 
 def _numbers(metadata: Mapping[str, Any], name: str) -> npt.NDArray[Any] | None:
-    """An array of numbers, or None where there is none."""
+    """Return an array of numbers, or None if the key is missing."""
     key = f"{_PREFIX}{name}"
     if isinstance(metadata, GgufMetadata):
         return metadata.numbers(key)
@@ -271,7 +271,7 @@ def _vocabulary(
     unknown: int | None = None,
     strip_space: bool = False,
 ) -> Vocabulary:
-    """Ids with a meaning; ``bos``, ``eos``, ``unknown`` and ``add_bos`` are the defaults."""
+    """The vocabulary with special ids; ``bos``, ``eos``, ``unknown``, ``add_bos`` are defaults."""
 
     def special_id(key: str, default: int | None = None) -> int | None:
         found = metadata.get(f"{_PREFIX}{key}_token_id", default)
@@ -304,7 +304,7 @@ def _vocabulary(
 
 
 def _end_ids(tokens: _Tokens) -> set[int]:
-    """Tokens that end a turn by their name."""
+    """Tokens whose name shows that they end a turn."""
     find = tokens.table.find
     ends = {token for name in _END_NAMES if (token := find(name)) is not None}
     ends |= {
@@ -313,7 +313,7 @@ def _end_ids(tokens: _Tokens) -> set[int]:
         if (token := find(name)) is not None and tokens.types[token] == _Type.CONTROL
     }
     if find("<|return|>") is not None and find("<|call|>") is not None:
-        ends.discard(find("<|end|>"))  # gpt-oss: ends one message of several in a turn
+        ends.discard(find("<|end|>"))  # gpt-oss: ends a message, not the turn
     return ends
 
 

@@ -1,10 +1,9 @@
-"""How byte-level BPE vocabularies cut text into words, by the name that GGUF gives the way.
+"""Pre-tokenizers of byte-level BPE vocabularies, by their names in GGUF.
 
-GGUF stores the name alone (``tokenizer.ggml.pre``); the rules are those of the tokenizer.json that
-each name was coined for. Patterns apply one after the other: matches and the gaps between them
-become pieces that no merge crosses. Where llama.cpp simplified a rule (its regexes lack ``(?i:)``
-and letter categories, and it skips Unicode normalization), the original is kept. Knows no
-vocabulary.
+GGUF stores only the name (``tokenizer.ggml.pre``); the rules are those of the tokenizer.json behind
+each name. Patterns apply in order: matches and the gaps between them become words that no merge
+crosses. If llama.cpp simplified a rule (its regexes lack ``(?i:)`` and letter categories, and it
+skips Unicode normalization), the original is used. Knows no vocabulary.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PreType:
-    """Oniguruma patterns in order, and what else the tokenizer.json behind a name fixes.
+    """A pre-tokenizer: Oniguruma patterns in order, and other rules of the tokenizer.json.
 
-    ``nfc``: text is normalized first. ``whole_words``: a word that is itself in the vocabulary is
-    taken whole, whatever the merges say. ``add_bos``: the default where the file does not say.
-    ``digits_of_bytes``: Falcon splits digits after the bytes became characters, some of which
-    (superscripts, fractions) count as digits.
+    ``nfc``: text is normalized first. ``whole_words``: a word that is in the vocabulary is not
+    merged from parts. ``add_bos``: the default if the file does not say. ``digits_of_bytes``:
+    Falcon splits digits in the byte alphabet, some of whose characters (superscripts, fractions)
+    count as digits.
     """
 
     patterns: tuple[str, ...]
@@ -38,7 +37,7 @@ class PreType:
     digits_of_bytes: bool = False
 
     def normalizer(self) -> Normalizer | None:
-        """The normalizer to put in front, if there is one."""
+        """The normalizer that runs first, if there is one."""
         from tokenizers import normalizers
 
         return normalizers.NFC() if self.nfc else None
@@ -65,7 +64,7 @@ _GPT2 = (
 
 
 def _cl100k(digits: str) -> str:
-    """OpenAI's pattern of 2023, with a choice of how many digits stay together."""
+    """OpenAI's pattern of 2023, with a variable number of digits per word."""
     return (
         rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
         rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
@@ -75,7 +74,7 @@ def _cl100k(digits: str) -> str:
 def _o200k(contraction: str, digits: str, *, but: str = "", behind: str = "/") -> str:
     """OpenAI's pattern of 2024: words also end where lower case turns to upper case.
 
-    ``but`` leaves letters out of words; ``behind`` may follow punctuation, as line ends may.
+    ``but`` excludes letters from words; ``behind`` may follow punctuation, like line ends.
     """
     upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
@@ -93,7 +92,7 @@ _DEEPSEEK_V3 = (
     rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
-# Of the Unicode version at hand when DeepSeek LLM was trained; escapes where NFC would change them
+# From the Unicode version that DeepSeek LLM used; escaped where NFC would change characters
 _CASED_LETTERS = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕ"
     "ἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳ"
@@ -165,7 +164,7 @@ def pre_type(name: str) -> PreType:
     """The pre-tokenizer that GGUF files call ``name``.
 
     Raises:
-        UnsupportedModelError: not known here; guessing would corrupt every prompt silently.
+        UnsupportedModelError: an unknown name; guessing would silently corrupt every prompt.
     """
     found = _TABLE.get(name)
     if found is None:
@@ -176,7 +175,7 @@ def pre_type(name: str) -> PreType:
     return found
 
 
-# Of families: the name, architectures, a token that such vocabularies have, and their sizes
+# Families: name, architectures, a token that their vocabularies have, and vocabulary sizes
 _BEGIN, _DEEPSEEK_BEGIN = "<|begin_of_text|>", "<｜begin▁of▁sentence｜>"
 _TOLD: tuple[tuple[str, str, str, range], ...] = (
     ("llama-bpe", "llama smollm3", _BEGIN, range(128_000, 129_000)),
@@ -202,9 +201,9 @@ _TOLD: tuple[tuple[str, str, str, range], ...] = (
 
 
 def family_pre(architecture: str, size: int, find: Callable[[str], int | None]) -> str | None:
-    """The name for a vocabulary of ``size`` tokens, where it and the architecture say so.
+    """The family's name, if architecture and vocabulary ``size`` match one.
 
-    ``find`` has a token's id.
+    ``find`` returns a token's id.
     """
     return next(
         (

@@ -1,9 +1,9 @@
-"""A vocabulary and its merges in packed tables, some bytes for each entry.
+"""A vocabulary and its merges in packed tables, with a few bytes per entry.
 
 A dictionary of 151,936 pieces takes 25 MB and more in Python or Rust. Here pieces stay packed, and
-a hash table of two integer arrays leads from a piece to its id: ids in the order of their bucket,
-and where each bucket begins. One piece is looked up in about a microsecond, many at once by numpy.
-Knows pieces and ids, not what they mean.
+a hash table of two integer arrays maps a piece to its id: ids sorted by bucket, and the start of
+each bucket. A lookup takes about a microsecond; numpy looks up many at once. Knows pieces and ids,
+not their meaning.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from localrt.common.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tokenizers.base import Watch, ignore_count
 
-_HASHED = 32  # bytes; longer pieces are mostly runs of one character, told apart by their length
+_HASHED = 32  # bytes; longer pieces are mostly runs of one character, which differ in length
 _AT_ONCE = 1 << 14
 Integers = npt.NDArray[np.int64]
 
 
 class PieceTable:
-    """``Pieces`` by position. Of equal pieces the last is found, as in a dictionary."""
+    """``Pieces`` by position. Of equal pieces the last one is found, as in a dictionary."""
 
     def __init__(self, pieces: PackedStrings) -> None:
         self.pieces = pieces
@@ -65,7 +65,7 @@ class PieceTable:
         return longest
 
     def only(self, members: npt.NDArray[np.bool_]) -> PieceTable:
-        """The same table in which only ids that are true in ``members`` are found."""
+        """The same table, limited to ids that are true in ``members``."""
         table = copy.copy(self)
         table._members = members.astype(np.uint8).data
         return table
@@ -86,7 +86,7 @@ class PieceTable:
         return None
 
     def _bucket(self, piece: bytes) -> memoryview:
-        """Ids that ``piece`` may have."""
+        """The ids in the bucket of ``piece``."""
         if len(piece) > self._longest:
             return self._ids[:0]
         bucket = (int.from_bytes(piece[:_HASHED], "big") + len(piece)) % self._buckets
@@ -95,9 +95,9 @@ class PieceTable:
     def find_many(
         self, data: npt.NDArray[np.uint8], starts: Integers, lengths: Integers
     ) -> Integers:
-        """The id of each piece of UTF-8 ``data``, which begins at ``starts``; -1 without one.
+        """Return the ids of the pieces of UTF-8 ``data`` that begin at ``starts``; -1 if unknown.
 
-        Puts some 200 bytes aside for each: come with no more than ``chunks`` has.
+        Takes some 200 bytes of memory per piece: pass the ranges of ``chunks``.
         """
         offsets, begins, ids = self.pieces.offsets, np.asarray(self._begins), np.asarray(self._ids)
         found = np.full(len(starts), -1, np.int64)
@@ -124,7 +124,7 @@ class PieceTable:
     def _hash(
         self, data: npt.NDArray[np.uint8], starts: Integers, lengths: Integers
     ) -> npt.NDArray[np.uint64]:
-        """Buckets of pieces: their first bytes as one number and their length, modulo a prime."""
+        """The buckets of pieces: first bytes as a number plus length, modulo a prime."""
         prime = np.uint64(self._buckets)
         hashes = np.zeros(len(starts), np.uint64)
         longer = np.arange(len(starts))
@@ -139,7 +139,7 @@ class PieceTable:
 
 
 def bucket_count(count: int) -> int:
-    """A prime number of buckets for ``count`` entries, not less than them."""
+    """A prime number of buckets for ``count`` entries, at least ``count``."""
     number = max(count, 2)
     while any(number % divisor == 0 for divisor in range(2, isqrt(number) + 1)):
         number += 1
@@ -151,8 +151,8 @@ def bucket_order(
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """Entries sorted by their bucket, and where each of ``count`` buckets begins.
 
-    Within a bucket they fall, so that the last of equal entries is met first. The second array has
-    one number more: where the last bucket ends.
+    Within a bucket entries are in descending order, so that the last of equal entries is met first.
+    The second array also has the last bucket's end.
     """
     begins = np.zeros(count + 1, np.uint32)
     np.cumsum(np.bincount(buckets, minlength=count), out=begins[1:])
@@ -161,7 +161,7 @@ def bucket_order(
 
 
 def chunks(count: int) -> Iterator[tuple[int, int]]:
-    """``range(count)`` in pieces that keep what numpy puts aside small."""
+    """``range(count)`` in chunks that bound numpy's temporary arrays."""
     return ((start, min(start + _AT_ONCE, count)) for start in range(0, count, _AT_ONCE))
 
 
@@ -172,7 +172,7 @@ def _equal(
     begins: Integers,
     lengths: Integers,
 ) -> npt.NDArray[np.bool_]:
-    """Whether each stretch of ``ours`` has the bytes of the stretch of ``theirs``."""
+    """Whether each segment of ``ours`` equals the segment of ``theirs``."""
     ends = np.cumsum(lengths)
     within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
     differ = (
@@ -183,14 +183,13 @@ def _equal(
     return equal
 
 
-# -- byte-pair encoding: neighbours are joined, the best pair first, of equally good ones the
-# leftmost
+# -- byte-pair encoding: neighbours are joined, the best pair first; ties: the leftmost
 
-_BLOCK = 2048  # symbols; joining puts some 400 bytes aside for each
-_OPEN = 4  # of what a block became: its end, which the symbols behind it may change
-_NONE = 1 << 32  # a rank behind all others
-_SHORT = 64  # ids; up to here a scan of the whole word beats a queue
-_HALF = 24  # bits of an id in a pair's key; no GGUF array has more strings
+_BLOCK = 2048  # symbols; joining takes some 400 bytes of memory for each
+_OPEN = 4  # symbols at a block's end, which the symbols after it may change
+_NONE = 1 << 32  # a rank after all others
+_SHORT = 64  # ids; up to here scanning the word is faster than a queue
+_HALF = 24  # bits of an id in a pair's key; GGUF arrays have fewer strings
 
 
 Symbol = TypeVar("Symbol", int, str)
@@ -200,14 +199,15 @@ Join = Callable[[Symbol, Symbol], tuple[float, Symbol] | None]
 def join_neighbours(
     symbols: Sequence[Symbol], join: Join[Symbol], watch: Watch = ignore_count
 ) -> list[Symbol]:
-    """``symbols`` with all neighbours joined that can be, in almost linear time.
+    """Join all neighbours of ``symbols`` that can be joined, in almost linear time.
 
-    ``join`` gives the rank of two neighbours, the lowest first, and what they become. ``watch``
-    hears how many there are so far.
+    ``join`` returns the rank of two neighbours (lowest first) and their joined symbol. ``watch``
+    gets the number of symbols so far.
 
-    A boundary between two joined symbols that is one when their own symbols alone are joined is
-    one in the whole, too: until a pair across some boundary is the best, each side is joined as it
-    would be alone. So blocks are joined alone, and again as one where their boundary does not hold.
+    If joining the symbols of two neighbouring results alone keeps the boundary between them, it is
+    a boundary in the whole text too: until a pair across a boundary is the best, each side is
+    joined as if alone. So blocks are joined separately, and again together if their boundary does
+    not hold.
     """
     found: list[Symbol] = []
     blocks: list[tuple[int, int, int, int]] = []  # begin, size, found before, the last one's begin
@@ -233,13 +233,13 @@ def join_neighbours(
 
 
 def _joined(symbols: Sequence[Symbol], join: Join[Symbol]) -> list[tuple[int, Symbol]]:
-    """The rule for one block: where each joined symbol begins, and the symbol."""
+    """Join one block; returns each joined symbol's start, and the symbol."""
     joined = list(symbols)
     count = len(joined)
     before, after = list(range(-1, count - 1)), list(range(1, count + 1))
 
     def offer(at: int) -> tuple[float, int, Symbol] | None:
-        """What a symbol and the next one become."""
+        """The queue's entry for a symbol and the next one; None if they stay apart."""
         found = join(joined[at], joined[after[at]]) if after[at] < count else None
         return None if found is None else (found[0], at, found[1])
 
@@ -268,10 +268,10 @@ def _joined(symbols: Sequence[Symbol], join: Join[Symbol]) -> list[tuple[int, Sy
 
 
 class MergeTable:
-    """Joins neighbouring ids, as ``merges`` says: each is spelled ``"left right"``.
+    """Joins neighbouring ids by ``merges``, each spelled ``"left right"``.
 
     Raises:
-        TokenizerError: a merge lacks a side, or ``words`` lacks a side or what it joins to.
+        TokenizerError: a merge lacks a side, or ``words`` lacks a side or the joined piece.
     """
 
     def __init__(self, words: PieceTable, merges: PackedStrings) -> None:
@@ -283,7 +283,7 @@ class MergeTable:
             text = data[offsets[0] : offsets[-1]]
             begins, ends = offsets[:-1] - offsets[0], offsets[1:] - offsets[0]
             spaces = np.append(np.flatnonzero(text == ord(" ")), len(text))
-            space = spaces[np.searchsorted(spaces, begins)]  # the first one of each merge
+            space = spaces[np.searchsorted(spaces, begins)]  # the first space of each merge
             if len(broken := np.flatnonzero((space == begins) | (space >= ends - 1))):
                 merge = merges[start + int(broken[0])]
                 raise TokenizerError(f"the model's BPE merge {merge!r} does not name two pieces")
@@ -307,16 +307,16 @@ class MergeTable:
         self._ranks, self._begins, self._joined = ranks.data, places.data, joined.data
 
     def merge(self, ids: list[int], watch: Watch = ignore_count) -> list[int]:
-        """``ids`` of one word with all merges applied."""
+        """Apply all merges to ``ids``, those of one word."""
         return self._scan(ids) if len(ids) <= _SHORT else join_neighbours(ids, self.join, watch)
 
     def join(self, left: int, right: int) -> tuple[int, int] | None:
-        """The rank of two neighbours, and what they become; None where they stay apart."""
+        """The rank of two neighbours and their joined id; None if there is no merge."""
         rank = self._rank(left, right)
         return None if rank == _NONE else (rank, self._joined[rank])
 
     def _rank(self, left: int, right: int) -> int:
-        """The place in the list of the merge of two ids, or ``_NONE``."""
+        """The position of two ids' merge in the list, or ``_NONE``."""
         key = left << _HALF | right
         bucket = key % self._buckets
         for at in range(self._begins[bucket], self._begins[bucket + 1]):
@@ -325,7 +325,7 @@ class MergeTable:
         return _NONE
 
     def _scan(self, ids: list[int]) -> list[int]:
-        """The rule as it stands, in a time that grows with the square of the word's length."""
+        """Merge by repeated scans, in time quadratic in the word's length."""
         ids = list(ids)
         ranks = list(map(self._rank, ids, ids[1:]))
         while ranks and (best := min(ranks)) != _NONE:
