@@ -16,16 +16,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints.base import TensorInfo
 from localrt.models.checkpoints.store.manifest import UNIT_ALIGNMENT
 from localrt.models.config import EMBEDDING, HEAD, DecoderConfig
 from localrt.models.decoder import load_attention, load_mlp
 from localrt.models.layers.moe import ResidentExperts, load_expert
-from localrt.models.weights import Transform, WeightLoader, is_ignored, missing_tensor
+from localrt.models.weights import AskedTensors, is_ignored, missing_tensor
 from localrt.quant.formats.tiled import TILE_ROWS, padded_rows
 
 TABLES = ("embedding", "inputs", "ngrams")
@@ -104,31 +101,15 @@ def packed_nbytes(info: TensorInfo) -> int:
     return padded_rows(info.shape[0]) * info.format.row_bytes(info.shape[1])
 
 
-class _TensorNames(WeightLoader):
+class _TensorNames(AskedTensors):
     """Records the tensors that a part asks for, instead of reading them."""
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
         self._tensors = tensors
         self._names: list[str] = []
 
-    def matrix(self, shape: tuple[int, int], *names: str) -> None:
+    def ask(self, shape: tuple[int, ...], *names: str) -> None:
         self._names += [_info(self._tensors, name).name for name in names]
-
-    def vector(
-        self,
-        size: int,
-        *names: str,
-        offset: float = 0.0,
-        scale: float = 1.0,
-        transform: Transform | None = None,
-    ) -> None:
-        self._names += [_info(self._tensors, name).name for name in names]
-
-    def scalar(self, name: str) -> float:
-        self.vector(1, name)
-        return 1.0
-
-    def constants(self, name: str, values: npt.NDArray[np.float32]) -> None: ...
 
     def take(self) -> tuple[str, ...]:
         """The names since the last call, without duplicates: parallel layers share a norm."""

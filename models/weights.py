@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -182,3 +183,30 @@ class TapsFirst:
 
     def __call__(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         return np.ascontiguousarray(values.reshape(-1, self.taps).T).reshape(-1)
+
+
+class AskedTensors(WeightLoader):
+    """What the parts of a model would load: ``ask`` gets each shape and its tensors, unread."""
+
+    def ask(self, shape: tuple[int, ...], *names: str) -> None:
+        """A matrix or vector of this shape, which these tensors make together."""
+        raise NotImplementedError
+
+    def matrix(self, shape: tuple[int, int], *names: str) -> Any:
+        self.ask(shape, *names)
+
+    def vector(
+        self,
+        size: int,
+        *names: str,
+        offset: float = 0.0,
+        scale: float = 1.0,
+        transform: Transform | None = None,
+    ) -> Any:
+        self.ask((size,), *names)
+
+    def scalar(self, name: str) -> float:
+        self.ask((1,), name)
+        return 1.0
+
+    def constants(self, name: str, values: npt.NDArray[np.float32]) -> Any: ...

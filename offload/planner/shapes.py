@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
-
 from localrt.common.errors import CheckpointError, UnsupportedModelError
+from localrt.common.option_names import option
 from localrt.models.checkpoints.base import Checkpoint, TensorInfo
 from localrt.models.checkpoints.schemes import read_scheme
 from localrt.models.checkpoints.text_model import TEXT_KEYS
@@ -25,7 +23,7 @@ from localrt.models.layers.moe import ResidentExperts, load_expert
 from localrt.models.layers.ngrams import NGRAM_TABLE
 from localrt.models.raw_config import with_default_values
 from localrt.models.registry import ARCHITECTURES, read_config
-from localrt.models.weights import Transform, WeightLoader
+from localrt.models.weights import AskedTensors
 from localrt.offload.shapes import ModelShape, shape_from_checkpoint
 from localrt.quant.formats import F8_E4M3, F32, FORMATS, Format
 from localrt.quant.methods.quantize import fitting_format
@@ -115,7 +113,9 @@ def _published_formats(config: Mapping[str, Any], name: str, notes: list[str]) -
     if scheme is not None:
         notes += [f"weights as published: {method}, planned as {scheme.typical}", *scheme.notes]
         return scheme.typical, scheme.typical
-    notes.append(f"weights are taken to be packed as {_DEFAULT_FORMAT}: --format says otherwise")
+    notes.append(
+        f"weights are taken to be packed as {_DEFAULT_FORMAT}: {option('format')} says otherwise"
+    )
     return _DEFAULT_FORMAT, _DEFAULT_FORMAT
 
 
@@ -134,7 +134,7 @@ class _Described:
         self.tensors |= {name: TensorInfo(name, (0,), F32, 0) for name in names}
 
 
-class _Asked(WeightLoader):
+class _Asked(AskedTensors):
     """Takes down what the parts of a model ask for.
 
     Of several tensors that are stacked, the first stands for all.
@@ -167,33 +167,19 @@ class _Asked(WeightLoader):
             self.matrix(table, HEAD)
         return self._found
 
-    def matrix(self, shape: tuple[int, int], *names: str) -> Any:
-        rows, columns = shape
-        wanted = self._formats[0 if ".experts." in names[0] else 1]
-        if names[0] == NGRAM_TABLE:  # as published; it is read by row, whatever it takes
-            wanted = F8_E4M3
-        fitting = wanted if columns % wanted.block == 0 else fitting_format(wanted, columns)
+    def ask(self, shape: tuple[int, ...], *names: str) -> None:
+        if len(shape) == 1:
+            format = F32
+        elif names[0] == NGRAM_TABLE:  # as published; it is read by row, whatever it takes
+            format = F8_E4M3
+        else:
+            format = self._formats[0 if ".experts." in names[0] else 1]
+        if shape[-1] % format.block:
+            format = fitting_format(format, shape[-1])
+        rest: tuple[int, ...] = shape
         for name in names:
-            self._found[name] = TensorInfo(name, (rows, columns), fitting, 0)
-            rows = 0
-
-    def scalar(self, name: str) -> float:
-        self.vector(1, name)
-        return 1.0
-
-    def constants(self, name: str, values: npt.NDArray[np.float32]) -> Any: ...
-
-    def vector(
-        self,
-        size: int,
-        *names: str,
-        offset: float = 0.0,
-        scale: float = 1.0,
-        transform: Transform | None = None,
-    ) -> Any:
-        for name in names:
-            self._found[name] = TensorInfo(name, (size,), F32, 0)
-            size = 0
+            self._found[name] = TensorInfo(name, rest, format, 0)
+            rest = (0, *shape[1:])
 
 
 class _Checked(_Asked):
@@ -203,18 +189,8 @@ class _Checked(_Asked):
         self._checkpoint = checkpoint
         self._found = {}
 
-    def matrix(self, shape: tuple[int, int], *names: str) -> Any:
+    def ask(self, shape: tuple[int, ...], *names: str) -> None:
         self.check(shape, *names)
-
-    def vector(
-        self,
-        size: int,
-        *names: str,
-        offset: float = 0.0,
-        scale: float = 1.0,
-        transform: Transform | None = None,
-    ) -> Any:
-        self.check((size,), *names)
 
 
 def check_shapes(checkpoint: Checkpoint) -> None:
