@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib import import_module
 
 from localrt.common.errors import UnsupportedModelError
+from localrt.common.option_names import option
 from localrt.models.checkpoints.base import Checkpoint
 from localrt.models.config import DecoderConfig
 from localrt.models.decoder import Decoder, load_resident
@@ -83,7 +84,7 @@ def find_architecture(name: str) -> Callable[[RawConfig], DecoderConfig]:
         known = ", ".join(sorted(set(ARCHITECTURES.values())))
         raise UnsupportedModelError(
             f"architecture {name!r} is not known to the native engine (known: {known}); "
-            "a GGUF file may run with --engine llamacpp"
+            f"a GGUF file may run with {option('engine', 'llamacpp')}"
         )
     own = ARCHITECTURES[name]
     file = next((file for file, several in _FILES.items() if own in several.split()), own)
@@ -117,7 +118,7 @@ def require_readable(checkpoint: Checkpoint) -> None:
             raise UnsupportedModelError(
                 f"{checkpoint.path}: tensor {info.name!r} is {info.format.name.upper()}, which the "
                 f"native engine cannot read: use a file with one of {readable}, "
-                "or --engine llamacpp"
+                f"or {option('engine', 'llamacpp')}"
             )
 
 

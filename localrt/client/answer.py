@@ -17,6 +17,7 @@ from localrt.chat_format.thinking import CLOSE, OPEN
 from localrt.client.servers import Address
 from localrt.common.errors import ContextOverflowError, LocalrtError
 from localrt.common.formatting import one_line
+from localrt.common.option_names import option
 from localrt.engine.types import FinishReason, Metrics, ToolCall
 
 _SHORTEST_S = 0.05  # what comes within less came as one: no rate can be told
@@ -265,7 +266,8 @@ def refusal(address: Address, status: int, headers: Mapping[str, str], body: byt
         return LocalrtError(f"{origin} failed{because}")
     if status in (401, 403) and address.key is None:
         return LocalrtError(
-            f"{origin} wants an API key ({status}{because}): give --api-key, or set OPENAI_API_KEY"
+            f"{origin} wants an API key ({status}{because}): give {option('api_key')}, or set "
+            "OPENAI_API_KEY"
         )
     if status in (401, 403):
         return LocalrtError(f"{origin} refuses the API key ({status}{because}): give another")

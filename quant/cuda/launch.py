@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.common.option_names import option
 from localrt.common.settings import Settings
 from localrt.common.version import __version__
 from localrt.quant.cuda.gpu_file import GpuFile
@@ -261,7 +262,7 @@ class FullGpu(AbstractContextManager[None]):
         if isinstance(error, torch.OutOfMemoryError):
             raise MemoryBudgetError(
                 "the GPU has no memory left: close other programs that use it, or give the model "
-                "less with --gpu-memory"
+                f"less {option('gpu_memory')}"
             ) from error
 
 

@@ -63,7 +63,7 @@ def test_api_key(
     model: localrt.Model, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(model, name="tiny", api_key=KEY) as running:
-        with pytest.raises(LocalrtError, match=r"wants an API key.*--api-key.*OPENAI_API_KEY"):
+        with pytest.raises(LocalrtError, match=r"wants an API key.*api_key.*OPENAI_API_KEY"):
             connect(running.url)
         with pytest.raises(LocalrtError, match="refuses the API key") as caught:
             connect(running.url, api_key="sk-another")

@@ -83,7 +83,7 @@ def test_int8_cache(tmp_path: Path) -> None:
 )
 def test_unsupported_by_native(tmp_path: Path, architecture: str, weight_type: str) -> None:
     path = write_model(tmp_path / "m.gguf", architecture, weight_type)
-    with pytest.raises(localrt.UnsupportedModelError, match="--engine llamacpp") as caught:
+    with pytest.raises(localrt.UnsupportedModelError, match=r"engine=.llamacpp") as caught:
         localrt.load(path, engine="native")
     assert "\n" not in str(caught.value)
 
