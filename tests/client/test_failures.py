@@ -62,6 +62,15 @@ def test_failures_are_one_line(reply: bytes, said: str) -> None:
         assert chat.messages == [{"role": "system", "content": "S"}]
 
 
+def test_server_refuses_tools() -> None:
+    with saying(whole(400, {"error": {"message": "no tools here"}})) as running:
+        remote = connect(running.url)
+        assert remote.takes_tools
+        with remote, pytest.raises(LocalrtError, match="no tools here"):
+            list(remote.chat(tools=[{"type": "function", "function": {"name": "a"}}]).stream("hi"))
+        assert not remote.takes_tools
+
+
 CUT = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 
 
